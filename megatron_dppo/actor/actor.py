@@ -121,7 +121,7 @@ class Actor:
 
     @property
     def routing(self) -> ModelRouting | None:
-        """Dimensions of this model's routes; none for a dense model."""
+        """Dimensions of this model's routes; None for a dense model."""
         return model_sizes(self.hf).routing
 
     @property
@@ -130,7 +130,7 @@ class Actor:
         return self.routing if self._config.rollout.routing_replay != "off" else None
 
     def restart_schedule(self, num_done: int) -> None:
-        """Set the learning rate to its value after so many gradient steps."""
+        """Set the learning rate to its value after `num_done` gradient steps."""
         options, horizon = self._config.optimizer, self._config.num_gradient_steps
         self._schedule = build_schedule(self.optimizer, options, horizon, num_done=num_done)
 
@@ -139,7 +139,7 @@ class Actor:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield all weights in Hugging Face names, or this pipeline stage's; see `export_hf_weights`.
 
-        Where the trainer is away from its GPU they come from the host, one parameter at a time.
+        If the trainer is offloaded, they come from the host, one parameter at a time.
         """
         if not self.memory.is_away:
             self.complete_parameters()
@@ -264,7 +264,7 @@ class Actor:
         return metrics
 
     def log_probs(self, sequences: Sequence[Tensor]) -> list[Tensor]:
-        """Return the log-probs of each token given those before it, at temperature 1, with live routes.
+        """Return the log-probs of each token given the tokens before it, at temperature 1, with live routes.
 
         Args:
             sequences: [L] int64 each, L > 1; the same on every rank.
@@ -288,7 +288,7 @@ class Actor:
         Every rank calls this together.
 
         Args:
-            batch: This rank's micro-batches; as many on every rank.
+            batch: This rank's micro-batches; every rank has the same number of them.
             metrics: Gets `routing/agreement_*` of this rank's live routers with the rollout's, where
                 rollout.routing_replay captures routes.
             is_replaying: Use the rollout's experts.
@@ -307,7 +307,7 @@ class Actor:
         return columns
 
     def forward_log_probs(self, microbatches: Sequence[Microbatch], is_replaying: bool) -> list[Tensor]:
-        """Return [T] log pi(target) of each whole micro-batch, without gradient, on every rank's CPU."""
+        """Return log pi(target), [T], of each complete micro-batch, without gradient, on every rank's CPU."""
         with torch.no_grad(), self._routes(is_replaying, is_measuring=False) as replay:
             return [columns[:, 0] for columns in self._forward_columns(microbatches, replay, has_topk=False)]
 

@@ -31,7 +31,7 @@ def run_microbatches(
 
     Args:
         chunks: This rank's part of the Megatron model, wrapped for data parallelism: one per virtual stage.
-        microbatches: This rank's tokens of each, on the host; as many on every rank.
+        microbatches: This rank's tokens of each, on the host; every rank has the same number.
         loss_function: Called with the logits of each micro-batch, on the last pipeline stage.
         device: The model's.
         before_forward: Called with a chunk's index and a micro-batch before that chunk forwards it.

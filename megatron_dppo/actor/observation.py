@@ -119,7 +119,7 @@ class Observer:
             lists.clipped.add(named, targets=m.targets, entropy=out.entropy, **values)
 
     def observe_whole(self, metrics: Metrics, microbatches: Sequence[Microbatch]) -> None:
-        """Add the statistics of whole micro-batches; one rank of each data-parallel group calls this."""
+        """Add the statistics of complete micro-batches; one rank of each data-parallel group calls this."""
         add_bound_of_responses(metrics, microbatches)
 
     def _shadow_masks(self, out: FusedPolicyLoss, m: Microbatch) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ class Residence:
         return sum(num_bytes for _, num_bytes, _ in self._away.values())
 
     def leave(self, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> None:
-        """Free the device memory under these tensors until `come_back`.
+        """Free the device memory of these tensors until `come_back`.
 
         Args:
             kept: Their contents come back.
@@ -123,7 +123,7 @@ class TrainerMemory:
             optimizer: Megatron's.
             device: This process's.
             is_offloading: Keep optimizer states in the host's memory outside of `states_here`.
-            ledger: Told when the trainer leaves and comes back.
+            ledger: Notified on offload and onload.
         """
         self._parameters: list[Any] = [parameter for chunk in chunks for parameter in chunk.parameters()]
         self._optimizer, self.is_offloading = optimizer, is_offloading
@@ -143,9 +143,9 @@ class TrainerMemory:
                 self._states.leave(self._optimizer_states())
 
     def leave(self) -> None:
-        """Free the trainer's device memory until `come_back`, where gradients come back as zeros.
+        """Free the trainer's device memory until `come_back`, which restores gradients as zeros.
 
-        What PyTorch's allocator keeps, of activations too, goes back to the driver for others to take.
+        The cached memory of PyTorch's allocator goes back to the driver, for other processes.
         """
         gradients = [p.main_grad for p in self._parameters if p.requires_grad]
         self._all.leave([*self._parameters, *self._optimizer_states()], dropped=gradients)

@@ -47,7 +47,7 @@ def build_schedule(
     Args:
         optimizer: Megatron's; the settings and the learning rate of its parameter groups are set at once.
         config: The run's `[optimizer]`.
-        num_steps: Gradient steps of the whole run.
+        num_steps: Gradient steps of the complete run.
         num_done: Gradient steps already taken. Call `.step(1)` after each further one.
     """
     for group in optimizer.param_groups:
@@ -80,7 +80,7 @@ def take_step(optimizer: Any) -> tuple[float | None, str | None]:
     """Clip the gradients and update the parameters, unless Megatron finds that it cannot.
 
     The norm is the root of a float32 sum of squares, which overflows above 1.8e19. Megatron would divide the
-    gradients by infinity, and move the weights by their momentum and decay alone.
+    gradients by infinity, and move the weights only by momentum and decay.
 
     Returns:
         The gradient norm, or None if the parameters were not updated, and then the reason if it is known.

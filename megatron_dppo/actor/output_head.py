@@ -43,7 +43,7 @@ class OutputHead:
 
         Args:
             chunks: This rank's part of the model; the last has the output layer, on the last pipeline stage.
-            objective: What is optimised.
+            objective: Training objective.
             options: Settings of the loss.
             temperature: Divisor of the logits, as in the sampler.
             vocab_size: Size without the padding of the output layer.
@@ -70,7 +70,7 @@ class OutputHead:
                 self._last.output_layer.forward = _hand_over
 
     def policy_loss(self, output: Tensor, microbatch: Microbatch) -> FusedPolicyLoss:
-        """Compute the loss of a micro-batch; one backward pass must follow where gradients are enabled.
+        """Compute the loss of a micro-batch; one backward pass must follow if gradients are enabled.
 
         Args:
             output: [T, V/tp] logits, or the hidden states before them: [T, H], [T/tp, H] with sequence
@@ -78,7 +78,7 @@ class OutputHead:
             microbatch: This rank's T tokens.
 
         Raises:
-            ConfigError: A learning token has what none may have.
+            ConfigError: A learning token has an invalid value.
         """
         responses = packed_responses(microbatch) if self._objective.needs_responses else None
         topk = microbatch.topk if self._objective.needs_topk or self._reported_topk else None
@@ -138,7 +138,7 @@ class OutputHead:
         return output.sum() * 0.0 + self._weight.sum() * 0.0
 
     def _loss_scale(self, device: torch.device) -> Tensor:
-        """Return what Megatron's schedule multiplies the loss by before its backward pass."""
+        """Return the factor by which Megatron's schedule multiplies the loss before its backward pass."""
         one = torch.ones((), device=device)
         scale = self._last.config.grad_scale_func
         return one if scale is None else scale(one)

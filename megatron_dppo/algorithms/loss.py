@@ -20,9 +20,9 @@ BAD_UPDATE = 0.5  # mu - pi of a negative token from which its update is bad (se
 
 @dataclass(frozen=True, eq=False)
 class TokenUpdates:
-    """What the objective makes of each token.
+    """The objective's results for each token.
 
-    Where `loss_mask` is False: weight 0, mask False, divergence 0, ratio 1, coefficient 0.
+    Rows outside `loss_mask` have weight 0, mask False, divergence 0, ratio 1, coefficient 0.
     """
 
     weight: Tensor  # [T] M, the factor of the update: 0 or 1 for a mask, < 0 to reverse the update
@@ -34,7 +34,7 @@ class TokenUpdates:
 
 @dataclass(frozen=True, eq=False)
 class PolicyLossOutput(TokenUpdates):
-    """The loss and what it did with each token. Only `loss_sum` carries gradient."""
+    """The loss and its results for each token. Only `loss_sum` carries gradient."""
 
     loss_sum: Tensor  # scalar; divide by a global count, or weigh tokens with token_weights()
     metrics: dict[str, Tensor]  # scalars that add up over micro-batches and ranks; see `policy_loss`

@@ -1,4 +1,4 @@
-"""The paper's rules (arXiv 2602.04879, Eq. 12 and its competitors): each drops tokens, or keeps them whole.
+"""The paper's rules (arXiv 2602.04879, Eq. 12 and its competitors): each drops or keeps tokens.
 
 They only drop a token if its update would push the policy further from the anchor: A > 0 if the policy
 is already above the anchor, A < 0 if it is already below. All rules keep a token with A = 0.

@@ -1,7 +1,7 @@
 """An objective: which tokens learn, and how much each one weighs. Plain numbers; the tensors are `loss.py`'s.
 
 Every algorithm of the paper (arXiv 2602.04879) is one of these, for they share the gradient of Eq. 23,
-sum_t M_t min(r_t, C) A_t grad log pi(y_t), and differ in the mask M and the cap C alone. Others weigh tokens
+sum_t M_t min(r_t, C) A_t grad log pi(y_t), and differ only in the mask M and the cap C. Others weigh tokens
 (M is a number), replace r by the ratio of complete responses, or add a further term.
 """
 
@@ -82,7 +82,7 @@ class Objective:
         eps_high: Ratio clip above 1, for positive advantages.
         alpha: Tokens with mu below this are not clipped on the relaxed side.
         ratio_cap: C, the cap on the importance weight pi/mu.
-        rho_low: Smallest ratio of trainer to engine, of tokens or of whole responses.
+        rho_low: Smallest ratio of trainer to engine, of tokens or of complete responses.
         rho_high: Largest such ratio.
         token_kl: Largest divergence that a token of a response may have.
         response_kl: Largest mean of them over a response.
@@ -171,7 +171,7 @@ class Objective:
 
     @property
     def rule_over(self) -> str:
-        """What an own rule sees, tokens or whole responses."""
+        """Input of a custom rule: tokens or complete responses."""
         return "tokens" if self.own is None else self.own.over
 
     @property
@@ -186,7 +186,7 @@ class Objective:
 
     @property
     def fields_in_use(self) -> tuple[str, ...]:
-        """What `preset` lets a user override: the fields that change what this objective does."""
+        """Fields that `preset` lets a user override, because they change this objective."""
         relaxed = () if self.relax == "none" else ("alpha",)
         of_topk = ("top_k", "include_other", "sampled_token") if self.needs_topk else ()
         return _BY_RULE[self.rule] + relaxed + of_topk + UNIVERSAL_FIELDS

@@ -1,4 +1,4 @@
-"""Registries whose entries carry an explicit id, the number that the kernels know them by."""
+"""Registries of entries with an explicit id, the number by which the kernels identify them."""
 
 from collections import defaultdict
 from collections.abc import Mapping

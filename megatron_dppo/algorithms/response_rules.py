@@ -1,4 +1,4 @@
-"""Rules of other papers and frameworks that look at whole responses; each names its source."""
+"""Rules of other papers and frameworks over complete responses; each names its source."""
 
 import torch
 from torch import Tensor

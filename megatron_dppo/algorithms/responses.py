@@ -1,4 +1,4 @@
-"""Sums, means, maxima and running sums over the learning tokens of whole responses."""
+"""Sums, means, maxima and running sums over the learning tokens of complete responses."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,17 +34,17 @@ class Responses:
 
     @cached_property
     def num_before(self) -> Tensor:
-        """[T] int64: learning tokens of the response that stand before each token."""
+        """[T] int64: number of the response's learning tokens before each token."""
         return self._before(self.is_learning.long())
 
     @cached_property
     def _start(self) -> Tensor:
-        """[T] int64: where each token's response begins."""
+        """[T] int64: index of the first token of each token's response."""
         return (self.lengths.cumsum(0) - self.lengths)[self.index]
 
     @cached_property
     def _place(self) -> Tensor:
-        """[T] int64: packed tokens of the response that stand before each token, learning or not."""
+        """[T] int64: number of the response's packed tokens before each token, learning or not."""
         return torch.arange(self.index.numel(), device=self.index.device) - self._start
 
     def sum(self, values: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Responses:
         return lowest.scatter_reduce(0, self.index, counted, "amax")[self.index]
 
     def before(self, values: Tensor) -> Tensor:
-        """Return the sum over the response's tokens that stand before each token. [T] -> [T]."""
+        """Return the sum over the response's tokens before each token. [T] -> [T]."""
         return self._before(self._counted(values)).to(values.dtype)
 
     def quantile(self, values: Tensor, q: float) -> Tensor:

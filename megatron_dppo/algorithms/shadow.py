@@ -20,7 +20,7 @@ def with_inputs(
     has_old_log_probs: bool,
     has_responses: bool = True,
 ) -> dict[str, Objective]:
-    """Return the objectives whose inputs exist: the rollout's Top-K, recomputed log-probs, whole responses."""
+    """Return the objectives with available inputs: Top-K and recomputed log-probs, complete responses."""
     return {
         name: objective
         for name, objective in objectives.items()
@@ -73,7 +73,7 @@ class _Shared:
     """The tokens of one micro-batch and their divergences, for objectives with one anchor."""
 
     def __init__(self, objectives: Iterable[Objective], inputs: PolicyLossInputs) -> None:
-        """Neutralise the tokens once, with as many Top-K columns as any objective uses."""
+        """Neutralise the tokens once, with the largest number of Top-K columns that an objective uses."""
         objectives = tuple(objectives)
         widest = max(objectives, key=lambda objective: objective.needs_topk * objective.top_k)
         if any(objective.needs_responses for objective in objectives):
@@ -89,7 +89,7 @@ class _Shared:
         return learning_weight(objective, self._tokens, log_masses, divergence)
 
     def _compared(self, objective: Objective) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Return what the objective's divergence compares, and what it finds, each made once."""
+        """Return the log-masses and values of the objective's divergence, each computed once."""
         partition = None
         if objective.needs_topk:
             partition = (objective.top_k, objective.sampled_token, objective.include_other)

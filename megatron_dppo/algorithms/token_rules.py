@@ -9,7 +9,7 @@ from megatron_dppo.algorithms.trust_region import TrustRegionTokens
 
 
 def drops_by_distance(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
-    """Drop by the divergence alone, in both directions: |pi - mu| > .3 in prime-rl's IPO.
+    """Drop by the divergence, in both directions: |pi - mu| > .3 in prime-rl's IPO.
 
     Read in its `trainer/rl/loss.py` of August 2026; there is no paper. The default was .1 with
     1e-3 (log pi/mu)^2 added, `log_ratio_coef` here. It is .3 without that term since 2026-09-18 (#3586).
@@ -30,7 +30,7 @@ def drops_outside_band(objective: Objective, tokens: TrustRegionTokens) -> Tenso
 
 
 def trainer_log_probs(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
-    """Return the log-probs that are held against the engine's: pi' where recomputed, else pi. [T]."""
+    """Return the log-probs to compare with the engine's: pi' if recomputed, else pi. [T]."""
     return tokens.anchor_log_probs if objective.anchor == "recomputed" else tokens.log_probs
 
 
@@ -39,8 +39,8 @@ def drops_by_prediction(objective: Objective, tokens: TrustRegionTokens) -> Tens
 
     The logits' gradient of the KL is pi - mu, and the update moves them along A (e_a - pi): so the KL grows
     if A [(pi_a - mu_a) - sum_i pi_i (pi_i - mu_i)] is above 0. The sum runs over the outcomes of the Top-K
-    partition; the mass outside it counts as one token, as in the KL that delta bounds: of the paper's two
-    estimators the one that aggregates the tail. No public code was found.
+    partition. The mass outside it counts as one token, as in the KL that delta bounds. This is the paper's
+    estimator that aggregates the tail. No public code was found.
     """
     masses = tokens.log_masses.exp()
     moved = masses - tokens.anchor_log_masses.exp()

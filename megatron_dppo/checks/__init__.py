@@ -93,7 +93,7 @@ def check(
         world_size: Processes of the job.
         rules: Asked in their order.
         accepts_changes: A resume may change the experiment.
-        needs: Rules that need anything else are not asked.
+        needs: Inputs of the rules to run; rules with other inputs are skipped.
     """
     facts = gather_facts(config, world_size, accepts_changes=accepts_changes)
     return problems_of(config, facts, rules.values(), needs)

@@ -92,7 +92,7 @@ _MAY_BE_0 = ("prefix_delta",)  # then the budget is the response's own 90th perc
 
 @rule("thresholds")
 def _thresholds(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Each threshold of the trust region can act, and leaves something to learn; infinity turns one off."""
+    """Each threshold of the trust region can act, and does not drop all updates; infinity turns it off."""
     objective = _objective(config)
     if not isinstance(objective, Objective):
         return
@@ -117,7 +117,7 @@ def _bands_without_1(objective: Objective) -> Iterator[Problem]:
         ("rho_high", 0 < objective.rho_high < 1, "at least 1"),
     ):
         if is_beyond:
-            found = f"{getattr(objective, field):g}, which drops what trainer and engine agree on"
+            found = f"{getattr(objective, field):g}, which drops tokens on which trainer and engine agree"
             action = f"Choose such a value; {objective.name} has {getattr(PRESETS[objective.name], field):g}."
             yield Problem(f"algorithm.{field}", found, expected, action)
 

@@ -61,9 +61,9 @@ _BY_PACKING = "packing: ranks have different numbers of tokens, which only allto
 _LEFT_OUT = "the model's family, which trains no layers that predict further tokens"
 _BY_ENGINE = "the engine's routers, which sample without it; in training it would depend on the micro-batch"
 _BY_FAMILY = "the model's family, which builds no attention of this kind"
-_PROVEN_STAGES = "parallel.pipeline: the division of layers that was compared with one process"
-_PROVEN_SHARDS = "parallel.tensor alone, which is what was compared with one process"
-_PROVEN_CONTEXT = "parallel.context: gathered keys and values, which is what was compared with one process"
+_PROVEN_STAGES = "parallel.pipeline: only this division of layers was compared with one process"
+_PROVEN_SHARDS = "parallel.tensor: only these shards were compared with one process"
+_PROVEN_CONTEXT = "parallel.context: only gathered keys and values were compared with one process"
 _OWNED: dict[str, str] = {
     "tensor_model_parallel_size": "parallel.tensor",
     "pipeline_model_parallel_size": "parallel.pipeline",
@@ -137,7 +137,7 @@ _OWNED: dict[str, str] = {
         _BY_FAMILY,
     ),
 }
-"""TransformerConfig fields that the package sets, and what decides them."""
+"""TransformerConfig fields that the package sets, each with the setting or the part that decides it."""
 _KINDS = {
     "bool": "true or false",
     "int": "a whole number",

@@ -19,7 +19,7 @@ from megatron_dppo.rollout.trajectories import environment_pool, try_environment
 from megatron_dppo.runtime.user_code import problem_with_import, problem_with_path
 
 _WHOLE = re.compile(r"(.*?)found (.*?); expected (.*?)\. (.*)", re.DOTALL)
-"""A sentence of `Problem`, without where, and what may stand before it."""
+"""A sentence of `Problem`, without its location, and the text before it."""
 
 
 @rule("reward_trial", needs="trial")

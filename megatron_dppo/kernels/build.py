@@ -36,7 +36,7 @@ OLDEST_HOST_COMPILER = 9
 OLDEST_CAPABILITY = (8, 0)
 
 _SOURCE_SUFFIXES = {".cu", ".cuh", ".cpp", ".h"}
-# Where PyPI's packages put what nvcc needs, from site-packages/nvidia/cu13.
+# Files that nvcc needs, in site-packages/nvidia/cu13, with the PyPI package that contains each.
 _PYPI_PARTS = {
     "nvvm/bin/cicc": "nvidia-nvvm",
     "include/crt/host_config.h": "nvidia-cuda-crt",

@@ -28,7 +28,7 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def leaves_empty_groups_undefined(capability: tuple[int, int], torch_version: str) -> bool:
-    """Return whether the weight gradient of `F.grouped_mm` may hold garbage for groups without rows.
+    """Return whether the weight gradient of `F.grouped_mm` may be garbage for groups without rows.
 
     PyTorch's kernel for sm_100, which later GPUs run too, writes old contents of its accumulator (pytorch
     #172439, CUTLASS #2674). CUTLASS 4.3 should fix it, but that issue is open, and so is one about NaN on
@@ -38,7 +38,7 @@ def leaves_empty_groups_undefined(capability: tuple[int, int], torch_version: st
 
 
 def with_zero_gradient_where_empty(weight: Tensor, ends: Tensor) -> Tensor:
-    """Return the weight; its gradient is exactly zero for groups without rows, whatever arrives."""
+    """Return the weight; its gradient is exactly zero for groups without rows, even if garbage arrives."""
     return _ZeroWhereEmpty.apply(weight, ends)
 
 

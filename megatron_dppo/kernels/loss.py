@@ -24,10 +24,10 @@ LOGIT_TYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True, eq=False)
 class FusedPolicyLoss(TokenUpdates):
-    """The loss and what it did with each token, float32 (float64 for float64). Only `loss_sum` has gradient.
+    """The loss and its results for each token, float32 (float64 for float64). Only `loss_sum` has gradient.
 
-    Where `loss_mask` is False the logits are not looked at: log-prob, entropy, divergence, weight and
-    coefficient 0, mask False, ratio 1, top-K log-probs -inf.
+    Logits outside `loss_mask` are not read: log-prob, entropy, divergence, weight and coefficient are 0, mask
+    is False, ratio 1, and top-K log-probs are -inf.
     """
 
     loss_sum: Tensor  # scalar, the same on every tensor-parallel rank
@@ -67,9 +67,9 @@ def fused_policy_loss(
         targets: [T] integer, global ids of the sampled tokens.
         rollout_log_probs: [T] log mu(y_t).
         advantages: [T].
-        objective: What to optimise.
-        loss_mask: [T] bool: the tokens that learn; none means all. Nothing is read of the others.
-        token_weights: [T] >= 0, multiplies each token's loss; none means 1.
+        objective: Objective to optimise.
+        loss_mask: [T] bool: the tokens that learn; `None` means all. Other tokens are not read.
+        token_weights: [T] >= 0, multiplies each token's loss; `None` means 1.
         topk_ids: [T, K] integer ids of mu's most probable tokens, best first, -1 pads; needed by Top-K
             divergences, which use the first `top_k`. Otherwise all K are only reported.
         topk_rollout_log_probs: [T, K] log mu of them.
@@ -86,7 +86,7 @@ def fused_policy_loss(
 
     Raises:
         ConfigError: An input is missing or of the wrong shape or type, the shard does not cover the vocabulary,
-            or (always on CPU, on other devices with `debug`) an input holds what no learning token may have.
+            or (always on CPU, on other devices with `debug`) a learning token's input has an invalid value.
     """
     tokens = rollout_tokens(
         objective,
@@ -148,7 +148,7 @@ def packed_policy_loss(
 
 
 def responses_of(objective: Objective, lengths: Tensor | None, targets: Tensor) -> PackedResponses | None:
-    """Return the responses of tokens that no other rank has a part of, if the objective looks at them.
+    """Return the responses of tokens that are all on this rank, if the objective reads responses.
 
     Raises:
         ConfigError: The lengths do not sum to T.
@@ -178,7 +178,7 @@ def combine_statistics(
 ) -> tuple[Tensor, Tensor]:
     """Return ([len(ROWS), T], [T, K] log-probs) from the statistics [shards, T, 4+K]; see `reference.combine`.
 
-    What the compiled kernels do not know is computed in PyTorch, on any device.
+    Objectives that the compiled kernels do not support are computed in PyTorch, on any device.
 
     Args:
         statistics: Statistics of all shards of the vocabulary.
@@ -240,7 +240,7 @@ def fused_log_probs(
     vocab_size: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
 ) -> TokenLogProbs:
-    """Log-probs and entropies without gradient, by the path of `fused_policy_loss`, and its arguments."""
+    """Compute log-probs and entropies without gradient; arguments as for `fused_policy_loss`."""
     shard = require_shard(logits, vocab_start, vocab_size, tp_group)
     require_temperature(temperature)
     ids = None if topk_ids is None else topk_ids.to(torch.int32).contiguous()
@@ -293,11 +293,11 @@ def fused_metrics(
 def require_shard(
     logits: Tensor, vocab_start: int, vocab_size: int | None, group: dist.ProcessGroup | None
 ) -> VocabShard:
-    """Where this rank's columns stand.
+    """Return this rank's shard of the vocabulary.
 
     Raises:
-        ConfigError: The logits are no matrix of a type that is computed with, or the first rank's shard does
-            not begin, or the last one's does not reach the end of, the vocabulary.
+        ConfigError: The logits are not a matrix of a supported type, the first rank's shard does not start at
+            column 0, or the last rank's shard does not reach the end of the vocabulary.
     """
     size = 1 if group is None else group.size()
     rank = 0 if group is None else group.rank()
@@ -323,7 +323,7 @@ def require_shard(
 
 
 def require_temperature(temperature: float) -> None:
-    """Refuse what logits cannot be divided by.
+    """Raise unless the temperature is a valid divisor of logits.
 
     Raises:
         ConfigError: It is not a finite number above 0.

@@ -38,16 +38,16 @@ ROWS = (
 
 @dataclass(frozen=True, eq=False)
 class TokenLogProbs:
-    """What is known of each position's distribution. Where no token learns: 0, and -inf for the top-K."""
+    """Log-probs and entropy of each position; outside the loss mask 0, and -inf for the top-K."""
 
     log_probs: Tensor  # [T] log pi(target)
-    entropy: Tensor  # [T] nats, over the whole vocabulary
+    entropy: Tensor  # [T] nats, over the full vocabulary
     topk_log_probs: Tensor | None  # [T, K] log pi of the rollout's top-K tokens; -inf for an id of -1
     score_norms: Tensor | None = None  # [T] |d log pi(target) / dh| of the output layer's input h
 
     @property
     def columns(self) -> Tensor:
-        """[T, 1 + K + 1]: the log-probs of the target and of the top-K, and the norm, without what is none."""
+        """[T, 1 + K + 1]: log-probs of the target and the top-K, and the score norm, without absent ones."""
         parts = [self.log_probs[:, None], self.topk_log_probs]
         parts.append(None if self.score_norms is None else self.score_norms[:, None])
         return torch.cat([part for part in parts if part is not None], dim=1)
@@ -64,10 +64,10 @@ def row_statistics(
     temperature: float,
     with_entropy: bool = True,
 ) -> Tensor:
-    """What one shard knows of each row, [T, 4+K]: (m, s, w, y of the target, y of each top-K id).
+    """Return one shard's statistics of each row, [T, 4+K]: (m, s, w, y of the target, y of each top-K id).
 
     y = logit / temperature in base 2 (times log2 e), m = max y, s = sum 2^(y-m), w = sum 2^(y-m) (y-m). Ids
-    that stand elsewhere, or are padding, give 0; rows that do not learn give (-inf, 0, 0, ...).
+    of other shards, or of padding, give 0; rows that do not learn give (-inf, 0, 0, ...).
     """
     ids = targets[:, None] if topk_ids is None else torch.cat([targets[:, None], topk_ids.long()], dim=1)
     scale = LOG2E / temperature
@@ -101,7 +101,7 @@ def _row_statistics(logits: Tensor, local_ids: Tensor, scale: float, with_entrop
 
 
 def _blocks(shape: torch.Size) -> Iterator[slice]:
-    """Rows of so many numbers that what is made of them stays in a processor's cache; at least one block."""
+    """Yield blocks of rows that are small enough to stay in a processor's cache; at least one block."""
     num_rows, step = shape[0], max(1, BLOCK_NUMBERS // max(shape[1], 1))
     for start in range(0, max(num_rows, 1), step):
         yield slice(start, min(start + step, num_rows))

@@ -74,7 +74,7 @@ class _TypeName(str):
 
 
 def install() -> None:
-    """Show the CPU to Megatron's modules, loaded or yet to load; does nothing where CUDA is present."""
+    """Show the CPU to Megatron's modules, loaded now or later; do nothing if CUDA is present."""
     if torch.cuda.is_available() or any(isinstance(finder, _MegatronFinder) for finder in sys.meta_path):
         return
     for name, module in list(sys.modules.items()):

@@ -19,7 +19,7 @@ def fusions(libraries: Libraries) -> dict[str, Any]:
     """Return TransformerConfig's keywords for the fused kernels that are installed.
 
     `gradient_accumulation_fusion` adds weight gradients of linears into their float32 sums within the matrix
-    product. Megatron's own linears, of which each model has the output layer, do it with apex's kernel alone.
+    product. Megatron's own linears, such as each model's output layer, do it only with apex's kernel.
 
     Megatron itself picks a fused Adam, and fused norms of gradients, where Transformer Engine or apex import.
     """

@@ -1,7 +1,7 @@
 """Layer specs: ours (`torch`), a Megatron-Core transformer of plain PyTorch modules, and Transformer Engine's.
 
-Ours runs wherever PyTorch does, CPU included, and keeps the checkpoint keys that Megatron's Transformer Engine
-spec expects, so that a checkpoint written with one loads into the other.
+Ours runs on every device of PyTorch, CPU included. It has the same checkpoint keys as Megatron's Transformer
+Engine spec, so that a checkpoint written with one loads into the other.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,7 +44,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class WholeLinear(torch.nn.Module):
-    """Linear that each tensor-parallel rank has whole, and applies to its own slice of the sequence."""
+    """Linear that is replicated on tensor-parallel ranks, each of which applies it to its sequence slice."""
 
     def __init__(self, config: TransformerConfig, num_inputs: int, num_outputs: int) -> None:
         super().__init__()

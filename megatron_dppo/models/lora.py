@@ -39,7 +39,7 @@ from megatron_dppo.errors import CheckpointError
 from megatron_dppo.kernels.grouped_product import grouped_product
 
 Read = Callable[[Tensor], Tensor]
-"""Returns the values of a tensor, whose memory may be elsewhere."""
+"""Returns the values of a tensor that may be offloaded."""
 
 
 def itself(tensor: Tensor) -> Tensor:

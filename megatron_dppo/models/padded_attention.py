@@ -1,7 +1,7 @@
 """Causal attention over packed sequences in padded batches, by PyTorch's scaled dot product.
 
-Sequences of similar length share one batch, so work stays within a factor of four of the least. What depends on
-their lengths alone is a `PaddedBatches`, which is made once for a micro-batch, on the host.
+Sequences of similar length share one batch, so the work is at most four times the minimum. A `PaddedBatches`
+contains everything that depends only on the lengths. It is built once for a micro-batch, on the host.
 """
 
 from dataclasses import dataclass
@@ -77,7 +77,7 @@ class PaddedBatches:
             query: [T', heads, D].
             key: [T, key-value heads, D], in the order in which context-parallel ranks gather them.
             value: [T, key-value heads, D of values], likewise.
-            scale: Factor on the scores; none is 1/sqrt(D).
+            scale: Factor on the scores; `None` means 1/sqrt(D).
 
         Returns:
             [T', heads, D of values].
@@ -104,7 +104,7 @@ class PaddedBatches:
 def _batches(
     shapes: list[tuple[int, int]], size: int, own_rows: Tensor, own_places: Tensor | None
 ) -> tuple[Batch, ...]:
-    """Return the batches of (sequences, width), with the places of queries where ranks have some each."""
+    """Return the batches of (sequences, width), with the positions of queries if ranks share a sequence."""
     if own_places is None:
         return tuple(Batch(num, width, width, None) for num, width in shapes)
     own = [(num, width // size) for num, width in shapes]

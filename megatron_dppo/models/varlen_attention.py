@@ -1,6 +1,6 @@
 """Causal attention over packed sequences without padding, by PyTorch's flash attention (`varlen_attn`).
 
-Flash attention takes sequences end to end, with the first row of each. Where a sequence has more keys than
+Flash attention takes concatenated sequences, with the first row of each. If a sequence has more keys than
 queries, its causal mask aligns the last query with the last key ("bottom-right", `mask.h` of its sources):
 query i of n sees the keys up to `num_keys - n + i`.
 
@@ -25,7 +25,7 @@ from megatron_dppo.data.batches.token_slices import zigzag
 
 @dataclass(frozen=True)
 class PieceKeys:
-    """Where the keys of a context-parallel rank's pieces come from, among those that all ranks gather.
+    """Indices of the keys of a context-parallel rank's pieces, among the keys that all ranks gather.
 
     Backward adds the two gradients of a key that two pieces see, always in the same order: no atomic addition.
     """
@@ -64,7 +64,7 @@ class VarlenSequences:
     cu_seqlens_k: Tensor  # [P+1] int32 first key of each, and the number of keys
     max_q: int
     max_k: int
-    keys: PieceKeys | None  # none on one rank: the keys as they lie
+    keys: PieceKeys | None  # None on one rank, which uses the keys in their order
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, rank: int = 0, size: int = 1) -> "VarlenSequences":
@@ -96,7 +96,7 @@ class VarlenSequences:
             query: [T', heads, D], float16 or bfloat16 on a GPU.
             key: [T, key-value heads, D], in the order in which context-parallel ranks gather them.
             value: [T, key-value heads, D of values], likewise.
-            scale: Factor on the scores; none is 1/sqrt(D).
+            scale: Factor on the scores; `None` means 1/sqrt(D).
 
         Returns:
             [T', heads, D of values].
@@ -104,7 +104,7 @@ class VarlenSequences:
         if self.keys is not None:
             key, value = self.keys.take(key), self.keys.take(value)
         head_dim, value_head_dim = query.shape[-1], value.shape[-1]
-        if head_dim != value_head_dim:  # the kernel knows one size: zeros change no score and no sum
+        if head_dim != value_head_dim:  # the kernel supports one size: zeros change no score and no sum
             scale = head_dim**-0.5 if scale is None else scale
             query, key, value = (
                 F.pad(x, (0, max(head_dim, value_head_dim) - x.shape[-1])) for x in (query, key, value)

@@ -121,16 +121,16 @@ class Actor:
 
     @property
     def routing(self) -> ModelRouting | None:
-        """Dimensions of this model's routes; none for a dense model."""
+        """Dimensions of this model's routes; None for a dense model."""
         return model_sizes(self.hf).routing
 
     @property
     def captured_routing(self) -> ModelRouting | None:
-        """Dimensions of the routes that samples carry; none where they carry none."""
+        """Dimensions of the samples' routes; None if routes are not captured."""
         return self.routing if self._config.rollout.routing_replay != "off" else None
 
     def restart_schedule(self, num_done: int) -> None:
-        """Set the learning rate to its value after so many gradient steps."""
+        """Set the learning rate to its value after `num_done` gradient steps."""
         options, horizon = self._config.optimizer, self._config.num_gradient_steps
         self._schedule = build_schedule(self.optimizer, options, horizon, num_done=num_done)
 
@@ -139,7 +139,7 @@ class Actor:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield all weights in Hugging Face names, or this pipeline stage's; see `export_hf_weights`.
 
-        Where the trainer is away from its GPU they come from the host, one parameter at a time.
+        If the trainer is offloaded, they come from the host, one parameter at a time.
         """
         if not self.memory.is_away:
             self.complete_parameters()
@@ -169,13 +169,13 @@ class Actor:
         weight_version: int | None = None,
         lists_clipped: bool = False,
     ) -> "Step":
-        """Take one gradient step; skip it, on every rank, where a loss or a gradient is not finite on any.
+        """Take one gradient step; skip it on every rank if any rank's loss or gradient is not finite.
 
         Args:
-            batch: This rank's micro-batches; as many on every rank.
+            batch: This rank's micro-batches; every rank has the same number of them.
             is_first: The weights are still those that the rollout sampled with: measure the mismatch of the
                 engines and the agreement of the routers, which later steps would mix with learning.
-            weight_version: Of these weights: tells that mismatch apart by the age of what sampled a token.
+            weight_version: Version of these weights; enables mismatch metrics per staleness.
             lists_clipped: List the tokens that each mask drops.
         """
         step = self.accumulate_gradients(
@@ -264,7 +264,7 @@ class Actor:
         return metrics
 
     def log_probs(self, sequences: Sequence[Tensor]) -> list[Tensor]:
-        """Return the log-probs of each token given those before it, at temperature 1, with live routes.
+        """Return the log-probs of each token given the tokens before it, at temperature 1, with live routes.
 
         Args:
             sequences: [L] int64 each, L > 1; the same on every rank.
@@ -288,15 +288,15 @@ class Actor:
         Every rank calls this together.
 
         Args:
-            batch: This rank's micro-batches; as many on every rank.
+            batch: This rank's micro-batches; every rank has the same number of them.
             metrics: Gets `routing/agreement_*` of this rank's live routers with the rollout's, where
                 rollout.routing_replay captures routes.
             is_replaying: Use the rollout's experts.
             has_score_norms: Append a column, the norms of `OutputHead.log_probs`.
 
         Returns:
-            [T, 1 + K] float32 each, of the whole micro-batch, on the CPU: log pi of the target, 0 where no
-            token learns; then of the rollout's K most probable tokens, -inf where there is none.
+            [T, 1 + K] float32 for each complete micro-batch, on the CPU: log pi of the target, 0 outside the
+            loss mask; then log pi of the rollout's K most probable tokens, -inf for absent ones.
         """
         is_measuring = self._config.rollout.routing_replay != "off"
         options: dict[str, Any] = dict(has_topk=True, has_score_norms=has_score_norms)
@@ -307,7 +307,7 @@ class Actor:
         return columns
 
     def forward_log_probs(self, microbatches: Sequence[Microbatch], is_replaying: bool) -> list[Tensor]:
-        """Return [T] log pi(target) of each whole micro-batch, without gradient, on every rank's CPU."""
+        """Return log pi(target), [T], of each complete micro-batch, without gradient, on every rank's CPU."""
         with torch.no_grad(), self._routes(is_replaying, is_measuring=False) as replay:
             return [columns[:, 0] for columns in self._forward_columns(microbatches, replay, has_topk=False)]
 
@@ -355,7 +355,7 @@ class Actor:
         def follow(chunk: int, microbatch: Microbatch) -> None:
             self._router_losses.follow(microbatch, chunk)
             if replay is not None:
-                assert microbatch.routed_experts is not None, "checks.py asks for routes where they are used"
+                assert microbatch.routed_experts is not None, "the checks require routes for replay"
                 routes, counted = microbatch.routed_experts, microbatch.loss_mask
                 rows = sequence_parallel_rows(counted.numel())
                 replay.follow(replace(routes, indices=routes.indices[rows]), counted[rows], chunk)
@@ -376,7 +376,7 @@ class Actor:
     def main_gradients(self) -> list[Tensor]:
         """Return the accumulated gradient of each trained parameter, in the order of the chunks.
 
-        With the distributed optimizer a rank holds only its own shard of the reduced gradients.
+        If the optimizer is distributed, a rank has only its shard of the reduced gradients.
         """
         parameters: list[Any] = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
         return [parameter.main_grad for parameter in parameters if parameter.requires_grad]
@@ -389,4 +389,4 @@ class Step:
     metrics: Metrics
     faults: tuple[str, ...] = ()  # values of this rank that were not finite, in words
     is_skipped: bool = False  # the weights were left as they were, on every rank
-    lists: TokenLists | None = None  # of what masks dropped, where they were asked for
+    lists: TokenLists | None = None  # tokens that each mask dropped, if `lists_clipped`

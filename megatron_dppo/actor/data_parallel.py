@@ -17,7 +17,7 @@ from megatron_dppo.config.schema import Config
 
 
 class _BFloat16Module(Float16Module):
-    """Megatron's bfloat16 wrapper without its cast of outputs to float32: the loss casts where it reads.
+    """Megatron's bfloat16 wrapper without its cast of outputs to float32: the loss casts what it reads.
 
     Buffers keep their dtype. Megatron would round a router's expert bias, where neighbours of 7.0 are 0.03
     apart, and make it float32 again.
@@ -76,7 +76,7 @@ def complete_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
 
 
 def bad_gradients(chunks: Sequence[DistributedDataParallel]) -> list[str]:
-    """Return messages on this rank's gradients that are not finite; one pass over them where all are."""
+    """Return messages on this rank's gradients that are not finite; if all are finite, this takes one pass."""
     wrapped: list[Any] = list(chunks)
     buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     if all(bool(torch.linalg.vector_norm(b.grad_data, ord=torch.inf).isfinite()) for b in buffers):

@@ -31,7 +31,7 @@ def run_microbatches(
 
     Args:
         chunks: This rank's part of the Megatron model, wrapped for data parallelism: one per virtual stage.
-        microbatches: This rank's tokens of each, on the host; as many on every rank.
+        microbatches: This rank's tokens of each, on the host; every rank has the same number.
         loss_function: Called with the logits of each micro-batch, on the last pipeline stage.
         device: The model's.
         before_forward: Called with a chunk's index and a micro-batch before that chunk forwards it.
@@ -63,11 +63,11 @@ def run_microbatches(
 
 
 def packing_of(microbatch: Microbatch, chunk: torch.nn.Module, device: torch.device) -> PackedSequences:
-    """Return what the layers need to know of a packing, made on the host, on `device`.
+    """Build the packing parameters that the layers need, on the host, and move them to `device`.
 
     Args:
-        microbatch: With the `cu_seqlens` of the whole.
-        chunk: Of the model, whose dtype and head size decide how attention is computed.
+        microbatch: Micro-batch with the `cu_seqlens` of all context-parallel ranks.
+        chunk: Chunk of the model; its dtype and head size decide how attention is computed.
         device: The model's.
     """
     rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
@@ -81,7 +81,7 @@ def forward_packed(
 ) -> Tensor:
     """Return [1, T, V] logits of packed sequences (this rank's columns), or the next stage's hidden states.
 
-    `packing` is that of `packing_of`, made here where it is not given.
+    `packing` is the result of `packing_of`, which is called here if `packing` is None.
     """
     packing = packing or packing_of(microbatch, chunk, microbatch.tokens.device)
     output: Tensor = chunk(

@@ -34,11 +34,11 @@ class Observer:
     """Adds the statistics of each micro-batch to a step's metrics, from the results of its loss."""
 
     def __init__(self, objective: Objective, tracking: TrackingConfig, *, num_topk_log_probs: int) -> None:
-        """Choose the shadow objectives, which are evaluated beside the one that trains.
+        """Choose the shadow objectives, which are evaluated in addition to the training objective.
 
         Args:
-            objective: What trains.
-            tracking: Whether there are others, and which.
+            objective: Training objective.
+            tracking: Settings with the shadow presets.
             num_topk_log_probs: Columns of the rollout's Top-K that each token carries.
         """
         self._objective = objective
@@ -53,7 +53,7 @@ class Observer:
 
     @property
     def topk_columns(self) -> int:
-        """Number of the rollout's Top-K columns that a shadow reads at most; 0 where none does."""
+        """Largest number of the rollout's Top-K columns that a shadow reads; 0 if no shadow reads them."""
         return max((shadow.top_k for shadow in self.shadows.values() if shadow.needs_topk), default=0)
 
     def observe(
@@ -73,8 +73,8 @@ class Observer:
             out: The loss of its tokens.
             microbatch: This rank's tokens.
             is_first: The weights are still those that the rollout sampled with.
-            weight_version: Theirs, where the mismatch is to be told apart by the age of what sampled a token.
-            lists: Get the tokens that each mask drops, where given.
+            weight_version: Version of the current weights; enables mismatch metrics per staleness.
+            lists: Lists to which the tokens that each mask drops are added, or None.
         """
         m = microbatch
         metrics.add_mean("loss/policy", out.loss_sum.detach(), m.num_loss_tokens)
@@ -119,7 +119,7 @@ class Observer:
             lists.clipped.add(named, targets=m.targets, entropy=out.entropy, **values)
 
     def observe_whole(self, metrics: Metrics, microbatches: Sequence[Microbatch]) -> None:
-        """Add the statistics of whole micro-batches; one rank of each data-parallel group calls this."""
+        """Add the statistics of complete micro-batches; one rank of each data-parallel group calls this."""
         add_bound_of_responses(metrics, microbatches)
 
     def _shadow_masks(self, out: FusedPolicyLoss, m: Microbatch) -> dict[str, Tensor]:

@@ -13,11 +13,11 @@ from torch import Tensor
 from megatron_dppo.runtime.gpu_ledger import GpuLedger
 
 PIECE_BYTES = 2**28
-"""Of one allocation on the host: PyTorch rounds page-locked ones up to a power of two, 22 GiB to 32."""
+"""Bytes of one host allocation: PyTorch rounds page-locked memory up to a power of two, 22 GiB to 32 GiB."""
 
 
 class Residence:
-    """Memory of some tensors: on the device, or on the host, page-locked where that helps."""
+    """Memory of some tensors: on the device, or on the host, page-locked if the device is a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -30,7 +30,7 @@ class Residence:
         return sum(num_bytes for _, num_bytes, _ in self._away.values())
 
     def leave(self, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> None:
-        """Free the device memory under these tensors until `come_back`.
+        """Free the device memory of these tensors until `come_back`.
 
         Args:
             kept: Their contents come back.
@@ -123,7 +123,7 @@ class TrainerMemory:
             optimizer: Megatron's.
             device: This process's.
             is_offloading: Keep optimizer states in the host's memory outside of `states_here`.
-            ledger: Told when the trainer leaves and comes back.
+            ledger: Notified on offload and onload.
         """
         self._parameters: list[Any] = [parameter for chunk in chunks for parameter in chunk.parameters()]
         self._optimizer, self.is_offloading = optimizer, is_offloading
@@ -143,16 +143,16 @@ class TrainerMemory:
                 self._states.leave(self._optimizer_states())
 
     def leave(self) -> None:
-        """Free the trainer's device memory until `come_back`, where gradients come back as zeros.
+        """Free the trainer's device memory until `come_back`, which restores gradients as zeros.
 
-        What PyTorch's allocator keeps, of activations too, goes back to the driver for others to take.
+        The cached memory of PyTorch's allocator goes back to the driver, for other processes.
         """
         gradients = [p.main_grad for p in self._parameters if p.requires_grad]
         self._all.leave([*self._parameters, *self._optimizer_states()], dropped=gradients)
         self._ledger.leaves("trainer")
 
     def come_back(self) -> None:
-        """Move the trainer's memory back to the device; nothing where it is there."""
+        """Move the trainer's memory back to the device, unless it is there already."""
         self._ledger.takes("trainer")
         self._all.come_back()
 
@@ -162,7 +162,7 @@ class TrainerMemory:
         return not self._ledger.holds("trainer")
 
     def read(self, parameter: Tensor) -> Tensor:
-        """Return a parameter's values on the device: itself, or a copy where the trainer is away."""
+        """Return a parameter's values on the device: itself, or a copy if the trainer is offloaded."""
         return self._all.read(parameter)
 
     @property

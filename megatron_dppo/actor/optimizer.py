@@ -41,13 +41,13 @@ def build_schedule(
 ) -> OptimizerParamScheduler:
     """Build the schedule: linear warm-up from 0, then constant, linear or cosine down to min_lr.
 
-    The schedule is a function of the number of steps alone, so a resumed run builds it anew. The parameter
-    groups, which a checkpoint loads as they were when it was saved, get the config's settings first.
+    The schedule depends only on the number of steps, so a resumed run rebuilds it. A checkpoint loads the
+    parameter groups with the settings of its run, so they get the config's settings first.
 
     Args:
         optimizer: Megatron's; the settings and the learning rate of its parameter groups are set at once.
         config: The run's `[optimizer]`.
-        num_steps: Gradient steps of the whole run.
+        num_steps: Gradient steps of the complete run.
         num_done: Gradient steps already taken. Call `.step(1)` after each further one.
     """
     for group in optimizer.param_groups:
@@ -80,10 +80,10 @@ def take_step(optimizer: Any) -> tuple[float | None, str | None]:
     """Clip the gradients and update the parameters, unless Megatron finds that it cannot.
 
     The norm is the root of a float32 sum of squares, which overflows above 1.8e19. Megatron would divide the
-    gradients by infinity, and move the weights by their momentum and decay alone.
+    gradients by infinity, and move the weights only by momentum and decay.
 
     Returns:
-        The gradient norm, none where the parameters were left as they were, and then why, where it is known.
+        The gradient norm, or None if the parameters were not updated, and then the reason if it is known.
     """
     norm_of = optimizer.get_grad_norm
 

@@ -27,7 +27,7 @@ from megatron_dppo.types import Microbatch, each_token
 
 
 class OutputHead:
-    """Computes the loss from the output layer's input or its logits, as `loss_from` says."""
+    """Computes the loss from the output layer's input or from its logits, as set by `loss_from`."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class OutputHead:
 
         Args:
             chunks: This rank's part of the model; the last has the output layer, on the last pipeline stage.
-            objective: What is optimised.
-            options: How the loss is computed.
-            temperature: Divides the logits, as the sampler did.
-            vocab_size: Without the padding of the output layer.
-            reported_topk: Columns of the rollout's Top-K whose log-probs the loss reports, where the objective
-                itself needs none.
+            objective: Training objective.
+            options: Settings of the loss.
+            temperature: Divisor of the logits, as in the sampler.
+            vocab_size: Size without the padding of the output layer.
+            reported_topk: Number of the rollout's Top-K columns whose log-probs the loss reports, if the
+                objective itself needs none.
         """
         self._last: Any = chunks[-1]
         self._objective, self._reported_topk = objective, reported_topk
@@ -70,7 +70,7 @@ class OutputHead:
                 self._last.output_layer.forward = _hand_over
 
     def policy_loss(self, output: Tensor, microbatch: Microbatch) -> FusedPolicyLoss:
-        """Compute the loss of a micro-batch; one backward pass must follow where gradients are enabled.
+        """Compute the loss of a micro-batch; one backward pass must follow if gradients are enabled.
 
         Args:
             output: [T, V/tp] logits, or the hidden states before them: [T, H], [T/tp, H] with sequence
@@ -78,7 +78,7 @@ class OutputHead:
             microbatch: This rank's T tokens.
 
         Raises:
-            ConfigError: A learning token has what none may have.
+            ConfigError: A learning token has an invalid value.
         """
         responses = packed_responses(microbatch) if self._objective.needs_responses else None
         topk = microbatch.topk if self._objective.needs_topk or self._reported_topk else None
@@ -115,9 +115,9 @@ class OutputHead:
     ) -> TokenLogProbs:
         """Compute log pi of the targets, and with `has_topk` of the rollout's top-K, without gradient.
 
-        With `has_score_norms` also the norm of each target's score by the output layer's input, which takes the
-        logits once more. They are divided by `temperature`, or by the sampler's. The others are as for
-        `policy_loss`.
+        If `has_score_norms` is set, this also returns the norm of each target's score by the output layer's
+        input, for which the logits are computed again. Logits are divided by `temperature`, or by the
+        sampler's. The other arguments are as for `policy_loss`.
         """
         m = microbatch
         arguments: dict[str, Any] = dict(targets=m.targets, loss_mask=m.loss_mask, **self._vocabulary)
@@ -138,7 +138,7 @@ class OutputHead:
         return output.sum() * 0.0 + self._weight.sum() * 0.0
 
     def _loss_scale(self, device: torch.device) -> Tensor:
-        """Return what Megatron's schedule multiplies the loss by before its backward pass."""
+        """Return the factor by which Megatron's schedule multiplies the loss before its backward pass."""
         one = torch.ones((), device=device)
         scale = self._last.config.grad_scale_func
         return one if scale is None else scale(one)
@@ -149,7 +149,7 @@ class OutputHead:
 
 
 def packed_responses(microbatch: Microbatch) -> PackedResponses:
-    """Return where the responses of a micro-batch stand; of a context-parallel rank's, with all ranks' tokens.
+    """Return the positions of a micro-batch's responses, over the tokens of all context-parallel ranks.
 
     A response is the learning tokens of a sequence: a conversation's turns are one.
     """
@@ -163,7 +163,7 @@ def packed_responses(microbatch: Microbatch) -> PackedResponses:
 
 
 def output_weight(chunk: Any) -> Tensor:
-    """Return [V/tp, H] of the output layer of the last chunk, which may be that of the embedding."""
+    """Return the output layer's weight, [V/tp, H], of the last chunk; it may be shared with the embedding."""
     if chunk.share_embeddings_and_output_weights:
         return chunk.shared_embedding_or_output_weight()
     return chunk.output_layer.weight

@@ -1,4 +1,4 @@
-"""Computes log-probs of the frozen reference policy: the trainer's own model, with other weights meanwhile."""
+"""Computes log-probs of the frozen reference policy, with the trainer's model and swapped weights."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,22 +18,22 @@ from megatron_dppo.types import TrainBatch
 class ReferencePolicy:
     """Forwards batches by the reference's weights, once per rollout, in the layout of the trainer.
 
-    The weights wait in the host's memory, this rank's part of them in the model's dtype. They change places
-    with the policy's, some bytes at a time, so that the GPU never holds both.
+    This rank's part of the weights is kept in host memory, in the model's dtype. It is swapped with the
+    policy's weights, some bytes at a time, so that the GPU never has both.
 
-    They are those that the run begins with, or `model.reference`'s; never a checkpoint's that it resumes from.
-    With LoRA the run begins with adapters that add 0, so that their factors alone change places.
+    The reference has the run's initial weights, or the weights of `model.reference`, but never the weights of a
+    checkpoint to resume. With LoRA the run starts with adapters that add 0, so only their factors are swapped.
 
-    The reference's own routers choose its experts, under R3 too. The rollout's choice is the policy's, and
-    drifts with it: a reference that followed it would be no fixed policy. The KL under R3 therefore holds what
-    other experts change, at the first step already.
+    The reference's own routers choose its experts, under R3 too. The rollout's choice comes from the policy and
+    drifts with it, so a reference that replayed it would not be a fixed policy. Under R3 the KL therefore
+    includes the effect of different experts, even at the first step.
     """
 
     def __init__(self, actor: Actor, config: Config) -> None:
-        """Keep the reference's weights; call this before the actor's own are those of a checkpoint.
+        """Keep the reference's weights; call this before the actor loads a checkpoint.
 
         Args:
-            actor: With the weights that the run begins with, on its device. It has them again afterwards.
+            actor: Actor with the run's initial weights on its device. It has them again afterwards.
             config: The run's.
 
         Raises:
@@ -104,7 +104,7 @@ class HostCopy:
             kept.copy_(before)
 
     def _parts(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the bytes of each tensor, [n] uint8, and where the host has them, in parts within a piece."""
+        """Yield each tensor's bytes, [n] uint8, with their host copy, in parts that do not cross a piece."""
         at = 0
         for tensor in self._tensors:
             left = tensor.detach().view(-1).view(torch.uint8)

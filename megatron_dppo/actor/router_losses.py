@@ -1,8 +1,8 @@
-"""Losses on routers beside the policy's loss, and moves of expert biases: the same in every layout.
+"""Losses on routers in addition to the policy's loss, and moves of expert biases: the same in every layout.
 
-Megatron means these losses over a micro-batch, padding and prompts included, and its gradients are then divided
-by the number of learning tokens: their weight depends on packing, on prompts and on the layout. Here they are
-over the learning tokens of the whole mini-batch (README.md defines them), and Megatron's own are off.
+Megatron averages these losses over a micro-batch, padding and prompts included, and then divides its gradients
+by the number of learning tokens. Their weight thus depends on packing, prompts and layout. Here they are
+over the learning tokens of the complete mini-batch (README.md defines them), and Megatron's own are off.
 """
 
 from collections import deque
@@ -142,11 +142,11 @@ class RouterLosses:
                 tap.tokens = tokens
 
     def add_metrics(self, metrics: Metrics, num_loss_tokens: int) -> None:
-        """Add what the losses of the last block were, over all routers of this rank.
+        """Add the losses of the last block, over all routers of this rank, to the metrics.
 
         Args:
-            metrics: Gets `loss/router_z` and `loss/router_balance`, each where its coefficient is not 0.
-            num_loss_tokens: Of the mini-batch, on one rank; 0 on all others.
+            metrics: Gets `loss/router_z` and `loss/router_balance`, each if its coefficient is not 0.
+            num_loss_tokens: Learning tokens of the mini-batch, on one rank; 0 on all others.
         """
         taps = self._done
         z, balance = torch.stack([tap.totals for tap in taps]).sum(0).tolist() if taps else (0.0, 0.0)

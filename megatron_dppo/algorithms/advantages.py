@@ -14,15 +14,15 @@ LARGEST_REWARD = 1e18  # its square is finite in float32
 
 
 def have_equal_rewards(rewards: Sequence[float]) -> bool:
-    """Return whether the rewards of one group are equal up to rounding, so that no token of it learns.
+    """Return whether the rewards of one group are equal up to rounding, so that none of its tokens learns.
 
-    They are exactly if `group_advantages` gives 0 to each of them. A single reward, or none, is equal.
+    This is so if and only if `group_advantages` gives each of them 0. One reward, or none, counts as equal.
 
     Args:
-        rewards: Of one group.
+        rewards: Rewards of one group.
 
     Raises:
-        RewardError: As `group_advantages` does.
+        RewardError: A reward that `group_advantages` refuses.
     """
     values = torch.tensor(rewards, dtype=torch.float64)
     return not bool(group_advantages(values, torch.zeros(len(values), dtype=torch.long)).any())
@@ -31,23 +31,23 @@ def have_equal_rewards(rewards: Sequence[float]) -> bool:
 def group_advantages(
     rewards: Tensor, group_ids: Tensor | Sequence[Hashable], normalize_std: bool = False
 ) -> Tensor:
-    """A = R - mean of its group, [N] -> [N]; float64 in, float64 out, and float32 otherwise.
+    """Return the advantages A = R - mean of the group, [N] -> [N]; float64 for float64 rewards, else float32.
 
-    A group whose rewards are all equal, or of one, gets exactly 0. The paper does not divide by the standard
-    deviation; `normalize_std` does, by the unbiased one (n - 1) plus 1e-6.
+    A group gets exactly 0 if it has one reward, or only equal rewards. The paper does not divide by the
+    standard deviation; `normalize_std` does, by the unbiased one (n - 1) plus 1e-6.
 
-    Rewards that differ by rounding alone (0.1 + 0.2 and 0.3) are equal: their spread is at most `TOLERANCE`
-    times the largest |R| of the group, or at most `SUM_TO_ZERO`. A reward that is the mean of its group up to
-    `TOLERANCE` times the spread gets exactly 0, too: rounding must not choose the sign of an advantage.
+    Rewards that differ only by rounding (0.1 + 0.2 and 0.3) are equal: their spread is at most `TOLERANCE`
+    times the largest |R| of the group, or at most `SUM_TO_ZERO`. A reward also gets exactly 0 if it differs
+    from the mean by at most `TOLERANCE` times the spread: rounding must not decide the sign of an advantage.
 
     Args:
         rewards: [N], of any numeric type.
         group_ids: [N] integers, or any hashable values: equal ids form a group, in any order.
-        normalize_std: Whether to divide.
+        normalize_std: Whether to divide by the standard deviation.
 
     Raises:
         ConfigError: `rewards` is not one-dimensional, or not one id was given for each.
-        RewardError: A reward is no finite number, or larger than 1e18.
+        RewardError: A reward is not a finite number, or larger than 1e18.
     """
     ids = group_ids if isinstance(group_ids, Tensor) else _numbered(group_ids)
     if rewards.dim() != 1 or ids.shape != rewards.shape:
@@ -58,7 +58,7 @@ def group_advantages(
         first = int((~is_usable).nonzero()[0, 0])
         expected = f"expected a finite number of at most {LARGEST_REWARD:g} in magnitude. Drop that sample"
         raise RewardError(f"reward {first}: found {rewards[first].item()}; {expected}.")
-    # A group goes by the place of its first id among all ids sorted; places in between are groups of nobody.
+    # A group's number is the position of its first id among all sorted ids; other positions are empty groups.
     ids = ids.to(rewards.device)
     groups = torch.searchsorted(ids.sort().values, ids)
 

@@ -36,13 +36,14 @@ AGGREGATIONS: Mapping[str, Callable[[Tensor, Tensor, int], Tensor]] = MappingPro
 
 
 def token_weights(mode: str, lengths: Tensor | Sequence[int], response_length: int | None = None) -> Tensor:
-    """Weights w of a mini-batch, [sum(lengths)] float64: (w * per_token_loss).sum() is the aggregated loss.
+    """Return token weights w, [sum(lengths)] float64: (w * per_token_loss).sum() is the mini-batch's loss.
 
     The paper does not state its aggregation; Eq. 11 sums tokens, as `seq_mean_token_sum`. Its authors' script
     runs and recommends `seq_mean_token_sum_norm`, and so do our examples of the paper's experiments.
-    `token_mean` is our default: it needs no response length. Means over sequences count those with a learning
-    token. Call this on the whole mini-batch, before it is split over ranks or micro-batches; whoever divides by
-    the global token count later multiplies by it here first (then `token_mean` is 1 everywhere).
+    `token_mean` is our default, because it needs no response length. Means over sequences count only sequences
+    with a learning token. Call this on the complete mini-batch, before it is split over ranks or micro-batches.
+    If the loss is divided by the global token count later, multiply the weights by that count first
+    (`token_mean` is then 1 for each token).
 
     Args:
         mode: A name in AGGREGATIONS.
@@ -59,7 +60,7 @@ def token_weights(mode: str, lengths: Tensor | Sequence[int], response_length: i
 def sequence_weights(mode: str, lengths: Tensor | Sequence[int], response_length: int | None = None) -> Tensor:
     """Return the weight that all tokens of each sequence share, [B] float64; see `token_weights`.
 
-    That of a sequence without a learning token is no number, and stands for nothing.
+    The weight of a sequence without a learning token is not finite and must not be used.
     """
     if mode not in AGGREGATIONS:
         action = did_you_mean(mode, AGGREGATIONS, "Choose one of these.")

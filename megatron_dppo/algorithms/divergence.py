@@ -3,11 +3,11 @@
 A divergence takes log-masses of the policy and of its anchor (both <= 0) and returns one number per token.
 Binary ones see {sampled token, everything else} and take [T]; Top-K ones see mu's K most probable tokens, the
 sampled token and everything else, and take [T, outcomes] from `topk_partition`. Coarser partitions give smaller
-numbers: binary <= Top-K <= full vocabulary (App. C of arXiv 2602.04879, the paper cited throughout this room).
+numbers: binary <= Top-K <= full vocabulary (App. C of arXiv 2602.04879, the paper cited in this package).
 
-The mass of everything else, a tail, is known only to within roundoff; see `_resolved_tails`. As computed,
-binary <= Top-K is exact for KL, and the other steps hold to within the roundoff of two tails: for TV
-2 ROUNDOFF_EPSILONS machine epsilons, for KL q log(1 + roundoff / p), where q is mu's tail and p is pi's.
+The mass of everything else, a tail, is known only to within roundoff; see `_resolved_tails`. In floating
+point, binary <= Top-K is exact for KL. The other inequalities hold to within the roundoff of two tails: for TV
+2 ROUNDOFF_EPSILONS machine epsilons, for KL q log(1 + roundoff / p) with mu's tail q and pi's tail p.
 """
 
 import math
@@ -22,10 +22,10 @@ from megatron_dppo.algorithms.registry import registry
 
 SampledToken = Literal["union", "replace"]
 
-# A tail of at most this many machine epsilons cannot be told from zero: 1 - sum(p) over up to 64 columns
-# carries 4 of them after log_softmax, and 18 where a log-sum-exp near 30 was subtracted.
+# A tail of at most this many machine epsilons is indistinguishable from zero: 1 - sum(p) over up to 64 columns
+# has an error of 4 epsilons after log_softmax, and of 18 if a log-sum-exp near 30 was subtracted.
 ROUNDOFF_EPSILONS = 32
-# With this much in the rollout's tail and none in the policy's, the KL exceeds .05 whatever hides in roundoff.
+# If the rollout's tail is at least this large and the policy's is 0, the KL exceeds .05 despite any roundoff.
 SURELY_POSITIVE_TAIL = 0.01
 
 
@@ -45,8 +45,8 @@ class Divergence:
     function: Callable[[Tensor, Tensor], Tensor]  # (log_probs, anchor_log_probs) -> [T]
     id: int  # its number in DppoDivergence of kernels/csrc/capi.h, or one that neither that nor another has
     over: Literal["sampled", "topk"]
-    needs_other: bool = False  # undefined where the outcomes do not sum to 1
-    at_most: float = math.inf  # what it never exceeds
+    needs_other: bool = False  # undefined if the outcomes do not sum to 1
+    at_most: float = math.inf  # upper bound of its values
 
 
 def log1mexp(log_probs: Tensor) -> Tensor:
@@ -64,8 +64,8 @@ def binary_tv(log_probs: Tensor, anchor_log_probs: Tensor) -> Tensor:
 def binary_kl(log_probs: Tensor, anchor_log_probs: Tensor) -> Tensor:
     """KL(mu || pi) of {a, not a} (Eq. 14), in log space. [T], [T] -> [T].
 
-    The tails 1 - pi and 1 - mu go through `_resolved_tails`: where log pi rounds to 0, float32 does not know
-    how small 1 - pi is, and the KL is a lower bound, or +inf where 1 - mu is surely positive.
+    The tails 1 - pi and 1 - mu go through `_resolved_tails`. If log pi rounds to 0, float32 cannot resolve
+    1 - pi. The KL is then a lower bound, or +inf if 1 - mu is certainly positive.
     """
     sampled = _kl_term(log_probs, anchor_log_probs)
     other = _kl_term(*_resolved_tails(log1mexp(log_probs), log1mexp(anchor_log_probs)))
@@ -75,7 +75,7 @@ def binary_kl(log_probs: Tensor, anchor_log_probs: Tensor) -> Tensor:
 def topk_tv(log_masses: Tensor, anchor_log_masses: Tensor) -> Tensor:
     """Half the sum of |mu - pi| over the outcomes (Eq. 15). [T, outcomes] twice -> [T].
 
-    It may fall below the binary TV by half of what `_resolved_tails` moves the tails, and no more.
+    It can be below the binary TV by at most half of the change that `_resolved_tails` makes to the tails.
     """
     return (log_masses.exp() - anchor_log_masses.exp()).abs().sum(1) / 2
 
@@ -84,16 +84,16 @@ def topk_kl(log_masses: Tensor, anchor_log_masses: Tensor) -> Tensor:
     """KL(mu || pi) over the outcomes (Eq. 16); they must include 'other'. [T, outcomes] twice -> [T].
 
     The result is at least the binary KL of the last outcome but one, which is the sampled token in a Top-K
-    partition. Both are lower bounds of the whole vocabulary's KL, and so is the larger of the two. The sum over
-    the outcomes alone can fall below the binary KL: where pi's mass of 'other' is below roundoff, it counts as
-    more than it is, while the sampled token's own tail is known.
+    partition. Both are lower bounds of the full vocabulary's KL, and so is the larger of the two. The sum over
+    the outcomes can be below the binary KL: if pi's mass of 'other' is below roundoff, roundoff is used in its
+    place, which is larger, although the sampled token's own tail is known.
     """
     kl = _kl_term(log_masses, anchor_log_masses).sum(1).clamp(min=0)
     return torch.maximum(kl, binary_kl(log_masses[:, -2], anchor_log_masses[:, -2]))
 
 
 def _kl_term(log_masses: Tensor, anchor_log_masses: Tensor) -> Tensor:
-    """Each outcome's q log(q / p): 0 where q = 0, +inf where only p = 0."""
+    """Return each outcome's q log(q / p): 0 if q = 0, +inf if only p = 0."""
     anchor_masses = anchor_log_masses.exp()
     return torch.where(anchor_masses > 0, anchor_masses * (anchor_log_masses - log_masses), 0.0)
 
@@ -119,16 +119,17 @@ def topk_partition(
     sampled_token: SampledToken = "union",
     include_other: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Log-masses (policy, rollout) of the Top-K outcomes, each [T, outcomes]; -inf for those a row lacks.
+    """Return log-masses (policy, rollout) of the Top-K outcomes, each [T, outcomes]; -inf for absent outcomes.
 
-    The outcomes are A' = the first `top_k` ids of mu and the sampled token (section 4.4), whose mass always
-    comes from `log_probs` and `rollout_log_probs`. If it is not among those ids, "union" adds it (up to K+1
-    outcomes) and "replace" puts it in the place of the last of them (the authors' code: always K).
-    `include_other` adds the rest of the vocabulary as one more outcome, as App. C partitions it and Eq. 16 sums
-    it; Eq. 15 as printed leaves it out. The sampled token has the last column, or the last before 'other'.
+    The outcomes are A' = the first `top_k` ids of mu and the sampled token (section 4.4). The sampled token's
+    mass always comes from `log_probs` and `rollout_log_probs`. If it is not among these ids, "union" adds it
+    (up to K+1 outcomes), and "replace" puts it in place of the last id (the authors' code: always K).
+    `include_other` adds the rest of the vocabulary as one more outcome, as in the partition of App. C and the
+    sum of Eq. 16. Eq. 15 as printed leaves it out. The sampled token has the last column, or the last before
+    'other'.
 
     Args:
-        topk: Columns of mu; all are used where there are fewer than `top_k`.
+        topk: Columns of mu; all are used if there are fewer than `top_k`.
         targets: [T] sampled token ids, none negative.
         log_probs: [T] log pi of the sampled tokens.
         rollout_log_probs: [T] log mu of the sampled tokens.
@@ -164,11 +165,12 @@ def _log_tail(log_masses: Tensor) -> Tensor:
 
 
 def _resolved_tails(log_tail: Tensor, rollout_log_tail: Tensor) -> tuple[Tensor, Tensor]:
-    """Logs of both tails without the noise of 1 - sum, which is 1e-7 against 0 at times: a false KL of +inf.
+    """Return the logs of both tails without the noise of 1 - sum, such as 1e-7 against 0: a false KL of +inf.
 
-    Below roundoff nothing is known of a tail. Both there: both are 0, the outcomes cover the vocabulary. Only
-    the policy's there: it counts as roundoff, which makes the KL a lower bound; but as 0, and the KL is +inf,
-    where the rollout's is surely positive. A token of no probability is another matter: its log-prob is -inf.
+    The true value of a tail below roundoff is unknown. If both tails are below roundoff, both count as 0: the
+    outcomes cover the vocabulary. If only the policy's is, it counts as roundoff, and the KL is a lower bound.
+    But if the rollout's tail is certainly positive, the policy's counts as 0, and the KL is +inf. This does not
+    concern a token of probability 0: its log-prob is -inf.
     """
     log_roundoff = math.log(ROUNDOFF_EPSILONS * torch.finfo(log_tail.dtype).eps)
     is_unresolved = log_tail <= log_roundoff

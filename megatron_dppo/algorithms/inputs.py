@@ -18,9 +18,9 @@ CLAMP_COUNTED_FROM = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class PolicyLossInputs:
-    """One micro-batch of T packed tokens. Whatever stands where `loss_mask` is False is ignored, NaN included.
+    """One micro-batch of T packed tokens. Values outside `loss_mask` are ignored, even NaN.
 
-    Computation is in float64 where `log_probs` is, and in float32 otherwise.
+    Computation is in float64 if `log_probs` is float64, and in float32 otherwise.
     """
 
     log_probs: Tensor  # [T] log pi(y_t) of the policy being trained; the only one that is differentiated
@@ -28,12 +28,12 @@ class PolicyLossInputs:
     advantages: Tensor  # [T]
     loss_mask: Tensor | None = None  # [T] bool: the tokens that learn; none means all
     old_log_probs: Tensor | None = None  # [T] log pi'(y_t) before the step; read only for anchor = "recomputed"
-    ref_log_probs: Tensor | None = None  # [T] log-probs of the reference; read only where ref_kl_coef is not 0
+    ref_log_probs: Tensor | None = None  # [T] log-probs of the reference; read only if ref_kl_coef is not 0
     topk: TopKLogProbs | None = None  # [T, K'] each; read only by Top-K divergences
     targets: Tensor | None = None  # [T] integer ids y_t; read only by Top-K divergences
     token_weights: Tensor | None = None  # [T] >= 0: multiplies each token's loss; none means 1
-    entropy: Tensor | None = None  # [T] with gradient; read only where entropy_coef is not 0
-    response_lengths: Tensor | None = None  # [B] int64, sums to T; read only by rules over whole responses
+    entropy: Tensor | None = None  # [T] with gradient; read only if entropy_coef is not 0
+    response_lengths: Tensor | None = None  # [B] int64, sums to T; read only by rules over complete responses
 
     @classmethod
     def of(
@@ -45,12 +45,12 @@ class PolicyLossInputs:
         entropy: Tensor | None = None,
         response_lengths: Tensor | None = None,
     ) -> "PolicyLossInputs":
-        """Join the record of a rollout's tokens with what the policy gives them.
+        """Join the record of a rollout's tokens with the policy's log-probs of them.
 
         Args:
             tokens: T tokens.
             log_probs: [T] log pi(y_t).
-            topk_log_probs: [T, K'] log pi of the first K' columns of the rollout's Top-K; none: no Top-K.
+            topk_log_probs: [T, K'] log pi of the first K' columns of the rollout's Top-K; `None` for no Top-K.
             entropy: [T].
             response_lengths: [B] packed tokens of each response.
         """
@@ -88,11 +88,12 @@ def learning_tokens(
 ) -> LearningTokens:
     """Check the inputs that `objective` reads, and neutralise the rows that do not learn.
 
-    Neutralising comes before all arithmetic: neither value nor gradient ever sees a NaN of an ignored row.
-    With `has_known_values` a loss was made of them before: no value is looked at, and no device waited for.
+    Neutralising comes before all arithmetic, so a NaN of an ignored row reaches neither value nor gradient.
+    Set `has_known_values` if a loss was computed from these inputs before. Their values are then not checked
+    again, and the call does not synchronise with the device.
 
     Raises:
-        ConfigError: An input is missing, has the wrong shape or type, or holds what no learning token may have.
+        ConfigError: An input is missing, has the wrong shape or type, or an invalid value for a learning token.
     """
     present = _inputs_read(objective, inputs)
     _check_shapes(present)
@@ -194,7 +195,7 @@ def _missing(objective: Objective, name: str) -> Problem:
         "topk": f"a TopKLogProbs, because the divergence is {objective.divergence}",
         "targets": f"a [T] tensor of sampled ids, because the divergence is {objective.divergence}",
         "entropy": "a [T] tensor with gradient, because entropy_coef is not 0",
-        "response_lengths": "a [B] tensor of integers, because the rule looks at whole responses",
+        "response_lengths": "a [B] tensor of integers, because the rule reads complete responses",
     }.get(name, "a [T] tensor")
     return Problem(f"PolicyLossInputs.{name} of {objective.name}", "none", expected, f"Pass {name}=...")
 
@@ -223,7 +224,7 @@ def _check_shapes(present: dict[str, Tensor]) -> None:
         allowed = kinds.get(name, ("floating",))
         if _kind(tensor) not in allowed:
             expected = " or ".join(allowed) + " numbers"
-            action = f"Convert {name} where the batch is made."
+            action = f"Convert {name} when you build the batch."
             problems.append(Problem(f"PolicyLossInputs.{name}", str(tensor.dtype), expected, action))
     if columns == (0,) and tokens != (0,):
         action = "Set rollout.num_topk_log_probs to at least algorithm.top_k."
@@ -239,9 +240,9 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _check_values(tokens: LearningTokens) -> None:
-    """Refuse what would silently keep or spoil a learning token; one device synchronisation when all is well.
+    """Refuse values that would silently keep or spoil a learning token; synchronises with the device once.
 
-    A NaN of `log_probs` passes: it makes loss_sum NaN, which the training step's own finite check owns.
+    A NaN of `log_probs` passes: it makes loss_sum NaN, and the training step skips losses that are not finite.
     """
     faults: list[tuple[str, Tensor, Tensor, str, str]] = [
         (

@@ -20,21 +20,21 @@ BAD_UPDATE = 0.5  # mu - pi of a negative token from which its update is bad (se
 
 @dataclass(frozen=True, eq=False)
 class TokenUpdates:
-    """What the objective makes of each token.
+    """The objective's results for each token.
 
-    Where `loss_mask` is False: weight 0, mask False, divergence 0, ratio 1, coefficient 0.
+    Rows outside `loss_mask` have weight 0, mask False, divergence 0, ratio 1, coefficient 0.
     """
 
-    weight: Tensor  # [T] M, what the trust region leaves of the update: 0 or 1 of a mask, < 0 to reverse it
+    weight: Tensor  # [T] M, the factor of the update: 0 or 1 for a mask, < 0 to reverse the update
     mask: Tensor  # [T] bool: M is not 0, the tokens that learn
-    divergence: Tensor  # [T] of the policy from its anchor; Binary-TV where the objective has none
+    divergence: Tensor  # [T] of the policy from its anchor; Binary-TV if the objective has none
     ratio: Tensor  # [T] pi/mu, uncapped
-    coefficient: Tensor  # [T] M min(r, C) A, without token_weights; r of the response where importance says so
+    coefficient: Tensor  # [T] M min(r, C) A, without token_weights; r is the response's if importance is set so
 
 
 @dataclass(frozen=True, eq=False)
 class PolicyLossOutput(TokenUpdates):
-    """The loss and what it did with each token. Only `loss_sum` carries gradient."""
+    """The loss and its results for each token. Only `loss_sum` carries gradient."""
 
     loss_sum: Tensor  # scalar; divide by a global count, or weigh tokens with token_weights()
     metrics: dict[str, Tensor]  # scalars that add up over micro-batches and ranks; see `policy_loss`
@@ -99,7 +99,7 @@ def token_updates(objective: Objective, tokens: LearningTokens) -> TokenUpdates:
 def learning_weight(
     objective: Objective, tokens: LearningTokens, log_masses: tuple[Tensor, Tensor], divergence: Tensor
 ) -> Tensor:
-    """Return M, [T]; 0 where no token learns, 1 where A = 0: nothing is there to drop.
+    """Return M, [T]; 0 outside the loss mask, and 1 if A = 0, because there is no update to drop.
 
     Args:
         objective: Whose trust region.
@@ -171,7 +171,7 @@ def update_metrics(
     """The counts and sums that `policy_loss` documents, float64 scalars.
 
     Args:
-        objective: For its ratio cap, and whether its weights are more than a mask.
+        objective: Objective with the ratio cap; its rule decides whether M is more than a mask.
         updates: What became of the tokens.
         is_learning: [T] bool. Where False, log-probs and advantage must be 0.
         log_probs: [T] log pi <= 0.

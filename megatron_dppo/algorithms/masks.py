@@ -1,7 +1,7 @@
-"""The paper's rules (arXiv 2602.04879, Eq. 12 and its competitors): each drops tokens, or keeps them whole.
+"""The paper's rules (arXiv 2602.04879, Eq. 12 and its competitors): each drops or keeps tokens.
 
-They only ever drop a token whose update would push the policy further from the anchor: A > 0 where the policy
-is already above it, A < 0 where it is already below. A token with A = 0 is kept by all.
+They only drop a token if its update would push the policy further from the anchor: A > 0 if the policy
+is already above the anchor, A < 0 if it is already below. All rules keep a token with A = 0.
 """
 
 import torch
@@ -39,7 +39,7 @@ def drops_by_divergence(objective: Objective, tokens: TrustRegionTokens) -> Tens
 
 
 def is_far(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
-    """Return where the divergence is strictly above the delta of the advantage's sign, [T] bool."""
+    """Return whether each token's divergence is above (not at) the delta of its advantage's sign, [T] bool."""
     return by_sign(
         tokens.advantages,
         tokens.divergence > objective.delta_high,

@@ -1,8 +1,8 @@
 """An objective: which tokens learn, and how much each one weighs. Plain numbers; the tensors are `loss.py`'s.
 
 Every algorithm of the paper (arXiv 2602.04879) is one of these, for they share the gradient of Eq. 23,
-sum_t M_t min(r_t, C) A_t grad log pi(y_t), and differ in the mask M and the cap C alone. Others weigh tokens
-(M is a number), take the ratio of whole responses in the place of r, or add a term of their own.
+sum_t M_t min(r_t, C) A_t grad log pi(y_t), and differ only in the mask M and the cap C. Others weigh tokens
+(M is a number), replace r by the ratio of complete responses, or add a further term.
 """
 
 import math
@@ -74,20 +74,20 @@ class Objective:
     Attributes:
         name: The preset it came from.
         rule: The trust region, a name in RULES: "none", "ratio" (PPO's clip), "divergence" (DPPO), ...
-        divergence: Name in DIVERGENCES; a diagnostic where `rule` does not read it.
-        relax: Side of the ratio clip that is lifted where mu(a) < alpha.
-        delta_low: Largest divergence where the advantage is negative.
-        delta_high: Largest divergence where the advantage is positive.
+        divergence: Name in DIVERGENCES; a diagnostic if `rule` does not read it.
+        relax: Side of the ratio clip that is lifted for tokens with mu(a) < alpha.
+        delta_low: Largest divergence for negative advantages.
+        delta_high: Largest divergence for positive advantages.
         eps_low: Ratio clip below 1, for negative advantages.
         eps_high: Ratio clip above 1, for positive advantages.
         alpha: Tokens with mu below this are not clipped on the relaxed side.
         ratio_cap: C, the cap on the importance weight pi/mu.
-        rho_low: Smallest ratio of trainer to engine, of tokens or of whole responses.
+        rho_low: Smallest ratio of trainer to engine, of tokens or of complete responses.
         rho_high: Largest such ratio.
         token_kl: Largest divergence that a token of a response may have.
         response_kl: Largest mean of them over a response.
-        tau_low: Steepness of the sigmoid where the advantage is negative.
-        tau_high: Steepness of the sigmoid where the advantage is positive.
+        tau_low: Steepness of the sigmoid for negative advantages.
+        tau_high: Steepness of the sigmoid for positive advantages.
         prefix_delta: Mean divergence that a response may spend up to any of its tokens, at least.
         prefix_delta_max: The same at most; between both, the 90th percentile of the response's own.
         late_weight: Weight of a response's last token in that mean; the first has 1.
@@ -145,7 +145,7 @@ class Objective:
 
     @property
     def delta(self) -> float | None:
-        """The divergence threshold of both signs; none where they differ."""
+        """The divergence threshold if it is the same for both signs, else None."""
         return self.delta_high if self.delta_high == self.delta_low else None
 
     @property
@@ -171,7 +171,7 @@ class Objective:
 
     @property
     def rule_over(self) -> str:
-        """What an own rule sees, tokens or whole responses."""
+        """Input of a custom rule: tokens or complete responses."""
         return "tokens" if self.own is None else self.own.over
 
     @property
@@ -186,7 +186,7 @@ class Objective:
 
     @property
     def fields_in_use(self) -> tuple[str, ...]:
-        """What `preset` lets a user override: the fields that change what this objective does."""
+        """Fields that `preset` lets a user override, because they change this objective."""
         relaxed = () if self.relax == "none" else ("alpha",)
         of_topk = ("top_k", "include_other", "sampled_token") if self.needs_topk else ()
         return _BY_RULE[self.rule] + relaxed + of_topk + UNIVERSAL_FIELDS

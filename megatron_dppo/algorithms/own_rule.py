@@ -38,9 +38,9 @@ def complete_options(name: str, function: Any, given: Mapping[str, Option]) -> d
     """Return the options that a rule gets: the given ones, and the defaults of those that it declares.
 
     Args:
-        name: The rule's, for messages.
-        function: With or without a declaration.
-        given: By the config.
+        name: Name of the rule, for messages.
+        function: Custom rule, with or without declared options.
+        given: Options from the config.
 
     Raises:
         ConfigError: The rule declares its options, and one is unknown or of another type.
@@ -79,7 +79,7 @@ class OwnRule:
     function: Callable[[Any, Mapping[str, Option]], Tensor] = field(compare=False)
     """(TrustRegionTokens, options) -> [T]: the factor >= 0 of each token's update; bool is 0 or 1."""
     options: tuple[tuple[str, Option], ...] = ()
-    over: Over = "tokens"  # "responses" where it needs to see whole ones
+    over: Over = "tokens"  # "responses" if the rule needs complete responses
 
     def takes(self, option: str) -> bool:
         """Whether the function may read an option of that name: any, unless it declares which."""

@@ -41,10 +41,10 @@ def _prefix(name: str, divergence: str) -> Objective:
     )
 
 
-# Of other papers and frameworks; token_rules.py and response_rules.py say where each was read. The thresholds
-# are published ones: ipo's are prime-rl's defaults since 2026-09-18, gspo's those of its paper's experiments,
-# trm's .1 and .002 those that arXiv 2606.10968 quotes;
-# the predictive mask's .15 (and K of 20) of arXiv 2607.10848's experiments, by a summary of that paper.
+# Presets from other papers and frameworks; token_rules.py and response_rules.py name the source of each. The
+# thresholds are published: ipo's are prime-rl's defaults since 2026-09-18, gspo's are from its paper's
+# experiments, and trm's .1 and .002 are quoted by arXiv 2606.10968.
+# The predictive mask's .15 and K = 20 are from the experiments of arXiv 2607.10848, by a summary of that paper.
 FIELD: tuple[Objective, ...] = (
     Objective("ipo", rule="distance", delta_low=0.3, delta_high=0.3),
     Objective("drpo", rule="linear", delta_low=12.5, delta_high=12.5),
@@ -129,11 +129,11 @@ def overrides_in(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def preset(name: str, **overrides: Any) -> Objective:
-    """The preset of that name, with fields overridden by keyword.
+    """Return the preset of that name, with fields overridden by keyword.
 
-    `delta` sets both sides; a side's own wins. "package.module:function" is a rule of one's own: the function
-    is imported, and gets `rule_options`; `rule_divergence` names the divergence that it sees, and `rule_over`
-    says whether it sees whole responses.
+    `delta` sets both `delta_low` and `delta_high`, unless one of them is given too. "package.module:function"
+    names a custom rule: the function is imported, and gets `rule_options`. `rule_divergence` names the
+    divergence that it reads, and `rule_over` selects tokens or complete responses.
 
     Raises:
         ConfigError: There is no such preset or function, it has no use for a field, or a value is out of range.

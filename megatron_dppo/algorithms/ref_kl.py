@@ -30,10 +30,10 @@ def ref_kl_term(objective: Objective, tokens: LearningTokens, ratio: Tensor) -> 
       is the gradient of KL(ref || pi), which is the same to first order around pi = ref.
     - "k1": coef min(pi/mu, C) (-d), as value and as gradient: a penalty of the token's own advantage, which no
       trust region masks. At C = inf its mean over mu is the gradient of KL(pi || ref) at each position.
-      Differentiating -d itself would give the score alone, whose mean is 0.
+      Differentiating -d itself would give only the score, and the mean of the score is 0.
 
     Args:
-        objective: With `ref_kl_coef` above 0.
+        objective: Objective with `ref_kl_coef` above 0.
         tokens: T of them, with log-probs of the reference.
         ratio: [T] pi/mu of the token.
     """

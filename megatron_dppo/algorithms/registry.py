@@ -1,4 +1,4 @@
-"""Registries whose entries carry an explicit id, the number that the kernels know them by."""
+"""Registries of entries with an explicit id, the number by which the kernels identify them."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ Entry = TypeVar("Entry", bound=Identified)
 
 
 def registry(name: str, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
-    """Returns the entries, read-only, after a check that each has an id of its own; their order means nothing.
+    """Return the entries, read-only, after a check that each id is unique. Their order does not matter.
 
     Args:
-        name: What messages call the registry.
-        entries: By the name that an objective gives.
+        name: Name of the registry in messages.
+        entries: Entry per name that an objective can use.
 
     Raises:
         ConfigError: Two entries have one id.
@@ -35,7 +35,7 @@ def registry(name: str, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
         holders[entry.id].append(entry_name)
     action = f"Give one of them another: {max(holders, default=-1) + 1} is free."
     problems = [
-        Problem(name, f"id {id} of {' and '.join(names)}", "an id of its own for each", action)
+        Problem(name, f"id {id} of {' and '.join(names)}", "a unique id for each", action)
         for id, names in holders.items()
         if len(names) > 1
     ]

@@ -1,4 +1,4 @@
-"""Rules of other papers and frameworks that look at whole responses; each names its source."""
+"""Rules of other papers and frameworks over complete responses; each names its source."""
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ def log_response_ratio(tokens: TrustRegionTokens, log_probs: Tensor, others: Ten
 def drops_by_response_ratio(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
     """Drop by PPO's clip of s = exp(mean log pi/anchor) of the response (GSPO, arXiv 2507.18071, Eq. 5).
 
-    3e-4 and 4e-4 are of its experiments. TRL 1.16, slime and verl (August 2026) have the same gradients, verl
-    but for none where log s is above 10.
+    3e-4 and 4e-4 are from its experiments. TRL 1.16, slime and verl (August 2026) have the same gradients,
+    except that verl has no gradient if log s is above 10.
     """
     ratio = log_response_ratio(tokens, tokens.log_probs, tokens.anchor_log_probs).exp()
     return by_sign(tokens.advantages, ratio > 1 + objective.eps_high, ratio < 1 - objective.eps_low)

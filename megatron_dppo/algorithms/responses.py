@@ -1,4 +1,4 @@
-"""Sums, means, maxima and running sums over the learning tokens of whole responses."""
+"""Sums, means, maxima and running sums over the learning tokens of complete responses."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,17 +34,17 @@ class Responses:
 
     @cached_property
     def num_before(self) -> Tensor:
-        """[T] int64: learning tokens of the response that stand before each token."""
+        """[T] int64: number of the response's learning tokens before each token."""
         return self._before(self.is_learning.long())
 
     @cached_property
     def _start(self) -> Tensor:
-        """[T] int64: where each token's response begins."""
+        """[T] int64: index of the first token of each token's response."""
         return (self.lengths.cumsum(0) - self.lengths)[self.index]
 
     @cached_property
     def _place(self) -> Tensor:
-        """[T] int64: packed tokens of the response that stand before each token, learning or not."""
+        """[T] int64: number of the response's packed tokens before each token, learning or not."""
         return torch.arange(self.index.numel(), device=self.index.device) - self._start
 
     def sum(self, values: Tensor) -> Tensor:
@@ -52,17 +52,17 @@ class Responses:
         return self._total(self._counted(values)).to(values.dtype)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return the mean over each token's response; 0 where none of it learns. [T] -> [T]."""
+        """Return the mean over each token's response; 0 if none of its tokens learns. [T] -> [T]."""
         return (self._total(self._counted(values)) / self.num_tokens).to(values.dtype)
 
     def max(self, values: Tensor) -> Tensor:
-        """Return the largest value of each token's response; -inf where none of it learns. [T] -> [T]."""
+        """Return the largest value of each token's response; -inf if none of its tokens learns. [T] -> [T]."""
         lowest = values.new_full(self.lengths.shape, -torch.inf)
         counted = torch.where(self.is_learning, values, -torch.inf)
         return lowest.scatter_reduce(0, self.index, counted, "amax")[self.index]
 
     def before(self, values: Tensor) -> Tensor:
-        """Return the sum over the response's tokens that stand before each token. [T] -> [T]."""
+        """Return the sum over the response's tokens before each token. [T] -> [T]."""
         return self._before(self._counted(values)).to(values.dtype)
 
     def quantile(self, values: Tensor, q: float) -> Tensor:
@@ -95,16 +95,16 @@ class Responses:
         return values
 
     def _from(self, distance: int, values: Tensor) -> Tensor:
-        """Return what stands so many tokens before each one; 0 where that is no part of its response."""
+        """Return the value `distance` tokens before each token; 0 if that token is not in the same response."""
         earlier = values.new_zeros(distance), values[:-distance]
         return torch.where(self._place >= distance, torch.cat(earlier)[: values.numel()], 0)
 
 
 def require_lengths(lengths: Tensor, num_tokens: int, rule: str) -> None:
-    """Refuse lengths that are not those of T tokens, with the name of the rule that looks at them.
+    """Raise unless the lengths are valid for T tokens; the message names the rule that reads them.
 
     Raises:
-        ConfigError: They are no vector of integers, one is negative, or they do not sum to T.
+        ConfigError: The lengths are not a vector of integers, one is negative, or they do not sum to T.
     """
     is_vector = lengths.dim() == 1 and not lengths.is_floating_point() and lengths.dtype != torch.bool
     if is_vector and not bool((lengths < 0).any()) and int(lengths.sum()) == num_tokens:

@@ -20,7 +20,7 @@ def with_inputs(
     has_old_log_probs: bool,
     has_responses: bool = True,
 ) -> dict[str, Objective]:
-    """Return the objectives whose inputs exist: the rollout's Top-K, recomputed log-probs, whole responses."""
+    """Return the objectives with available inputs: Top-K and recomputed log-probs, complete responses."""
     return {
         name: objective
         for name, objective in objectives.items()
@@ -43,13 +43,13 @@ def shadow_masks(objectives: Mapping[str, Objective], inputs: PolicyLossInputs) 
 def shadow_weights(objectives: Mapping[str, Objective], inputs: PolicyLossInputs) -> dict[str, Tensor]:
     """Return the weight M of each objective, [T], equal to `policy_loss(objective, inputs).weight`.
 
-    What objectives have in common is computed once: each divergence, and what it compares. Nothing here is of
-    the vocabulary's size. Top-K objectives use the columns there are, at most their `top_k`: fewer make their
-    divergence smaller. An objective whose inputs are none is left out. The inputs are those of a loss that was
-    made before: their values are not checked again.
+    Work that objectives share is done once: each divergence, and the log-probs that it compares. No tensor here
+    is of the vocabulary's size. Top-K objectives use the available columns, at most their `top_k`; with fewer
+    columns their divergence is smaller. An objective is left out if one of its inputs is None. The values of
+    the inputs are not checked again, because the training loss has already checked them.
 
     Args:
-        objectives: By name.
+        objectives: Objectives by name.
         inputs: T tokens; gradients, token_weights and entropy are not read.
 
     Raises:
@@ -73,7 +73,7 @@ class _Shared:
     """The tokens of one micro-batch and their divergences, for objectives with one anchor."""
 
     def __init__(self, objectives: Iterable[Objective], inputs: PolicyLossInputs) -> None:
-        """Neutralise the tokens once, with as many Top-K columns as any objective uses."""
+        """Neutralise the tokens once, with the largest number of Top-K columns that an objective uses."""
         objectives = tuple(objectives)
         widest = max(objectives, key=lambda objective: objective.needs_topk * objective.top_k)
         if any(objective.needs_responses for objective in objectives):
@@ -89,7 +89,7 @@ class _Shared:
         return learning_weight(objective, self._tokens, log_masses, divergence)
 
     def _compared(self, objective: Objective) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Return what the objective's divergence compares, and what it finds, each made once."""
+        """Return the log-masses and values of the objective's divergence, each computed once."""
         partition = None
         if objective.needs_topk:
             partition = (objective.top_k, objective.sampled_token, objective.include_other)

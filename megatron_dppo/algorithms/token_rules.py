@@ -9,7 +9,7 @@ from megatron_dppo.algorithms.trust_region import TrustRegionTokens
 
 
 def drops_by_distance(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
-    """Drop by the divergence alone, in both directions: |pi - mu| > .3 in prime-rl's IPO.
+    """Drop by the divergence, in both directions: |pi - mu| > .3 in prime-rl's IPO.
 
     Read in its `trainer/rl/loss.py` of August 2026; there is no paper. The default was .1 with
     1e-3 (log pi/mu)^2 added, `log_ratio_coef` here. It is .3 without that term since 2026-09-18 (#3586).
@@ -18,11 +18,11 @@ def drops_by_distance(objective: Objective, tokens: TrustRegionTokens) -> Tensor
 
 
 def drops_outside_band(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
-    """Drop by PPO's clip, and where rho is outside [rho_low, rho_high] (IcePop, of Ring-1T's arXiv 2510.18855).
+    """Drop by PPO's clip, and if rho is outside [rho_low, rho_high] (IcePop, of Ring-1T's arXiv 2510.18855).
 
-    Its bounds .5 and 5 are those of NeMo-RL, whose loss and slime's have the same gradients (August 2026).
-    rho = pi'/mu is what trainer and engine differ by before the step; without a recomputed anchor it is pi/mu.
-    PPO's ratio pi/pi' times rho is pi/mu, our importance weight: so both masks act on it.
+    Its bounds .5 and 5 are from NeMo-RL. The losses of NeMo-RL and slime have the same gradients (August 2026).
+    rho = pi'/mu is the mismatch of trainer and engine before the step; without a recomputed anchor it is pi/mu.
+    PPO's ratio pi/pi' times rho is pi/mu, our importance weight, so both masks act on it.
     """
     log_rho = trainer_log_probs(objective, tokens) - tokens.rollout_log_probs
     is_outside = (log_rho.exp() < objective.rho_low) | (log_rho.exp() > objective.rho_high)
@@ -30,17 +30,17 @@ def drops_outside_band(objective: Objective, tokens: TrustRegionTokens) -> Tenso
 
 
 def trainer_log_probs(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
-    """Return the log-probs that are held against the engine's: pi' where recomputed, else pi. [T]."""
+    """Return the log-probs to compare with the engine's: pi' if recomputed, else pi. [T]."""
     return tokens.anchor_log_probs if objective.anchor == "recomputed" else tokens.log_probs
 
 
 def drops_by_prediction(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
-    """Drop where the divergence is above delta and the step would raise KL(mu || pi) (arXiv 2607.10848).
+    """Drop if the divergence is above delta and the step would raise KL(mu || pi) (arXiv 2607.10848).
 
     The logits' gradient of the KL is pi - mu, and the update moves them along A (e_a - pi): so the KL grows
-    where A [(pi_a - mu_a) - sum_i pi_i (pi_i - mu_i)] is above 0. The sum runs over the outcomes of the Top-K
-    partition; the mass outside it counts as one token, as in the KL that delta bounds: of the paper's two
-    estimators the one that aggregates the tail. No public code was found.
+    if A [(pi_a - mu_a) - sum_i pi_i (pi_i - mu_i)] is above 0. The sum runs over the outcomes of the Top-K
+    partition. The mass outside it counts as one token, as in the KL that delta bounds. This is the paper's
+    estimator that aggregates the tail. No public code was found.
     """
     masses = tokens.log_masses.exp()
     moved = masses - tokens.anchor_log_masses.exp()
@@ -54,7 +54,7 @@ def weigh_linearly(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
 
     Updates away from the anchor weigh less the further it is, updates back to it more. Beyond delta the weight
     is negative, a correction, as in the paper; at its delta of 12.5 that cannot happen. UniRL's `drpo.py`
-    has the same gradients (June 2026), but for none where |log r| is above 20.
+    has the same gradients (June 2026), except that it has none if |log r| is above 20.
     """
     delta = tokens.of_sign(objective.delta_high, objective.delta_low)
     direction = tokens.moves_away.to(delta.dtype) - tokens.moves_back.to(delta.dtype)
@@ -64,8 +64,8 @@ def weigh_linearly(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
 def weigh_by_sigmoid(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
     """Weigh by 4 s (1 - s), s = sigmoid(tau (r - 1)) (SAPO, arXiv 2511.20347, Eq. 6 to 8).
 
-    tau is `tau_high` where A > 0, else `tau_low`. The weight is 1 at r = 1 and falls on both sides. TRL 1.16
-    and verl (August 2026) have the same gradients, verl but for none where |log r| is above 20.
+    tau is `tau_high` if A > 0, else `tau_low`. The weight is 1 at r = 1 and falls on both sides. TRL 1.16 and
+    verl (August 2026) have the same gradients, except that verl has no gradient if |log r| is above 20.
     """
     ratio = (tokens.log_probs - tokens.anchor_log_probs).exp()
     half = tokens.of_sign(objective.tau_high, objective.tau_low) * (ratio - 1) / 2

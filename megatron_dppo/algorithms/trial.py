@@ -1,4 +1,4 @@
-"""Tries an objective on a small batch, before anything is trained with it."""
+"""Tries an objective on a small batch, before training with it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -17,13 +17,13 @@ VOCABULARY = 128
 
 
 def try_objective(objective: Objective, farthest: float = 1.5) -> PolicyLossOutput:
-    """Return the loss of three short responses, made up but always the same.
+    """Return the loss of three short synthetic responses, which are always the same.
 
-    They have advantages of both signs and 0, tokens that do not learn, and a policy that moved both ways from
-    the rollout's, by little and by much.
+    They have positive, negative and zero advantages, and tokens that do not learn. The policy moved from the
+    rollout's in both directions, by small and by large amounts.
 
     Args:
-        objective: With or without a rule of the user's own.
+        objective: Objective with a built-in or a custom rule.
         farthest: Standard deviation of the logits' change at the last token; 0 for a policy that has not moved.
 
     Raises:
@@ -78,12 +78,12 @@ class _Watched(Mapping[str, Option]):
 
 
 def doubts(objective: Objective) -> list[str]:
-    """Return what looks like a mistake of an own rule on the same batch and is no fault, as sentences.
+    """Return sentences on likely mistakes of a custom rule on the same batch, which are not errors.
 
     An option that the rule did not read may be misspelt. A rule that keeps no token leaves nothing to learn.
 
     Raises:
-        ConfigError: As `try_objective`.
+        ConfigError: The rule fails, as in `try_objective`.
     """
     if objective.own is None:
         return []

@@ -1,4 +1,4 @@
-"""What a trust-region rule sees of T tokens, and what a rule is."""
+"""Inputs and protocol of a trust-region rule."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from megatron_dppo.algorithms.responses import Responses
 from megatron_dppo.errors import ConfigError, Problem
 
 RULE_DIVERGENCE, RULE_OVER = "algorithm.rule_divergence", "algorithm.rule_over"
-"""Settings of an own rule, without which it does not see what it looks at."""
+"""Settings of a custom rule that give it log-masses or responses."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,13 +22,13 @@ class TrustRegionTokens:
     """
 
     log_probs: Tensor  # [T] log pi(a)
-    anchor_log_probs: Tensor  # [T] of the policy that the rule compares with: mu, or pi' where recomputed
+    anchor_log_probs: Tensor  # [T] of the policy that the rule compares with: mu, or pi' if recomputed
     rollout_log_probs: Tensor  # [T] log mu(a)
     advantages: Tensor  # [T]
     divergence: Tensor  # [T] of pi from the anchor, the one that the objective names
     loss_mask: Tensor  # [T] bool: the tokens that learn
-    outcomes: tuple[Tensor, Tensor] | None = None  # what a Top-K divergence compares; none with another one
-    responses: Responses | None = None  # which tokens make up a response, for rules over whole ones
+    outcomes: tuple[Tensor, Tensor] | None = None  # log-masses of a Top-K divergence; None for others
+    responses: Responses | None = None  # for rules over complete responses
 
     @property
     def is_above(self) -> Tensor:
@@ -42,16 +42,16 @@ class TrustRegionTokens:
 
     @property
     def moves_away(self) -> Tensor:
-        """[T] bool: the update would push pi(a) further from the anchor; never where A = 0."""
+        """[T] bool: the update would push pi(a) further from the anchor; False if A = 0."""
         return by_sign(self.advantages, self.is_above, self.is_below)
 
     @property
     def moves_back(self) -> Tensor:
-        """[T] bool: the update would bring pi(a) back to the anchor; never where A = 0."""
+        """[T] bool: the update would bring pi(a) back to the anchor; False if A = 0."""
         return by_sign(self.advantages, self.is_below, self.is_above)
 
     def of_sign(self, of_positive: float, of_negative: float) -> Tensor:
-        """Return [T]: one number where A > 0, the other elsewhere."""
+        """Return [T]: `of_positive` if A > 0, else `of_negative`."""
         return torch.where(
             self.advantages > 0,
             self.log_probs.new_full((), of_positive),
@@ -60,10 +60,10 @@ class TrustRegionTokens:
 
     @property
     def log_masses(self) -> Tensor:
-        """[T, outcomes] log pi of a Top-K divergence's outcomes, those of `topk_partition`.
+        """[T, outcomes] log pi of a Top-K divergence's outcomes, in the order of `topk_partition`.
 
         Raises:
-            ConfigError: The rule is a user's own, and its divergence looks at the sampled token alone.
+            ConfigError: The rule is a custom one, and its divergence reads only the sampled token.
         """
         return self._of_outcomes[0]
 
@@ -75,20 +75,20 @@ class TrustRegionTokens:
     @property
     def _of_outcomes(self) -> tuple[Tensor, Tensor]:
         if self.outcomes is None:
-            found = "a divergence of the sampled token alone, and the rule looks at log_masses"
+            found = "a divergence of only the sampled token, but the rule reads log_masses"
             expected, action = "'topk_tv' or 'topk_kl'", "Set it to one of them."
             raise ConfigError(Problem(RULE_DIVERGENCE, found, expected, action))
         return self.outcomes
 
     @property
     def whole_responses(self) -> Responses:
-        """The responses, for a rule that looks at whole ones.
+        """The responses, for a rule that reads complete responses.
 
         Raises:
-            ConfigError: The rule is a user's own, and was not said to look at them.
+            ConfigError: The rule is a custom one, and `rule_over` is not "responses".
         """
         if self.responses is None:
-            found = "'tokens', and the rule looks at whole responses"
+            found = "'tokens', but the rule reads complete responses"
             raise ConfigError(Problem(RULE_OVER, found, "'responses'", "Set it so."))
         return self.responses
 
@@ -104,7 +104,7 @@ class TrustRegionRule:
 def masking(
     drops: Callable[[Objective, TrustRegionTokens], Tensor],
 ) -> Callable[[Objective, TrustRegionTokens], Tensor]:
-    """Return the weight, 0 or 1, of a rule that says which tokens it drops, [T] bool."""
+    """Turn a function that returns the tokens to drop, [T] bool, into a rule that returns weights 0 or 1."""
 
     def weigh(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
         return torch.where(drops(objective, tokens), 0.0, torch.ones_like(tokens.log_probs))
@@ -113,5 +113,5 @@ def masking(
 
 
 def by_sign(advantages: Tensor, of_positive: Tensor, of_negative: Tensor) -> Tensor:
-    """Choose [T] bool by the sign of A; False where A = 0."""
+    """Choose [T] bool by the sign of A; False if A = 0."""
     return ((advantages > 0) & of_positive) | ((advantages < 0) & of_negative)

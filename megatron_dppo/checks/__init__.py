@@ -86,21 +86,21 @@ def check(
     accepts_changes: bool = False,
     needs: Collection[Need] = get_args(Need),
 ) -> list[Problem]:
-    """Return every problem of a config that is to run on `world_size` processes; none where it may start.
+    """Return every problem of a config for `world_size` processes; an empty list if the run may start.
 
     Args:
-        config: Resolved.
+        config: Resolved config.
         world_size: Processes of the job.
         rules: Asked in their order.
         accepts_changes: A resume may change the experiment.
-        needs: Rules that need anything else are not asked.
+        needs: Inputs of the rules to run; rules with other inputs are skipped.
     """
     facts = gather_facts(config, world_size, accepts_changes=accepts_changes)
     return problems_of(config, facts, rules.values(), needs)
 
 
 def check_run(config: Config, facts: Facts) -> list[Problem]:
-    """Return every problem that `check` finds on any machine; this is what `plan` asks about each layout.
+    """Return every problem that `check` finds on any machine; `plan` calls this for each layout.
 
     Args:
         config: The run's.
@@ -123,10 +123,10 @@ def problems_of(
 def require_valid(
     config: Config, world_size: int, *, accepts_changes: bool = False, needs: Collection[Need] = AT_ONCE
 ) -> None:
-    """Refuse a config that `check` finds fault with, and log doubts about the data if these are read.
+    """Refuse a config for which `check` finds problems, and log doubts about the data if it is read.
 
     Raises:
-        ConfigError: With every problem.
+        ConfigError: The config has problems; the error lists all of them.
     """
     facts = gather_facts(config, world_size, accepts_changes=accepts_changes)
     problems = problems_of(config, facts, RULES.values(), needs)
@@ -141,12 +141,12 @@ _EVALUATED = ("model_", "prompt", "reward", "evaluation_", "sequence_positions",
 
 
 def require_evaluable(config: Config, world_size: int, *, needs: Collection[Need] = AT_ONCE) -> None:
-    """Refuse faults of the model, the engine and the evaluation sets; training is not asked for.
+    """Refuse faults of the model, the engine and the evaluation sets; settings of training are not checked.
 
-    A config whose sets all name a reward of their own needs no `data.reward`.
+    A config needs no `data.reward` if each of its evaluation sets names a reward.
 
     Raises:
-        ConfigError: With every problem.
+        ConfigError: The config has problems; the error lists all of them.
     """
     facts = gather_facts(config, world_size)
     held_out = {key: found for key, found in facts.columns.items() if key != "data.prompts"}
@@ -164,21 +164,22 @@ def require_evaluable(config: Config, world_size: int, *, needs: Collection[Need
 
 
 def untested(config: Config) -> list[str]:
-    """Return the libraries whose versions here no test ran with, as sentences; `check` refuses none of them."""
+    """Return sentences on libraries with untested versions; `check` refuses none of them."""
     notes = untested_versions(installed_versions())
     python = interpreter(config)
     version = installed_version(python) if config.rollout.engine == "sglang" else None
     if version is not None and version not in GENERATIONS:
         known = " and ".join(GENERATIONS)
-        notes.append(f"SGLang {version} of {python}: the tests ran with {known}; servers of others are refused")
+        served = f"the tests ran with {known}; servers of other versions are refused"
+        notes.append(f"SGLang {version} of {python}: {served}")
     return notes
 
 
 def not_checked(config: Config) -> list[str]:
-    """Return what `check` had to take on trust, as sentences: options of an absent library, rules of a GPU."""
+    """Return sentences on what `check` could not check: options of an absent library, rules of a GPU."""
     notes: list[str] = []
     if config.megatron and megatron_rules.megatron_fields() is None:
         notes.append("[megatron]: names not checked; megatron-core is not installed here, or does not import.")
     if config.rollout.engine == "sglang" and read_options(python := interpreter(config)) is None:
-        notes.append(f"[sglang]: {python} has no SGLang here; arguments were compared with those of {NEWEST}.")
+        notes.append(f"[sglang]: {python} has no SGLang here; arguments were compared with version {NEWEST}.")
     return notes

@@ -44,7 +44,7 @@ def _preset_fields(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("own_rule", needs="machine")
 def _own_rule(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Rules of the user's own, which train or are evaluated as shadows, weigh the tokens of a small batch."""
+    """Custom rules, for training or as shadows, return valid weights for the tokens of a small batch."""
     objective = _objective(config)
     if isinstance(objective, Objective):
         yield from problems_with_own_rule("algorithm.preset", objective)
@@ -57,12 +57,12 @@ def _own_rule(config: Config, facts: Facts) -> Iterator[Problem]:
 def problems_with_own_rule(
     key: str, objective: Objective, *, how_to_set: Callable[[str, str], str] | None = None
 ) -> Iterator[Problem]:
-    """Yield what is wrong with what an own rule makes of a small batch.
+    """Yield the problems of a custom rule's weights for a small batch.
 
     Args:
-        key: Names the rule.
-        objective: With or without a rule of the user's own.
-        how_to_set: Returns a sentence on how to give a field a value, where that is no key of [algorithm].
+        key: Setting that names the rule.
+        objective: Objective with a built-in or a custom rule.
+        how_to_set: Returns a sentence on how to set a field that is not a key of [algorithm].
     """
     if objective.own is None:
         return
@@ -92,7 +92,7 @@ _MAY_BE_0 = ("prefix_delta",)  # then the budget is the response's own 90th perc
 
 @rule("thresholds")
 def _thresholds(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Each threshold of the trust region can act, and leaves something to learn; infinity turns one off."""
+    """Each threshold of the trust region can act, and does not drop all updates; infinity turns it off."""
     objective = _objective(config)
     if not isinstance(objective, Objective):
         return
@@ -111,13 +111,13 @@ def _thresholds(config: Config, facts: Facts) -> Iterator[Problem]:
 
 
 def _bands_without_1(objective: Objective) -> Iterator[Problem]:
-    """Yield bounds of pi'/mu that drop tokens on which trainer and engine agree."""
+    """Yield a problem for bounds of pi'/mu that drop tokens on which trainer and engine agree."""
     for field, is_beyond, expected in (
         ("rho_low", objective.rho_low > 1, "at most 1"),
         ("rho_high", 0 < objective.rho_high < 1, "at least 1"),
     ):
         if is_beyond:
-            found = f"{getattr(objective, field):g}, which drops what trainer and engine agree on"
+            found = f"{getattr(objective, field):g}, which drops tokens on which trainer and engine agree"
             action = f"Choose such a value; {objective.name} has {getattr(PRESETS[objective.name], field):g}."
             yield Problem(f"algorithm.{field}", found, expected, action)
 
@@ -147,7 +147,7 @@ _OF_RESPONSE_MEANS = ("gspo", "icepop", "sapo")
 
 
 def remarks(config: Config) -> list[str]:
-    """Return what is no problem and may surprise, as sentences: rounding, findings of the paper, own rules."""
+    """Return notes on settings that may surprise: rounding, findings of the paper, custom rules."""
     objective = _objective(config)
     found = findings_against(config, objective) if isinstance(objective, Objective) else ()
     return [*rounding_remarks(config), *found, *_aggregation_remarks(config), *_own_rule_remarks(config)]
@@ -160,7 +160,7 @@ def _aggregation_remarks(config: Config) -> Iterator[str]:
 
 
 def _own_rule_remarks(config: Config) -> Iterator[str]:
-    """Yield the doubts about own rules that work on a small batch; what fails there is a problem."""
+    """Yield the doubts about custom rules that work on a small batch; a rule that fails there is a problem."""
     named = {"algorithm.preset": _objective(config)}
     named |= {
         f"tracking.shadow_presets {name}": _shadow(config, name) for name in config.tracking.shadow_presets
@@ -172,7 +172,7 @@ def _own_rule_remarks(config: Config) -> Iterator[str]:
 
 @rule("topk_log_probs")
 def _topk_log_probs(config: Config, facts: Facts) -> Iterator[Problem]:
-    """The engine returns as many log-probs as a topk_* divergence uses."""
+    """The engine returns all the log-probs that a topk_* divergence uses."""
     needed, returned = _top_k(config), config.rollout.num_topk_log_probs
     if needed is not None and returned < needed:
         expected = f"at least {needed}, the top_k of {config.algorithm.preset}"
@@ -181,7 +181,7 @@ def _topk_log_probs(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("topk_vocabulary")
 def _topk_vocabulary(config: Config, facts: Facts) -> Iterator[Problem]:
-    """No more top-K columns are asked for than the vocabulary has."""
+    """The number of top-K columns is at most the vocabulary's size."""
     if facts.model_sizes is None:
         return
     asked = {"algorithm.top_k": _top_k(config), "rollout.num_topk_log_probs": config.rollout.num_topk_log_probs}
@@ -193,7 +193,7 @@ def _topk_vocabulary(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("sampling_distribution")
 def _sampling_distribution(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Training samples from mu itself, nothing cut off and nothing penalised."""
+    """Training samples from mu itself, without truncation and penalties."""
     expected_and_found = {
         "rollout.top_p": (1.0, config.rollout.top_p),
         "rollout.top_k": (-1, config.rollout.top_k),
@@ -209,14 +209,14 @@ def _sampling_distribution(config: Config, facts: Facts) -> Iterator[Problem]:
 def _group_size(config: Config, facts: Facts) -> Iterator[Problem]:
     """Each group has samples to compare."""
     if config.rollout.samples_per_prompt < 2:
-        expected = "at least 2: the advantage of a lone sample is always 0"
+        expected = "at least 2: the advantage of a single sample is always 0"
         action = "Raise it; 8 is usual."
         yield Problem("rollout.samples_per_prompt", str(config.rollout.samples_per_prompt), expected, action)
 
 
 @rule("minibatches")
 def _minibatches(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Prompts divide into mini-batches, and those over the data-parallel ranks."""
+    """Prompts divide into mini-batches, and mini-batches over the data-parallel ranks."""
     try:
         data_parallel = Layout.of(config.parallel, facts.world_size).data
     except ConfigError:
@@ -261,7 +261,7 @@ def _paired_routing(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("shadow_presets")
 def _shadow_presets(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Presets that are evaluated beside the step exist, and the batches hold what they need."""
+    """Shadow presets exist, and the batches have their inputs."""
     objective, names = _objective(config), config.tracking.shadow_presets
     for name in config.tracking.shadow_options:
         if name not in names:
@@ -289,17 +289,17 @@ def _shadow_presets(config: Config, facts: Facts) -> Iterator[Problem]:
 
 
 def _objective(config: Config) -> Objective | ConfigError | None:
-    """Return the configured objective, or why there is none; None where the preset is unknown."""
+    """Return the configured objective, or the error in it; None if the preset is unknown."""
     return _named(config.algorithm.preset, **overrides_in(config.algorithm.model_dump()))
 
 
 def _shadow(config: Config, name: str) -> Objective | ConfigError | None:
-    """Return the objective of a name in tracking.shadow_presets, with its options, or why there is none."""
+    """Return the objective of a name in tracking.shadow_presets, with its options, or the error in it."""
     return _named(name, **config.tracking.shadow_options.get(name, {}))
 
 
 def _named(name: str, **overrides: Any) -> Objective | ConfigError | None:
-    """Return an objective by its name, or why there is none; None where no preset and no function has it."""
+    """Return an objective by its name, or the error in it; None if no preset or function has this name."""
     if name not in PRESETS and problem_with_path("", name, "package.module:function") is not None:
         return None
     try:
@@ -307,7 +307,7 @@ def _named(name: str, **overrides: Any) -> Objective | ConfigError | None:
     except ConfigError as error:
         return error
     except Exception as error:  # noqa: BLE001  whatever the module raises
-        found, expected = f"{name!r}, which fails ({described(error)})", "what can be imported and called"
+        found, expected = f"{name!r}, which fails ({described(error)})", "an importable function"
         return ConfigError(Problem("algorithm.preset", found, expected, "Correct the module."))
 
 
@@ -320,6 +320,6 @@ def _where_written(problem: Problem, written: Mapping[str, Any]) -> Problem:
 
 
 def _top_k(config: Config) -> int | None:
-    """Return the number of columns of mu that the objective uses; None where it uses none."""
+    """Return the number of columns of mu that the objective uses; None if it uses none."""
     objective = _objective(config)
     return objective.top_k if isinstance(objective, Objective) and objective.needs_topk else None

@@ -1,4 +1,4 @@
-r"""Tries answer cells with responses that do not depend on how a reward reads the cell."""
+r"""Scores a response with the right final answer for each answer cell, to find cells that a reward misreads."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -13,7 +13,7 @@ from megatron_dppo.rollout.scoring import RewardPools
 
 @dataclass(frozen=True)
 class Misread:
-    """Cells whose final answer earns nothing."""
+    """Answer cells for which a response with the right final answer is scored as wrong."""
 
     num_wrong: int
     num_tried: int
@@ -22,12 +22,12 @@ class Misread:
 
 
 def misread(config: Config, reward: str, rows: Sequence[PromptRow]) -> Misread | None:
-    """Score each cell's final answer, or the number before its words, as a response; none if all are right.
+    """Score each cell's final answer, or the number before its words, as a response; None if all are right.
 
     Args:
-        config: Its [data] limits the worker that scores.
-        reward: A registered reward.
-        rows: Their answers are texts around a final answer, or numbers with words.
+        config: Config; its [data] limits the worker that scores.
+        reward: Name of a registered reward.
+        rows: Rows with answers that are texts around a final answer, or numbers with words.
     """
     responses = [(row, response) for row in rows for response in _responses(reward, row)]
     if not responses:

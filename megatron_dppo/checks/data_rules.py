@@ -50,7 +50,7 @@ def _missing_columns(config: Config, source: str, columns: list[str]) -> Iterato
 
 @rule("prompt_rows", needs="data")
 def _prompt_rows(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Every row of the prompt files holds a prompt that has tokens, and an answer."""
+    """Every row of the prompt files has a prompt with tokens, and an answer."""
     if isinstance(facts.tokenizer, Problem):
         yield facts.tokenizer
     for key, path, found in surveyed(config, facts):
@@ -80,7 +80,7 @@ def _prompt_token_ids(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("prompt_lengths", needs="data")
 def _prompt_lengths(config: Config, facts: Facts) -> Iterator[Problem]:
-    """No more prompts are too long than a rollout may lose samples."""
+    """The share of prompts that are too long is at most the share of samples that a rollout may drop."""
     longest, limit = config.data.max_prompt_tokens, config.rollout.max_dropped_fraction
     for key, path, found in surveyed(config, facts):
         if found.num_too_long > limit * found.num_prompts:
@@ -96,7 +96,7 @@ def _prompt_lengths(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("prompts_unchanged", needs="data")
 def _prompts_unchanged(config: Config, facts: Facts) -> Iterator[Problem]:
-    """A resumed run has the prompts that its place in them was counted in."""
+    """A resumed run has the same prompts, because its position is counted in them."""
     saved, found = facts.saved, facts.surveys.get(TRAINING)
     if saved is None or not saved.is_in_prompts or found is None or found.num_faulty:
         return
@@ -104,7 +104,7 @@ def _prompts_unchanged(config: Config, facts: Facts) -> Iterator[Problem]:
         yield Problem(
             TRAINING,
             f"{config.data.prompts}, which has changed since {saved.checkpoint} was saved",
-            "the same prompts in the same order: the run's place in them is lost",
+            "the same prompts in the same order: the run's position in them is lost",
             "Restore the file, or start a new run.folder from the checkpoint's weights (model.load).",
         )
 
@@ -117,12 +117,12 @@ def _reward(config: Config, facts: Facts) -> Iterator[Problem]:
 
 
 def reward_problems(choice: RewardChoice, config: Config) -> Iterator[Problem]:
-    """Yield what is wrong with a reward that training or an evaluation set names."""
+    """Yield the problems of a reward that training or an evaluation set names."""
     yield from problems_with(choice)
     if choice.is_environment and not gives_rewards(config):
         yield Problem(
             "data.reward",
-            "'environment', where rollout.environment = 'single_turn' gives no reward",
+            "'environment', but rollout.environment = 'single_turn' gives no reward",
             f"one of {sorted(REWARDS)}, or 'package.module:function'",
             "Name the reward that scores a response, or the environment that gives rewards.",
         )
@@ -147,7 +147,7 @@ def _reward_reads_answers(config: Config, facts: Facts) -> Iterator[Problem]:
                     fits = [other for other in REWARDS if answer_form(other) == asked]
                     yield Problem(
                         where,
-                        f"{name!r}, which reads {_ASKED[form]}, where {count} of {found.num_prompts} prompts "
+                        f"{name!r}, which reads {_ASKED[form]}, but {count} of {found.num_prompts} prompts "
                         f"of {path} ask for {_ASKED[asked]}: nearly all of their responses are wrong",
                         f"a reward and prompts that fit: {' or '.join(map(repr, fits))} for these",
                         "Set the reward, or make the prompts with another --template "
@@ -164,7 +164,7 @@ def rewards_of(config: Config, key: str) -> list[str]:
 
 @rule("prompt_answers", needs="data")
 def _prompt_answers(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Most answers are no texts: a registered reward compares a response's answer with the whole cell."""
+    """Most answers are not texts: a registered reward compares a response's answer with the complete cell."""
     for key, path, found in surveyed(config, facts, is_once=False):
         num_texts, names = found.num_answers.get("prose", 0), rewards_of(config, key)
         if names and 2 * num_texts > found.num_prompts:
@@ -180,7 +180,7 @@ def _prompt_answers(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("reward_thinking", needs="data")
 def _reward_thinking(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Where thinking is required, a response can end it: prompts leave it open, and texts keep `</think>`."""
+    """If thinking is required, a response can end it: prompts leave it open, and texts keep `</think>`."""
     tokenizer = facts.tokenizer
     files = [each for each in surveyed(config, facts, is_once=False) if rewards_of(config, each[0])]
     if config.data.thinking != "require" or not files or tokenizer is None or isinstance(tokenizer, Problem):
@@ -188,7 +188,7 @@ def _reward_thinking(config: Config, facts: Facts) -> Iterator[Problem]:
     ignore = "data.thinking = 'ignore'"
     if THINKING_ENDS not in _written(tokenizer, f"1{THINKING_ENDS}1"):
         is_special = tokenizer.convert_tokens_to_ids(THINKING_ENDS) in special_ids(tokenizer)
-        why = "is a special token, which texts of responses leave out" if is_special else "cannot be written"
+        why = "is a special token, which responses omit" if is_special else "cannot be written"
         action = f'Give it "special": false in the tokenizer\'s files, or set {ignore}.'
         found = f"'require' with a tokenizer in which {THINKING_ENDS} {why}: no response can be right"
         yield Problem("data.thinking", found, "a text that keeps it", action)
@@ -197,8 +197,8 @@ def _reward_thinking(config: Config, facts: Facts) -> Iterator[Problem]:
             yield Problem(
                 "data.thinking",
                 f"'require' with {found.num_closed_thoughts} of {found.num_prompts} prompts of {path} that end "
-                f"with {THINKING_ENDS}: nearly all of their responses are wrong, since none thinks",
-                "prompts that leave the thought to the response",
+                f"with {THINKING_ENDS}: nearly all of their responses are wrong, because they do not think",
+                "prompts that leave the thinking to the response",
                 f"Let the chat template think (chat_template_kwargs, enable_thinking), or set {ignore}.",
             )
 
@@ -214,7 +214,7 @@ def _written(tokenizer: Any, text: str) -> str:
 
 @rule("overlong_buffer")
 def _overlong_buffer(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Some length of a response costs nothing."""
+    """Responses up to some length are not penalised."""
     buffer, longest = config.data.overlong_buffer_tokens, config.rollout.max_response_tokens
     if buffer >= longest:
         expected = f"fewer than rollout.max_response_tokens = {longest}"

@@ -23,15 +23,15 @@ _MOMENTS_BYTES = 8
 
 @rule("run_folder", needs="machine")
 def _run_folder(config: Config, facts: Facts) -> Iterator[Problem]:
-    """The run folder is, or can become, a folder of the run's own that can be written."""
-    folder, expected = config.run.folder, "a folder of the run's own, such as runs/first"
+    """The run folder is, or can become, a separate folder for the run that can be written."""
+    folder, expected = config.run.folder, "a separate folder for the run, such as runs/first"
     if folder.absolute() in (Path.cwd(), Path("/")):
-        found = "'', the working directory" if folder == Path() else f"{folder}, which holds much else"
+        found = "'', the working directory" if folder == Path() else f"{folder}, which has many other files"
         yield Problem("run.folder", found, expected, "Name a folder.")
         return
     in_the_way = next((path for path in (folder, *folder.parents) if path.exists()), folder)
     if in_the_way.exists() and not in_the_way.is_dir():
-        found = f"{folder}, where {in_the_way} is a file"
+        found = f"{folder}, but {in_the_way} is a file"
         yield Problem("run.folder", found, "a folder, or a new name", "Choose another folder.")
         return
     try:
@@ -44,7 +44,7 @@ def _run_folder(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("run_folder_models", needs="machine")
 def _run_folder_models(config: Config, facts: Facts) -> Iterator[Problem]:
-    """The run does not write into a model's folder, or beside models."""
+    """The run does not write into a model's folder, or into a folder of models."""
     folder = config.run.folder
     foreign = _foreign(folder)
     models = [path for path in (folder, *foreign) if foreign and _is_model(path)]
@@ -52,9 +52,9 @@ def _run_folder_models(config: Config, facts: Facts) -> Iterator[Problem]:
         found = (
             f"{folder}, a model's folder"
             if model == folder
-            else f"{folder}, which holds the model {model.name}"
+            else f"{folder}, which contains the model {model.name}"
         )
-        expected = "a folder of the run's own, such as runs/first"
+        expected = "a separate folder for the run, such as runs/first"
         yield Problem("run.folder", found, expected, "Name another folder.")
 
 
@@ -69,12 +69,12 @@ def _run_folder_in_use(config: Config, facts: Facts) -> Iterator[Problem]:
 
 
 def folder_remarks(config: Config) -> list[str]:
-    """Return what is in the run folder and belongs to no run, as sentences; `train` leaves it alone."""
+    """Return notes on files in the run folder that belong to no run; `train` does not touch them."""
     foreign = _foreign(config.run.folder)
     if not foreign:
         return []
     names = ", ".join(path.name for path in foreign[:_SHOWN]) + (", ..." if len(foreign) > _SHOWN else "")
-    return [f"run.folder: {config.run.folder} holds no run, but {names}; the run would write beside them."]
+    return [f"run.folder: {config.run.folder} contains no run, but {names}; the run would write next to them."]
 
 
 _SHOWN = 3
@@ -84,7 +84,7 @@ _LOGS = (".log", ".out", ".err")
 
 
 def _foreign(folder: Path) -> list[Path]:
-    """Return what a folder without a run holds besides the logs and servers of a launcher, by name."""
+    """Return the contents of a folder without a run, except the logs and servers of a launcher, by name."""
     if (
         not folder.is_dir()
         or folder.absolute() in (Path.cwd(), Path("/"))
@@ -125,7 +125,7 @@ def _checkpoint_disk(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("checkpoint_memory", needs="machine")
 def _checkpoint_memory(config: Config, facts: Facts) -> Iterator[Problem]:
-    """The host holds the copies that its processes take of a checkpoint; asked in a job, on its own hosts."""
+    """The host's memory fits its processes' copies of a checkpoint; checked only inside a job, on its hosts."""
     num_bytes, local = checkpoint_bytes(config, facts), processes_here()
     if num_bytes is None or local is None or not config.checkpoint.asynchronous:
         return
@@ -156,9 +156,9 @@ def host_bytes() -> int:
 
 
 def checkpoint_bytes(config: Config, facts: Facts) -> int | None:
-    """Return the least that a checkpoint takes: weights, and Adam's states of all that is trained.
+    """Return a lower bound of a checkpoint's bytes: weights, and Adam's states of all trained parameters.
 
-    Adapters are not counted. None where the model's sizes are not known.
+    Adapters are not counted. The result is None if the model's sizes are not known.
     """
     if facts.model_sizes is None or isinstance(facts.model, Problem):
         return None

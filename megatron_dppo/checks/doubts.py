@@ -1,4 +1,4 @@
-"""Finds doubts about prompts and answers: `check` prints them, `train` logs them, and neither refuses them."""
+"""Finds possible faults of prompts and answers, which `check` prints and `train` logs; neither refuses them."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from megatron_dppo.data.prompts.rendering import turn_ends
 from megatron_dppo.data.prompts.survey import Survey
 from megatron_dppo.errors import DataError, Problem
 
-_MAY_EARN_NOTHING = "a response with a bare right answer may earn nothing."
+_MAY_EARN_NOTHING = "a response with only the right answer may be scored as wrong."
 
 
 def doubts(config: Config, facts: Facts) -> list[str]:
@@ -31,7 +31,7 @@ def _of_prompts(path: Path, found: Survey) -> Iterator[str]:
         yield f"{count} of {found.num_prompts} prompts of {path} {oddity}."
     if found.unread_columns:
         names = ", ".join(found.unread_columns)
-        yield f"columns of {path} that nothing reads: {names}. Prompt and reward do not depend on them."
+        yield f"columns of {path} that are not read: {names}. Prompt and reward do not depend on them."
 
 
 def _of_answers(config: Config, key: str, path: Path, found: Survey) -> Iterator[str]:
@@ -50,7 +50,7 @@ def _of_answers(config: Config, key: str, path: Path, found: Survey) -> Iterator
             wrong = misread(config, reward, rows)
             if wrong is not None:
                 cell, number = excerpt(wrong.row.prompt.answer), wrong.row.number
-                yield f"{share}: {wrong.response!r} is wrong by {reward!r} for {cell} in row {number}."
+                yield f"{share}: {reward!r} scores {wrong.response!r} as wrong for {cell} in row {number}."
     if "math" in rewards:
         doubt = text_only_doubt(found.bare_answers, found.num_answers["bare"], f" of {path}")
         yield from [] if doubt is None else [doubt]
@@ -58,7 +58,7 @@ def _of_answers(config: Config, key: str, path: Path, found: Survey) -> Iterator
         count = found.num_closed_thoughts
         yield (
             f"{count} of {found.num_prompts} prompts of {path} end with {THINKING_ENDS}: with data.thinking = "
-            "'require' their responses are wrong unless they write it once more."
+            "'require' their responses are wrong unless they write it again."
         )
 
 
@@ -79,8 +79,8 @@ def _of_turn_ends(config: Config, facts: Facts) -> Iterator[str]:
         those = ", ".join(_named(tokenizer, token) for token in ends) or "no token"
         yield (
             f"the chat template ends a turn with {_named(tokenizer, of_template[0])}, which ends no response: "
-            f"responses end with {those} (eos_token_id of {where}), and go on behind the end of a turn. If the "
-            f"model was trained to end turns with it, add {of_template[0]} to eos_token_id of {generation}."
+            f"responses end with {those} (eos_token_id of {where}), and continue after the end of a turn. If "
+            f"the model was trained to end turns with it, add {of_template[0]} to eos_token_id of {generation}."
         )
 
 

@@ -18,7 +18,7 @@ def _evaluation_names(config: Config, facts: Facts) -> Iterator[Problem]:
     """The name of a set can be part of a metric's name, and of a file's."""
     for name in config.evaluation.used_sets:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
-            expected = "letters, digits, _ and -, of which the first is no sign"
+            expected = "letters, digits, _ and -, starting with a letter or digit"
             yield Problem("evaluation.sets", f"a set called {name!r}", expected, "Choose another name.")
 
 
@@ -38,7 +38,7 @@ def _evaluation_positions(config: Config, facts: Facts) -> Iterator[Problem]:
     """The longest prompt and response of each set fit the model's positions."""
     options, sizes = config.evaluation, facts.model_sizes
     given = {f"evaluation.sets.{name}": own.max_response_tokens for name, own in options.used_sets.items()}
-    given["evaluation"] = options.max_response_tokens  # where neither is given, training's rule says it
+    given["evaluation"] = options.max_response_tokens  # if neither is given, training's rule reports it
     for where, num_tokens in given.items():
         if sizes is None or num_tokens is None:
             continue
@@ -51,7 +51,7 @@ def _evaluation_positions(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("evaluation_reward", needs="machine")
 def _evaluation_reward(config: Config, facts: Facts) -> Iterator[Problem]:
-    """The reward of a set, where it has its own, is registered, or its package can be found."""
+    """The reward of a set, if it names one, is registered, or its package can be found."""
     for name, own in config.evaluation.used_sets.items():
         problems = reward_problems(RewardChoice(own.reward), config) if own.reward is not None else ()
         for problem in problems:

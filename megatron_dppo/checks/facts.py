@@ -21,41 +21,41 @@ from megatron_dppo.runtime.libraries import Library
 from megatron_dppo.runtime.process import gpu_libraries
 
 TRAINING = "data.prompts"
-"""The key of the training prompts; those of evaluation sets are `evaluation.sets.<name>.prompts`."""
+"""Key of the training prompts. An evaluation set's prompts have the key `evaluation.sets.<name>.prompts`."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What was found; nothing here is wrong or right yet."""
+    """The facts that rules judge."""
 
     config: Config
     world_size: int
     model: Mapping[str, Any] | Problem  # config.json
     sizes: ModelSizes | Problem
     columns: Mapping[str, list[str] | Problem]  # of the files of prompts, by the key that names one
-    transformer_engine: Library | None  # where the config asks for it: importing it takes seconds
-    deep_ep: Library | None = None  # where the config asks for it
-    saved: SavedRun | None = None  # what a resume would take
+    transformer_engine: Library | None  # only if the config uses it: importing it takes seconds
+    deep_ep: Library | None = None  # only if the config uses it
+    saved: SavedRun | None = None  # the run that would be resumed
     accepts_changes: bool = False  # whether a resume may change the experiment
 
     @property
     def architecture(self) -> str | None:
-        """The model's architecture, where its config.json could be read."""
+        """The model's architecture, or None if its config.json could not be read."""
         return None if isinstance(self.model, Problem) else architecture_of(self.model)
 
     @property
     def model_sizes(self) -> ModelSizes | None:
-        """The model's sizes, where they could be read."""
+        """The model's sizes, or None if they could not be read."""
         return None if isinstance(self.sizes, Problem) else self.sizes
 
     @property
     def is_prompt_what_a_model_reads(self) -> bool:
-        """Whether conversations open with the prompt itself, not with what user code makes of it."""
+        """Whether conversations start with the prompt itself, not with a text that user code makes from it."""
         return self.config.rollout.environment == "single_turn" and self.config.rollout.generate is None
 
     @cached_property
     def tokenizer(self) -> Any | Problem | None:
-        """The model's tokenizer; none where its folder has none."""
+        """The model's tokenizer, or None if its folder has none."""
         file = config_file(self.config.model.load)
         if file is None or isinstance(self.model, Problem):
             return None
@@ -65,17 +65,17 @@ class Facts:
             return AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
             found = f"a tokenizer in {file.parent} that does not load ({type(error).__name__}: {error})"
-            action = "Copy the model's tokenizer files beside its config.json again."
+            action = "Copy the model's tokenizer files again into the folder of its config.json."
             return Problem("model.load", found, "a tokenizer that transformers loads", action)
 
     @cached_property
     def surveys(self) -> Mapping[str, Survey]:
-        """What the files of prompts hold, by the key that names one; those that cannot be read are left out."""
+        """The survey of each file of prompts, by the key that names it, without files that cannot be read."""
         found: dict[Path, Survey] = {}
         files = {key: path for key, path in prompt_files(self.config).items() if key in self._readable}
         for path in files.values():
             if path not in found:
-                with contextlib.suppress(DataError):  # of its columns, which a rule of their own reports
+                with contextlib.suppress(DataError):  # about its columns, which another rule reports
                     found[path] = self._survey(path)
         return {key: found[path] for key, path in files.items() if path in found}
 
@@ -97,12 +97,12 @@ class Facts:
 
     @property
     def free_bytes(self) -> int:
-        """What is free where the run folder is, or will be."""
+        """Free bytes on the disk of the run folder."""
         return shutil.disk_usage(existing(self.config.run.folder)).free
 
 
 def gather_facts(config: Config, world_size: int, *, accepts_changes: bool = False) -> Facts:
-    """Find out what rules need: config.json, columns of the prompt files, a library, the run to resume."""
+    """Gather the facts that rules need: config.json, columns of the prompt files, libraries, the saved run."""
     is_asked_for = config.model.layer_spec == "transformer_engine"
     is_flex = config.megatron.get("moe_token_dispatcher_type") == "flex"
     return replace(
@@ -116,7 +116,7 @@ def gather_facts(config: Config, world_size: int, *, accepts_changes: bool = Fal
 
 
 def model_facts(config: Config, world_size: int) -> Facts:
-    """Read what rules that need the config alone ask for: the model's config.json, and nothing else."""
+    """Read the facts for rules that need only the config: the model's config.json, and nothing else."""
     model: Mapping[str, Any] | Problem
     sizes: ModelSizes | Problem
     try:
@@ -153,5 +153,5 @@ def _columns(key: str, path: Path) -> list[str] | Problem:
 
 
 def _with_progress(rows: Iterable[Any], path: Path) -> Iterable[Any]:
-    """On a terminal, a bar for files that take longer than moments."""
+    """Show a progress bar on a terminal, if a file takes more than a moment."""
     return tqdm(rows, desc=f"reading {path}", unit=" prompts", disable=None, leave=False, delay=2)

@@ -1,4 +1,4 @@
-"""Rules about whose layers compute (`model.layer_spec`), and about `[lora]`."""
+"""Rules about the layer implementation (`model.layer_spec`), and about `[lora]`."""
 
 from collections.abc import Iterator
 
@@ -13,21 +13,21 @@ from megatron_dppo.errors import Problem, did_you_mean
 
 @rule("layer_spec", needs="machine")
 def _layer_spec(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Transformer Engine, where its layers are asked for, can be used."""
+    """Transformer Engine can be used if the config selects its layers."""
     if facts.transformer_engine is not None:
         yield from library_problems(facts.transformer_engine)
 
 
 @rule("layer_spec_limits")
 def _layer_spec_limits(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Transformer Engine's layers, where they are asked for, can do what the config wants."""
+    """Transformer Engine's layers support the config that selects them."""
     if config.model.layer_spec == "transformer_engine":
         yield from transformer_engine_limits(config, facts.model_sizes)
 
 
 @rule("lora_targets")
 def _lora_targets(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Every target is a linear of the model, and there is one."""
+    """Every target is a linear of the model, and there is at least one."""
     if not config.lora.rank or isinstance(facts.model, Problem):
         return
     if facts.architecture not in FAMILIES:
@@ -44,7 +44,7 @@ def _lora_targets(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("lora_experts")
 def _lora_experts(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Adapters of experts can be computed, and written so that peft reads them whole."""
+    """Adapters of experts can be computed, and written so that peft reads all of them."""
     sizes = facts.model_sizes
     if not config.lora.rank or sizes is None or sizes.num_experts is None or isinstance(facts.model, Problem):
         return
@@ -54,17 +54,17 @@ def _lora_experts(config: Config, facts: Facts) -> Iterator[Problem]:
     if not targets:
         return
     if config.lora.rank % 8:
-        expected = "a multiple of 8 where experts have adapters: their grouped products want rows of 16 bytes"
+        expected = "a multiple of 8 if experts have adapters: their grouped products need rows of 16 bytes"
         yield Problem("lora.rank", str(config.lora.rank), expected, f"Use {-(-config.lora.rank // 8) * 8}.")
     for fused in of_experts:
         if 0 < len(targets & set(fused)) < len(fused):
             found = f"one of {' and '.join(fused)} on a model with experts"
-            expected = "both or neither: transformers holds them as one weight, and peft adapts it as a whole"
+            expected = "both or neither: in transformers they are one weight, and peft adapts all of it"
             yield Problem("lora.targets", found, expected, "Name both, or neither.")
-    others = ["dense layers beside those with experts"] * (len(sizes.moe_layers) < sizes.num_layers)
+    others = ["dense layers besides layers with experts"] * (len(sizes.moe_layers) < sizes.num_layers)
     others += ["shared experts"] * bool(sizes.shared_expert_intermediate_size)
     if others:
         named = ", ".join(sorted(targets))
         found = f"{named} on a model that has {' and '.join(others)}"
-        expected = "attention's linears alone: peft would not read the adapters of those"
+        expected = "only attention's linears: peft would not read the other adapters"
         yield Problem("lora.targets", found, expected, f"Leave out {', '.join(known[:-1])} and {known[-1]}.")

@@ -1,7 +1,7 @@
 """Rules about the `[megatron]` pass-through table, without importing Megatron here.
 
 Names and types of `TransformerConfig` fields are read in a subprocess and cached per version of megatron-core.
-Whether they go together, Megatron says in another, once for each combination.
+Megatron checks their combination in another subprocess, once for each combination.
 """
 
 import contextlib
@@ -57,13 +57,13 @@ except ConfigError as error:
 _FROM_MODEL = "the model's config.json (model.load)"
 _BY_TRAINER = "the training loop, which depends on it"
 _DISPATCHER = "moe_token_dispatcher_type"
-_BY_PACKING = "packing: ranks hold different numbers of tokens, which only alltoall and, on GPUs, flex exchange"
+_BY_PACKING = "packing: ranks have different numbers of tokens, which only alltoall and, on GPUs, flex support"
 _LEFT_OUT = "the model's family, which trains no layers that predict further tokens"
 _BY_ENGINE = "the engine's routers, which sample without it; in training it would depend on the micro-batch"
 _BY_FAMILY = "the model's family, which builds no attention of this kind"
-_PROVEN_STAGES = "parallel.pipeline: the division of layers that was compared with one process"
-_PROVEN_SHARDS = "parallel.tensor alone, which is what was compared with one process"
-_PROVEN_CONTEXT = "parallel.context: gathered keys and values, which is what was compared with one process"
+_PROVEN_STAGES = "parallel.pipeline: only this division of layers was compared with one process"
+_PROVEN_SHARDS = "parallel.tensor: only these shards were compared with one process"
+_PROVEN_CONTEXT = "parallel.context: only gathered keys and values were compared with one process"
 _OWNED: dict[str, str] = {
     "tensor_model_parallel_size": "parallel.tensor",
     "pipeline_model_parallel_size": "parallel.pipeline",
@@ -137,7 +137,7 @@ _OWNED: dict[str, str] = {
         _BY_FAMILY,
     ),
 }
-"""TransformerConfig fields that the package sets, and what decides them."""
+"""TransformerConfig fields that the package sets, each with the setting or the part that decides it."""
 _KINDS = {
     "bool": "true or false",
     "int": "a whole number",
@@ -159,7 +159,7 @@ def _megatron_names(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("megatron_owned")
 def _megatron_owned(config: Config, facts: Facts) -> Iterator[Problem]:
-    """[megatron] leaves alone what the package sets."""
+    """[megatron] has no field that the package sets."""
     for key in config.megatron:
         if key in _OWNED and not (key == _DISPATCHER and _is_flex(config)):
             found = f"{key} = {config.megatron[key]!r}"
@@ -173,7 +173,7 @@ def _is_flex(config: Config) -> bool:
 
 @rule("megatron_flex")
 def _megatron_flex(config: Config, facts: Facts) -> Iterator[Problem]:
-    """DeepEP's dispatcher, where it is asked for, gets experts on several ranks, in the type that it sums."""
+    """DeepEP's dispatcher, if selected, gets experts on several ranks, in the type that it sums."""
     sizes = facts.model_sizes
     if not _is_flex(config) or sizes is None:
         return
@@ -181,17 +181,17 @@ def _megatron_flex(config: Config, facts: Facts) -> Iterator[Problem]:
     backend = config.megatron.get("moe_flex_dispatcher_backend", "deepep")
     faults = {
         "a model without experts": ("a mixture of experts", sizes.num_experts is None),
-        "experts whole on each rank": (
+        "all experts complete on each rank": (
             "parallel.expert or parallel.tensor above 1: Megatron refuses it otherwise",
             config.parallel.expert * expert_tensor == 1,
         ),
         f"model.dtype = {config.model.dtype!r}": (
-            "'bfloat16': DeepEP sums what comes back from experts in no other type",
+            "'bfloat16': DeepEP sums the outputs of experts in no other type",
             config.model.dtype != "bfloat16",
         ),
-        f"moe_flex_dispatcher_backend = {backend!r}": ("'deepep': the other was not read", backend != "deepep"),
+        f"moe_flex_dispatcher_backend = {backend!r}": ("'deepep': others are not tested", backend != "deepep"),
         "megatron.moe_permute_fusion off": (
-            "true: our own sums over experts take exactly top-k experts of each token, and a rank has fewer",
+            "true: our sums over experts need exactly top-k experts of each token, and a rank has fewer",
             config.megatron.get("moe_permute_fusion") is not True,
         ),
     }
@@ -204,10 +204,10 @@ def _megatron_flex(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("megatron_flex_library", needs="machine")
 def _megatron_flex_library(config: Config, facts: Facts) -> Iterator[Problem]:
-    """DeepEP, where its dispatcher is asked for, can be used."""
+    """DeepEP can be used if its dispatcher is selected."""
     if facts.deep_ep is not None and not facts.deep_ep.is_usable:
         found = f"'flex', and DeepEP cannot be used here: {facts.deep_ep.fault}"
-        action = "Remove it: alltoall is the default; or build DeepEP for this machine's GPUs from its source."
+        action = "Remove it (alltoall is the default), or build DeepEP for this machine's GPUs from its source."
         yield Problem(f"megatron.{_DISPATCHER}", found, "a deep_ep that imports, and a GPU", action)
 
 
@@ -224,7 +224,7 @@ def _megatron_router_losses(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("megatron_expert_bias")
 def _megatron_expert_bias(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Expert biases move where routers have them, and where the move is saved."""
+    """Expert biases move only if routers have them, and if the moved biases are saved."""
     key, name = "moe_router_bias_update_rate", facts.architecture
     if not config.megatron.get(key) or facts.model_sizes is None or isinstance(facts.model, Problem):
         return
@@ -235,7 +235,7 @@ def _megatron_expert_bias(config: Config, facts: Facts) -> Iterator[Problem]:
         yield Problem(f"megatron.{key}", found, "0", "Remove it.")
     elif config.lora.rank:
         found = f"{config.megatron[key]!r} with lora.rank = {config.lora.rank}"
-        expected = "0: an adapter that is exported does not hold the biases"
+        expected = "0: an exported adapter does not contain the biases"
         yield Problem(f"megatron.{key}", found, expected, "Remove it.")
 
 
@@ -252,14 +252,14 @@ def _megatron_values(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("megatron_config", needs="trial")
 def _megatron_config(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Megatron makes a TransformerConfig of the model, the layout and [megatron]."""
+    """Megatron accepts a TransformerConfig of the model, the layout and [megatron]."""
     if not config.megatron or facts.architecture not in FAMILIES:
         return
     rules = (_megatron_names, _megatron_owned, _megatron_router_losses, _megatron_values)
     others = [each for each in rules if any(each(config, facts))]
     try:
         layout = Layout.of(config.parallel, facts.world_size)
-    except ConfigError:  # another rule says so
+    except ConfigError:  # another rule reports it
         return
     asked = [facts.model, config.model.dtype, asdict(layout), config.megatron]
     for refusal in [] if others else _refusals(asked):
@@ -268,7 +268,7 @@ def _megatron_config(config: Config, facts: Facts) -> Iterator[Problem]:
 
 
 def kinds_of(value: object) -> set[str]:
-    """Return the kinds that a TOML value may stand for, as `megatron_fields` names them."""
+    """Return the kinds that a TOML value can have, as `megatron_fields` names them."""
     plain = {bool: {"bool"}, int: {"int", "float"}, float: {"float"}, str: {"str"}, list: {"list"}}
     return plain.get(type(value), {"any"}) | {json.dumps(value, default=str)}
 
@@ -298,7 +298,7 @@ def _read_fields() -> dict[str, list[str]] | None:
 
 
 def _refusals(asked: list[Any]) -> list[str]:
-    """Return Megatron's objections to a config; none where it accepts the config, or is not installed."""
+    """Return Megatron's objections to a config; an empty list if it accepts the config or is not installed."""
     version, text = _version(), json.dumps(asked, sort_keys=True)
     if version is None:
         return []
@@ -320,7 +320,7 @@ def _version() -> str | None:
 
 
 def _last_line(program: str, given: str = "") -> Any:
-    """Run a program, and return the last line that it prints, as JSON; none where it fails."""
+    """Run a program, and return the last line that it prints, as JSON; None if it fails."""
     command = [sys.executable, "-c", program]
     try:
         result = subprocess.run(command, input=given, capture_output=True, text=True, timeout=300, check=True)

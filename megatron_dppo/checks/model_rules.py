@@ -1,4 +1,4 @@
-"""Rules about the model folder, how it is split over processes, and what a rollout may hold on each."""
+"""Rules about the model folder, the parallel layout, and the memory of a rollout on each process."""
 
 import json
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 @rule("rollout_memory")
 def _rollout_memory(config: Config, facts: Facts) -> Iterator[Problem]:
-    """The data of rollouts fits into the host memory set aside for it, even where every response is cut."""
+    """The data of rollouts fits into the host memory reserved for it, even if every response is truncated."""
     sizes, parallel = facts.model_sizes, config.parallel
     if sizes is None:
         return
@@ -32,7 +32,7 @@ def _rollout_memory(config: Config, facts: Facts) -> Iterator[Problem]:
         options, lag = config.rollout, config.rollout.lag
         of = f"{lag + 1} rollouts, {lag} of them sampled ahead," if lag else "a rollout"
         if options.max_staleness:
-            of = f"a rollout beside {options.over_sampling:g} times as many open groups,"
+            of = f"a rollout in addition to {options.over_sampling:g} times its number of open groups,"
         first = "rollout.lag, " * bool(lag) + "rollout.over_sampling, " * bool(options.over_sampling > 1)
         yield Problem(
             "rollout.max_data_gib",
@@ -53,7 +53,7 @@ def _model_folder(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("model_architecture")
 def _model_architecture(config: Config, facts: Facts) -> Iterator[Problem]:
-    """The model is of a family we have."""
+    """The model is of a supported family."""
     if facts.architecture is not None and facts.architecture not in FAMILIES:
         problem = architecture_problem(facts.architecture, FAMILIES)
         yield replace(problem, found=f"{config.model.load} of {facts.architecture}")
@@ -68,7 +68,7 @@ def _model_sizes(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("model_variant")
 def _model_variant(config: Config, facts: Facts) -> Iterator[Problem]:
-    """The architecture is used in a variant whose forward pass we have."""
+    """The package implements the architecture's variant."""
     if isinstance(facts.model, Problem) or facts.architecture not in FAMILIES:
         return
     yield from variant_problems(facts.model)
@@ -76,7 +76,7 @@ def _model_variant(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("model_weights", needs="machine")
 def _model_weights(config: Config, facts: Facts) -> Iterator[Problem]:
-    """A Hugging Face folder holds safetensors, and one set of them."""
+    """A Hugging Face folder contains safetensors, and one set of them."""
     path = config_file(config.model.load)
     if path is None or path.parent != config.model.load:
         return
@@ -96,17 +96,17 @@ def _model_weights(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("model_tokenizer", needs="machine")
 def _model_tokenizer(config: Config, facts: Facts) -> Iterator[Problem]:
-    """A tokenizer stands beside config.json."""
+    """A tokenizer is in the folder of config.json."""
     path = config_file(config.model.load)
     if path is not None and not any((path.parent / name).is_file() for name in _TOKENIZER_FILES):
         expected = "one of " + ", ".join(_TOKENIZER_FILES)
-        action = "Copy the model's tokenizer files beside its config.json."
+        action = "Copy the model's tokenizer files into the folder of its config.json."
         yield Problem("model.load", f"{path.parent} without a tokenizer", expected, action)
 
 
 @rule("model_code", needs="machine")
 def _model_code(config: Config, facts: Facts) -> Iterator[Problem]:
-    """No code of the folder is needed: transformers itself has the classes of the model and its tokenizer."""
+    """The folder's own code is not needed: transformers has the classes of the model and its tokenizer."""
     path = config_file(config.model.load)
     if path is None or isinstance(facts.model, Problem):
         return
@@ -166,7 +166,7 @@ def _sequence_positions(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("sequence_budget")
 def _sequence_budget(config: Config, facts: Facts) -> Iterator[Problem]:
-    """One whole sequence fits a micro-batch."""
+    """One complete sequence fits a micro-batch."""
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     budget = config.parallel.max_tokens_per_microbatch
     if longest > budget:
@@ -177,7 +177,7 @@ def _sequence_budget(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("expert_rows")
 def _expert_rows(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Grouped products of experts take rows of whole 16 bytes."""
+    """Grouped products of experts get rows of a multiple of 16 bytes."""
     sizes = facts.model_sizes
     if sizes is None or sizes.num_experts is None:
         return

@@ -1,4 +1,4 @@
-"""Remarks on settings that go against a finding of the paper (arXiv 2602.04879): doubts, no refusals.
+"""Notes on settings that go against a finding of the paper (arXiv 2602.04879); none of them refuses a config.
 
 `examples/guides/what_the_paper_found.md` lists the findings, and its test reads these remarks.
 """

@@ -16,19 +16,19 @@ _MAY_DIFFER = ("max_position_embeddings",)
 
 @rule("reference_in_use")
 def _reference_in_use(config: Config, facts: Facts) -> Iterator[Problem]:
-    """A reference policy and an estimator are named where the loss has a KL from it."""
+    """A reference policy or an estimator is named only if the loss has the KL term."""
     if config.algorithm.ref_kl_coef:
         return
     action = "Set algorithm.ref_kl_coef (GRPO was published with 0.04), or remove this."
     for key, value in ((_KEY, config.model.reference), ("algorithm.ref_kl", config.algorithm.ref_kl)):
         if value is not None:
-            found = f"{str(value)!r}, which nothing reads: algorithm.ref_kl_coef is 0"
+            found = f"{str(value)!r}, which is not used: algorithm.ref_kl_coef is 0"
             yield Problem(key, found, "nothing, or a coefficient above 0", action)
 
 
 @rule("reference_model", needs="machine")
 def _reference_model(config: Config, facts: Facts) -> Iterator[Problem]:
-    """The reference is a model like the one that is trained, of the same architecture, sizes and vocabulary."""
+    """The reference has the same architecture, sizes and vocabulary as the trained model."""
     folder = config.model.reference
     if folder is None:
         return
@@ -45,7 +45,7 @@ def _reference_model(config: Config, facts: Facts) -> Iterator[Problem]:
     if differing:
         found = ", ".join(f"{name} {value}" for name, (value, _) in differing.items())
         expected = ", ".join(f"{name} {value}" for name, (_, value) in differing.items())
-        action = "Name a model that differs from model.load in its weights alone."
+        action = "Name a model that differs from model.load only in its weights."
         yield Problem(_KEY, f"{folder} of {found}", f"{expected}, as in model.load", action)
     path = config_file(folder)
     is_hugging_face = path is not None and path.parent == folder

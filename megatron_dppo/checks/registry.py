@@ -11,24 +11,24 @@ from megatron_dppo.errors import Problem
 
 Check = Callable[[Config, Facts], Iterable[Problem]]
 Need = Literal["config", "machine", "data", "trial", "now"]
-"""What a rule reads, and so where it can be asked.
+"""Input of a rule, which decides the commands that run the rule.
 
-config: the config, the model's config.json and the number of processes alone, so that `plan` asks it too.
-machine: other files, and libraries. data: every row of the prompt files. trial: what runs the user's code, or a
-library, in a process of its own. now: what another process does at this moment; `train` finds it out by itself.
+config: only the config, the model's config.json and the number of processes, so that `plan` runs the rule too.
+machine: other files, and libraries. data: every row of the prompt files. trial: the result of user code, or of
+a library, in a separate process. now: the present state of another process, which `train` finds out by itself.
 """
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One thing that must hold.
+    """A condition on the config.
 
     Attributes:
         id: A short name, unique.
-        description: What must hold, one sentence.
-        check: Yields a `Problem` for each fault; yields none where what it needs could not be read, since the
-            rule about that reading reports it.
-        needs: What it reads, and so where it can be asked.
+        description: The condition, in one sentence.
+        check: Function that yields a `Problem` for each fault. It yields none if its input could not be read,
+            because the rule about that input reports it.
+        needs: Input of the rule, which decides the commands that run it.
     """
 
     id: str

@@ -38,7 +38,7 @@ def period_remarks(config: Config) -> list[str]:
 
 @rule("same_experiment", needs="machine")
 def _same_experiment(config: Config, facts: Facts) -> Iterator[Problem]:
-    """A resumed run has the settings that it was trained with, but for those that may change."""
+    """A resumed run has the settings that it was trained with, except for settings that may change."""
     if facts.saved is None or facts.accepts_changes:
         return
     file, now = config.run.folder / "config.toml", config.model_dump(mode="json")
@@ -50,7 +50,7 @@ def _same_experiment(config: Config, facts: Facts) -> Iterator[Problem]:
         yield Problem(
             "run.folder",
             f"{len(changes[0])} {settings} from those that trained {facts.saved.checkpoint}",
-            "the same experiment; what may change is listed in megatron_dppo/config/README.md",
+            "the same experiment; megatron_dppo/config/README.md lists the settings that may change",
             "Choose another run.folder, restore the settings, or add --accept-changes, which notes them in "
             "metrics.jsonl.",
             change_table(changes[0]),
@@ -58,7 +58,7 @@ def _same_experiment(config: Config, facts: Facts) -> Iterator[Problem]:
 
 
 def _with_answers(settings: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Return the settings with the column of answers that is found in the file, if none is named."""
+    """Return the settings; if they name no answer column, with the column found in the file."""
     data = settings.get("data", {})
     if data.get("answer_column") is not None:
         return settings
@@ -71,7 +71,7 @@ def _with_answers(settings: dict[str, Any], config: Config) -> dict[str, Any]:
 
 @rule("same_optimizer_states", needs="machine")
 def _same_optimizer_states(config: Config, facts: Facts) -> Iterator[Problem]:
-    """A resumed run takes optimizer states in the form in which its checkpoint stores them."""
+    """A resumed run uses optimizer states in the form in which its checkpoint stores them."""
     if facts.saved is None:
         return
     now, checkpoint = config.optimizer.distributed, str(facts.saved.checkpoint)
@@ -79,14 +79,14 @@ def _same_optimizer_states(config: Config, facts: Facts) -> Iterator[Problem]:
         yield Problem(
             "optimizer.distributed",
             f"{str(now).lower()}, which {checkpoint} was not saved with",
-            "the same: Megatron stores optimizer states otherwise, and converts none",
-            f"Restore it, or begin a run in another folder from its weights: model.load = {checkpoint!r}.",
+            "the same: Megatron stores optimizer states in another form, and does not convert them",
+            f"Restore it, or start a run in another folder from its weights: model.load = {checkpoint!r}.",
         )
 
 
 @rule("overlap")
 def _overlap(config: Config, facts: Facts) -> Iterator[Problem]:
-    """What Megatron overlaps with computing is there to be overlapped."""
+    """Communication that Megatron is to overlap with computing exists."""
     if not config.parallel.overlap_param_gather:
         return
     for name, is_on in (
@@ -100,10 +100,10 @@ def _overlap(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("roll_back")
 def _roll_back(config: Config, facts: Facts) -> Iterator[Problem]:
-    """A run that goes back has checkpoints between rollouts to go back to."""
+    """A run that may roll back has checkpoints between rollouts."""
     if config.tracking.alarms == "roll_back" and config.checkpoint.every == 0:
         expected = "1 or more with tracking.alarms = 'roll_back'"
-        yield Problem("checkpoint.every", "0", expected, "Set how far a run may fall back, in rollouts.")
+        yield Problem("checkpoint.every", "0", expected, "Set how many rollouts a roll back may lose.")
 
 
 @rule("best_metric")
@@ -123,7 +123,7 @@ def _best_metric(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("finite_numbers")
 def _finite_numbers(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Numbers are finite; the algorithm's own are the preset's to check, where infinity means off."""
+    """Numbers are finite, except in [algorithm], where infinity can mean off; the preset checks them."""
     for key, value in flat(config.model_dump(exclude={"algorithm", "megatron", "sglang"})).items():
         if isinstance(value, float) and not math.isfinite(value):
             yield Problem(key, str(value), "a finite number", "Write a number.")

@@ -21,18 +21,18 @@ from megatron_dppo.runtime.user_code import problem_with_path
 
 @rule("over_sampling")
 def _over_sampling(config: Config, facts: Facts) -> Iterator[Problem]:
-    """The engine can leave responses half done where more are begun than wanted."""
+    """The engine can leave responses unfinished if more are started than needed."""
     options = config.rollout
     if options.over_sampling > 1 and options.engine != "sglang":
         found = f"{options.over_sampling:g} with rollout.engine = {options.engine!r}"
-        expected = "1, since this engine decodes all responses to their end"
+        expected = "1, because this engine decodes all responses to their end"
         action = "Leave it out, or use rollout.engine = 'sglang'."
         yield Problem("rollout.over_sampling", found, expected, action)
 
 
 @rule("lag")
 def _lag(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Rollouts sampled ahead are whole, are trained on in their order, and not all by the first weights."""
+    """Rollouts sampled ahead are complete, trained on in order, and not all sampled by the first weights."""
     lag, key = config.rollout.lag, "rollout.lag"
     if lag == 0:
         return
@@ -43,12 +43,12 @@ def _lag(config: Config, facts: Facts) -> Iterator[Problem]:
     if config.rollout.over_sampling > 1:
         found = f"{lag} with rollout.over_sampling = {config.rollout.over_sampling:g}"
         expected = (
-            "0, since over-sampling lets speed choose what is trained on, and lag is to change its age alone"
+            "0: over-sampling lets speed select the training samples, but lag should change only their age"
         )
         yield Problem(key, found, expected, "Set rollout.over_sampling = 1, or rollout.lag = 0.")
     if config.tracking.alarms == "roll_back":
         found = f"{lag} with tracking.alarms = 'roll_back'"
-        expected = "0, since rollouts ahead were sampled by weights that a roll back takes back"
+        expected = "0, because rollouts ahead were sampled by weights that a roll back discards"
         yield Problem(key, found, expected, "Set tracking.alarms to 'log' or 'stop', or rollout.lag = 0.")
 
 
@@ -62,7 +62,7 @@ def _environment(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("turns")
 def _turns(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Multi-turn rollouts have an environment, and trajectories are never left half done."""
+    """Multi-turn rollouts have an environment, and trajectories are never left unfinished."""
     options = config.rollout
     if options.max_turns > 1 and options.environment == "single_turn":
         found, expected = (
@@ -72,16 +72,14 @@ def _turns(config: Config, facts: Facts) -> Iterator[Problem]:
         yield Problem("rollout.max_turns", found, expected, "Leave it out, or name an environment.")
     if options.over_sampling > 1 and options.environment != "single_turn" and not options.max_staleness:
         found = f"{options.environment!r} with rollout.over_sampling = {options.over_sampling:g}"
-        expected = (
-            "1: without max_staleness, what over-sampling leaves half done is not kept with its environment"
-        )
+        expected = "1: without max_staleness, unfinished trajectories of over-sampling lose their environment"
         action = "Set rollout.over_sampling = 1, or rollout.max_staleness = 1 or more."
         yield Problem("rollout.environment", found, expected, action)
 
 
 @rule("generate", needs="machine")
 def _generate(config: Config, facts: Facts) -> Iterator[Problem]:
-    """A user's own sampling can be found, and is asked for nothing that only the package's own can do."""
+    """A custom sampling function can be found, and no setting is given that it would not read."""
     options, key = config.rollout, "rollout.generate"
     if options.generate is None:
         return
@@ -95,7 +93,7 @@ def _generate(config: Config, facts: Facts) -> Iterator[Problem]:
     }
     for option, is_set in taken.items():
         if is_set:
-            expected = "one of them: the function says itself whom responses answer, and when they end"
+            expected = "one of them: the function itself decides on observations and on the end of responses"
             yield Problem(
                 key, f"{options.generate!r} with rollout.{option}", expected, "Leave one of them out."
             )
@@ -103,7 +101,7 @@ def _generate(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("sglang_owned")
 def _sglang_owned(config: Config, facts: Facts) -> Iterator[Problem]:
-    """[sglang] leaves alone what the package sets, and the sampling."""
+    """[sglang] has no argument that the package sets, or that changes sampling."""
     yield from argument_problems(config.sglang)
 
 
@@ -116,7 +114,7 @@ def _sglang_environment(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("sglang_arguments", needs="machine")
 def _sglang_arguments(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Keys of [sglang] are arguments of SGLang's server, and their values will do."""
+    """Keys of [sglang] are arguments of SGLang's server, and their values are valid."""
     if config.sglang:
         options = read_options(interpreter(config)) or shipped_options(NEWEST)
         yield from option_problems(config.sglang, options)
@@ -133,13 +131,13 @@ def _sglang_parts(config: Config, facts: Facts) -> Iterator[Problem]:
     for name in ("pp_size", "dp_size"):
         value = config.sglang.get(name, 1)
         if isinstance(value, int) and value > 1:
-            action = f"Remove it; start more servers, or raise sglang.tp_size, in the place of {name}."
+            action = f"Remove it; start more servers or raise sglang.tp_size instead of {name}."
             yield Problem(f"sglang.{name}", str(value), "1: updates reach tensor-parallel ranks only", action)
 
 
 @rule("sglang_weight_sync")
 def _sglang_weight_sync(config: Config, facts: Facts) -> Iterator[Problem]:
-    """The way that weights travel suits what servers do with them, and where they are."""
+    """The weight sync works with the servers' quantization and placement."""
     options, where = config.rollout.sglang, "rollout.sglang.weight_sync"
     if config.rollout.engine != "sglang":
         return
@@ -159,7 +157,7 @@ def _sglang_weight_sync(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("release_trainer")
 def _release_trainer(config: Config, facts: Facts) -> Iterator[Problem]:
-    """One setting says whether trainer and engine take turns on the GPU."""
+    """One setting decides whether trainer and engine take turns on the GPU."""
     if config.rollout.release_trainer and config.rollout.engine == "sglang":
-        expected = "false: with SGLang, rollout.sglang.colocated says whether trainer and servers take turns"
+        expected = "false: with SGLang, rollout.sglang.colocated decides whether trainer and servers take turns"
         yield Problem("rollout.release_trainer", "true with engine = 'sglang'", expected, "Remove it.")

@@ -16,7 +16,7 @@ from megatron_dppo.errors import ConfigError, Problem
 
 @rule("sglang_model")
 def _sglang_model(config: Config, facts: Facts) -> Iterator[Problem]:
-    """SGLang serves the model as it is trained, and finds the keys that it reads of config.json."""
+    """SGLang serves the model as it is trained, and config.json has the keys that it reads."""
     if config.rollout.engine != "sglang" or facts.model_sizes is None or isinstance(facts.model, Problem):
         return
     yield from model_problems(config.model.load, facts.model, facts.model_sizes)
@@ -24,7 +24,7 @@ def _sglang_model(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("sglang_routes", needs="machine")
 def _sglang_routes(config: Config, facts: Facts) -> Iterator[Problem]:
-    """SGLang returns routes of the model's architecture where they are asked for."""
+    """SGLang returns routes of the model's architecture if routing replay needs them."""
     name = facts.architecture
     is_asking = config.rollout.engine == "sglang" and config.rollout.routing_replay != "off"
     if not is_asking or name is None or name not in FAMILIES or not FAMILIES[name].sglang.lacks_routes:

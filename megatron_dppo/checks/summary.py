@@ -18,7 +18,7 @@ from megatron_dppo.rewards import RewardChoice
 def summary(config: Config, facts: Facts) -> str:
     """Return the run in lines of text: model, layout, data, algorithm, rollout, folder, checkpoints.
 
-    What could not be read is left out: a problem says why.
+    Parts that could not be read are left out; a problem reports each of them.
     """
     lines = {
         "model": _model(config, facts),

@@ -1,4 +1,4 @@
-"""Rules that run the user's code once, in a process of its own: rewards, environments, `rollout.generate`."""
+"""Rules that run user code once, in a separate process: rewards, environments, `rollout.generate`."""
 
 import re
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from megatron_dppo.rollout.trajectories import environment_pool, try_environment
 from megatron_dppo.runtime.user_code import problem_with_import, problem_with_path
 
 _WHOLE = re.compile(r"(.*?)found (.*?); expected (.*?)\. (.*)", re.DOTALL)
-"""A sentence of `Problem`, without where, and what may stand before it."""
+"""A sentence of `Problem`, without its location, and the text before it."""
 
 
 @rule("reward_trial", needs="trial")
@@ -38,13 +38,13 @@ def _reward_trial(config: Config, facts: Facts) -> Iterator[Problem]:
             try:
                 pools.start({reward: found.first})
             except RewardError as error:
-                action = "Correct the function; megatron_dppo/rewards/README.md says what it takes and returns."
+                action = "Correct the function; megatron_dppo/rewards/README.md documents its signature."
                 yield _told(where, "data.reward", error, "a reward that scores a response", action)
 
 
 @rule("reward_answer_trial", needs="trial")
 def _reward_answer_trial(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Where most answers are texts around a final answer, a response with this answer is right."""
+    """If most answers are texts around a final answer, a response with this answer is right."""
     for key, path, found in surveyed(config, facts, is_once=False):
         num_texts = found.num_answers.get("marked", 0)
         for reward in rewards_of(config, key) if 2 * num_texts > found.num_prompts else ():
@@ -54,16 +54,16 @@ def _reward_answer_trial(config: Config, facts: Facts) -> Iterator[Problem]:
                 yield Problem(
                     key,
                     f"{num_texts} of {found.num_prompts} answers of {path} that are texts around a final "
-                    f"answer: {wrong.response!r} is wrong by {reward!r} for {cell} in row {row}",
+                    f"answer: {reward!r} scores {wrong.response!r} as wrong for {cell} in row {row}",
                     "bare answers",
-                    "Make the file with megatron-dppo prepare-data, which takes final answers out of texts, or "
+                    "Make the file with megatron-dppo prepare-data, which extracts final answers, or "
                     "name a column of bare answers in data.answer_column.",
                 )
 
 
 @rule("environment_trial", needs="trial")
 def _environment_trial(config: Config, facts: Facts) -> Iterator[Problem]:
-    """The environment is imported in a worker, begins with the first prompt, and answers one response."""
+    """The environment is imported in a worker, starts with the first prompt, and replies to one response."""
     name, found = config.rollout.environment, facts.surveys.get(TRAINING)
     if found is None or found.first is None or problem_with(name) is not None:
         return
@@ -74,14 +74,14 @@ def _environment_trial(config: Config, facts: Facts) -> Iterator[Problem]:
         try:
             try_environment(pool, found.first)
         except EnvironmentFailedError as error:
-            action = "Correct the class; megatron_dppo/environments/README.md says what it takes and returns."
+            action = "Correct the class; megatron_dppo/environments/README.md documents its methods."
             key = "rollout.environment"
-            yield _told(key, key, error, "an environment that answers", action)
+            yield _told(key, key, error, "an environment that replies to a response", action)
 
 
 @rule("generate_import", needs="trial")
 def _generate_import(config: Config, facts: Facts) -> Iterator[Problem]:
-    """A user's own sampling can be imported."""
+    """A custom sampling function can be imported."""
     key, name = "rollout.generate", config.rollout.generate
     if name is not None and problem_with_path(key, name, "package.module:function") is None:
         problem = problem_with_import(key, name)
@@ -90,7 +90,7 @@ def _generate_import(config: Config, facts: Facts) -> Iterator[Problem]:
 
 
 def _told(where: str, key: str, error: Exception, expected: str, action: str) -> Problem:
-    """Return what a worker said, which may say itself what was expected and what to do."""
+    """Return a worker's error as a problem; the error may include the expected value and the action."""
     said = str(error).removeprefix(f"{key}: ")
     whole = _WHOLE.fullmatch(said)
     if whole is None:

@@ -6,11 +6,11 @@ from torch import Tensor
 from megatron_dppo.errors import MegatronDppoError
 
 MAX_TOP_K = 64
-LOGITS_DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # and what capi.h calls them
+LOGITS_DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # and their numbers in capi.h
 
 
 class KernelError(MegatronDppoError, RuntimeError):
-    """A kernel library does not load, was given tensors that do not fit, or reports an error of the device."""
+    """A kernel library does not load, got invalid tensors, or reports a device error."""
 
 
 class ArgumentChecker:
@@ -57,7 +57,7 @@ class ArgumentChecker:
     def pointer(
         self, name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> int | None:
-        """Return a tensor's address; none for none."""
+        """Return a tensor's address; None for None."""
         if tensor is None:
             return None
         fits = (

@@ -1,7 +1,7 @@
-"""Compiles the CUDA source of the loss: into the wheel where nvcc is there, else on first use into a cache.
+"""Compiles the CUDA source of the loss: into the wheel if nvcc is available, else on first use into a cache.
 
-setup.py loads this file by its path, where torch is not installed: nothing beside it is imported on loading but
-the standard library and the (equally plain) errors.
+setup.py loads this file by its path, without torch installed. At import time it therefore imports only
+the standard library and the package's errors, which need nothing else either.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ OLDEST_HOST_COMPILER = 9
 OLDEST_CAPABILITY = (8, 0)
 
 _SOURCE_SUFFIXES = {".cu", ".cuh", ".cpp", ".h"}
-# Where PyPI's packages put what nvcc needs, from site-packages/nvidia/cu13.
+# Files that nvcc needs, in site-packages/nvidia/cu13, with the PyPI package that contains each.
 _PYPI_PARTS = {
     "nvvm/bin/cicc": "nvidia-nvvm",
     "include/crt/host_config.h": "nvidia-cuda-crt",
@@ -64,7 +64,7 @@ def find_nvcc() -> Path:
         missing = [package for part, package in _PYPI_PARTS.items() if not (toolkit / part).exists()]
         if missing:
             raise KernelBuildError(
-                f"{toolkit}: found nvcc without {', '.join(missing)}, expected them beside it. "
+                f"{toolkit}: found nvcc without {', '.join(missing)}, expected them in the same folder. "
                 f"Install them, with nvcc's version: pip install {' '.join(missing)}"
             )
         return toolkit / "bin" / "nvcc"
@@ -111,8 +111,8 @@ def build_cuda_library(
 ) -> Path:
     """Compile the kernels for each architecture, and PTX of the last for GPUs that come after it.
 
-    What the compilers wrote, registers and spills of each kernel, is kept beside the library, which comes
-    last, and whole.
+    The compilers' output (registers and spills of each kernel) is kept next to the library. The library is
+    moved into place last, and atomically.
 
     Args:
         destination: The library's path.
@@ -147,7 +147,7 @@ def build_host_library(destination: Path, *, sources: Path = CSRC) -> Path:
 
 
 def _compile(command: list[str], source: Path, destination: Path, hint: str) -> Path:
-    """Run the compiler into a folder of its own, then move what it wrote, and last the library, into place."""
+    """Run the compiler in a temporary folder, then move its output, and last the library, into place."""
     destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".compiling-") as scratch:
         made = Path(scratch) / destination.name
@@ -185,7 +185,7 @@ _REPORT_LINE = re.compile(r"\s*(ptxas info\s*:|\d+ bytes stack frame)")
 
 
 def source_hash(architectures: Sequence[str] = ARCHITECTURES, *, sources: Path = CSRC) -> str:
-    """Of what decides the library: the sources' names and contents, flags, architectures, and the CPU's ISA."""
+    """Return the hash of the library's inputs: names and contents of sources, flags, architectures, CPU."""
     digest = hashlib.sha256()
     for part in (*NVCC_FLAGS, *architectures, platform.machine()):
         digest.update(part.encode() + b"\0")
@@ -196,12 +196,12 @@ def source_hash(architectures: Sequence[str] = ARCHITECTURES, *, sources: Path =
 
 
 def build_packaged_library(folder: Path, *, sources: Path = CSRC) -> Path:
-    """Compile for the wheel: the library, and beside it the hash by which `cuda_library` knows it.
+    """Compile the wheel's library, and write its hash next to it, which `cuda_library` compares.
 
-    A library of the same hash that is there already is kept; any other is removed first.
+    An existing library of the same hash is kept; any other is removed first.
 
     Raises:
-        KernelBuildError: As for `build_cuda_library`.
+        KernelBuildError: `build_cuda_library` fails.
     """
     expected = source_hash(sources=sources)
     if library := _packaged_library(folder, expected):
@@ -226,11 +226,11 @@ def cuda_library(
 ) -> Path:
     """The compiled kernels: the wheel's, else those in the user's cache, else compiled now.
 
-    Of processes that ask at the same time, one compiles and the others wait.
+    If several processes call this at the same time, one compiles and the others wait.
 
     Args:
-        architectures: What to compile for, where that is needed; by default the present GPU, or all that a
-            wheel has where there is no GPU.
+        architectures: Architectures to compile for, if compiling is needed; by default the present GPU, or all
+            architectures of a wheel without a GPU.
         sources: The folder with capi.cu.
         packaged: The folder in which a wheel has the library.
 
@@ -261,7 +261,7 @@ def cuda_library(
 
 
 def _present_architectures() -> tuple[str, ...]:
-    import torch  # not needed to compile, and absent where a wheel is built
+    import torch  # not needed to compile, and absent when a wheel is built
 
     if not torch.cuda.is_available():
         return ARCHITECTURES
@@ -276,7 +276,7 @@ def _present_architectures() -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _locked(stream: TextIO) -> Iterator[None]:
-    """Hold the lock, which ends with its process however that ends; without one where there are no locks."""
+    """Hold the lock, which any end of the process releases; do nothing on file systems without locks."""
     try:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

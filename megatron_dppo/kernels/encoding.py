@@ -1,7 +1,7 @@
-"""An objective that the kernels know as numbers: what an operator's schema can carry, and a kernel can read.
+"""An objective as numbers: the form that an operator's schema can carry and a kernel can read.
 
-Every number is written down, here or with the divergence or rule that it names, and none follows from an order:
-those that the compiled kernels read are those of `csrc/capi.h`.
+Every number is written down, here or with its divergence or rule, and none depends on an order. The numbers
+that the compiled kernels read are equal to the numbers in `csrc/capi.h`.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ COMPILED: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "divergence": {"binary_tv": 0, "binary_kl": 1, "topk_tv": 2, "topk_kl": 3},
     }
 )
-# What else the compiled kernels take for granted.
+# Further fields that must have these values in the compiled kernels.
 OF_EVERY_COMPILED: Mapping[str, Any] = MappingProxyType(
     {"importance": "token", "log_ratio_coef": 0.0, "ref_kl_coef": 0.0}
 )
@@ -48,10 +48,10 @@ def ids_of(field: str) -> Mapping[Any, int]:
 
 
 def encode(objective: Objective) -> list[float]:
-    """The objective without its name, if `is_compiled`, for there are no numbers of more; `decode` inverts it.
+    """Return the numbers of a compiled objective, without its name; `decode` inverts this.
 
     Raises:
-        ConfigError: The compiled kernels do not know it.
+        ConfigError: The compiled kernels do not support the objective.
     """
     require_compiled(objective)
     choices = [float(ids_of(field)[getattr(objective, field)]) for field in CHOICES]
@@ -59,7 +59,7 @@ def encode(objective: Objective) -> list[float]:
 
 
 def decode(code: list[float]) -> Objective:
-    """The objective that `encode` was given, but for its name."""
+    """Return the objective from its numbers, without its name."""
     return _decode(tuple(code))
 
 
@@ -83,7 +83,7 @@ def flags_of(objective: Objective) -> int:
 
 
 def is_compiled(objective: Objective) -> bool:
-    """Return whether the compiled kernels know all of an objective; `combine` runs in PyTorch otherwise."""
+    """Return whether the compiled kernels support an objective; otherwise `combine` runs in PyTorch."""
     if any(getattr(objective, field) != known for field, known in OF_EVERY_COMPILED.items()):
         return False
     return all(
@@ -92,7 +92,7 @@ def is_compiled(objective: Objective) -> bool:
 
 
 def require_compiled(objective: Objective) -> None:
-    """Refuses an objective that the compiled kernels do not know all of, by field, name and number.
+    """Refuse an objective that the compiled kernels do not support; the message names the field and value.
 
     Raises:
         ConfigError: Its rule or its divergence is not among COMPILED, or it has a term that they lack.

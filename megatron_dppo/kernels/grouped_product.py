@@ -1,4 +1,4 @@
-"""One matrix product for each group of rows, with a weight gradient that is zero where a group is empty."""
+"""One matrix product for each group of rows, with a weight gradient of zero for an empty group."""
 
 from functools import cache
 from typing import Any
@@ -12,7 +12,7 @@ _FIRST_SM100_KERNEL = Version("2.9")
 
 
 def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each group of rows by the transpose of its own matrix.
+    """Multiply each group of rows by the transpose of the group's matrix.
 
     Args:
         rows: [N, in], sorted by group; the last group ends with the last row.
@@ -28,17 +28,17 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def leaves_empty_groups_undefined(capability: tuple[int, int], torch_version: str) -> bool:
-    """Return whether the weight gradient of `F.grouped_mm` may hold garbage for groups without rows.
+    """Return whether the weight gradient of `F.grouped_mm` may be garbage for groups without rows.
 
-    PyTorch's kernel for sm_100, which later GPUs run too, writes what its accumulator held before (pytorch
-    #172439, CUTLASS #2674). CUTLASS 4.3 is said to fix it, but that issue is open, and so is one about NaN on
-    sm_103 with torch 2.13 (#193633). No version is taken for right until a test on such a GPU says so.
+    PyTorch's kernel for sm_100, which later GPUs run too, writes old contents of its accumulator (pytorch
+    #172439, CUTLASS #2674). CUTLASS 4.3 should fix it, but that issue is open, and so is one about NaN on
+    sm_103 with torch 2.13 (#193633). No version counts as correct until a test passes on such a GPU.
     """
     return capability >= (10, 0) and Version(torch_version).release >= _FIRST_SM100_KERNEL.release
 
 
 def with_zero_gradient_where_empty(weight: Tensor, ends: Tensor) -> Tensor:
-    """Return the weight; its gradient is exactly zero for groups without rows, whatever arrives."""
+    """Return the weight; its gradient is exactly zero for groups without rows, even if garbage arrives."""
     return _ZeroWhereEmpty.apply(weight, ends)
 
 

@@ -1,6 +1,6 @@
 """The compiled kernels of `csrc`, called with tensors: a ctypes binding of `csrc/capi.h`.
 
-Shapes and dtypes are checked, because the C side trusts its pointers; what the numbers are is the caller's.
+Shapes and dtypes are checked, because the C side trusts its pointers. Values are not checked.
 """
 
 import ctypes
@@ -77,7 +77,7 @@ class KernelLibrary:
     contiguous; of logits only the last dimension must be.
 
     Raises:
-        KernelError: The file does not load, or speaks another version of the C interface. From every method: a
+        KernelError: The file does not load, or has another version of the C interface. From every method: a
             tensor does not fit, or the launch failed.
     """
 
@@ -117,9 +117,9 @@ class KernelLibrary:
             targets: [N] int64 global ids.
             topk_ids: [N, K] int32 global ids, -1 pads.
             vocab_start: Global id of the shard's first column.
-            num_columns: How many of the shard's columns are tokens; the rest is never read.
-            is_learning: [N] bool; the other rows are not read. None: all learn.
-            temperature: Divides the logits.
+            num_columns: Number of the shard's columns that are tokens; the other columns are never read.
+            is_learning: [N] bool; other rows are not read. `None` means that all rows learn.
+            temperature: Divisor of the logits.
             with_entropy: Whether the entropy will be needed.
         """
         check = ArgumentChecker("row_statistics", self.device_type, logits.device)
@@ -163,15 +163,15 @@ class KernelLibrary:
 
         Args:
             statistics: [shards, N, 4 + K] float32, in rank order.
-            objective: What to optimise; its first `top_k` columns must be all there are.
+            objective: Objective to optimise; there must be at most `top_k` columns.
             targets: [N] int64.
             topk_ids: [N, K] int32, -1 pads.
-            rollout_log_probs: [N] float32, as all that follow.
+            rollout_log_probs: [N] float32, like all following tensors.
             topk_rollout_log_probs: [N, K], read by Top-K divergences.
-            anchor_log_probs: [N], read where the anchor is "recomputed".
+            anchor_log_probs: [N], read if the anchor is "recomputed".
             advantages: [N].
-            is_learning: [N] bool; None: all learn. Whatever stands in the other rows is ignored.
-            token_weights: [N]; None: 1.
+            is_learning: [N] bool; `None` means that all rows learn. Values of other rows are ignored.
+            token_weights: [N]; `None` means weights of 1.
 
         Raises:
             ConfigError: The kernels do not know the objective's rule or divergence.
@@ -233,14 +233,14 @@ class KernelLibrary:
             logits: [N, columns], as for `row_statistics`.
             rows: [11, N] float32 of `combine`.
             targets: [N] int64.
-            vocab_start: As for `row_statistics`.
-            num_columns: As for `row_statistics`; the columns of `out` from here on get 0.
-            temperature: As for `row_statistics`.
+            vocab_start: Global id of the first column, as for `row_statistics`.
+            num_columns: Number of columns that are tokens; the columns of `out` from here on get 0.
+            temperature: Divisor of the logits, as for `row_statistics`.
             with_entropy: Whether the loss has an entropy bonus.
-            upstream: float32 scalar, the gradient of the summed loss; None: 1.
-            sources: [M] int64: row i of `out` is the gradient of row sources[i] of `logits`. None: its own.
-            out: [M, columns] of the dtype of `logits`, which it may be. With `sources` in place, a row that is
-                written must be its own source or nobody's.
+            upstream: float32 scalar, the gradient of the summed loss; `None` means 1.
+            sources: [M] int64: row i of `out` is the gradient of row sources[i] of `logits`; `None` is row i.
+            out: [M, columns] of the dtype of `logits`; it may be `logits` itself. In that case, and with
+                `sources`, a row that is written must be its own source or the source of no row.
         """
         check = ArgumentChecker("logits_gradient", self.device_type, logits.device)
         num_rows = check.logits("logits", logits, num_columns)

@@ -1,11 +1,12 @@
 """The policy loss from hidden states: logits exist a chunk of tokens at a time, and are never kept.
 
-The gradients are made with the forward pass, chunk by chunk: three matrix products, where logits that are
-thrown away and made again would cost four. Tokens that do not learn are left out of all three, tokens whose
-update is masked out of the two of the gradient. Chunks cut tokens and not the vocabulary: a chunk of columns
-would have to be made twice, for no gradient is known before the last of them. Each chunk waits once for its
-device: how many of its tokens have a gradient decides the shape of the products. A rule over whole responses
-needs all log-probs before any gradient: then the logits are made twice, and four products are what it costs.
+The gradients are computed in the forward pass, chunk by chunk. That takes three matrix products; recomputing
+the logits in the backward pass would take four. Tokens that do not learn are left out of all three products,
+and masked tokens out of the two products of the gradient. A chunk is a part of the tokens, not of the
+vocabulary: a chunk of columns would have to be computed twice, because the gradient needs the softmax over all
+columns. Each chunk synchronises with the device once, because the number of its tokens with a gradient decides
+the shape of the products. A rule over complete responses needs all log-probs before any gradient. The logits
+are then computed twice, which takes four products.
 """
 
 import math
@@ -51,37 +52,37 @@ def fused_linear_policy_loss(
     logits_dtype: torch.dtype | None = None,
     debug: bool = False,
 ) -> FusedPolicyLoss:
-    """`fused_policy_loss` of the logits hidden @ weight.T, which are never whole in memory.
+    """Compute `fused_policy_loss` of the logits hidden @ weight.T, without ever storing all the logits.
 
-    The weight's gradient is summed in float32 in a buffer of its own, and in the backward pass added to
-    `main_grad` where Megatron gave it one.
+    The weight's gradient is summed in a separate float32 buffer. If Megatron gave the weight a `main_grad`,
+    the backward pass adds the buffer to it.
 
     Args:
         hidden: [T, H], the same on all ranks of `tp_group`, its gradient summed over them; with
             `sequence_parallel` [T/tp, H], this rank's tokens.
         weight: [V/tp, H] of the output layer, in the type of `hidden`; this rank's rows.
-        targets: [T]; all but what is explained here is as for `fused_policy_loss`, for all T tokens.
+        targets: [T]; arguments that are not explained are as for `fused_policy_loss`, for all T tokens.
         rollout_log_probs: [T].
         advantages: [T].
-        objective: What to optimise.
+        objective: Objective to optimise.
         loss_mask: [T].
         token_weights: [T].
-        topk_ids: [T, K], as the next.
+        topk_ids: [T, K], as for `fused_policy_loss`.
         topk_rollout_log_probs: [T, K].
         old_log_probs: [T].
         ref_log_probs: [T].
-        response_lengths: [B]; rules that need them take a pass over the logits first, for log-probs alone.
+        response_lengths: [B]; rules that need them first take a pass over the logits for the log-probs.
         temperature: Divides the logits.
         vocab_start: Global id of the weight's first row.
-        vocab_size: Of the model, without padding.
+        vocab_size: Vocabulary size of the model, without padding.
         tp_group: The ranks that hold the other rows of the weight.
         sequence_parallel: Whether the tokens of `hidden` are split over the ranks of `tp_group`.
-        chunk_bytes: Of the logits that exist at once.
-        logits_dtype: float32 for logits that are not rounded to the type of `hidden`; none: that type.
+        chunk_bytes: Bytes of the logits that exist at once.
+        logits_dtype: float32 for logits that are not rounded to the type of `hidden`; `None` for that type.
         debug: Also check values, at the price of device synchronisations.
 
     Raises:
-        ConfigError: As `fused_policy_loss`, or hidden states and weight do not fit each other.
+        ConfigError: `fused_policy_loss` refuses the inputs, or hidden states and weight do not fit each other.
     """
     tokens = rollout_tokens(
         objective,
@@ -129,23 +130,24 @@ def packed_linear_policy_loss(
     """`fused_linear_policy_loss` of a record of tokens, such as a micro-batch; it takes and raises the same.
 
     Args:
-        hidden: As there, and all that is not explained here.
-        weight: As there.
-        tokens: All of their T.
-        objective: What to optimise.
-        responses: Of the tokens; may be split over context-parallel ranks, which then call this together.
+        hidden: Hidden states, as for `fused_linear_policy_loss`.
+        weight: Output layer's weight, as for `fused_linear_policy_loss`.
+        tokens: All of the T tokens.
+        objective: Objective to optimise.
+        responses: Responses of the tokens. If they are split over context-parallel ranks, all of these ranks
+            call this together.
         temperature: Divides the logits.
         vocab_start: Global id of the weight's first row.
-        vocab_size: Of the model, without padding.
+        vocab_size: Vocabulary size of the model, without padding.
         tp_group: The ranks that hold the other rows of the weight.
         sequence_parallel: Whether the tokens of `hidden` are split over the ranks of `tp_group`.
-        chunk_bytes: Of the logits that exist at once.
-        logits_dtype: float32 for logits that are not rounded to the type of `hidden`; none: that type.
+        chunk_bytes: Bytes of the logits that exist at once.
+        logits_dtype: float32 for logits that are not rounded to the type of `hidden`; `None` for that type.
         debug: Also check values, at the price of device synchronisations.
-        loss_scale: One number, the gradient of `loss_sum` that the backward pass will bring. Where it is
-            known beforehand, and the weight has a float32 `main_grad`, each chunk adds to that directly, and
-            no buffer of the weight's size is made. So this forward pass has an effect: exactly one backward
-            pass must follow, and fails with another gradient of `loss_sum`.
+        loss_scale: One number, the gradient of `loss_sum` in the backward pass. If it is given, and the weight
+            has a float32 `main_grad`, each chunk adds to `main_grad` directly, without a buffer of the weight's
+            size. So this forward pass has a side effect: exactly one backward pass must follow, and it fails
+            with another gradient of `loss_sum`.
     """
     layer = OutputLayer.of(
         hidden,
@@ -188,7 +190,7 @@ def linear_log_probs(
     chunk_bytes: int = CHUNK_BYTES,
     logits_dtype: torch.dtype | None = None,
 ) -> TokenLogProbs:
-    """Log-probs and entropies without gradient, by the path and arguments of `fused_linear_policy_loss`."""
+    """Compute log-probs and entropies without gradient; arguments as for `fused_linear_policy_loss`."""
     layer = OutputLayer.of(
         hidden,
         weight,
@@ -213,7 +215,7 @@ def _all_statistics(
     loss_mask: Tensor | None,
     topk_ids: Tensor | None,
 ) -> Tensor:
-    """Return [shards, T, 4+K] of all tokens, chunk by chunk; 0 where none learns."""
+    """Compute the statistics of all tokens, [shards, T, 4+K], chunk by chunk; 0 outside the loss mask."""
     width = STATISTICS + (0 if topk_ids is None else topk_ids.shape[1])
     whole = layer.gathered(hidden)
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -295,7 +297,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
 
 
 def _neutral_results(num_tokens: int, tokens: RolloutTokens) -> tuple[Tensor, Tensor]:
-    """What stands where no token learns."""
+    """Return the rows and Top-K log-probs of tokens that do not learn."""
     rows = tokens.advantages.new_zeros((len(ROWS), num_tokens))
     rows[ROWS.index("ratio")] = 1.0
     num_topk = 0 if tokens.topk is None else tokens.topk.ids.shape[1]
@@ -312,8 +314,8 @@ def _write_gradient(
 ) -> Tensor:
     """Write the gradient of the live rows over the first logits; returns which rows these are, in their order.
 
-    A dead row among the first is filled from a live one behind them, and no other row moves: so each row is
-    written by the one product that read it, or by one whose own place nobody writes.
+    A dead row among the first is filled from a live row after them, and no other row moves. So each row is
+    written by the block that read it, or by a block with a row that no other block writes.
     """
     is_live = (rows[ROWS.index("log_prob_gradient")] != 0) | (rows[ROWS.index("entropy_gradient")] != 0)
     live = is_live.nonzero()[:, 0]
@@ -338,7 +340,7 @@ def _positions(which: slice | Tensor, rows: Tensor) -> Tensor:
 
 
 def _add_to_main_grad(weight: Any, gradient: Tensor, upstream: Tensor) -> Tensor:
-    """Return the weight's gradient for autograd, from the buffer that has it but for a factor."""
+    """Return the weight's gradient for autograd: the buffer times a factor."""
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     if main_grad is None:
         return (gradient * upstream).to(weight.dtype)
@@ -349,7 +351,7 @@ def _add_to_main_grad(weight: Any, gradient: Tensor, upstream: Tensor) -> Tensor
 def _added(weight: Any) -> Tensor:
     """Return what autograd gets for a gradient that is in `main_grad`, as Megatron's own linear layers do.
 
-    Its hook awaits a tensor. It adds that, too, where the weight is also the embedding's; else it is not read.
+    Megatron's hook expects a tensor. It adds the tensor if the weight is also the embedding's, else ignores it.
     """
     weight.grad_added_to_main_grad = True
     is_read = getattr(weight, "zero_out_wgrad", False)

@@ -24,16 +24,16 @@ LOGIT_TYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True, eq=False)
 class FusedPolicyLoss(TokenUpdates):
-    """The loss and what it did with each token, float32 (float64 for float64). Only `loss_sum` has gradient.
+    """The loss and its results for each token, float32 (float64 for float64). Only `loss_sum` has gradient.
 
-    Where `loss_mask` is False the logits are not looked at: log-prob, entropy, divergence, weight and
-    coefficient 0, mask False, ratio 1, top-K log-probs -inf.
+    Logits outside `loss_mask` are not read: log-prob, entropy, divergence, weight and coefficient are 0, mask
+    is False, ratio 1, and top-K log-probs are -inf.
     """
 
     loss_sum: Tensor  # scalar, the same on every tensor-parallel rank
     log_probs: Tensor  # [T] log pi(y_t)
     entropy: Tensor  # [T] nats
-    topk_log_probs: Tensor | None  # [T, K], of the columns in use; -inf where the id is -1
+    topk_log_probs: Tensor | None  # [T, K], of the columns in use; -inf for an id of -1
 
 
 def fused_policy_loss(
@@ -57,35 +57,36 @@ def fused_policy_loss(
     inplace_backward: bool = False,
     debug: bool = False,
 ) -> FusedPolicyLoss:
-    """`algorithms.policy_loss` of a micro-batch, from the logits (Eq. 12 and 23 of arXiv 2602.04879).
+    """Compute `algorithms.policy_loss` of a micro-batch from logits (Eq. 12 and 23 of arXiv 2602.04879).
 
-    With a split vocabulary all ranks of `tp_group` call it together, on the same tokens; one all-gather of
-    [T, 4+K] numbers gives each the same results, bit for bit.
+    If the vocabulary is split, all ranks of `tp_group` call this together, on the same tokens. One all-gather
+    of [T, 4+K] numbers gives bitwise identical results on all of them.
 
     Args:
         logits: [T, V/tp] bfloat16, float32 or (on CPU) float64: this rank's columns.
         targets: [T] integer, global ids of the sampled tokens.
         rollout_log_probs: [T] log mu(y_t).
         advantages: [T].
-        objective: What to optimise.
-        loss_mask: [T] bool: the tokens that learn; none means all. Nothing is read of the others.
-        token_weights: [T] >= 0, multiplies each token's loss; none means 1.
+        objective: Objective to optimise.
+        loss_mask: [T] bool: the tokens that learn; `None` means all. Other tokens are not read.
+        token_weights: [T] >= 0, multiplies each token's loss; `None` means 1.
         topk_ids: [T, K] integer ids of mu's most probable tokens, best first, -1 pads; needed by Top-K
             divergences, which use the first `top_k`. Otherwise all K are only reported.
         topk_rollout_log_probs: [T, K] log mu of them.
-        old_log_probs: [T], needed where anchor = "recomputed".
-        ref_log_probs: [T], needed where ref_kl_coef is not 0.
-        response_lengths: [B] integers that sum to T, needed by rules over whole responses.
+        old_log_probs: [T], needed if anchor = "recomputed".
+        ref_log_probs: [T], needed if ref_kl_coef is not 0.
+        response_lengths: [B] integers that sum to T, needed by rules over complete responses.
         temperature: Divides the logits.
         vocab_start: Global id of the first column.
-        vocab_size: Of the model, without padding; none: there is no padding. Columns beyond never count.
+        vocab_size: Vocabulary size of the model, without padding; `None` if there is no padding. Columns from
+            `vocab_size` on are ignored.
         tp_group: The ranks that hold the other columns, shards in rank order.
         inplace_backward: Write the gradient over the logits; a second backward pass is refused.
         debug: Also check values, at the price of device synchronisations.
 
     Raises:
         ConfigError: An input is missing or of the wrong shape or type, the shard does not cover the vocabulary,
-            or (always on CPU, on other devices with `debug`) an input holds what no learning token may have.
+            or (always on CPU, on other devices with `debug`) a learning token's input has an invalid value.
     """
     tokens = rollout_tokens(
         objective,
@@ -147,7 +148,7 @@ def packed_policy_loss(
 
 
 def responses_of(objective: Objective, lengths: Tensor | None, targets: Tensor) -> PackedResponses | None:
-    """Return the responses of tokens that no other rank has a part of, if the objective looks at them.
+    """Return the responses of tokens that are all on this rank, if the objective reads responses.
 
     Raises:
         ConfigError: The lengths do not sum to T.
@@ -177,13 +178,13 @@ def combine_statistics(
 ) -> tuple[Tensor, Tensor]:
     """Return ([len(ROWS), T], [T, K] log-probs) from the statistics [shards, T, 4+K]; see `reference.combine`.
 
-    What the compiled kernels do not know is computed in PyTorch, on any device.
+    Objectives that the compiled kernels do not support are computed in PyTorch, on any device.
 
     Args:
-        statistics: Of all shards of the vocabulary.
-        tokens: T of them, in the kernels' types.
-        objective: What to optimise.
-        responses: Needed by rules over whole responses, which see all tokens of all of them.
+        statistics: Statistics of all shards of the vocabulary.
+        tokens: T tokens, in the kernels' types.
+        objective: Objective to optimise.
+        responses: Responses, needed by rules over complete responses, which read all of their tokens.
     """
     if is_compiled(objective):
         topk = tokens.topk
@@ -239,7 +240,7 @@ def fused_log_probs(
     vocab_size: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
 ) -> TokenLogProbs:
-    """Log-probs and entropies without gradient, by the path of `fused_policy_loss`, and its arguments."""
+    """Compute log-probs and entropies without gradient; arguments as for `fused_policy_loss`."""
     shard = require_shard(logits, vocab_start, vocab_size, tp_group)
     require_temperature(temperature)
     ids = None if topk_ids is None else topk_ids.to(torch.int32).contiguous()
@@ -292,11 +293,11 @@ def fused_metrics(
 def require_shard(
     logits: Tensor, vocab_start: int, vocab_size: int | None, group: dist.ProcessGroup | None
 ) -> VocabShard:
-    """Where this rank's columns stand.
+    """Return this rank's shard of the vocabulary.
 
     Raises:
-        ConfigError: The logits are no matrix of a type that is computed with, or the first rank's shard does
-            not begin, or the last one's does not reach the end of, the vocabulary.
+        ConfigError: The logits are not a matrix of a supported type, the first rank's shard does not start at
+            column 0, or the last rank's shard does not reach the end of the vocabulary.
     """
     size = 1 if group is None else group.size()
     rank = 0 if group is None else group.rank()
@@ -322,7 +323,7 @@ def require_shard(
 
 
 def require_temperature(temperature: float) -> None:
-    """Refuse what logits cannot be divided by.
+    """Raise unless the temperature is a valid divisor of logits.
 
     Raises:
         ConfigError: It is not a finite number above 0.

@@ -1,7 +1,7 @@
 """The kernels as PyTorch operators: shapes for tracing, and autograd.
 
-On CUDA tensors they run the compiled kernels of `csrc/`, elsewhere `reference.py`. Objectives travel as the
-numbers of `encoding.py`. The loss is differentiated by the logits alone.
+On CUDA tensors they run the compiled kernels of `csrc/`, on others `reference.py`. Objectives are passed as the
+numbers of `encoding.py`. The loss is differentiated only by the logits.
 """
 
 from functools import cache
@@ -26,7 +26,7 @@ def kernels_for(device_type: str) -> Any:
 
     Raises:
         KernelBuildError: There are no compiled kernels for this GPU, and they cannot be compiled here.
-        KernelError: Those that there are do not load.
+        KernelError: The compiled kernels do not load.
     """
     return KernelLibrary(cuda_library()) if is_compiled_for(device_type) else reference
 
@@ -189,7 +189,7 @@ def loss_of_rows(
 ) -> Tensor:
     """Sum the loss of the rows [len(ROWS), T] that `combine` made of the logits [T, V/shards]; a scalar.
 
-    The logits are not read: they are what the loss is differentiated by. With `is_in_place` their gradient is
+    The logits are not read, but the loss is differentiated by them. If `is_in_place` is set, their gradient is
     written over them.
     """
     return rows[ROWS.index("loss")].sum()
@@ -214,7 +214,7 @@ def _backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
                 "fused_policy_loss.inplace_backward",
                 "a second backward pass (retain_graph)",
                 "one: the first wrote the gradient over the logits",
-                "Pass inplace_backward=False where the graph is used twice.",
+                "Pass inplace_backward=False if the graph is used twice.",
             )
         )
     logits, rows, targets = ctx.saved_tensors

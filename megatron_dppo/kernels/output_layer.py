@@ -13,13 +13,13 @@ from megatron_dppo.kernels.products import wide_product
 from megatron_dppo.kernels.vocab_parallel import VocabShard, gather_statistics
 
 CHUNK_BYTES = 2**30
-"""Of the logits that exist at once: about 3500 tokens of 152k columns in bfloat16."""
-ROW_MULTIPLE = 128  # of tokens in a chunk: what matrix products are cut into
+"""Bytes of the logits that exist at once: about 3500 tokens of 152k columns in bfloat16."""
+ROW_MULTIPLE = 128  # number of tokens in a chunk is a multiple of this, the tile size of matrix products
 
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """The output layer of one micro-batch; its weight is passed where it is used."""
+    """The output layer of one micro-batch; methods that need its weight take it as an argument."""
 
     shard: VocabShard
     temperature: float
@@ -78,7 +78,7 @@ class OutputLayer:
         return 1 if self.shard.group is None else self.shard.group.size()
 
     def chunks(self, loss_mask: Tensor | None) -> Iterator[slice | Tensor]:
-        """Yield the learning tokens in chunks; one device synchronisation where there is a mask."""
+        """Yield the learning tokens in chunks; with a mask, this synchronises with the device once."""
         if loss_mask is None:
             for start in range(0, self.num_tokens, self.chunk_tokens):
                 yield slice(start, min(start + self.chunk_tokens, self.num_tokens))

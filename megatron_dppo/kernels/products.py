@@ -25,7 +25,7 @@ def _(left: Tensor, right: Tensor) -> Tensor:
 
 @custom_op("megatron_dppo::accumulate_product_", mutates_args=("total",), device_types="cpu")
 def accumulate_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Total += left @ right, where the total [M, N] is of a wider type than the factors, or of theirs."""
+    """Compute total += left @ right; total [M, N] has the type of the factors, or a wider one."""
     total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 

@@ -1,7 +1,7 @@
-"""What the kernels compute, in plain PyTorch: the operators on CPU tensors, and what kernels are compared with.
+"""The kernels in plain PyTorch: the operators run them on CPU tensors, and tests compare the kernels with them.
 
-`row_statistics`, `combine` and `logits_gradient` do what the CUDA kernels of those names do, in float32
-(float64 for float64); masks and divergences are those of `algorithms`.
+`row_statistics`, `combine` and `logits_gradient` compute the same as the CUDA kernels of the same names, in
+float32 (float64 for float64). Masks and divergences come from `algorithms`.
 """
 
 import math
@@ -19,7 +19,7 @@ from megatron_dppo.algorithms.ref_kl import ref_kl_term
 LN2 = math.log(2.0)
 LOG2E = 1.0 / LN2
 BLOCK_NUMBERS = 2**17
-STATISTICS = 4  # columns of `row_statistics` before those of the top-K
+STATISTICS = 4  # columns of `row_statistics` before the columns of the top-K
 # Per token, as `combine` returns them: [len(ROWS), T].
 ROWS = (
     "log_probs",
@@ -38,16 +38,16 @@ ROWS = (
 
 @dataclass(frozen=True, eq=False)
 class TokenLogProbs:
-    """What is known of each position's distribution. Where no token learns: 0, and -inf for the top-K."""
+    """Log-probs and entropy of each position; outside the loss mask 0, and -inf for the top-K."""
 
     log_probs: Tensor  # [T] log pi(target)
-    entropy: Tensor  # [T] nats, over the whole vocabulary
-    topk_log_probs: Tensor | None  # [T, K] log pi of the rollout's top-K tokens; -inf where the id is -1
+    entropy: Tensor  # [T] nats, over the full vocabulary
+    topk_log_probs: Tensor | None  # [T, K] log pi of the rollout's top-K tokens; -inf for an id of -1
     score_norms: Tensor | None = None  # [T] |d log pi(target) / dh| of the output layer's input h
 
     @property
     def columns(self) -> Tensor:
-        """[T, 1 + K + 1]: the log-probs of the target and of the top-K, and the norm, without what is none."""
+        """[T, 1 + K + 1]: log-probs of the target and the top-K, and the score norm, without absent ones."""
         parts = [self.log_probs[:, None], self.topk_log_probs]
         parts.append(None if self.score_norms is None else self.score_norms[:, None])
         return torch.cat([part for part in parts if part is not None], dim=1)
@@ -64,10 +64,10 @@ def row_statistics(
     temperature: float,
     with_entropy: bool = True,
 ) -> Tensor:
-    """What one shard knows of each row, [T, 4+K]: (m, s, w, y of the target, y of each top-K id).
+    """Return one shard's statistics of each row, [T, 4+K]: (m, s, w, y of the target, y of each top-K id).
 
     y = logit / temperature in base 2 (times log2 e), m = max y, s = sum 2^(y-m), w = sum 2^(y-m) (y-m). Ids
-    that stand elsewhere, or are padding, give 0; rows that do not learn give (-inf, 0, 0, ...).
+    of other shards, or of padding, give 0; rows that do not learn give (-inf, 0, 0, ...).
     """
     ids = targets[:, None] if topk_ids is None else torch.cat([targets[:, None], topk_ids.long()], dim=1)
     scale = LOG2E / temperature
@@ -101,7 +101,7 @@ def _row_statistics(logits: Tensor, local_ids: Tensor, scale: float, with_entrop
 
 
 def _blocks(shape: torch.Size) -> Iterator[slice]:
-    """Rows of so many numbers that what is made of them stays in a processor's cache; at least one block."""
+    """Yield blocks of rows that are small enough to stay in a processor's cache; at least one block."""
     num_rows, step = shape[0], max(1, BLOCK_NUMBERS // max(shape[1], 1))
     for start in range(0, max(num_rows, 1), step):
         yield slice(start, min(start + step, num_rows))
@@ -167,10 +167,10 @@ def combine(
 ) -> tuple[Tensor, Tensor | None]:
     """The loss of each row, and its gradient by log-prob and entropy: ([len(ROWS), T], [T, K] log-probs).
 
-    With `has_known_values` no value is checked, and no device waited for.
+    If `has_known_values` is set, values are not checked, and the call does not synchronise with the device.
 
     Raises:
-        ConfigError: A learning token's inputs hold what none may have; see `algorithms.policy_loss`.
+        ConfigError: A learning token's inputs have an invalid value; see `algorithms.policy_loss`.
     """
     merged = _merge(statistics)
     found = _token_log_probs(merged, topk_ids, is_learning)
@@ -246,10 +246,10 @@ def logits_gradient(
         targets: [T] int64.
         vocab_start: Global id of the first column.
         num_columns: Columns that are tokens; the others get 0.
-        temperature: As in `row_statistics`.
+        temperature: Divisor of the logits, as in `row_statistics`.
         with_entropy: Whether the entropy has a gradient.
-        upstream: Scalar, the gradient by the loss; none is 1.
-        sources: [N] int64: row i of `out` is for row sources[i] of the logits; none keeps the order.
+        upstream: Scalar, the gradient by the loss; `None` means 1.
+        sources: [N] int64: row i of `out` is for row sources[i] of the logits; `None` keeps the order.
         out: [N, V/shards] of the logits' dtype.
     """
     named = {name: row[:, None] for name, row in zip(ROWS, rows, strict=True)}

@@ -1,4 +1,4 @@
-"""Joins the tokens of responses that context parallelism splits over ranks, for rules over whole ones."""
+"""Joins the tokens of responses that context parallelism splits over ranks, for rules over responses."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,11 +16,11 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True, eq=False)
 class PackedResponses:
-    """Where the responses of a micro-batch stand, and which rows of it this rank has."""
+    """Positions of a micro-batch's responses, and of this rank's rows in it."""
 
     lengths: Tensor  # [B] int64: packed tokens of each response, on all ranks of `group` together
-    group: dist.ProcessGroup | None = None  # context-parallel ranks, each with as many of the tokens
-    order: Tensor | None = None  # [whole] int64: place, in the whole, of the ranks' rows laid end to end
+    group: dist.ProcessGroup | None = None  # context-parallel ranks, each with the same number of tokens
+    order: Tensor | None = None  # [whole] int64: position of each of the ranks' concatenated rows
 
     @property
     def is_split(self) -> bool:
@@ -29,7 +29,7 @@ class PackedResponses:
 
     @cached_property
     def _sources(self) -> Tensor:
-        assert self.order is not None, "split responses name the place of each row"
+        assert self.order is not None, "split responses have the position of each row"
         return torch.empty_like(self.order).scatter_(
             0, self.order, torch.arange(self.order.numel(), device=self.order.device)
         )
@@ -46,11 +46,11 @@ class PackedResponses:
         return gathered[self._sources].to(values.dtype)
 
     def whole_record(self, record: Record) -> Record:
-        """Return a record of per-token tensors with each of them whole."""
+        """Return a record of per-token tensors with the rows of all ranks."""
         return each_token(record, lambda values, _: self.whole(values)) if self.is_split else record
 
     def own(self, values: Any, dim: int = 0) -> Any:
-        """Return this rank's rows, in its order, of a tensor with those of the whole along `dim`."""
+        """Return this rank's rows, in its order, of a tensor that has the rows of all ranks along `dim`."""
         if not self.is_split or values is None:
             return values
         assert self.group is not None and self.order is not None

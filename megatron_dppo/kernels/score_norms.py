@@ -37,10 +37,10 @@ def linear_score_norms(
     chunk_bytes: int = CHUNK_BYTES,
     logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return |d log pi(target) / d hidden|, [T] float32 (float64 of float64); 0 where no token learns.
+    """Return |d log pi(target) / d hidden|, [T] float32 (float64 of float64); 0 outside the loss mask.
 
-    Logits are made as `fused_linear_policy_loss` makes them, whose arguments these are; beside them it takes
-    one more product, with the weight. All tensor-parallel ranks get the same.
+    Arguments and logits are as in `fused_linear_policy_loss`. In addition to the logits, this takes one more
+    product with the weight. All tensor-parallel ranks get the same result.
 
     Raises:
         ConfigError: Hidden states and weight do not fit each other, or do not cover the vocabulary.

@@ -1,4 +1,4 @@
-"""Checks what a fused loss reads of each token beside its logits, and brings it into the kernels' types."""
+"""Checks the inputs of a fused loss except logits, and converts them to the kernels' types."""
 
 from dataclasses import replace
 from typing import Any
@@ -44,11 +44,11 @@ def checked_tokens(
     Unused Top-K columns, and old or reference log-probs that the objective does not read, are left out.
 
     Args:
-        objective: What reads the tokens.
-        tokens: As they were packed, or given.
+        objective: Objective that reads the tokens.
+        tokens: Tokens as packed, or as given by the caller.
         num_tokens: T, of the logits or hidden states.
-        vocab_size: Of the model, without padding.
-        dtype: float32, or float64 where the logits are.
+        vocab_size: Vocabulary size of the model, without padding.
+        dtype: float32, or float64 if the logits are float64.
 
     Raises:
         ConfigError: An input is missing, or of another shape or type; all faults at once.
@@ -81,7 +81,7 @@ def checked_tokens(
 def check_values(objective: Objective, tokens: RolloutTokens, shard: VocabShard, width: int) -> None:
     """Refuse values that no learning token may have, and shards of `width` columns that leave some out.
 
-    One exchange between the shards, and three device synchronisations where all is well.
+    This takes one exchange between the shards, and three device synchronisations if all values are valid.
 
     Raises:
         ConfigError: Naming the tensor, the row and the value.
@@ -158,7 +158,8 @@ def _misshapen(tokens: RolloutTokens, num_tokens: int) -> list[Problem]:
             problems.append(_problem(name, f"shape {shape}", wanted, action))
         kind = kinds.get(name, "floating numbers")
         if not _is_kind(values, kind):
-            problems.append(_problem(name, str(values.dtype), kind, f"Convert {name} where the batch is made."))
+            action = f"Convert {name} when you build the batch."
+            problems.append(_problem(name, str(values.dtype), kind, action))
     return problems
 
 

@@ -15,7 +15,7 @@ class VocabShard:
 
     start: int  # global id of the first column; shards follow each other in rank order
     vocab_size: int  # of the model, without the columns that pad the last shards
-    group: dist.ProcessGroup | None = None  # the ranks that hold the other columns; none where there are none
+    group: dist.ProcessGroup | None = None  # the ranks that hold the other columns; None without a split
 
     def num_columns(self, width: int) -> int:
         """Return how many of a shard's `width` columns are tokens; the rest is padding."""
@@ -40,7 +40,7 @@ def require_cover(shard: VocabShard, width: int, device: torch.device) -> None:
     for rank, (start, stop) in enumerate(gather_statistics(own, shard.group).view(-1, 2).tolist()):
         if start != end:
             found = f"columns {start} to {stop} on rank {rank} of the group, after column {end}"
-            expected = f"shards that cover the {shard.vocab_size} tokens, each from where the one before ends"
+            expected = f"shards that cover the {shard.vocab_size} tokens without gaps or overlaps"
             action = "Pass the global id of each shard's first column."
             raise ConfigError(Problem("fused_policy_loss.vocab_start", found, expected, action))
         end = stop

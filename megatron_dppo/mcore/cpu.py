@@ -1,8 +1,8 @@
 """Makes Megatron-Core run on a machine without CUDA.
 
-Megatron-Core asks for CUDA devices, streams and generators by name. Without a GPU each of these calls would
-raise; here Megatron's modules see a `torch` whose answers are the CPU's. Everybody else keeps the real one, and
-nothing is touched where CUDA is present, so the same training code runs on gloo and on NCCL.
+Megatron-Core requests CUDA devices, streams and generators by name. Without a GPU each of these calls would
+raise an error. This module gives Megatron's modules a `torch` that returns CPU objects instead. All other code
+keeps the real `torch`, and nothing changes if CUDA is present. So the same training code runs on gloo and NCCL.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ class _TypeName(str):
 
 
 def install() -> None:
-    """Show the CPU to Megatron's modules, loaded or yet to load; does nothing where CUDA is present."""
+    """Show the CPU to Megatron's modules, loaded now or later; do nothing if CUDA is present."""
     if torch.cuda.is_available() or any(isinstance(finder, _MegatronFinder) for finder in sys.meta_path):
         return
     for name, module in list(sys.modules.items()):

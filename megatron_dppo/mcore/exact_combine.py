@@ -1,11 +1,11 @@
 """Moves tokens to their experts and back, with sums over a token's experts in float32 and in a fixed order.
 
-Megatron's own functions sum with `scatter_add_`, and in the backward pass with `index_add`: on a GPU each
-addition rounds to the activations' dtype, and their order is any. Here each token gathers its top-k rows, adds
-them in float32 in the order of expert ids, and rounds once. Nothing waits for the device.
+Megatron's own functions sum with `scatter_add_`, and in the backward pass with `index_add`. On a GPU each
+addition rounds to the activations' dtype, and the order is arbitrary. Here each token gathers its top-k rows,
+adds them in float32 in the order of expert ids, and rounds once. Nothing waits for the device.
 
-Megatron then sorts the rows that each rank sent by expert. Where one rank has all experts they are in order
-already, and here none is copied.
+Megatron then sorts the rows that each rank sent by expert. If one rank has all experts, the rows are in order
+already, and this module does not copy them.
 """
 
 import inspect
@@ -41,21 +41,21 @@ def permute(
     """Copy each token to its experts' rows, as Megatron's function of that name.
 
     The all-to-all dispatcher that drops no token knows on the host how many rows there are: top-k for each.
-    What the other dispatchers, dropped tokens and Transformer Engine's kernels do is left to Megatron. DeepEP's
-    dispatcher, whose tokens have any number of experts here, is admitted with these kernels only.
+    Other dispatchers, dropped tokens and Transformer Engine's kernels use Megatron's function. DeepEP's
+    dispatcher has tokens with any number of experts on a rank, so it is accepted only with these kernels.
 
     Args:
         tokens: [T, H].
         routing_map: [T, experts] bool, top-k of each row.
-        probs: [T, experts], 0 where the map is False.
-        num_out_tokens: T * top-k; a tensor where tokens are dropped.
+        probs: [T, experts], 0 if the map is False.
+        num_out_tokens: T * top-k; a tensor if tokens are dropped.
         fused: Whether to use Transformer Engine's kernel.
-        drop_and_pad: Whether experts have a capacity, which is filled up.
-        options: What newer versions of Megatron take besides.
+        drop_and_pad: Whether experts have a capacity, up to which they are padded.
+        options: Further arguments of newer Megatron versions.
 
     Returns:
         [N, H] and [N] sorted by expert, then by token; for `unpermute` [2, N], the token of each row and the
-        rows of each token; and in newer versions what they return besides.
+        rows of each token; and the further results of newer versions.
     """
     if probs is None or fused or drop_and_pad or options or not isinstance(num_out_tokens, int):
         size: Any = num_out_tokens  # annotated as int, and given as a tensor too
@@ -78,7 +78,7 @@ def unpermute(
 
     Args:
         permuted_tokens: [N, H], weighted by their probabilities.
-        sorted_indices: What `permute` returned.
+        sorted_indices: The indices that `permute` returned.
         restore_shape: (T, H).
         given: Megatron's further arguments.
         options: Megatron's further arguments.
@@ -106,7 +106,7 @@ def sort_chunks_by_idxs(
         fused: Whether to use Transformer Engine's kernel.
 
     Returns:
-        [N, H], and [N] where `probs` were given.
+        [N, H], and [N] if `probs` were given.
     """
     if not fused:
         order: list[int] = sorted_idxs.tolist()

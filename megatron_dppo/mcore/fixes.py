@@ -1,6 +1,6 @@
-"""What differs between the versions of Megatron-Core that the tests ran with, and fixes of their bugs.
+"""Differences between the tested versions of Megatron-Core, and fixes of their bugs.
 
-The bugs also hit GPUs where Transformer Engine and apex are absent. Each fix names its bug, applies only to the
+The bugs also occur on GPUs without Transformer Engine and apex. Each fix names its bug, applies only to the
 versions that have it, and does nothing when called again.
 """
 
@@ -61,7 +61,7 @@ def apply() -> None:
 
 
 def _define_missing_te_gemm() -> None:
-    """The router's float32 gating reads `te_general_gemm`, a NameError where Transformer Engine is absent."""
+    """The router's float32 gating reads `te_general_gemm`, a NameError without Transformer Engine."""
     if not hasattr(moe_utils, "te_general_gemm"):
         setattr(moe_utils, "te_general_gemm", None)  # noqa: B010 - a name the module itself forgot
 
@@ -83,7 +83,7 @@ def _leave_expert_biases() -> None:
 
 
 def release_last_microbatch(chunks: Sequence[torch.nn.Module]) -> None:
-    """Drop what token dispatchers keep of the last forward pass: probabilities, with the graph behind them.
+    """Drop the tensors that token dispatchers keep of the last forward pass: probabilities, with their graph.
 
     That graph holds the gradient hooks of data parallelism, which hold the model. Python cannot see through
     it: models, and process groups with their threads, would stay until the process ends.
@@ -97,7 +97,7 @@ def release_last_microbatch(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _find_groups_of_other_rates() -> None:
-    """0.19.2 finds a checkpoint's parameter groups by learning rates too: KeyError where the config's differ.
+    """Find a checkpoint's parameter groups without learning rates: 0.19.2 raises KeyError if these differ.
 
     All groups here have one rate, which `build_schedule` sets after loading.
     """
@@ -107,10 +107,10 @@ def _find_groups_of_other_rates() -> None:
 
 
 def forget_stored_strides() -> None:
-    """Let Megatron read what tensors a checkpoint of torch 2.15 holds; with their strides it is a TypeError.
+    """Let Megatron read the list of tensors in a checkpoint of torch 2.15; their strides raise a TypeError.
 
-    Megatron hands all that is stored of a tensor to `torch.empty`. Without strides, torch reads such a
-    checkpoint as one of torch 2.14.
+    Megatron passes all stored properties of a tensor to `torch.empty`. Without strides, torch reads such a
+    checkpoint like one of torch 2.14.
     """
     set_state: Any = TensorProperties.__setstate__
     if len(TensorProperties().__getstate__()) == 5 or getattr(set_state, "is_megatron_dppo_fix", False):
@@ -125,13 +125,14 @@ def forget_stored_strides() -> None:
 
 
 def detach_shards(optimizer: Any) -> None:
-    """Part the float32 shards of Megatron's distributed optimizer from the graph of the views that they are.
+    """Detach the float32 shards of Megatron's distributed optimizer from the graph of their views.
 
-    Megatron takes them as views of parameters with a graph. It holds the hooks of data parallelism, and these
-    the model, until the process ends. (torch 2.15 gives views that were made without a graph no gradients.)
+    Megatron creates them as views of parameters with a graph. The graph keeps the hooks of data parallelism
+    alive, and the hooks the model, until the process ends. (In torch 2.15, views that were created without a
+    graph get no gradients.)
 
     Args:
-        optimizer: What `get_megatron_optimizer` returned, before its first step.
+        optimizer: Result of `get_megatron_optimizer`, before its first step.
     """
     for member in getattr(optimizer, "chained_optimizers", [optimizer]):
         detached: dict[int, torch.Tensor] = {}
@@ -177,7 +178,7 @@ def prime_adam_states(optimizer: Any) -> None:
     """Allocate AdamW's states with zeros, as its first step would: Megatron saves and loads none without.
 
     Args:
-        optimizer: What `get_megatron_optimizer` returned (one optimizer, or a chain of them).
+        optimizer: Result of `get_megatron_optimizer` (one optimizer, or a chain of them).
     """
     if distrib_optimizer.HAVE_APEX_OR_TE:
         return
@@ -194,9 +195,9 @@ def prime_adam_states(optimizer: Any) -> None:
 
 
 def plan_save(state: dict[str, Any], folder: Path) -> Any:
-    """Megatron's request of a distributed save, which the caller then writes and finalizes.
+    """Return Megatron's request of a distributed save, which the caller then writes and finalizes.
 
-    Newer versions plan it with `nvidia-resiliency-ext` unless they are told to use Megatron's own writer.
+    Newer versions plan it with `nvidia-resiliency-ext`, unless Megatron's own writer is selected.
     """
     parameters = inspect.signature(dist_checkpointing.save).parameters
     own_writer: dict[str, Any] = {"async_strategy": "mcore"} if "async_strategy" in parameters else {}
@@ -207,7 +208,7 @@ def refuse_newer(folder: Path) -> None:
     """Refuse a distributed checkpoint that only a newer Megatron-Core reads; this one would fail obscurely.
 
     Raises:
-        CheckpointError: What all ranks have in common is not in a file of its own, where this version looks.
+        CheckpointError: The state common to all ranks is not in `common.pt`, where this version looks for it.
     """
     fields = [field.name for field in dataclasses.fields(CheckpointingConfig)]
     if "common_backend" in fields and not (folder / "common.pt").exists():

@@ -65,7 +65,7 @@ def _destroy_groups() -> None:
     groups: list[Any] = getattr(parallel_state, "_global_process_group_list", None) or []
     parallel_state.destroy_model_parallel()
     for group in groups:
-        if group is not None:  # which stands for the default group
+        if group is not None:  # None means the default group
             with contextlib.suppress(ValueError):  # a few it does destroy
                 dist.destroy_process_group(group)
 
@@ -88,7 +88,7 @@ def is_last_stage() -> bool:
 
 
 def context_parallel_group() -> dist.ProcessGroup | None:
-    """Return the ranks that hold the other tokens of this rank's sequences; none where it holds them all."""
+    """Return the group of the ranks that share this rank's sequences; None without context parallelism."""
     size = parallel_state.get_context_parallel_world_size()
     group: Any = parallel_state.get_context_parallel_group() if size > 1 else None
     return group

@@ -83,8 +83,8 @@ def apply_rotary_pos_emb(
 
     Args:
         t: Queries or keys.
-        freqs: The table of `PackedRotary`; Megatron's where Transformer Engine's kernel rotates.
-        config: Of the model.
+        freqs: The table of `PackedRotary`; Megatron's table if Transformer Engine's kernel rotates.
+        config: Config of the model.
         given: Megatron's further arguments.
         mscale: Factor on cosines and sines.
         options: Megatron's further arguments.
@@ -92,7 +92,7 @@ def apply_rotary_pos_emb(
     if config.apply_rope_fusion:
         return _megatron_rotation(t, freqs, config, *given, mscale=mscale, **options)
     assert mscale == 1.0, "the table holds the factor"
-    if config.multi_latent_attention:  # whose pairs lie side by side; where they end up is the same for keys
+    if config.multi_latent_attention:  # its pairs are adjacent; queries and keys are permuted in the same way
         t = torch.cat((t[..., 0::2], t[..., 1::2]), dim=-1)
     return _Rotation.apply(t, freqs)
 

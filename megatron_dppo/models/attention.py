@@ -38,7 +38,7 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
-        """Attend causally within each sequence, whatever `attention_mask` says; returns [T, heads * D]."""
+        """Attend causally within each sequence, ignoring `attention_mask`. Return [T, heads * D]."""
         assert isinstance(packed_seq_params, PackedSequences), "the actor always packs"
         if self.context.size() > 1:
             shapes = key.shape[1:], value.shape[1:]  # in one collective

@@ -114,7 +114,7 @@ def build_model(hf: HFConfig, config: TransformerConfig, layer_spec: LayerSpecNa
 def _mark_split_parameters(chunk: GPTModel, hf: HFConfig) -> None:
     """Mark parameters split over tensor-parallel ranks, for the gradient norm; others count once.
 
-    Megatron marks them where it initialises weights, which a model that is about to be loaded does without.
+    Megatron marks them when it initialises weights, but a model that loads weights is not initialised.
     """
     table = family_of(hf).weight_table(hf)
     for name, parameter in chunk.named_parameters():

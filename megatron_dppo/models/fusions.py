@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron_dppo.runtime.libraries import Libraries
 
-# Off even where it could run: nothing here measured what it gains, or that it gives the same numbers.
+# Off even if it could run: neither its speed nor its numerical agreement has been measured.
 _OFF: dict[str, Any] = dict(
     bias_activation_fusion=False,  # compiled by PyTorch; our experts compute without it
     bias_dropout_fusion=False,  # compiled by PyTorch; there is no dropout, and no bias to add
@@ -19,7 +19,7 @@ def fusions(libraries: Libraries) -> dict[str, Any]:
     """Return TransformerConfig's keywords for the fused kernels that are installed.
 
     `gradient_accumulation_fusion` adds weight gradients of linears into their float32 sums within the matrix
-    product. Megatron's own linears, of which each model has the output layer, do it with apex's kernel alone.
+    product. Megatron's own linears, such as each model's output layer, do it only with apex's kernel.
 
     Megatron itself picks a fused Adam, and fused norms of gradients, where Transformer Engine or apex import.
     """

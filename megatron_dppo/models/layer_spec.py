@@ -1,7 +1,7 @@
 """Layer specs: ours (`torch`), a Megatron-Core transformer of plain PyTorch modules, and Transformer Engine's.
 
-Ours runs wherever PyTorch does, CPU included, and keeps the checkpoint keys that Megatron's Transformer Engine
-spec expects, so that a checkpoint written with one loads into the other.
+Ours runs on every device of PyTorch, CPU included. It has the same checkpoint keys as Megatron's Transformer
+Engine spec, so that a checkpoint written with one loads into the other.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,7 +44,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class WholeLinear(torch.nn.Module):
-    """Linear that each tensor-parallel rank has whole, and applies to its own slice of the sequence."""
+    """Linear that is replicated on tensor-parallel ranks, each of which applies it to its sequence slice."""
 
     def __init__(self, config: TransformerConfig, num_inputs: int, num_outputs: int) -> None:
         super().__init__()
@@ -57,10 +57,10 @@ class WholeLinear(torch.nn.Module):
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's latent attention, with projections down that every tensor-parallel rank has whole.
+    """Megatron's latent attention, with projections down that are replicated on every tensor-parallel rank.
 
-    Megatron takes none but its own classes for these. With its split ones gradients are silently wrong: ranks
-    gather the key part that all heads share, and each returns the gradient of its own heads alone.
+    Megatron accepts only its own classes for these. With its split classes gradients are silently wrong: ranks
+    gather the key part that all heads share, but each returns only the gradient of its own heads.
     """
 
     config: MLATransformerConfig
@@ -81,7 +81,7 @@ class LatentAttention(MLASelfAttention):
 class GroupedExperts(torch.nn.Module):
     """This rank's experts as two stacked weights, computed by one grouped matrix product each.
 
-    Checkpoint keys and global shapes are those of Megatron's SequentialMLP and TEGroupedMLP.
+    Checkpoint keys and global shapes are the same as in Megatron's SequentialMLP and TEGroupedMLP.
     """
 
     def __init__(
@@ -135,8 +135,8 @@ class GroupedExperts(torch.nn.Module):
     ) -> ShardedStateDict:
         """Return the experts as shards of [layers, experts, rows, columns] of all experts.
 
-        With split experts a rank holds a part of the gate's rows and a part of the up projection's, which are
-        apart in the whole.
+        If experts are split, a rank has some rows of the gate and some rows of the up projection. These are not
+        adjacent in the complete weight.
         """
         before = len(sharded_offsets)
         rank, size = self.groups.expt_tp.rank(), self.groups.expt_tp.size()
@@ -187,7 +187,7 @@ def torch_layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     attention, norm_keys = _latent_attention() if config.multi_latent_attention else _grouped_attention(config)
     if is_moe:
-        # Shared experts are built where the config has a width for them.
+        # Shared experts are built if the config has a width for them.
         shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
         experts = MoESubmodules(experts=ModuleSpec(module=GroupedExperts), shared_experts=shared)
         mlp = ModuleSpec(module=MoELayer, submodules=experts)

@@ -1,15 +1,15 @@
 """LoRA: low-rank updates of frozen linears (arXiv 2106.09685), trained in place of the model's own weights.
 
 Each targeted Hugging Face linear has a pair of factors, A [rank, in] and B [out, rank], and computes
-`W x + alpha / rank * B (A x)`. Megatron's linears hold several of those (queries, keys and values; gate and
-up), so an adapter stands beside each Megatron linear, with one pair for each Hugging Face linear in it: pairs
-are what peft trains. The model's own parameters keep their names.
+`W x + alpha / rank * B (A x)`. A Megatron linear fuses several of these linears (queries, keys and values; gate
+and up). So each Megatron linear gets one adapter, with one pair for each Hugging Face linear in it, because
+peft trains such pairs. The model's own parameters keep their names.
 
-Where tensor parallelism splits a linear's outputs, A is whole and B split as they are; where it splits the
-inputs, A is split and B whole; of a whole linear, both are. Whole ones see this rank's slice of the sequence
-alone, and Megatron sums their gradients as it does those of norms; only activations of width `rank` are
-exchanged. Experts' pairs are stacked, and split over expert-parallel and expert-tensor-parallel ranks as the
-experts are.
+If tensor parallelism splits a linear's outputs, A is replicated and B is split like the outputs. If it splits
+the inputs, A is split and B is replicated. If it does not split the linear, both are replicated. Replicated
+factors see only this rank's slice of the sequence, and Megatron sums their gradients like the gradients of
+norms. Only activations of width `rank` are exchanged. Experts' pairs are stacked, and split over
+expert-parallel and expert-tensor-parallel ranks like the experts.
 """
 
 import hashlib
@@ -39,11 +39,11 @@ from megatron_dppo.errors import CheckpointError
 from megatron_dppo.kernels.grouped_product import grouped_product
 
 Read = Callable[[Tensor], Tensor]
-"""Returns the values of a tensor, whose memory may be elsewhere."""
+"""Returns the values of a tensor that may be offloaded."""
 
 
 def itself(tensor: Tensor) -> Tensor:
-    """Read a tensor whose memory is where it says."""
+    """Return the tensor itself: the reader for weights that are not offloaded."""
     return tensor
 
 
@@ -71,15 +71,15 @@ class Adapter(torch.nn.Module):
         Args:
             entry: The weight that is updated.
             sizes: This rank's outputs of each Hugging Face linear in it, in the order in which they are fused.
-            groups: This rank's key-value groups where the linears are interleaved by them; otherwise 1.
-            pairs: Those of the targeted linears.
+            groups: This rank's key-value groups if the linears are interleaved by them, else 1.
+            pairs: Pairs of the targeted linears.
             alpha: Updates are scaled by alpha / rank.
         """
         super().__init__()
         self.entry, self._sizes, self._groups = entry, dict(sizes), groups
         for name, pair in pairs.items():
             self.add_module(name, pair)
-        self.alpha: Tensor  # in the state, so that a checkpoint says all about its adapters
+        self.alpha: Tensor  # in the state, so that a checkpoint describes its adapters completely
         self.register_buffer("alpha", torch.tensor([alpha]))
         self.configured_alpha = alpha
         self.register_load_state_dict_pre_hook(_require_same_alpha)
@@ -259,11 +259,11 @@ def add_lora(chunks: Sequence[GPTModel], hf: HFConfig, options: LoraConfig, seed
         chunks: This rank's part of the model, on its device, with its weights.
         hf: The model's config.json.
         options: `[lora]`, with a rank above 0.
-        seed: Of the run.
+        seed: Seed of the run.
     """
     for chunk in chunks:
         chunk.requires_grad_(False)
-        if chunk.pre_process:  # recomputed layers pass gradients on only where their input wants one
+        if chunk.pre_process:  # recomputed layers pass gradients on only if their input needs one
             chunk.embedding.register_forward_hook(lambda _, __, output: output.requires_grad_())
         for layer in cast(Any, chunk.decoder.layers):
             for rule in family_of(hf).rules:
@@ -278,13 +278,13 @@ def adapters(chunks: Sequence[GPTModel]) -> Iterator[Adapter]:
 
 
 def merged(weight: Tensor, read: Read = itself) -> Tensor:
-    """Return a parameter of the base with its adapter's update, or unchanged where it has no adapter."""
+    """Return a parameter of the base with its adapter's update, or unchanged if it has no adapter."""
     adapter: Adapter | None = getattr(weight, "adapter", None)
     return read(weight.detach()) if adapter is None else adapter.merged(read(weight.detach()), read)
 
 
 def _adapt(layer: Any, rule: WeightRule, hf: HFConfig, options: LoraConfig, seed: int) -> None:
-    """Add the rule's adapter to a layer, where it has the weight: a dense layer has no experts."""
+    """Add the rule's adapter to a layer, if it has the weight: a dense layer has no experts."""
     path = rule.megatron.removeprefix("decoder.layers.{layer}.")
     try:
         base = layer.get_parameter(path)

@@ -1,4 +1,4 @@
-"""What the layers need to know of the packing of a micro-batch: made once, on the host, for all of them."""
+"""The packing of a micro-batch for its layers, computed once on the host for all of them."""
 
 from dataclasses import dataclass
 
@@ -15,18 +15,18 @@ PackedAttentionForm = type[PaddedBatches] | type[VarlenSequences]
 
 
 def head_dim_of(config: TransformerConfig) -> int:
-    """Return the size of a head, the larger one where those of keys and values differ."""
+    """Return the size of a head, the larger one if keys and values differ in size."""
     if isinstance(config, MLATransformerConfig):
         return max(config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim)
-    assert config.kv_channels is not None, "the model's family says it"
+    assert config.kv_channels is not None, "the model's family sets it"
     return config.kv_channels
 
 
 def attention_form(device_type: str, dtype: torch.dtype, head_dim: int) -> PackedAttentionForm:
-    """Return how attention over packed sequences is computed: by flash attention where PyTorch has it.
+    """Select the form of attention over packed sequences: flash attention if PyTorch supports it.
 
-    That takes half-precision tensors of a GPU, and heads of up to 256 elements in steps of 8. The rest, float32
-    on a GPU included, is computed in padded batches.
+    Flash attention takes half-precision tensors on a GPU, and heads of up to 256 elements in steps of 8. All
+    other cases, including float32 on a GPU, are computed in padded batches.
     """
     is_half = dtype in (torch.float16, torch.bfloat16)
     has_flash = device_type == "cuda" and is_half and head_dim % 8 == 0 and head_dim <= 256
@@ -39,20 +39,20 @@ class PackedSequences(PackedSeqParams):
 
     position_ids: Tensor  # [T'] int64, from 0 in each sequence, of this rank's tokens
     attention: PaddedBatches | VarlenSequences
-    rotary_table: Tensor | None = None  # of latent attention, made by the first layer that asks for it
+    rotary_table: Tensor | None = None  # of latent attention, computed by the first layer
 
     @classmethod
     def of(cls, microbatch: Microbatch, rank: int, size: int, form: PackedAttentionForm) -> "PackedSequences":
         """Return the packing of this rank's part of a micro-batch, on the host.
 
         Args:
-            microbatch: With the `cu_seqlens` of the whole.
-            rank: This rank's place in its context-parallel group.
-            size: Of that group.
-            form: How attention is computed, see `attention_form`.
+            microbatch: Micro-batch with the `cu_seqlens` of all context-parallel ranks.
+            rank: Index of this rank in its context-parallel group.
+            size: Number of ranks in that group.
+            form: Form of attention, see `attention_form`.
         """
         cu_seqlens, longest = microbatch.cu_seqlens.cpu(), microbatch.max_seqlen
-        # Transformer Engine's attention over several ranks asks for it, though nothing lies between sequences.
+        # Transformer Engine's attention over several ranks needs it, though there is no gap between sequences.
         padded = cu_seqlens if size > 1 else None
         return cls(
             qkv_format="thd",

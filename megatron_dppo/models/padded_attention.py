@@ -1,7 +1,7 @@
 """Causal attention over packed sequences in padded batches, by PyTorch's scaled dot product.
 
-Sequences of similar length share one batch, so work stays within a factor of four of the least. What depends on
-their lengths alone is a `PaddedBatches`, which is made once for a micro-batch, on the host.
+Sequences of similar length share one batch, so the work is at most four times the minimum. A `PaddedBatches`
+contains everything that depends only on the lengths. It is built once for a micro-batch, on the host.
 """
 
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ class Batch:
     own_width: int  # queries of each
     places: (
         Tensor | None
-    )  # [sequences, 1, own_width, 1] int64 in its sequence of each query; none: all in order
+    )  # [sequences, 1, own_width, 1] int64 position of each query in its sequence; None if all are in order
 
 
 @dataclass(frozen=True)
 class PaddedBatches:
-    """Where the tokens of a micro-batch stand in its padded batches, which lie end to end."""
+    """Positions of a micro-batch's tokens in its padded batches, which are concatenated."""
 
     batches: tuple[Batch, ...]
     rows: Tensor  # [T] int64 of all keys, in the order in which context-parallel ranks gather them
@@ -41,8 +41,8 @@ class PaddedBatches:
 
         Args:
             cu_seqlens: [S+1] int32 on the host, first token of each sequence, and T.
-            rank: This rank's place in its context-parallel group, which decides its queries.
-            size: Of that group.
+            rank: Index of this rank in its context-parallel group, which decides its queries.
+            size: Number of ranks in that group.
         """
         starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
         kinds = torch.ceil(torch.log2(lengths.double().clamp(min=1))).long()
@@ -77,7 +77,7 @@ class PaddedBatches:
             query: [T', heads, D].
             key: [T, key-value heads, D], in the order in which context-parallel ranks gather them.
             value: [T, key-value heads, D of values], likewise.
-            scale: Factor on the scores; none is 1/sqrt(D).
+            scale: Factor on the scores; `None` means 1/sqrt(D).
 
         Returns:
             [T', heads, D of values].
@@ -104,7 +104,7 @@ class PaddedBatches:
 def _batches(
     shapes: list[tuple[int, int]], size: int, own_rows: Tensor, own_places: Tensor | None
 ) -> tuple[Batch, ...]:
-    """Return the batches of (sequences, width), with the places of queries where ranks have some each."""
+    """Return the batches of (sequences, width), with the positions of queries if ranks share a sequence."""
     if own_places is None:
         return tuple(Batch(num, width, width, None) for num, width in shapes)
     own = [(num, width // size) for num, width in shapes]

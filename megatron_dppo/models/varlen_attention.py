@@ -1,14 +1,15 @@
 """Causal attention over packed sequences without padding, by PyTorch's flash attention (`varlen_attn`).
 
-Flash attention takes sequences end to end, with the first row of each. Where a sequence has more keys than
+Flash attention takes concatenated sequences, with the first row of each. If a sequence has more keys than
 queries, its causal mask aligns the last query with the last key ("bottom-right", `mask.h` of its sources):
 query i of n sees the keys up to `num_keys - n + i`.
 
-That is all that context parallelism needs. A rank holds two pieces of each sequence, one from its front and
+Context parallelism needs nothing else. A rank has two pieces of each sequence, one from its front and
 one from its back, and a piece attends to the keys from the sequence's start to the piece's end. So each piece
-is a sequence of its own: one call, no mask, queries as they lie. The keys of a piece must lie in a row:
-`seqused_k`, which would let pieces share them, is refused where gradients are wanted. So those that both
-pieces see are there twice: `size + 1/2` keys for each of the rank's tokens, where `size` are gathered.
+is a separate sequence for the kernel: one call, no mask, and no reordering of queries. The keys of a piece
+must be contiguous: `seqused_k`, which would let pieces share keys, is refused if gradients are needed. Keys
+that both pieces see are therefore stored twice: `size + 1/2` keys for each of the rank's tokens, although only
+`size` are gathered.
 """
 
 from dataclasses import dataclass
@@ -24,19 +25,19 @@ from megatron_dppo.data.batches.token_slices import zigzag
 
 @dataclass(frozen=True)
 class PieceKeys:
-    """Where the keys of a context-parallel rank's pieces come from, among those that all ranks gather.
+    """Indices of the keys of a context-parallel rank's pieces, among the keys that all ranks gather.
 
     Backward adds the two gradients of a key that two pieces see, always in the same order: no atomic addition.
     """
 
     rows: Tensor  # [K] int64 gathered row of each key, piece by piece
-    seen: Tensor  # [N] int64 gathered row of each key that any piece sees; those of front pieces come first
+    seen: Tensor  # [N] int64 gathered row of each key that any piece sees; keys of front pieces come first
     back: Tensor  # [N] int64 place in `rows` of each of `seen`, in a back piece
     front: Tensor  # [M] int64 place in `rows` of the first M of `seen`, in a front piece
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, rank: int, size: int) -> "PieceKeys":
-        """Return the keys of a rank's pieces, on the host; arguments as those of `VarlenSequences.of`."""
+        """Return the keys of a rank's pieces, on the host; arguments are as for `VarlenSequences.of`."""
         starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
         gathered = torch.cat([zigzag(starts, lengths, each, size) for each in range(size)])
         row_of = torch.empty_like(gathered).index_copy_(0, gathered, torch.arange(len(gathered)))
@@ -63,7 +64,7 @@ class VarlenSequences:
     cu_seqlens_k: Tensor  # [P+1] int32 first key of each, and the number of keys
     max_q: int
     max_k: int
-    keys: PieceKeys | None  # none on one rank: the keys as they lie
+    keys: PieceKeys | None  # None on one rank, which uses the keys in their order
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, rank: int = 0, size: int = 1) -> "VarlenSequences":
@@ -71,8 +72,8 @@ class VarlenSequences:
 
         Args:
             cu_seqlens: [S+1] int32 on the host, first token of each sequence, and T.
-            rank: This rank's place in its context-parallel group, which decides its queries.
-            size: Of that group; where above 1, lengths are multiples of `2 * size`.
+            rank: Index of this rank in its context-parallel group, which decides its queries.
+            size: Number of ranks in that group; if above 1, lengths are multiples of `2 * size`.
         """
         lengths = cu_seqlens.diff()
         if size == 1:
@@ -95,7 +96,7 @@ class VarlenSequences:
             query: [T', heads, D], float16 or bfloat16 on a GPU.
             key: [T, key-value heads, D], in the order in which context-parallel ranks gather them.
             value: [T, key-value heads, D of values], likewise.
-            scale: Factor on the scores; none is 1/sqrt(D).
+            scale: Factor on the scores; `None` means 1/sqrt(D).
 
         Returns:
             [T', heads, D of values].
@@ -103,7 +104,7 @@ class VarlenSequences:
         if self.keys is not None:
             key, value = self.keys.take(key), self.keys.take(value)
         head_dim, value_head_dim = query.shape[-1], value.shape[-1]
-        if head_dim != value_head_dim:  # the kernel knows one size: zeros change no score and no sum
+        if head_dim != value_head_dim:  # the kernel supports one size: zeros change no score and no sum
             scale = head_dim**-0.5 if scale is None else scale
             query, key, value = (
                 F.pad(x, (0, max(head_dim, value_head_dim) - x.shape[-1])) for x in (query, key, value)
@@ -111,12 +112,12 @@ class VarlenSequences:
         places = (self.cu_seqlens_q, self.cu_seqlens_k, self.max_q, self.max_k)
         causal: Any = dict(window_size=(-1, 0), enable_gqa=True, scale=scale)
         attended = varlen_attn(query, key, value, *places, **causal)
-        assert isinstance(attended, Tensor), "the log-sum-exp was not asked for"
+        assert isinstance(attended, Tensor), "the log-sum-exp was not requested"
         return attended[..., :value_head_dim]
 
 
 def _num_keys(lengths: Tensor, rank: int, size: int) -> Tensor:
-    """Return [2S] keys that each piece of a rank sees: those of all pieces up to its own end."""
+    """Return the number of keys that each piece of a rank sees, [2S]: the keys up to the piece's end."""
     pieces = lengths.new_tensor([rank + 1, 2 * size - rank])
     return (lengths[:, None] // (2 * size) * pieces).flatten()
 
@@ -128,7 +129,7 @@ def _starts(lengths: Tensor) -> Tensor:
 
 
 class _Taken(torch.autograd.Function):
-    """[T, ...] -> [K, ...]: `rows` of it; gradients are those of `PieceKeys`."""
+    """Select `rows`, [T, ...] -> [K, ...]; the backward pass adds gradients by the indices of `PieceKeys`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, seen: Tensor, back: Tensor, front: Tensor) -> Tensor:

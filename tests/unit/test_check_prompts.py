@@ -147,7 +147,7 @@ def test_training_logs_the_doubts(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_columns_that_nothing_reads_are_noted() -> None:
     (note,) = noted(tools_tokenizer(), [{}, {"metadata": {"level": 1}, "id": 7, "tools": []}])
-    assert note.startswith("columns of p.jsonl that nothing reads: metadata.")
+    assert note.startswith("columns of p.jsonl that are not read: metadata.")
 
 
 def test_tools_calls_and_arguments_reach_the_requests() -> None:
@@ -215,11 +215,11 @@ def test_a_few_answers_that_are_no_answers_are_noted() -> None:
         "1 of 8 answers of p.jsonl are texts without a marked final answer, such as "
         "'It holds\\nby induction' in row 7",
     ]
-    assert r"'\\boxed{4}' is wrong by 'math' for 'She has 4 cups.' in row 5" in notes[0]
-    assert r"'\\boxed{18}' is wrong by 'math' for '9 + 9\n#### 18' in row 6" in notes[1]
+    assert r"'math' scores '\\boxed{4}' as wrong for 'She has 4 cups.' in row 5" in notes[0]
+    assert r"'math' scores '\\boxed{18}' as wrong for '9 + 9\n#### 18' in row 6" in notes[1]
     (note,) = noted(tools_tokenizer(), [{"answer": "3 + 4 = 7, so she has 7"}], "data.reward=math")
     assert (
-        "such as '3 + 4 = 7, so she has 7' in row 1: a response with a bare right answer may earn nothing"
+        "such as '3 + 4 = 7, so she has 7' in row 1: a response with only the right answer may be scored"
         in note
     )
     assert noted(tools_tokenizer(), [{"answer": cells[-1]}], "data.reward=math") == [], (

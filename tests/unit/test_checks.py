@@ -1038,8 +1038,9 @@ def test_check_names_what_is_in_the_run_folder_and_of_no_run(
     for file in files:
         (world / "runs/run" / file).parent.mkdir(parents=True, exist_ok=True)
         (world / "runs/run" / file).write_text("")
-    expected = [] if named is None else [f"run.folder: runs/run holds no run, but {named}; the run would write"]
-    assert [each.removesuffix(" beside them.") for each in folder_remarks(_config({}))] == expected
+    found = f"run.folder: runs/run contains no run, but {named}; the run would write"
+    expected = [] if named is None else [found]
+    assert [each.removesuffix(" next to them.") for each in folder_remarks(_config({}))] == expected
     assert check(_config({}), 1) == []
 
 

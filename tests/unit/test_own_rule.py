@@ -100,7 +100,7 @@ def test_check_tries_it(tmp_path: Path) -> None:
             "algorithm.preset: found 'own_rules:failing', which fails on a small batch: KeyError: 'absent'",
         ),
         ("negative", "algorithm.preset: found -"),
-        ("steady_responses", "algorithm.rule_over: found 'tokens', and the rule looks at whole responses"),
+        ("steady_responses", "algorithm.rule_over: found 'tokens', but the rule reads complete responses"),
     ):
         found = _problems(tmp_path, preset=f"own_rules:{name}")
         assert message in found, found
@@ -153,7 +153,7 @@ def test_it_is_evaluated_beside_another(tmp_path: Path) -> None:
     )
     assert "tracking.shadow_presets: found 'own_rules:failing', which fails on" in problems("own_rules:failing")
     found = problems("own_rules:averages")
-    assert "tracking.shadow_presets: found 'tokens', and the rule looks at whole responses" in found
+    assert "tracking.shadow_presets: found 'tokens', but the rule reads complete responses" in found
     assert 'Set tracking.shadow_options."own_rules:averages".rule_over = "responses".' in found
     with pytest.raises(ConfigError, match=r"--preset: found 'tokens'.* Add --sweep rule_over=responses"):
         require_own_rules([Variant("own_rules:averages")])
@@ -218,7 +218,7 @@ def test_doubts_about_a_rule_are_told(tmp_path: Path) -> None:
 
 def test_one_that_reads_outcomes_is_told_which_divergence_has_them(caplog: pytest.LogCaptureFixture) -> None:
     name = "own_rules:tail_mass"
-    found = "a divergence of the sampled token alone, and the rule looks at log_masses"
+    found = "a divergence of only the sampled token, but the rule reads log_masses"
     with pytest.raises(ConfigError, match=f"algorithm.rule_divergence: found {found}; expected 'topk_tv' or"):
         try_objective(preset(name))
     with pytest.raises(ConfigError, match=f"--preset: found {found}.*Add --sweep rule_divergence=topk_tv"):

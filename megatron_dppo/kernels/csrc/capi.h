@@ -1,6 +1,6 @@
 /* The C interface of the fused trust-region loss, the same for the CUDA build and for the host build.
  *
- * Every pointer is device memory (host memory in the host build) unless said otherwise, every array is contiguous
+ * Every pointer is device memory (host memory in the host build) unless noted otherwise, every array is contiguous
  * and row-major, and nothing synchronises. Functions return a cudaError_t as int, 0 for success. `stream` is a
  * cudaStream_t; the host build ignores it. num_rows = 0 succeeds and launches nothing.
  *
@@ -21,14 +21,14 @@
 #define DPPO_API
 #endif
 
-/* Python writes each of these numbers beside what it names, and a test compares both. */
+/* Python defines each of these numbers with its rule or divergence, and a test compares both. */
 enum DppoDtype { DPPO_FLOAT32 = 0, DPPO_BFLOAT16 = 1 };
 enum DppoRule { DPPO_RULE_NONE = 0, DPPO_RULE_RATIO = 1, DPPO_RULE_DIVERGENCE = 2, DPPO_RULE_NEGATIVE = 3 };
 enum DppoDivergence { DPPO_BINARY_TV = 0, DPPO_BINARY_KL = 1, DPPO_TOPK_TV = 2, DPPO_TOPK_KL = 3 };
 enum DppoRelax { DPPO_RELAX_NONE = 0, DPPO_RELAX_HIGH = 1, DPPO_RELAX_LOW = 2, DPPO_RELAX_BOTH = 3 };
 enum DppoFlag { DPPO_INCLUDE_OTHER = 1, DPPO_REPLACE = 2 };
 
-/* Fields as in algorithms/objective.py; thresholds that the rule does not read may hold anything. */
+/* Fields as in algorithms/objective.py; thresholds that the rule does not read may have any value. */
 typedef struct {
   int rule;       /* DppoRule */
   int divergence; /* DppoDivergence */
@@ -41,13 +41,13 @@ typedef struct {
   float entropy_coef;
 } DppoObjective;
 
-/* What dppo_combine knows of a token: plane of its [DPPO_NUM_ROWS, N] result. */
+/* Results of dppo_combine for each token: planes of its [DPPO_NUM_ROWS, N] result. */
 enum DppoRow {
   DPPO_LOG_PROBS = 0,         /* log pi(target), not clamped */
-  DPPO_ENTROPY = 1,           /* nats; meaningless where the statistics were taken without entropy */
+  DPPO_ENTROPY = 1,           /* nats; meaningless if the statistics were taken without entropy */
   DPPO_DIVERGENCE = 2,        /* from the anchor */
   DPPO_RATIO = 3,             /* pi/mu, uncapped */
-  DPPO_WEIGHT = 4,            /* 1 where the token learns */
+  DPPO_WEIGHT = 4,            /* 1 if the token learns */
   DPPO_COEFFICIENT = 5,       /* M min(r, C) A, without weights */
   DPPO_LOSS = 6,              /* with weights, entropy bonus included */
   DPPO_LOG_PROB_GRADIENT = 7, /* d loss / d log_prob */
@@ -85,8 +85,8 @@ DPPO_API int dppo_row_statistics(
     void* stream);
 
 /* Merges the shards in rank order and computes each token's part of the loss. Rows that do not learn give ratio 1
- * and 0 elsewhere, and nothing of their inputs is used. cudaErrorInvalidValue where the objective has a number or a
- * flag that none of the enums above has. */
+ * and 0 in all other planes; their inputs are not used. cudaErrorInvalidValue if the objective has a number or a
+ * flag that is in none of the enums above. */
 DPPO_API int dppo_combine(
     const float* statistics,             /* [num_shards, N, 4 + K] */
     int num_shards,
@@ -106,8 +106,8 @@ DPPO_API int dppo_combine(
     void* stream);
 
 /* gradient[i] = d (upstream * loss) / d logits[sources[i]] for this shard's columns; 0 in columns num_columns to
- * width. `gradient` may be `logits`, also with `sources`: then a row that is written must be its own source, or be
- * nobody's. Rows without gradient are written, never read. */
+ * width. `gradient` may be `logits`, also with `sources`: then a row that is written must be its own source, or the
+ * source of no row. Rows without gradient are written, never read. */
 DPPO_API int dppo_logits_gradient(
     const void* logits,
     void* gradient,

@@ -1,4 +1,4 @@
-// From the statistics of all shards to each token's loss and what its gradient needs. One warp per token.
+// Computes each token's loss, and the inputs of its gradient, from the statistics of all shards. One warp per token.
 #pragma once
 
 #include "divergences.cuh"
@@ -57,7 +57,7 @@ __host__ __device__ __forceinline__ bool is_topk(const DppoObjective& objective)
   return objective.divergence == DPPO_TOPK_TV || objective.divergence == DPPO_TOPK_KL;
 }
 
-// Log-probs of this lane's columns, also written out where asked for; clamped where they are for a divergence.
+// Log-probs of this lane's columns, also written out if requested; clamped if they are for a divergence.
 __device__ __forceinline__ void load_columns(const CombineArguments& in, const Softmax& softmax, int64_t row,
                                              int lane, LaneColumns& columns, int* ids) {
 #pragma unroll
@@ -134,7 +134,7 @@ __device__ __forceinline__ void write_row(const CombineArguments& in, int64_t ro
   out[DPPO_LOG2_SUM * plane] = softmax.log2_sum;
 }
 
-// A warp leaves as a whole or not at all: its lanes exchange values. Eight blocks at a time leave a thread 64
+// All lanes of a warp return early, or none: its lanes exchange values. Eight resident blocks leave a thread 64
 // registers, so that nothing spills.
 __global__ void __launch_bounds__(kTokensPerBlock * kWarpSize, 8) combine(const CombineArguments in) {
   const int lane = threadIdx.x % kWarpSize;

@@ -1,4 +1,4 @@
-// What all kernels share: 16-byte loads and stores of both dtypes, and a softmax's statistics that can be merged.
+// Code of all kernels: 16-byte loads and stores of both dtypes, and a softmax's statistics that can be merged.
 // The same source compiles for the host through host_shim.h (DPPO_HOST).
 #pragma once
 
@@ -19,16 +19,16 @@ constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr int kWarpSize = 32;
 constexpr unsigned kWholeWarp = 0xffffffffu;
-// Vectors of 16 bytes that a thread has in flight: what hides the memory's latency.
+// Vectors of 16 bytes that a thread has in flight, to hide the memory's latency.
 constexpr int kUnroll = 4;
-// Of a block, which has one row. Three blocks of the most, or as many threads in smaller blocks, fit a
-// multiprocessor where a thread takes at most 40 registers: 96 KiB of loads in flight.
+// Threads of a block, which processes one row. Three of the largest blocks, or the same number of threads in
+// smaller blocks, fit a multiprocessor if a thread takes at most 40 registers: 96 KiB of loads in flight.
 constexpr int kMostThreadsPerRow = 512;
 constexpr int kFewestThreadsPerRow = 128;
 constexpr int kBlocksPerMultiprocessor = 3;
 
 #ifndef DPPO_HOST
-// Logits are read once and gradients written once: neither is worth a place in the cache.
+// Logits are read once and gradients written once, so neither needs to stay in the cache.
 __device__ __forceinline__ uint4 load_streaming(const uint4* address) {
   uint4 value;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -45,7 +45,7 @@ __device__ __forceinline__ float fast_exp2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// Of two pairs of bfloat16, pairwise; a NaN loses against a number.
+// Pairwise maximum of two pairs of bfloat16; a number wins over a NaN.
 __device__ __forceinline__ uint32_t max_of_pairs(uint32_t a, uint32_t b) {
   uint32_t highest;
   asm("max.bf16x2 %0, %1, %2;" : "=r"(highest) : "r"(a), "r"(b));
@@ -59,8 +59,8 @@ __device__ __forceinline__ uint32_t pair_of(float low, float high) {
 }
 #endif
 
-// Threads for a row of so many bytes: at least 16 vectors each, where there are as many, so that a narrow shard's
-// rows do not end while their threads are still merging, and enough to gather a Top-K at once.
+// Number of threads for a row of that many bytes. Each thread gets at least 16 vectors if the row is long enough,
+// so that merging does not dominate in a narrow shard's rows. There are enough threads to gather a Top-K at once.
 inline int threads_per_row(int64_t row_bytes) {
   int threads = kMostThreadsPerRow;
   while (threads > kFewestThreadsPerRow && row_bytes < threads * 16 * static_cast<int64_t>(sizeof(uint4))) {
@@ -89,7 +89,7 @@ struct Packed<float> {
     return make_uint4(__float_as_uint(values[0]), __float_as_uint(values[1]), __float_as_uint(values[2]),
                       __float_as_uint(values[3]));
   }
-  // The largest of a vector's numbers; NaN only where there is nothing else.
+  // The largest of a vector's numbers; NaN only if all of them are NaN.
   template <int count>
   __device__ static __forceinline__ float highest(const uint4* vectors) {
     float result = -INFINITY;

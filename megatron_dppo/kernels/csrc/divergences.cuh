@@ -1,5 +1,5 @@
-// Divergences of the policy from its anchor, term by term those of algorithms/divergence.py in float32.
-// Whatever is named log_prob here is at most 0.
+// Divergences of the policy from its anchor: the same terms as in algorithms/divergence.py, in float32.
+// Every variable named log_prob is at most 0.
 #pragma once
 
 #include "common.cuh"
@@ -11,7 +11,7 @@ constexpr int kColumnsPerLane = DPPO_MAX_TOP_K / kWarpSize;
 constexpr float kLogRoundoff = -18.f * kLn2;
 constexpr float kLogSurelyPositiveTail = -4.605170185988092f;
 
-// The Top-K columns of one lane, k = lane and lane + 32; -inf for those that are no outcome.
+// The Top-K columns of one lane, k = lane and lane + 32; -inf for columns that are no outcome.
 struct LaneColumns {
   float log_probs[kColumnsPerLane];
   float rollout_log_probs[kColumnsPerLane];
@@ -22,7 +22,7 @@ __device__ __forceinline__ float log1mexp(float log_prob) {
   return log_prob > -kLn2 ? logf(-expm1f(log_prob)) : log1pf(-expf(log_prob));
 }
 
-// q log(q / p) of one outcome: 0 where q = 0, +inf where only p is.
+// q log(q / p) of one outcome: 0 if q = 0, +inf if only p is 0.
 __device__ __forceinline__ float kl_term(float log_prob, float anchor_log_prob) {
   const float anchor_prob = expf(anchor_log_prob);
   return anchor_prob > 0.f ? anchor_prob * (anchor_log_prob - log_prob) : 0.f;
@@ -32,8 +32,8 @@ __device__ __forceinline__ float tv_term(float log_prob, float anchor_log_prob) 
   return fabsf(expf(log_prob) - expf(anchor_log_prob));
 }
 
-// Logarithms of both tails without the noise of 1 - sum. Both within roundoff: both 0. Only the policy's: 0 where
-// the rollout's is surely positive, which is a KL of +inf; else roundoff, which makes the KL a lower bound.
+// Logarithms of both tails without the noise of 1 - sum. If both are within roundoff, both are 0. If only the
+// policy's is: 0 if the rollout's is certainly positive (a KL of +inf), else roundoff (the KL is a lower bound).
 __device__ __forceinline__ void resolve_tails(float& log_tail, float& rollout_log_tail) {
   const bool is_unresolved = log_tail <= kLogRoundoff;
   const bool is_covered = is_unresolved && rollout_log_tail <= kLogRoundoff;
@@ -49,8 +49,8 @@ __device__ __forceinline__ float binary_kl(float log_prob, float anchor_log_prob
   return at_least(kl_term(log_prob, anchor_log_prob) + kl_term(log_tail, anchor_log_tail), 0.f);
 }
 
-// Leaves of a row's columns, which stand in `columns` with their ids in `ids` (-1 pads), those that are outcomes
-// of their own: not the sampled token, which is one apart, nor what it replaces. The whole warp must call this.
+// Keeps the outcomes among a row's `columns`, with their ids in `ids` (-1 pads): not the sampled token, which is a
+// separate outcome, and not the token that it replaces. All lanes of the warp must call this.
 __device__ __forceinline__ void keep_outcomes(LaneColumns& columns, const int* ids, int64_t target, bool replace,
                                               int lane) {
   int last = -1;
@@ -77,7 +77,7 @@ __device__ __forceinline__ void keep_outcomes(LaneColumns& columns, const int* i
 // log(1 - the sum of the outcomes' masses); the largest through expm1, so that 1 - 1e-9 leaves 1e-9.
 __device__ __forceinline__ float log_tail_of(const float* log_masses, float sampled, int lane) {
   float largest = sampled;
-  int column = DPPO_MAX_TOP_K;  // the sampled token's own
+  int column = DPPO_MAX_TOP_K;  // of the sampled token
 #pragma unroll
   for (int i = 0; i < kColumnsPerLane; ++i) {
     if (log_masses[i] > largest) {
@@ -104,8 +104,8 @@ __device__ __forceinline__ float log_tail_of(const float* log_masses, float samp
   return logf(at_least(-expm1f(largest) - others, 0.f));
 }
 
-// Over the columns' outcomes, the sampled token and, where asked for, the rest; a KL at least the sampled token's
-// binary one, as topk_kl of algorithms/divergence.py explains. Every lane gets the result.
+// Divergence over the columns' outcomes, the sampled token and, if requested, 'other'. A KL is at least the sampled
+// token's binary KL, as topk_kl of algorithms/divergence.py explains. Every lane gets the result.
 __device__ __forceinline__ float topk_divergence(const LaneColumns& columns, float log_prob,
                                                  float rollout_log_prob, bool is_kl, bool include_other,
                                                  int lane) {

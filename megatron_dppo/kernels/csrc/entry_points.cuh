@@ -1,4 +1,4 @@
-// The functions of capi.h: checks, choice of the kernel's instance, launch. Whoever includes this first defines
+// The functions of capi.h: checks, choice of the kernel's instance, launch. A file that includes this first defines
 // `dppo::launch(kernel, num_blocks, threads_per_block, stream, arguments)`, which returns a cudaError_t.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The host build of the C interface: the kernels' own source, run by host_shim.h.
+// The host build of the C interface: the same kernel source, run by host_shim.h.
 #define DPPO_HOST
 #include "common.cuh"
 

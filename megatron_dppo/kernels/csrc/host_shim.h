@@ -1,5 +1,5 @@
-// Runs CUDA C++ kernels on the host, for tests: blocks one after the other, each thread of a block on a stack of
-// its own. A thread runs until it must wait for others, then the next one does. Covers what these kernels use:
+// Runs CUDA C++ kernels on the host, for tests: one block after the other, each thread of a block on a separate
+// stack. A thread runs until it must wait for others, then the next one runs. Supports what these kernels use:
 // __shared__, __syncthreads, __shfl_xor_sync of the whole warp, bfloat16 and pairs of it, 16-byte loads.
 //
 // Waits that would hang or be undefined on a GPU end the launch with cudaErrorLaunchFailure: threads of a warp at
@@ -21,7 +21,7 @@
 #include <mutex>
 #include <vector>
 
-// Nothing of this is shared with another library that was built from it and loaded by the same process.
+// Hidden symbols: libraries that are built from this file and loaded by one process share nothing.
 #pragma GCC visibility push(hidden)
 
 #define __global__ static
@@ -81,7 +81,7 @@ inline __nv_bfloat16 __float2bfloat16_rn(float value) {
 }
 
 namespace dppo {
-// Fails like the device's load where an address is not a multiple of 16.
+// Fails like the device's load if an address is not a multiple of 16.
 inline uint4 load_streaming(const uint4* address) {
   return *static_cast<const uint4*>(__builtin_assume_aligned(address, 16));
 }
@@ -135,7 +135,7 @@ inline std::function<void()> kernel;
   if (_setjmp(self.resume_at) == 0) _longjmp(scheduler, 1);
 }
 
-// A thread's whole life: one kernel per block, for as many blocks as there are.
+// The main function of a thread: runs the kernel once per block.
 inline void live() {
   for (;;) {
     kernel();
@@ -170,7 +170,7 @@ inline void release(size_t first, size_t size) {
   for (size_t t = first; t < first + size; ++t) threads[t].state = State::kReady;
 }
 
-// After every thread has stopped: lets those run whose wait is over. False if there are none.
+// After every thread has stopped: resumes the threads that need not wait any more. False if there are none.
 inline bool release_waiting() {
   bool is_any_released = false;
   for (size_t first = 0; first < threads.size(); first += kWarpSize) {
@@ -207,7 +207,7 @@ inline cudaError_t launch(int64_t num_blocks, int num_threads, std::function<voi
   for (int64_t block = 0; block < num_blocks; ++block) {
     blockIdx.x = block;
     if (!run_block()) {
-      threads.clear();  // their stacks still stand in this kernel
+      threads.clear();  // their stacks are still inside this kernel
       return cudaErrorLaunchFailure;
     }
   }

@@ -23,7 +23,7 @@ struct LogitsGradientArguments {
   const float* upstream;
 };
 
-// What every column of a row needs. Beside the target, d loss / d z = p (constant + slope log2 p).
+// Values for every column of a row. Except at the target, d loss / d z = p (constant + slope log2 p).
 struct RowGradient {
   float scale;
   float highest, log2_sum;
@@ -52,7 +52,7 @@ template <bool kWithEntropy>
 __device__ __forceinline__ RowGradient row_gradient(const LogitsGradientArguments& in, int64_t source) {
   const float* row = in.rows + source;
   const float factor = in.inverse_temperature * (in.upstream == nullptr ? 1.f : *in.upstream);
-  // A row without gradient stays without, whatever the factor: 0 * inf is 0 here.
+  // A row without gradient keeps gradient 0 for any factor: 0 * inf is 0 here.
   const float of_log_prob = row[DPPO_LOG_PROB_GRADIENT * in.rows_stride];
   const float of_entropy = kWithEntropy ? row[DPPO_ENTROPY_GRADIENT * in.rows_stride] : 0.f;
   RowGradient result;
@@ -108,8 +108,8 @@ __device__ __forceinline__ uint4 load(const uint4* address, unsigned shift) {
 }
 
 // The columns of a row that are tokens: aligned stores, and loads at the same or, with kIsShifted, another distance
-// from a multiple of 16 bytes. Vectors are given out as in row_statistics. The target's column is written as any
-// other, and then once more by the same thread, which took its logit before.
+// from a multiple of 16 bytes. Threads get vectors as in row_statistics. The target's column is written like any
+// other, and then again by the same thread, which read its logit before.
 template <typename T, bool kWithEntropy, bool kIsShifted>
 __device__ __forceinline__ void write_gradient(const T* row, T* out, Cut<T> cut, const RowGradient& gradient) {
   constexpr int kSize = Packed<T>::kSize;
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kMostThreadsPerRow, kBlocksPerMultiprocessor)
   if ((reinterpret_cast<uintptr_t>(row) - reinterpret_cast<uintptr_t>(out)) % sizeof(uint4) == 0) {
     write_gradient<T, kWithEntropy, false>(row, out, cut, gradient);
   } else {
-    cut.leave_last_vector();  // the 16 bytes behind it need not be there
+    cut.leave_last_vector();  // the 16 bytes after it may not exist
     write_gradient<T, kWithEntropy, true>(row, out, cut, gradient);
   }
   write_zeros(out, in.num_columns, in.width);

@@ -1,4 +1,4 @@
-// The forward's only pass over the logits: what each row must tell the other shards, [4 + K] numbers.
+// The forward's only pass over the logits: computes the [4 + K] numbers of each row that the shards exchange.
 #pragma once
 
 #include "common.cuh"
@@ -25,7 +25,7 @@ __device__ __forceinline__ void shift_down(uint4* vectors) {
   for (int next = 1; next < count; ++next) vectors[next - 1] = vectors[next];
 }
 
-// Of some logits: sum 2^(y - m), and sum 2^(y - m) (y - m).
+// Sums over some logits: sum 2^(y - m), and sum 2^(y - m) (y - m).
 struct Sums {
   float s, w;
 };
@@ -46,13 +46,13 @@ __device__ __forceinline__ void add(Sums& sums, const uint4* vectors, float m, f
   }
 }
 
-// What logits are measured from: the maximum; where that is -inf, anything, so that they count for nothing and a
-// NaN is seen.
+// The reference that is subtracted from logits: the maximum, or 0 if the maximum is -inf, so that logits of
+// -inf add nothing and a NaN stays visible.
 __device__ __forceinline__ float reference(float m) { return m == -INFINITY ? 0.f : m; }
 
-// Adds vectors of logits to a part of the row: one comparison with its maximum for all of them, and sums of their
-// own, which round less. A logit of -inf makes their w a NaN, by 0 * -inf; that is rare enough to add them once
-// more, one vector at a time for the sake of registers. Leaves the vectors shifted.
+// Adds vectors of logits to a part of the row: one comparison with its maximum for all of them, and separate sums,
+// which round less. A logit of -inf makes their w a NaN, by 0 * -inf. That is rare, so the vectors are then added
+// again, one vector at a time to save registers. The vectors are shifted afterwards.
 template <typename T, int count, bool kWithEntropy>
 __device__ __forceinline__ void accumulate(Statistics& part, uint4* vectors, float scale) {
   const float highest = scaled(Packed<T>::template highest<count>(vectors), scale);
@@ -81,8 +81,8 @@ __device__ __forceinline__ void accumulate_one(Statistics& part, float y) {
   if (kWithEntropy) part.w = fmaf(power, fmaxf(below, -1e30f), part.w);
 }
 
-// The lanes' parts, merged in a fixed order; every lane gets the whole. A maximum first, so that each part is
-// raised once.
+// Merges the lanes' parts in a fixed order; every lane gets the total. The maximum comes first, so that each part
+// is rescaled once.
 __device__ __forceinline__ Statistics merge_over_warp(Statistics part) {
   float m = part.m;
 #pragma unroll
@@ -93,7 +93,7 @@ __device__ __forceinline__ Statistics merge_over_warp(Statistics part) {
   return Statistics{m, warp_sum(part.s), warp_sum(part.w)};
 }
 
-// The threads' parts, merged over the block; the first warp gets the whole.
+// Merges the threads' parts over the block; the first warp gets the total.
 __device__ __forceinline__ Statistics merge_over_block(Statistics part) {
   __shared__ Statistics of_warps[kMostThreadsPerRow / kWarpSize];
   const int lane = threadIdx.x % kWarpSize;
@@ -105,8 +105,8 @@ __device__ __forceinline__ Statistics merge_over_block(Statistics part) {
   return merge_over_warp(lane < static_cast<int>(blockDim.x) / kWarpSize ? of_warps[lane] : no_statistics());
 }
 
-// A warp takes chunks of neighbouring vectors, kUnroll for each lane, and the block's warps take turns: how far
-// loads are apart does not depend on the size of the block.
+// A warp takes chunks of neighbouring vectors, kUnroll for each lane, and the block's warps take turns. So the
+// distance between loads does not depend on the size of the block.
 template <typename T, bool kWithEntropy>
 __device__ __forceinline__ Statistics part_of_thread(const T* row, const RowStatisticsArguments& in) {
   const Cut<T> cut(row, in.num_columns);
@@ -140,7 +140,7 @@ __device__ __forceinline__ Statistics part_of_thread(const T* row, const RowStat
   return part;
 }
 
-// Where the id is whose logit a thread is to find: the first thread's is the target, those of the next the Top-K.
+// Address of the id that a thread looks up: the target for the first thread, the Top-K ids for the next ones.
 __device__ __forceinline__ const void* chosen_address(const RowStatisticsArguments& in, int64_t index, int thread) {
   static_assert(kFewestThreadsPerRow > DPPO_MAX_TOP_K, "a thread for the target, and one for each of the Top-K");
   if (thread == 0) return in.targets + index;
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kMostThreadsPerRow, kBlocksPerMultiprocessor)
   if (thread == 0) {
     out[0] = whole.m;
     out[1] = whole.s;
-    out[2] = kWithEntropy ? whole.w : 0.f;  // what merging left there is not the whole sum
+    out[2] = kWithEntropy ? whole.w : 0.f;  // without entropy, merging leaves an incomplete sum in whole.w
   }
 }
 

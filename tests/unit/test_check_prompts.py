@@ -189,7 +189,7 @@ def test_thinking_that_no_response_can_end() -> None:
     assert noted(tools_tokenizer(), [{}], require) == []
     special = tools_tokenizer(thinks_in_special_tokens=True)
     status, text = checked(special, [{}], require)
-    assert status == 1 and "</think> is a special token, which texts of responses leave out" in text
+    assert status == 1 and "</think> is a special token, which responses omit" in text
     assert noted(special, [{}]) == []
     status, text = checked(tools_tokenizer(), [off, off, {}], require)
     assert status == 1 and "with 2 of 3 prompts of p.jsonl that end with </think>" in text

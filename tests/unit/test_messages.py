@@ -73,7 +73,7 @@ def said(result: Result) -> str:
         ),
         (
             "train base.toml --set data.reward=environment",
-            "ConfigError: data.reward: found 'environment', where rollout.environment = 'single_turn' gives no",
+            "ConfigError: data.reward: found 'environment', but rollout.environment = 'single_turn' gives no",
         ),
         ("check bom.toml", "bom.toml: found a byte-order mark (BOM) at its beginning"),
         (

@@ -79,7 +79,7 @@ def test_proven_kinds_are_admitted_with_data_parallelism_too(kind: LayoutKind, d
         (ParallelConfig(tensor=4, expert=2), 8, "parallel.tensor", "key-value heads, 2"),
         (ParallelConfig(tensor=3), 3, "parallel.tensor", "attention heads, 4"),
         (ParallelConfig(pipeline=5), 5, "parallel.pipeline * virtual_pipeline", "layers, 4"),
-        (ParallelConfig(virtual_pipeline=2), 1, "parallel.virtual_pipeline", "no pipeline"),
+        (ParallelConfig(virtual_pipeline=2), 1, "parallel.virtual_pipeline", "without a pipeline"),
     ],
 )
 def test_refused_layouts_say_why(parallel: ParallelConfig, world_size: int, where: str, reason: str) -> None:

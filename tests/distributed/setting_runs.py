@@ -75,7 +75,7 @@ class Effect:
         setting: Dotted key.
         values: Of the first and the second run; a setting that is absent from the first keeps its default.
         first: The first phase that differs; none if no phase does. An evaluation is not in this order.
-        holds: What is true of both runs beside that.
+        holds: Check of both runs, in addition to the first phase that differs.
         base: Settings of both runs.
     """
 
@@ -170,7 +170,7 @@ _OF_A_STEP = {
 }
 _PLACE = ("drift/mini_step",)
 PHASES = ("prompts", "responses", "rewards", "advantages", "policy <n>", "loss <n>", "gradient <n>")
-"""In the order in which a run makes them; those of a gradient step again for each next one."""
+"""Phases in the order of a run. Those after the advantages repeat for each gradient step."""
 
 
 def tables_of(settings: Tables, task: Path) -> dict[str, Any]:

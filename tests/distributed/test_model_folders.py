@@ -149,7 +149,7 @@ def measure_mismatch(models: Models, load: str, out: Path) -> Any:
 
 
 def what_if(models: Models, load: str, out: Path) -> Any:
-    """Of one run's mini-batches, with the weights of a folder after those of another."""
+    """Run what-if on one run's mini-batches with two folders' weights in turn."""
     weights = ("--checkpoint", models.folder / load, "--before", models.folder / OTHER_HF)
     succeed("what-if", models.trained(HF), *weights, "--preset", "minirl", "-o", out)
     found = json_of(out / "what_if.json")
@@ -157,7 +157,7 @@ def what_if(models: Models, load: str, out: Path) -> Any:
 
 
 def what_if_before(models: Models, load: str, out: Path) -> Any:
-    """Of one run's mini-batches, with the run's own weights after those of a folder."""
+    """Run what-if on one run's mini-batches with a folder's weights, then with the run's weights."""
     before = ("--before", models.folder / load)
     succeed("what-if", models.trained(HF), *before, "--preset", "minirl", "-o", out)
     found = json_of(out / "what_if.json")
@@ -200,7 +200,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def to_hf_with_template(models: Models, load: str, out: Path) -> dict[str, bytes]:
-    """The template gives config and tokenizer, and no weight: that of the other model has the same files."""
+    """The template gives config and tokenizer, and no weights. The other model has the same ones."""
     source = ("--megatron", models.folder / MEGATRON)
     converted("to-hf", *source, "--hf-template", models.folder / load, "--out", out)
     assert differences(models.folder / HF, out) == []

@@ -232,7 +232,7 @@ def test_anchors_are_paired_with_their_twins(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / "pairs" / name, algorithm(name)) for name in names]
     axes = build(only(drawn("04_anchor", folders))).axes[0]
     labels = {line.get_label() for line in axes.lines if line.get_gid() != "raw"}
-    assert labels == {"DPPO-Binary-KL", "DPPO-Binary-KL-Recompute"}, "MiniRL's clip is not that of grpo"
+    assert labels == {"DPPO-Binary-KL", "DPPO-Binary-KL-Recompute"}, "MiniRL and grpo clip differently"
     clips = [write_run(tmp_path / name, algorithm(name)) for name in ("minirl", "grpo_clip_higher", "cispo")]
     of_clips = only(drawn("04_anchor", clips))
     assert lines_of(of_clips, "reward").keys() == {"MiniRL", "GRPO-ClipHigher"}

@@ -57,7 +57,7 @@ def each_token(record: Any, apply: Callable[[Tensor, float], Tensor]) -> Any:
         value = getattr(record, each.name)
         if value is not None and "fill" in each.metadata:
             changed[each.name] = apply(value, each.metadata["fill"])
-        elif is_dataclass(value):
+        elif value is not None and is_dataclass(value):  # torch.compile of 2.11 cannot trace is_dataclass(None)
             changed[each.name] = each_token(value, apply)
     return replace(record, **changed)
 

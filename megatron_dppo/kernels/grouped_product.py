@@ -22,6 +22,8 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     Returns:
         [N, out].
     """
+    if not rows.shape[0]:  # F.grouped_mm refuses an expanded gradient without rows; the weight's is zero
+        return rows @ weight[0].t()
     if _must_guard(rows.device):
         weight = with_zero_gradient_where_empty(weight, ends)
     return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)

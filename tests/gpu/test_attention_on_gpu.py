@@ -46,8 +46,10 @@ def test_flash_attention_equals_padded_batches(packing: str, rank: int, size: in
     cu_seqlens, tensors = packed(packing, size, dim)
     rounded = [tensor.detach().cuda().bfloat16() for tensor in tensors]
     expected = results(PaddedBatches, cu_seqlens, [x.double() for x in rounded], rank, size)
+    largest = max(tensor.norm() for tensor in expected)
     for form in (PaddedBatches, VarlenSequences):
         found = results(form, cu_seqlens, rounded, rank, size)
         for value, exact in zip(found, expected, strict=True):
-            error = (value.double() - exact).norm() / exact.norm()
+            size = exact.norm() if exact.any() else largest  # a sequence of one token has no score gradient
+            error = (value.double() - exact).norm() / size
             assert error <= LIMIT, f"{form.__name__}: {error:.1e}"

@@ -86,9 +86,8 @@ def is_compiled(objective: Objective) -> bool:
     """Return whether the compiled kernels support an objective; otherwise `combine` runs in PyTorch."""
     if any(getattr(objective, field) != known for field, known in OF_EVERY_COMPILED.items()):
         return False
-    return all(
-        known.get(name := getattr(objective, field)) == ids_of(field)[name] for field, known in COMPILED.items()
-    )
+    names = {field: getattr(objective, field) for field in COMPILED}  # torch.compile cannot trace := in all()
+    return all(known.get(names[field]) == ids_of(field)[names[field]] for field, known in COMPILED.items())
 
 
 def require_compiled(objective: Objective) -> None:

@@ -50,6 +50,6 @@ def test_flash_attention_equals_padded_batches(packing: str, rank: int, size: in
     for form in (PaddedBatches, VarlenSequences):
         found = results(form, cu_seqlens, rounded, rank, size)
         for value, exact in zip(found, expected, strict=True):
-            size = exact.norm() if exact.any() else largest  # a sequence of one token has no score gradient
-            error = (value.double() - exact).norm() / size
+            scale = exact.norm() if exact.any() else largest  # sequences of one token: no gradient of scores
+            error = (value.double() - exact).norm() / scale
             assert error <= LIMIT, f"{form.__name__}: {error:.1e}"

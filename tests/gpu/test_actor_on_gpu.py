@@ -1,4 +1,4 @@
-"""The same parity and the same loop on one GPU: `make gpu`. Not measured yet; see the README."""
+"""The same parity and the same loop on one GPU: `make gpu`."""
 
 import subprocess
 import sys

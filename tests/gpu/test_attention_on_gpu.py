@@ -1,4 +1,4 @@
-"""Flash attention against padded batches on one GPU, for every rank of a context group; not measured yet."""
+"""Flash attention against padded batches on one GPU, for every rank of a context group."""
 
 import pytest
 import torch

@@ -1,7 +1,4 @@
-"""The fused losses on device tensors against float64 on the CPU: each objective, type and way to call them.
-
-Not measured yet; see the README.
-"""
+"""The fused losses on device tensors against float64 on the CPU: each objective, type and way to call them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace

@@ -1,7 +1,6 @@
 """The compiled kernels on a GPU: the tests that the host build passes, and what only a GPU can show.
 
-Those of tests/unit/test_kernel_*.py run as they are, on a library that moves tensors to the GPU and back. Not
-measured yet; see the README.
+The tests of tests/unit/test_kernel_*.py run unchanged, on a library that moves tensors to the GPU and back.
 """
 
 import os

@@ -12,12 +12,17 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megatron_dppo.actor.data_parallel import bad_gradients, complete_parameters, wrap_for_data_parallelism
-from megatron_dppo.actor.forward import run_microbatches
+from megatron_dppo.actor.forward import OutputHead, run_microbatches
 from megatron_dppo.actor.observation import Observer
 from megatron_dppo.actor.offload import TrainerMemory
-from megatron_dppo.actor.optimizer import build_optimizer, build_schedule, take_step
-from megatron_dppo.actor.output_head import OutputHead
+from megatron_dppo.actor.optimizer import (
+    bad_gradients,
+    build_optimizer,
+    build_schedule,
+    complete_parameters,
+    take_step,
+    wrap_for_data_parallelism,
+)
 from megatron_dppo.actor.router_losses import RouterLosses
 from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.algorithms.presets import overrides_in
@@ -30,8 +35,13 @@ from megatron_dppo.checkpoints.megatron_weights import describe_hf_weights, expo
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.balance import SampleCost
 from megatron_dppo.data.batches.exchange import DataParallel
-from megatron_dppo.data.batches.packing import measured_part, microbatches_of, placeholder
-from megatron_dppo.data.batches.token_slices import TokenSlice, token_slice
+from megatron_dppo.data.batches.packing import (
+    TokenSlice,
+    measured_part,
+    microbatches_of,
+    placeholder,
+    token_slice,
+)
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.kernels.ops import kernels_for
 from megatron_dppo.mcore import cpu, fixes

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_dppo.actor.output_head import packed_responses
+from megatron_dppo.actor.forward import packed_responses
 from megatron_dppo.algorithms import Objective, PolicyLossInputs, TopKLogProbs, preset, shadow_masks
 from megatron_dppo.algorithms.presets import PAPER
 from megatron_dppo.algorithms.shadow import with_inputs

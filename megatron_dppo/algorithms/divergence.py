@@ -11,20 +11,25 @@ point, binary <= Top-K is exact for KL. The other inequalities hold to within th
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from types import MappingProxyType
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from megatron_dppo.algorithms.registry import registry
+from megatron_dppo.errors import ConfigError, Problem
 
 SampledToken = Literal["union", "replace"]
+
 
 # A tail of at most this many machine epsilons is indistinguishable from zero: 1 - sum(p) over up to 64 columns
 # has an error of 4 epsilons after log_softmax, and of 18 if a log-sum-exp near 30 was subtracted.
 ROUNDOFF_EPSILONS = 32
+
+
 # If the rollout's tail is at least this large and the policy's is 0, the KL exceeds .05 despite any roundoff.
 SURELY_POSITIVE_TAIL = 0.01
 
@@ -47,6 +52,42 @@ class Divergence:
     over: Literal["sampled", "topk"]
     needs_other: bool = False  # undefined if the outcomes do not sum to 1
     at_most: float = math.inf  # upper bound of its values
+
+
+class Identified(Protocol):
+    """An entry of a registry, with an explicit id."""
+
+    @property
+    def id(self) -> int:
+        """The number, which no other entry of the registry has."""
+        ...
+
+
+Entry = TypeVar("Entry", bound=Identified)
+
+
+def registry(name: str, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
+    """Return the entries, read-only, after a check that each id is unique. Their order does not matter.
+
+    Args:
+        name: Name of the registry in messages.
+        entries: Entry per name that an objective can use.
+
+    Raises:
+        ConfigError: Two entries have one id.
+    """
+    holders: defaultdict[int, list[str]] = defaultdict(list)
+    for entry_name, entry in entries.items():
+        holders[entry.id].append(entry_name)
+    action = f"Give one of them another: {max(holders, default=-1) + 1} is free."
+    problems = [
+        Problem(name, f"id {id} of {' and '.join(names)}", "a unique id for each", action)
+        for id, names in holders.items()
+        if len(names) > 1
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return MappingProxyType(dict(entries))
 
 
 def log1mexp(log_probs: Tensor) -> Tensor:

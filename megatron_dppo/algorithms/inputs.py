@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_dppo.algorithms.divergence import TopKLogProbs
 from megatron_dppo.algorithms.objective import Objective
-from megatron_dppo.algorithms.responses import Responses, require_lengths
+from megatron_dppo.algorithms.trust_region import Responses, require_lengths
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.types import ROLLOUT_TOKENS, RolloutTokens
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron_dppo.algorithms.divergence import DIVERGENCES, topk_partition
 from megatron_dppo.algorithms.inputs import LearningTokens, PolicyLossInputs, learning_tokens
+from megatron_dppo.algorithms.loss_terms import ref_kl_term
 from megatron_dppo.algorithms.objective import Objective
-from megatron_dppo.algorithms.ref_kl import ref_kl_term
 from megatron_dppo.algorithms.rules import trust_region_weight
 from megatron_dppo.algorithms.trust_region import TrustRegionTokens
 

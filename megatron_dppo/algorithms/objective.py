@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Literal, get_args
 
 from megatron_dppo.algorithms.divergence import DIVERGENCES, SampledToken
-from megatron_dppo.algorithms.own_rule import Option, OwnRule
+from megatron_dppo.algorithms.trust_region import Option, OwnRule
 from megatron_dppo.errors import ConfigError, Problem
 
 Rule = Literal[

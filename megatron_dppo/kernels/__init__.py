@@ -8,7 +8,7 @@ from megatron_dppo.kernels.loss import (
     fused_policy_loss,
     packed_policy_loss,
 )
-from megatron_dppo.kernels.score_norms import linear_score_norms, score_norms
+from megatron_dppo.kernels.output_layer import linear_score_norms, score_norms
 
 __all__ = [
     "FusedPolicyLoss",

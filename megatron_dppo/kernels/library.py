@@ -13,8 +13,15 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.algorithms import Objective
-from megatron_dppo.kernels.arguments import LOGITS_DTYPES, ArgumentChecker, KernelError
-from megatron_dppo.kernels.encoding import COMPILED, IDS, flags_of, require_compiled
+from megatron_dppo.kernels.encoding import (
+    COMPILED,
+    IDS,
+    LOGITS_DTYPES,
+    ArgumentChecker,
+    KernelError,
+    flags_of,
+    require_compiled,
+)
 from megatron_dppo.kernels.reference import ROWS, STATISTICS
 
 ABI_VERSION = 1

@@ -9,14 +9,19 @@ from torch import Tensor
 from megatron_dppo.algorithms import Objective
 from megatron_dppo.algorithms.inputs import CLAMP_COUNTED_FROM
 from megatron_dppo.algorithms.loss import TokenUpdates, update_metrics
-from megatron_dppo.algorithms.responses import require_lengths
+from megatron_dppo.algorithms.trust_region import require_lengths
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels import ops
 from megatron_dppo.kernels.encoding import encode, is_compiled
+from megatron_dppo.kernels.inputs import (
+    PackedResponses,
+    VocabShard,
+    check_values,
+    checked_tokens,
+    gather_statistics,
+    rollout_tokens,
+)
 from megatron_dppo.kernels.reference import ROWS, TokenLogProbs, combine, log_probs_of
-from megatron_dppo.kernels.responses import PackedResponses
-from megatron_dppo.kernels.tokens import check_values, checked_tokens, rollout_tokens
-from megatron_dppo.kernels.vocab_parallel import VocabShard, gather_statistics
 from megatron_dppo.types import RolloutTokens
 
 LOGIT_TYPES = (torch.bfloat16, torch.float32, torch.float64)

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_dppo.algorithms import Objective, PolicyLossInputs, TopKLogProbs
 from megatron_dppo.algorithms.inputs import learning_tokens
 from megatron_dppo.algorithms.loss import token_updates
-from megatron_dppo.algorithms.ref_kl import ref_kl_term
+from megatron_dppo.algorithms.loss_terms import ref_kl_term
 
 LN2 = math.log(2.0)
 LOG2E = 1.0 / LN2

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_dppo.algorithms import Objective
 from megatron_dppo.algorithms.divergence import TopKLogProbs, topk_partition, topk_tv
-from megatron_dppo.algorithms.ref_kl import k3
+from megatron_dppo.algorithms.loss_terms import k3
 from megatron_dppo.metrics.metrics import Metrics
 
 LOG_RATIO_LIMIT = 80.0  # exp(80) = 5.5e34 fits float32

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from megatron_dppo.data.batches.token_slices import zigzag
+from megatron_dppo.data.batches.packing import zigzag
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_dppo.errors import RoutingReplayError
-from megatron_dppo.routing_replay.agreement import num_shared
+from megatron_dppo.routing_replay.routes import num_shared
 from megatron_dppo.types import RoutedExperts
 
 TopK = Callable[..., tuple[Tensor, Tensor]]

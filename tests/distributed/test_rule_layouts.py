@@ -82,8 +82,8 @@ def measure(
 ) -> dict[str, tuple[dict[str, Tensor], dict[str, float]]]:
     """By preset: every gradient and every metric, of one model in one layout."""
     from megatron_dppo.actor.actor import Actor
+    from megatron_dppo.actor.forward import OutputHead
     from megatron_dppo.actor.observation import Observer
-    from megatron_dppo.actor.output_head import OutputHead
     from megatron_dppo.actor.reference import ReferencePolicy
     from megatron_dppo.checkpoints.megatron_weights import export_hf_weights
     from megatron_dppo.config.schema import Config

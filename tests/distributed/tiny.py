@@ -106,8 +106,7 @@ def random_groups(
 @torch.no_grad()
 def logits_of(actor: Any, microbatch: Any) -> torch.Tensor:
     """[T, V] of one micro-batch, of a model that one rank holds whole, with live routes."""
-    from megatron_dppo.actor.forward import forward_packed
-    from megatron_dppo.actor.output_head import output_weight
+    from megatron_dppo.actor.forward import forward_packed, output_weight
 
     (chunk,) = actor.chunks
     return forward_packed(chunk, microbatch)[0] @ output_weight(chunk).T

@@ -1,17 +1,116 @@
-"""Checks the inputs of a fused loss except logits, and converts them to the kernels' types."""
+"""Inputs of a fused loss: their split over ranks, and their checks.
 
-from dataclasses import replace
-from typing import Any
+Tensor parallelism splits the vocabulary, so that ranks exchange statistics. Context parallelism splits the
+tokens of responses, so that rules over complete responses join them.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.algorithms import Objective, PolicyLossInputs
 from megatron_dppo.algorithms.inputs import learning_tokens
 from megatron_dppo.errors import ConfigError, Problem
-from megatron_dppo.kernels.arguments import MAX_TOP_K
-from megatron_dppo.kernels.vocab_parallel import VocabShard, require_cover
+from megatron_dppo.kernels.encoding import MAX_TOP_K
 from megatron_dppo.types import ROLLOUT_TOKENS, RolloutTokens, RolloutTopK, each_token
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The columns of the vocabulary that a rank's logits hold."""
+
+    start: int  # global id of the first column; shards follow each other in rank order
+    vocab_size: int  # of the model, without the columns that pad the last shards
+    group: dist.ProcessGroup | None = None  # the ranks that hold the other columns; None without a split
+
+    def num_columns(self, width: int) -> int:
+        """Return how many of a shard's `width` columns are tokens; the rest is padding."""
+        return num_columns(width, self.start, self.vocab_size)
+
+
+def num_columns(width: int, vocab_start: int, vocab_size: int) -> int:
+    """Return how many of `width` columns from `vocab_start` on are tokens of the vocabulary."""
+    return max(0, min(width, vocab_size - vocab_start))
+
+
+def gather_statistics(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """[T, ...] of this rank -> [ranks, T, ...], in rank order: the same bits on every rank."""
+    if group is None or group.size() == 1:
+        return own[None]
+    gathered = own.new_empty(group.size() * own.shape[0], *own.shape[1:])
+    dist.all_gather_into_tensor(gathered, own, group=group)
+    return gathered.view(group.size(), *own.shape)
+
+
+def require_cover(shard: VocabShard, width: int, device: torch.device) -> None:
+    """Refuse shards that leave tokens out or hold some twice; one exchange, and a device synchronisation.
+
+    Raises:
+        ConfigError: On every rank of the group, naming the first shard that does not follow the one before.
+    """
+    if shard.group is None:
+        return
+    own = torch.tensor([[shard.start, shard.start + width]], device=device)
+    end = 0
+    for rank, (start, stop) in enumerate(gather_statistics(own, shard.group).view(-1, 2).tolist()):
+        if start != end:
+            found = f"columns {start} to {stop} on rank {rank} of the group, after column {end}"
+            expected = f"shards that cover the {shard.vocab_size} tokens without gaps or overlaps"
+            action = "Pass the global id of each shard's first column."
+            raise ConfigError(Problem("fused_policy_loss.vocab_start", found, expected, action))
+        end = stop
+
+
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True, eq=False)
+class PackedResponses:
+    """Positions of a micro-batch's responses, and of this rank's rows in it."""
+
+    lengths: Tensor  # [B] int64: packed tokens of each response, on all ranks of `group` together
+    group: dist.ProcessGroup | None = None  # context-parallel ranks, each with the same number of tokens
+    order: Tensor | None = None  # [whole] int64: position of each of the ranks' concatenated rows
+
+    @property
+    def is_split(self) -> bool:
+        """Whether other ranks have some of the tokens."""
+        return self.group is not None and self.group.size() > 1
+
+    @cached_property
+    def _sources(self) -> Tensor:
+        assert self.order is not None, "split responses have the position of each row"
+        return torch.empty_like(self.order).scatter_(
+            0, self.order, torch.arange(self.order.numel(), device=self.order.device)
+        )
+
+    def whole(self, values: Tensor) -> Tensor:
+        """Return the rows of all ranks in their order: [T, ...] -> [whole, ...], the same bits on each.
+
+        All ranks of the group call it together.
+        """
+        if not self.is_split:
+            return values
+        sent = values.to(torch.uint8) if values.dtype == torch.bool else values
+        gathered = gather_statistics(sent.contiguous(), self.group).flatten(0, 1)
+        return gathered[self._sources].to(values.dtype)
+
+    def whole_record(self, record: Record) -> Record:
+        """Return a record of per-token tensors with the rows of all ranks."""
+        return each_token(record, lambda values, _: self.whole(values)) if self.is_split else record
+
+    def own(self, values: Any, dim: int = 0) -> Any:
+        """Return this rank's rows, in its order, of a tensor that has the rows of all ranks along `dim`."""
+        if not self.is_split or values is None:
+            return values
+        assert self.group is not None and self.order is not None
+        num_rows = self.order.numel() // self.group.size()
+        first = self.group.rank() * num_rows
+        return values.index_select(dim, self.order[first : first + num_rows])
 
 
 def rollout_tokens(

@@ -202,6 +202,12 @@ class TrainBatch:
     num_loss_tokens: int
     num_samples: int
 
+    def with_column(self, name: str, values: Sequence[Tensor]) -> Self:
+        """Return the batch with another value of a per-token field, [T] for each micro-batch."""
+        changes: list[dict[str, Any]] = [{name: each} for each in values]
+        pairs = zip(self.microbatches, changes, strict=True)
+        return replace(self, microbatches=tuple(replace(m, **change) for m, change in pairs))
+
 
 @dataclass(frozen=True)
 class SampledRollout:

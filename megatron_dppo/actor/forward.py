@@ -21,8 +21,8 @@ from megatron_dppo.kernels import (
     linear_score_norms,
     packed_linear_policy_loss,
     packed_policy_loss,
+    score_norms,
 )
-from megatron_dppo.kernels import output_layer as score_norms
 from megatron_dppo.kernels.inputs import PackedResponses
 from megatron_dppo.kernels.reference import TokenLogProbs
 from megatron_dppo.mcore.fixes import release_last_microbatch

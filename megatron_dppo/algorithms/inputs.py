@@ -1,14 +1,13 @@
-"""Inputs of the policy loss, validated, with masked tokens replaced by neutral values."""
+"""Inputs of the policy loss, and their checks."""
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_dppo.algorithms.divergence import TopKLogProbs
 from megatron_dppo.algorithms.objective import Objective
-from megatron_dppo.algorithms.trust_region import Responses, require_lengths
+from megatron_dppo.algorithms.trust_region import TrustRegionTokens
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.types import ROLLOUT_TOKENS, RolloutTokens
 
@@ -64,104 +63,28 @@ class PolicyLossInputs:
         return cls(**of_policy, response_lengths=response_lengths, **shared)
 
 
-@dataclass(frozen=True, eq=False)
-class LearningTokens:
-    """Checked inputs in one dtype: ignored rows are neutral (log-probs, A and weight 0), log-probs are <= 0."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LearningTokens(TrustRegionTokens):
+    """Checked inputs in one dtype: what a rule reads, and what only the loss does. Rows are neutral as there.
 
-    is_learning: Tensor  # [T] bool
+    `divergence` is 0 and `outcomes` is absent until an objective compares the policies.
+    """
+
     trained_log_probs: Tensor  # [T] with gradient, and not clamped; nothing else but `entropy` has one
-    log_probs: Tensor
-    rollout_log_probs: Tensor
-    anchor_log_probs: Tensor
-    ref_log_probs: Tensor | None
-    advantages: Tensor
-    token_weights: Tensor
+    token_weights: Tensor  # [T]; 0 for rows that do not learn
     num_clamped: Tensor  # scalar: learning tokens with a log-prob above CLAMP_COUNTED_FROM
-    topk: TopKLogProbs | None
-    targets: Tensor | None
-    entropy: Tensor | None
-    responses: Responses | None
+    ref_log_probs: Tensor | None  # [T]
+    topk: TopKLogProbs | None  # the columns in use; rows that do not learn are padding
+    targets: Tensor | None  # [T]
+    entropy: Tensor | None  # [T]
 
 
-def learning_tokens(
-    objective: Objective, inputs: PolicyLossInputs, *, has_known_values: bool = False
-) -> LearningTokens:
-    """Check the inputs that `objective` reads, and neutralise the rows that do not learn.
-
-    Neutralising comes before all arithmetic, so a NaN of an ignored row reaches neither value nor gradient.
-    Set `has_known_values` if a loss was computed from these inputs before. Their values are then not checked
-    again, and the call does not synchronise with the device.
+def required_inputs(objective: Objective, inputs: PolicyLossInputs) -> dict[str, Tensor]:
+    """Return the tensors that `objective` reads, by name.
 
     Raises:
-        ConfigError: An input is missing, has the wrong shape or type, or an invalid value for a learning token.
+        ConfigError: One is missing, or has the wrong shape or type.
     """
-    present = _inputs_read(objective, inputs)
-    _check_shapes(present)
-    lengths = inputs.response_lengths if objective.needs_responses else None
-    if lengths is not None and not has_known_values:
-        require_lengths(lengths, inputs.log_probs.numel(), objective.name)
-    dtype = torch.float64 if inputs.log_probs.dtype == torch.float64 else torch.float32
-    is_learning = torch.ones_like(inputs.log_probs, dtype=torch.bool)
-    if inputs.loss_mask is not None:
-        is_learning = inputs.loss_mask != 0
-
-    def clean(values: Tensor) -> Tensor:
-        return torch.where(is_learning, values.to(dtype), 0.0)
-
-    trained, rollout = clean(inputs.log_probs), clean(inputs.rollout_log_probs.detach())
-    old = present.get("old_log_probs")
-    anchor = rollout if old is None else clean(old.detach())
-    ref, weights = present.get("ref_log_probs"), inputs.token_weights
-    tokens = LearningTokens(
-        is_learning=is_learning,
-        trained_log_probs=trained,
-        log_probs=trained.detach(),
-        rollout_log_probs=rollout,
-        anchor_log_probs=anchor,
-        ref_log_probs=None if ref is None else clean(ref.detach()),
-        advantages=clean(inputs.advantages.detach()),
-        token_weights=clean(torch.ones_like(rollout) if weights is None else weights.detach()),
-        num_clamped=(torch.stack([trained.detach(), rollout, anchor]) > CLAMP_COUNTED_FROM).any(0).sum(),
-        topk=_clean_topk(objective, inputs.topk, is_learning, dtype) if "topk.ids" in present else None,
-        targets=torch.where(is_learning, present["targets"].long(), 0) if "targets" in present else None,
-        entropy=clean(present["entropy"]) if "entropy" in present else None,
-        responses=None if lengths is None else Responses(lengths.long(), is_learning),
-    )
-    if not has_known_values:
-        _check_values(tokens)
-    return _clamped(tokens)
-
-
-def _clean_topk(
-    objective: Objective, topk: TopKLogProbs | None, is_learning: Tensor, dtype: torch.dtype
-) -> TopKLogProbs:
-    """The columns in use; ignored rows become padding, and the log-probs of padding -inf."""
-    assert topk is not None, "required inputs are checked first"
-    used = slice(None, objective.top_k)
-    ids = torch.where(is_learning[:, None], topk.ids[:, used].long(), -1)
-
-    def clean(columns: Tensor) -> Tensor:
-        return torch.where(ids >= 0, columns.detach()[:, used].to(dtype), -math.inf)
-
-    return TopKLogProbs(ids, rollout_log_probs=clean(topk.rollout_log_probs), log_probs=clean(topk.log_probs))
-
-
-def _clamped(tokens: LearningTokens) -> LearningTokens:
-    """Rounding leaves log-probs of certain tokens a little above 0; the divergences need them at most 0."""
-    topk = tokens.topk
-    if topk is not None:
-        topk = TopKLogProbs(topk.ids, topk.rollout_log_probs.clamp(max=0), topk.log_probs.clamp(max=0))
-    return replace(
-        tokens,
-        log_probs=tokens.log_probs.clamp(max=0),
-        rollout_log_probs=tokens.rollout_log_probs.clamp(max=0),
-        anchor_log_probs=tokens.anchor_log_probs.clamp(max=0),
-        topk=topk,
-    )
-
-
-def _inputs_read(objective: Objective, inputs: PolicyLossInputs) -> dict[str, Tensor]:
-    """The tensors that `objective` reads, by name; raises naming those it needs and did not get."""
     topk = inputs.topk
     needed: dict[str, Tensor | None] = {
         "log_probs": inputs.log_probs,
@@ -170,8 +93,7 @@ def _inputs_read(objective: Objective, inputs: PolicyLossInputs) -> dict[str, Te
     }
     if objective.anchor == "recomputed":
         needed["old_log_probs"] = inputs.old_log_probs
-    if objective.ref_kl_coef != 0:
-        needed["ref_log_probs"] = inputs.ref_log_probs
+    needed |= {name: getattr(inputs, name) for name in objective.inputs_of_terms}
     if objective.needs_topk:
         needed["targets"] = inputs.targets
         needed["topk.ids"] = None if topk is None else topk.ids
@@ -185,13 +107,15 @@ def _inputs_read(objective: Objective, inputs: PolicyLossInputs) -> dict[str, Te
     if missing:
         raise ConfigError([_missing(objective, name) for name in missing])
     optional = {"loss_mask": inputs.loss_mask, "token_weights": inputs.token_weights}
-    return {name: tensor for name, tensor in (needed | optional).items() if tensor is not None}
+    present = {name: tensor for name, tensor in (needed | optional).items() if tensor is not None}
+    _check_shapes(present)
+    return present
 
 
 def _missing(objective: Objective, name: str) -> Problem:
     expected = {
         "old_log_probs": "a [T] tensor, because anchor = 'recomputed'",
-        "ref_log_probs": "a [T] tensor, because ref_kl_coef is not 0",
+        **{read: f"a [T] tensor, because {coef} is not 0" for read, coef in objective.inputs_of_terms.items()},
         "topk": f"a TopKLogProbs, because the divergence is {objective.divergence}",
         "targets": f"a [T] tensor of sampled ids, because the divergence is {objective.divergence}",
         "entropy": "a [T] tensor with gradient, because entropy_coef is not 0",
@@ -239,7 +163,7 @@ def _kind(tensor: Tensor) -> str:
     return "floating" if tensor.is_floating_point() else "integer"
 
 
-def _check_values(tokens: LearningTokens) -> None:
+def check_values(tokens: LearningTokens) -> None:
     """Refuse values that would silently keep or spoil a learning token; synchronises with the device once.
 
     A NaN of `log_probs` passes: it makes loss_sum NaN, and the training step skips losses that are not finite.

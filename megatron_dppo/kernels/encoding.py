@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.algorithms import DIVERGENCES, RULES, Objective
+from megatron_dppo.algorithms.loss_terms import LOSS_TERMS
 from megatron_dppo.errors import ConfigError, MegatronDppoError, Problem
 
 MAX_TOP_K = 64
@@ -45,7 +46,7 @@ COMPILED: Mapping[str, Mapping[str, int]] = MappingProxyType(
 
 # Further fields that must have these values in the compiled kernels.
 OF_EVERY_COMPILED: Mapping[str, Any] = MappingProxyType(
-    {"importance": "token", "log_ratio_coef": 0.0, "ref_kl_coef": 0.0}
+    {"importance": "token", **dict.fromkeys(LOSS_TERMS, 0.0)}
 )
 
 
@@ -151,7 +152,7 @@ class ArgumentChecker:
         """Raise, naming the function and its argument."""
         raise KernelError(f"{self.function}: {name}: found {found}; expected {expected}.")
 
-    def needed(self, name: str, tensor: Tensor | None, is_needed: bool) -> None:
+    def needed(self, name: str, tensor: object, is_needed: bool) -> None:
         """Refuse a call without an input that the objective reads."""
         if is_needed and tensor is None:
             self.fail(name, "none", "a tensor, for this objective")

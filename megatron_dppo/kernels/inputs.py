@@ -4,7 +4,7 @@ Tensor parallelism splits the vocabulary, so that ranks exchange statistics. Con
 tokens of responses, so that rules over complete responses join them.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.algorithms import Objective, PolicyLossInputs
-from megatron_dppo.algorithms.inputs import learning_tokens
+from megatron_dppo.algorithms.loss import learning_tokens
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels.encoding import MAX_TOP_K
 from megatron_dppo.types import ROLLOUT_TOKENS, RolloutTokens, RolloutTopK, each_token
+
+LOGIT_TYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,51 @@ def gather_statistics(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     gathered = own.new_empty(group.size() * own.shape[0], *own.shape[1:])
     dist.all_gather_into_tensor(gathered, own, group=group)
     return gathered.view(group.size(), *own.shape)
+
+
+def require_shard(
+    logits: Tensor, vocab_start: int, vocab_size: int | None, group: dist.ProcessGroup | None
+) -> VocabShard:
+    """Return this rank's shard of the vocabulary.
+
+    Raises:
+        ConfigError: The logits are not a matrix of a supported type, the first rank's shard does not start at
+            column 0, or the last rank's shard does not reach the end of the vocabulary.
+    """
+    size = 1 if group is None else group.size()
+    rank = 0 if group is None else group.rank()
+    if logits.dim() != 2 or logits.dtype not in LOGIT_TYPES:
+        found = f"shape {list(logits.shape)}, {logits.dtype}"
+        expected = "[T, V/tp] in bfloat16, float32 or float64"
+        raise ConfigError(
+            Problem("fused_policy_loss.logits", found, expected, "Flatten batch and sequence into T.")
+        )
+    whole = logits.shape[1] * size if vocab_size is None else vocab_size
+    end = vocab_start + logits.shape[1]
+    if vocab_start < 0 or (rank == 0 and vocab_start != 0) or (rank == size - 1 and end < whole):
+        raise ConfigError(
+            Problem(
+                "fused_policy_loss.vocab_start",
+                f"columns {vocab_start} to {end} on rank {rank} of {size}",
+                f"shards in rank order that cover the {whole} tokens of the vocabulary",
+                "Pass the global id of the shard's first column, vocab_size without padding, and the group "
+                "whose ranks hold the other columns.",
+            )
+        )
+    return VocabShard(vocab_start, whole, group)
+
+
+def require_temperature(temperature: float) -> None:
+    """Raise unless the temperature is a valid divisor of logits.
+
+    Raises:
+        ConfigError: It is not a finite number above 0.
+    """
+    if not 0 < temperature < float("inf"):
+        action = "Pass the temperature that the rollout sampled with."
+        raise ConfigError(
+            Problem("fused_policy_loss.temperature", repr(temperature), "a finite number > 0", action)
+        )
 
 
 def require_cover(shard: VocabShard, width: int, device: torch.device) -> None:
@@ -135,46 +182,23 @@ def rollout_tokens(
     return RolloutTokens(topk=topk, **tokens)
 
 
-def checked_tokens(
-    objective: Objective, tokens: RolloutTokens, num_tokens: int, vocab_size: int, dtype: torch.dtype
-) -> RolloutTokens:
-    """The tokens of a loss in the kernels' types, contiguous, after checks that need no value of a tensor.
-
-    Unused Top-K columns, and old or reference log-probs that the objective does not read, are left out.
+def require_tokens(objective: Objective, tokens: RolloutTokens, num_tokens: int, vocab_size: int) -> None:
+    """Refuse tokens that do not fit the logits or the objective; this reads no value of a tensor.
 
     Args:
         objective: Objective that reads the tokens.
-        tokens: Tokens as packed, or as given by the caller.
+        tokens: Tokens as packed, or as given by the caller, with only the optional inputs that it reads.
         num_tokens: T, of the logits or hidden states.
         vocab_size: Vocabulary size of the model, without padding.
-        dtype: float32, or float64 if the logits are float64.
 
     Raises:
         ConfigError: An input is missing, or of another shape or type; all faults at once.
     """
-    old = tokens.old_log_probs if objective.anchor == "recomputed" else None
-    known: dict[str, Any] = {name: getattr(tokens, name) for name in ROLLOUT_TOKENS}
-    known["old_log_probs"] = old
-    known["ref_log_probs"] = tokens.ref_log_probs if objective.ref_kl_coef != 0 else None
-    tokens = RolloutTokens(**known)
-    topk = tokens.topk
     problems = [*_missing(objective, tokens), *_misshapen(tokens, num_tokens)]
-    if not problems and topk is not None:
-        problems = _too_few_or_many(objective, topk.ids.shape[1], vocab_size)
+    if not problems and tokens.topk is not None:
+        problems = _too_few_or_many(objective, tokens.topk.ids.shape[1], vocab_size)
     if problems:
         raise ConfigError(problems)
-    if topk is not None:
-        used = slice(None, objective.top_k if objective.needs_topk else None)
-        ids, log_probs = topk.ids[:, used].to(torch.int32), topk.log_probs[:, used]
-        tokens = replace(tokens, topk=RolloutTopK(ids, log_probs) if topk.ids.shape[1] else None)
-    if tokens.loss_mask is not None:
-        tokens = replace(tokens, loss_mask=tokens.loss_mask.bool())
-    tokens = replace(tokens, targets=tokens.targets.to(torch.int64))
-
-    def ready(values: Tensor, _: float) -> Tensor:
-        return values.detach().to(dtype if values.is_floating_point() else values.dtype).contiguous()
-
-    return each_token(tokens, ready)
 
 
 def check_values(objective: Objective, tokens: RolloutTokens, shard: VocabShard, width: int) -> None:
@@ -228,8 +252,9 @@ def _missing(objective: Objective, tokens: RolloutTokens) -> list[Problem]:
         needed["topk_ids"] = f"because the divergence is {objective.divergence}"
     if objective.anchor == "recomputed" and tokens.old_log_probs is None:
         needed["old_log_probs"] = "because anchor = 'recomputed'"
-    if objective.ref_kl_coef != 0 and tokens.ref_log_probs is None:
-        needed["ref_log_probs"] = "because ref_kl_coef is not 0"
+    for name, coefficient in objective.inputs_of_terms.items():
+        if getattr(tokens, name) is None:
+            needed[name] = f"because {coefficient} is not 0"
     return [
         _problem(f"{name} of {objective.name}", "none", f"a tensor, {why}", f"Pass {name}=...")
         for name, why in needed.items()

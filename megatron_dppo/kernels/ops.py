@@ -17,7 +17,6 @@ from torch.library import custom_op
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels import reference
 from megatron_dppo.kernels.build import cuda_library
-from megatron_dppo.kernels.encoding import decode
 from megatron_dppo.kernels.inputs import num_columns
 from megatron_dppo.kernels.library import KernelLibrary
 from megatron_dppo.kernels.reference import ROWS, STATISTICS
@@ -39,7 +38,8 @@ def is_compiled_for(device_type: str) -> bool:
     return device_type == "cuda"
 
 
-def _kernels(tensor: Tensor) -> Any:
+def kernels_of(tensor: Tensor) -> Any:
+    """Return the functions that compute on the device of a tensor; see `kernels_for`."""
     return kernels_for(tensor.device.type)
 
 
@@ -55,7 +55,7 @@ def row_statistics(
     with_entropy: bool,
 ) -> Tensor:
     """[T, 4+K] of this shard's logits [T, V/shards]; see `reference.row_statistics`."""
-    return _kernels(logits).row_statistics(
+    return kernels_of(logits).row_statistics(
         logits,
         targets,
         topk_ids,
@@ -130,7 +130,7 @@ def _write_gradient(
 ) -> None:
     if sources is not None:
         out = out[: sources.numel()]
-    _kernels(logits).logits_gradient(
+    kernels_of(logits).logits_gradient(
         logits,
         rows,
         targets,
@@ -142,41 +142,6 @@ def _write_gradient(
         sources=sources,
         out=out,
     )
-
-
-@custom_op("megatron_dppo::combine", mutates_args=())
-def combine(
-    statistics: Tensor,
-    targets: Tensor,
-    topk_ids: Tensor | None,
-    rollout_log_probs: Tensor,
-    topk_rollout_log_probs: Tensor | None,
-    anchor_log_probs: Tensor | None,
-    advantages: Tensor,
-    is_learning: Tensor | None,
-    token_weights: Tensor | None,
-    objective: list[float],
-) -> tuple[Tensor, Tensor]:
-    """([len(ROWS), T], [T, K] log-probs) from the statistics [shards, T, 4+K] of all shards; no gradient."""
-    rows, topk = _kernels(statistics).combine(
-        statistics,
-        decode(objective),
-        targets=targets,
-        topk_ids=topk_ids,
-        rollout_log_probs=rollout_log_probs,
-        topk_rollout_log_probs=topk_rollout_log_probs,
-        anchor_log_probs=anchor_log_probs,
-        advantages=advantages,
-        is_learning=is_learning,
-        token_weights=token_weights,
-    )
-    return rows, statistics.new_empty((rows.shape[1], 0)) if topk is None else topk
-
-
-@combine.register_fake
-def _(statistics: Tensor, targets: Tensor, topk_ids: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
-    num_rows, num_topk = statistics.shape[1], 0 if topk_ids is None else topk_ids.shape[1]
-    return statistics.new_empty((len(ROWS), num_rows)), statistics.new_empty((num_rows, num_topk))
 
 
 @custom_op("megatron_dppo::loss_of_rows", mutates_args=())

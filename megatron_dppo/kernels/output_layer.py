@@ -15,8 +15,9 @@ from torch import Tensor
 from megatron_dppo.algorithms import Objective
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels import ops
-from megatron_dppo.kernels.inputs import VocabShard, gather_statistics
-from megatron_dppo.kernels.loss import combine_statistics, require_shard, require_temperature, token_statistics
+from megatron_dppo.kernels.combine import combine_statistics
+from megatron_dppo.kernels.inputs import VocabShard, gather_statistics, require_shard, require_temperature
+from megatron_dppo.kernels.loss import token_statistics
 from megatron_dppo.kernels.ops import wide_product
 from megatron_dppo.kernels.reference import ROWS
 from megatron_dppo.types import RolloutTokens

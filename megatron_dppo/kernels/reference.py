@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_dppo.algorithms import Objective, PolicyLossInputs, TopKLogProbs
-from megatron_dppo.algorithms.inputs import learning_tokens
-from megatron_dppo.algorithms.loss import token_updates
-from megatron_dppo.algorithms.loss_terms import ref_kl_term
+from megatron_dppo.algorithms import Objective, PolicyLossInputs
+from megatron_dppo.algorithms.loss import learning_tokens, token_updates
+from megatron_dppo.algorithms.loss_terms import added_terms
+from megatron_dppo.types import RolloutTokens
 
 LN2 = math.log(2.0)
 LOG2E = 1.0 / LN2
@@ -152,61 +152,41 @@ def _token_log_probs(merged: _Merged, topk_ids: Tensor | None, is_learning: Tens
 def combine(
     statistics: Tensor,
     objective: Objective,
+    tokens: RolloutTokens,
     *,
-    targets: Tensor,
-    topk_ids: Tensor | None,
-    rollout_log_probs: Tensor,
-    topk_rollout_log_probs: Tensor | None,
-    anchor_log_probs: Tensor | None,
-    advantages: Tensor,
-    is_learning: Tensor | None,
-    token_weights: Tensor | None,
-    ref_log_probs: Tensor | None = None,
     response_lengths: Tensor | None = None,
     has_known_values: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """The loss of each row, and its gradient by log-prob and entropy: ([len(ROWS), T], [T, K] log-probs).
 
-    If `has_known_values` is set, values are not checked, and the call does not synchronise with the device.
+    Args:
+        statistics: [shards, T, 4+K].
+        objective: Objective to optimise.
+        tokens: T tokens.
+        response_lengths: [B], needed by rules over complete responses.
+        has_known_values: Values are not checked, and the call does not synchronise with the device.
 
     Raises:
         ConfigError: A learning token's inputs have an invalid value; see `algorithms.policy_loss`.
     """
     merged = _merge(statistics)
-    found = _token_log_probs(merged, topk_ids, is_learning)
-    topk = None
-    if objective.needs_topk:
-        assert topk_ids is not None and topk_rollout_log_probs is not None and found.topk_log_probs is not None
-        topk = TopKLogProbs(topk_ids, topk_rollout_log_probs, found.topk_log_probs)
-    inputs = PolicyLossInputs(
-        log_probs=found.log_probs,
-        rollout_log_probs=rollout_log_probs,
-        advantages=advantages,
-        loss_mask=is_learning,
-        old_log_probs=anchor_log_probs,
-        ref_log_probs=ref_log_probs,
-        topk=topk,
-        targets=targets,
-        token_weights=token_weights,
+    found = _token_log_probs(merged, None if tokens.topk is None else tokens.topk.ids, tokens.loss_mask)
+    inputs = PolicyLossInputs.of(
+        tokens,
+        found.log_probs,
+        topk_log_probs=found.topk_log_probs,
         entropy=found.entropy,
         response_lengths=response_lengths,
     )
-    tokens = learning_tokens(objective, inputs, has_known_values=has_known_values)
-    updates = token_updates(objective, tokens)
-    weights = tokens.token_weights
+    learning = learning_tokens(objective, inputs, has_known_values=has_known_values)
+    updates = token_updates(objective, learning)
+    is_learning, weights = learning.loss_mask, learning.token_weights
     by_log_prob = torch.where(weights != 0, -updates.coefficient * weights, 0.0)
-    by_entropy = torch.where(tokens.is_learning, -objective.entropy_coef * weights, 0.0)
+    by_entropy = torch.where(is_learning, -objective.entropy_coef * weights, 0.0)
     loss = torch.where(by_log_prob != 0, by_log_prob * found.log_probs, 0.0)
     loss = loss + torch.where(by_entropy != 0, by_entropy * found.entropy, 0.0)
-    if objective.log_ratio_coef != 0:
-        scale = torch.where(tokens.is_learning, objective.log_ratio_coef * weights, 0.0)
-        log_ratio = torch.where(scale != 0, tokens.trained_log_probs - tokens.rollout_log_probs, 0.0)
-        loss = loss + scale * log_ratio.square()
-        by_log_prob = by_log_prob + 2 * scale * log_ratio
-    if objective.ref_kl_coef != 0:
-        values, gradients = ref_kl_term(objective, tokens, updates.ratio)
-        loss = loss + torch.where(weights != 0, weights * values, 0.0)
-        by_log_prob = by_log_prob + torch.where(weights != 0, weights * gradients, 0.0)
+    for added, by_added in added_terms(objective, learning, updates.ratio):
+        loss, by_log_prob = loss + added, by_log_prob + by_added
     rows = {
         "log_probs": found.log_probs,
         "entropy": found.entropy,
@@ -217,10 +197,14 @@ def combine(
         "loss": loss,
         "log_prob_gradient": by_log_prob,
         "entropy_gradient": by_entropy,
-        "highest": torch.where(tokens.is_learning, merged.highest, 0.0),
-        "log2_sum": torch.where(tokens.is_learning, merged.log2_sum, 0.0),
+        "highest": torch.where(is_learning, merged.highest, 0.0),
+        "log2_sum": torch.where(is_learning, merged.log2_sum, 0.0),
     }
-    return torch.stack([rows[name].to(statistics.dtype) for name in ROWS]), found.topk_log_probs
+    topk = found.topk_log_probs
+    return (
+        torch.stack([rows[name].to(statistics.dtype) for name in ROWS]),
+        statistics.new_empty((statistics.shape[1], 0)) if topk is None else topk,
+    )
 
 
 def logits_gradient(

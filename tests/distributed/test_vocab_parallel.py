@@ -33,8 +33,12 @@ def compare(runtime: Runtime) -> dict[str, Any]:
 def differences(runtime: Runtime, objective: Objective, dtype: torch.dtype) -> dict[str, Any]:
     from loss_batches import make_batch
 
-    from megatron_dppo.kernels import fused_linear_policy_loss, fused_policy_loss, linear_score_norms
-    from megatron_dppo.kernels import output_layer as score_norms
+    from megatron_dppo.kernels import (
+        fused_linear_policy_loss,
+        fused_policy_loss,
+        linear_score_norms,
+        score_norms,
+    )
 
     rank, size = runtime.rank, runtime.world_size
     batch = make_batch(dtype, num_tokens=ROWS, vocab_size=VOCAB, padding=-VOCAB % size)

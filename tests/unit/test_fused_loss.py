@@ -13,8 +13,8 @@ from megatron_dppo.kernels import (
     fused_policy_loss,
     linear_log_probs,
     linear_score_norms,
+    score_norms,
 )
-from megatron_dppo.kernels import output_layer as score_norms
 
 VARIANTS: dict[str, Objective] = {
     **PRESETS,

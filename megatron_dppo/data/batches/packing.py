@@ -15,6 +15,7 @@ from itertools import compress
 import torch
 from torch import Tensor
 
+from megatron_dppo.algorithms.loss_terms import OPTIONAL_INPUTS
 from megatron_dppo.types import Microbatch, ModelRouting, RolloutTopK, RoutedExperts, Sample, each_token
 
 
@@ -183,6 +184,17 @@ def placeholder(topk_columns: int, routing: ModelRouting | None) -> Microbatch:
         topk=topk,
         routed_experts=routes,
     )
+
+
+def filled_up(
+    microbatches: Sequence[Microbatch], multiple: int, routing: ModelRouting | None
+) -> list[Microbatch]:
+    """Append placeholders, with all optional log-probs, until the number of micro-batches is a multiple."""
+    topk = microbatches[0].topk
+    filler = placeholder(topk.ids.shape[1] if topk is not None else 0, routing)
+    zeros = torch.zeros_like(filler.advantages)
+    filler = replace(filler, old_log_probs=zeros, **dict.fromkeys(OPTIONAL_INPUTS, zeros))
+    return [*microbatches, *[filler] * (-len(microbatches) % multiple)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from jaxtyping import Float32, Int64
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
@@ -268,8 +269,7 @@ class Actor:
 
         Only samples that are to be measured are forwarded.
         """
-        metrics = Metrics()
-        filler = placeholder(0, self.routing)
+        metrics, filler = Metrics(), placeholder(0, self.routing)
         microbatches = [measured_part(m, filler) for m in batch.microbatches]
         for prefix, is_replaying in (("mismatch_live", False), ("mismatch_replayed", True)):
             log_probs = self.forward_log_probs(microbatches, is_replaying)
@@ -278,14 +278,10 @@ class Actor:
                     add_mismatch(metrics, values, m.rollout_log_probs, m.loss_mask, prefix=prefix)
         return metrics
 
-    def log_probs(self, sequences: Sequence[Tensor]) -> list[Tensor]:
+    def log_probs(self, sequences: Sequence[Int64[Tensor, " L"]]) -> list[Float32[Tensor, " L-1"]]:
         """Return the log-probs of each token given the tokens before it, at temperature 1, with live routes.
 
-        Args:
-            sequences: [L] int64 each, L > 1; the same on every rank.
-
-        Returns:
-            [L-1] float32 each, on the CPU of every rank.
+        The sequences are the same on every rank, and have more than one token. The result is on every CPU.
         """
         microbatches = microbatches_of(sequences, self._config.parallel.max_tokens_per_microbatch)
         with torch.no_grad():
@@ -296,7 +292,7 @@ class Actor:
 
     def token_log_probs(
         self, batch: TrainBatch, metrics: Metrics, *, is_replaying: bool, has_score_norms: bool = False
-    ) -> list[Tensor]:
+    ) -> list[Float32[Tensor, "T columns"]]:
         """Return the current weights' log-probs of the tokens of each micro-batch, without gradient.
 
         Every rank calls this together.
@@ -321,8 +317,10 @@ class Actor:
             add_agreement(metrics, replay.agreement())
         return columns
 
-    def forward_log_probs(self, microbatches: Sequence[Microbatch], is_replaying: bool) -> list[Tensor]:
-        """Return log pi(target), [T], of each complete micro-batch, without gradient, on every rank's CPU."""
+    def forward_log_probs(
+        self, microbatches: Sequence[Microbatch], is_replaying: bool
+    ) -> list[Float32[Tensor, " T"]]:
+        """Return log pi(target) of each complete micro-batch, without gradient, on every rank's CPU."""
         with torch.no_grad(), self._routes(is_replaying, is_measuring=False) as replay:
             return [columns[:, 0] for columns in self._forward_columns(microbatches, replay)]
 

@@ -5,6 +5,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -30,7 +31,10 @@ from megatron_dppo.mcore.groups import context_parallel_group, vocab_shard
 from megatron_dppo.models.packed_sequences import PackedSequences, attention_form, head_dim_of
 from megatron_dppo.types import Microbatch, each_token
 
-LossFunction = Callable[[Tensor, Microbatch], tuple[Tensor, Tensor, dict[str, Any]]]
+LossFunction = Callable[
+    [Float[Tensor, "rows columns"], Microbatch], tuple[Float[Tensor, ""], Int[Tensor, ""], dict[str, Any]]
+]
+"""From the output of a micro-batch: (sum of the loss, number of learning tokens, what to report)."""
 
 
 def run_microbatches(
@@ -163,7 +167,7 @@ class OutputHead:
             if self._last.post_process:
                 self._last.output_layer.forward = _hand_over
 
-    def policy_loss(self, output: Tensor, microbatch: Microbatch) -> FusedPolicyLoss:
+    def policy_loss(self, output: Float[Tensor, "rows columns"], microbatch: Microbatch) -> FusedPolicyLoss:
         """Compute the loss of a micro-batch; one backward pass must follow if gradients are enabled.
 
         Args:
@@ -200,7 +204,7 @@ class OutputHead:
 
     def log_probs(
         self,
-        output: Tensor,
+        output: Float[Tensor, "rows columns"],
         microbatch: Microbatch,
         *,
         has_topk: bool = False,
@@ -227,7 +231,7 @@ class OutputHead:
         norms_of = linear_score_norms if self._is_linear else score_norms
         return replace(found, score_norms=norms_of(output, self._weight, **arguments))
 
-    def nothing(self, output: Tensor) -> Tensor:
+    def nothing(self, output: Float[Tensor, "rows columns"]) -> Float[Tensor, ""]:
         """Return a loss of 0 that reaches every parameter which a real one would."""
         return output.sum() * 0.0 + self._weight.sum() * 0.0
 
@@ -256,8 +260,8 @@ def packed_responses(microbatch: Microbatch) -> PackedResponses:
     return PackedResponses(lengths, rank_group, order)
 
 
-def output_weight(chunk: Any) -> Tensor:
-    """Return the output layer's weight, [V/tp, H], of the last chunk; it may be shared with the embedding."""
+def output_weight(chunk: Any) -> Float[Tensor, "V H"]:
+    """Return this rank's output weight, of the last chunk; it may be shared with the embedding."""
     if chunk.share_embeddings_and_output_weights:
         return chunk.shared_embedding_or_output_weight()
     return chunk.output_layer.weight

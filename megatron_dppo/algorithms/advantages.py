@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
+from jaxtyping import Float, Float64, Integer, Num
 from torch import Tensor
 
 from megatron_dppo.errors import ConfigError, Problem, RewardError, did_you_mean
@@ -30,9 +31,11 @@ def have_equal_rewards(rewards: Sequence[float]) -> bool:
 
 
 def group_advantages(
-    rewards: Tensor, group_ids: Tensor | Sequence[Hashable], normalize_std: bool = False
-) -> Tensor:
-    """Return the advantages A = R - mean of the group, [N] -> [N]; float64 for float64 rewards, else float32.
+    rewards: Num[Tensor, " N"],
+    group_ids: Integer[Tensor, " N"] | Sequence[Hashable],
+    normalize_std: bool = False,
+) -> Float[Tensor, " N"]:
+    """Return the advantages A = R - mean of the group; float64 for float64 rewards, else float32.
 
     A group gets exactly 0 if it has one reward, or only equal rewards. The paper does not divide by the
     standard deviation; `normalize_std` does, by the unbiased one (n - 1) plus 1e-6.
@@ -88,8 +91,10 @@ def _numbered(group_ids: Sequence[Hashable]) -> Tensor:
     return torch.tensor([numbers[group_id] for group_id in group_ids], dtype=torch.long)
 
 
-def token_weights(mode: str, lengths: Tensor | Sequence[int], response_length: int | None = None) -> Tensor:
-    """Return token weights w, [sum(lengths)] float64: (w * per_token_loss).sum() is the mini-batch's loss.
+def token_weights(
+    mode: str, lengths: Integer[Tensor, " B"] | Sequence[int], response_length: int | None = None
+) -> Float64[Tensor, " T"]:
+    """Return token weights w, T = sum(lengths): (w * per_token_loss).sum() is the mini-batch's loss.
 
     The paper does not state its aggregation; Eq. 11 sums tokens, as `seq_mean_token_sum`. Its authors' script
     runs and recommends `seq_mean_token_sum_norm`, and so do our examples of the paper's experiments.
@@ -110,8 +115,10 @@ def token_weights(mode: str, lengths: Tensor | Sequence[int], response_length: i
     return sequence_weights(mode, counts, response_length).repeat_interleave(counts)
 
 
-def sequence_weights(mode: str, lengths: Tensor | Sequence[int], response_length: int | None = None) -> Tensor:
-    """Return the weight that all tokens of each sequence share, [B] float64; see `token_weights`.
+def sequence_weights(
+    mode: str, lengths: Integer[Tensor, " B"] | Sequence[int], response_length: int | None = None
+) -> Float64[Tensor, " B"]:
+    """Return the weight that all tokens of each sequence share; see `token_weights`.
 
     The weight of a sequence without a learning token is not finite and must not be used.
     """

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Bool, Float, Int64, Integer
 from torch import Tensor
 
 from megatron_dppo.algorithms.divergence import TopKLogProbs
@@ -22,27 +23,27 @@ class PolicyLossInputs:
     Computation is in float64 if `log_probs` is float64, and in float32 otherwise.
     """
 
-    log_probs: Tensor  # [T] log pi(y_t) of the policy being trained; the only one that is differentiated
-    rollout_log_probs: Tensor  # [T] log mu(y_t) of the policy that sampled
-    advantages: Tensor  # [T]
-    loss_mask: Tensor | None = None  # [T] bool: the tokens that learn; none means all
-    old_log_probs: Tensor | None = None  # [T] log pi'(y_t) before the step; read only for anchor = "recomputed"
-    ref_log_probs: Tensor | None = None  # [T] log-probs of the reference; read only if ref_kl_coef is not 0
-    topk: TopKLogProbs | None = None  # [T, K'] each; read only by Top-K divergences
-    targets: Tensor | None = None  # [T] integer ids y_t; read only by Top-K divergences
-    token_weights: Tensor | None = None  # [T] >= 0: multiplies each token's loss; none means 1
-    entropy: Tensor | None = None  # [T] with gradient; read only if entropy_coef is not 0
-    response_lengths: Tensor | None = None  # [B] int64, sums to T; read only by rules over complete responses
+    log_probs: Float[Tensor, " T"]  # log pi(y_t) of the trained policy; the only one that is differentiated
+    rollout_log_probs: Float[Tensor, " T"]  # log mu(y_t) of the policy that sampled
+    advantages: Float[Tensor, " T"]
+    loss_mask: Bool[Tensor, " T"] | None = None  # the tokens that learn; none means all
+    old_log_probs: Float[Tensor, " T"] | None = None  # log pi'(y_t) before the step; for anchor = "recomputed"
+    ref_log_probs: Float[Tensor, " T"] | None = None  # of the reference; read only if ref_kl_coef is not 0
+    topk: TopKLogProbs | None = None  # read only by Top-K divergences
+    targets: Integer[Tensor, " T"] | None = None  # ids y_t; read only by Top-K divergences
+    token_weights: Float[Tensor, " T"] | None = None  # >= 0: multiplies each token's loss; none means 1
+    entropy: Float[Tensor, " T"] | None = None  # with gradient; read only if entropy_coef is not 0
+    response_lengths: Int64[Tensor, " B"] | None = None  # sums to T; read only by rules over complete responses
 
     @classmethod
     def of(
         cls,
         tokens: RolloutTokens,
-        log_probs: Tensor,
+        log_probs: Float[Tensor, " T"],
         *,
-        topk_log_probs: Tensor | None = None,
-        entropy: Tensor | None = None,
-        response_lengths: Tensor | None = None,
+        topk_log_probs: Float[Tensor, "T K"] | None = None,
+        entropy: Float[Tensor, " T"] | None = None,
+        response_lengths: Integer[Tensor, " B"] | None = None,
     ) -> "PolicyLossInputs":
         """Join the record of a rollout's tokens with the policy's log-probs of them.
 
@@ -70,13 +71,13 @@ class LearningTokens(TrustRegionTokens):
     `divergence` is 0 and `outcomes` is absent until an objective compares the policies.
     """
 
-    trained_log_probs: Tensor  # [T] with gradient, and not clamped; nothing else but `entropy` has one
-    token_weights: Tensor  # [T]; 0 for rows that do not learn
-    num_clamped: Tensor  # scalar: learning tokens with a log-prob above CLAMP_COUNTED_FROM
-    ref_log_probs: Tensor | None  # [T]
+    trained_log_probs: Float[Tensor, " T"]  # with gradient, and not clamped; nothing else but `entropy` has one
+    token_weights: Float[Tensor, " T"]  # 0 for rows that do not learn
+    num_clamped: Integer[Tensor, ""]  # learning tokens with a log-prob above CLAMP_COUNTED_FROM
+    ref_log_probs: Float[Tensor, " T"] | None
     topk: TopKLogProbs | None  # the columns in use; rows that do not learn are padding
-    targets: Tensor | None  # [T]
-    entropy: Tensor | None  # [T]
+    targets: Integer[Tensor, " T"] | None
+    entropy: Float[Tensor, " T"] | None
 
 
 def required_inputs(objective: Objective, inputs: PolicyLossInputs) -> dict[str, Tensor]:

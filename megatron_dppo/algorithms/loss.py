@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from megatron_dppo.algorithms.divergence import DIVERGENCES, TopKLogProbs, topk_partition
@@ -32,18 +33,18 @@ class TokenUpdates:
     Rows outside `loss_mask` have weight 0, mask False, divergence 0, ratio 1, coefficient 0.
     """
 
-    weight: Tensor  # [T] M, the factor of the update: 0 or 1 for a mask, < 0 to reverse the update
-    mask: Tensor  # [T] bool: M is not 0, the tokens that learn
-    divergence: Tensor  # [T] of the policy from its anchor; Binary-TV if the objective has none
-    ratio: Tensor  # [T] pi/mu, uncapped
-    coefficient: Tensor  # [T] M min(r, C) A, without token_weights; r is the response's if importance is set so
+    weight: Float[Tensor, " T"]  # M, the factor of the update: 0 or 1 for a mask, < 0 to reverse the update
+    mask: Bool[Tensor, " T"]  # M is not 0, the tokens that learn
+    divergence: Float[Tensor, " T"]  # of the policy from its anchor; Binary-TV if the objective has none
+    ratio: Float[Tensor, " T"]  # pi/mu, uncapped
+    coefficient: Float[Tensor, " T"]  # M min(r, C) A without token_weights; r of the response if importance is
 
 
 @dataclass(frozen=True, eq=False)
 class PolicyLossOutput(TokenUpdates):
     """The loss and its results for each token. Only `loss_sum` carries gradient."""
 
-    loss_sum: Tensor  # scalar; divide by a global count, or weigh tokens with token_weights()
+    loss_sum: Float[Tensor, ""]  # divide by a global count, or weigh tokens with token_weights()
     metrics: dict[str, Tensor]  # scalars that add up over micro-batches and ranks; see `policy_loss`
 
 
@@ -153,15 +154,18 @@ def token_updates(objective: Objective, tokens: LearningTokens) -> TokenUpdates:
 
 
 def learning_weight(
-    objective: Objective, tokens: LearningTokens, log_masses: tuple[Tensor, Tensor], divergence: Tensor
-) -> Tensor:
-    """Return M, [T]; 0 outside the loss mask, and 1 if A = 0, because there is no update to drop.
+    objective: Objective,
+    tokens: LearningTokens,
+    log_masses: tuple[Tensor, Tensor],
+    divergence: Float[Tensor, " T"],
+) -> Float[Tensor, " T"]:
+    """Return M; 0 outside the loss mask, and 1 if A = 0, because there is no update to drop.
 
     Args:
         objective: Whose trust region.
         tokens: T of them.
         log_masses: What the objective's divergence compares; see `compared_log_masses`.
-        divergence: [T], what it finds.
+        divergence: What it finds.
     """
     seen = replace(tokens, divergence=divergence, outcomes=log_masses if objective.needs_topk else None)
     weight = torch.where(tokens.advantages == 0, 1.0, trust_region_weight(objective, seen))
@@ -235,10 +239,10 @@ def update_metrics(
     objective: Objective,
     updates: TokenUpdates,
     *,
-    is_learning: Tensor,
-    log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    advantages: Tensor,
+    is_learning: Bool[Tensor, " T"],
+    log_probs: Float[Tensor, " T"],
+    rollout_log_probs: Float[Tensor, " T"],
+    advantages: Float[Tensor, " T"],
     num_clamped: Tensor,
 ) -> dict[str, Tensor]:
     """The counts and sums that `policy_loss` documents, float64 scalars.

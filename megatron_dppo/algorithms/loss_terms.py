@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from megatron_dppo.types import RolloutTokens
@@ -22,6 +23,8 @@ if TYPE_CHECKING:  # an objective has the coefficients
     from megatron_dppo.algorithms.inputs import LearningTokens
     from megatron_dppo.algorithms.objective import Objective
 
+TermOfTokens: TypeAlias = tuple[Float[Tensor, " T"], Float[Tensor, " T"]]
+"""Each token's loss, and its gradient by log pi."""
 RefKl = Literal["k3", "k1"]
 MAX_LOG_RATIO = 20.0
 """log(ref / pi) of a token above this counts as this: exp of it is 5e8, and squares of that stay finite."""
@@ -49,23 +52,26 @@ class TermCoefficients:
 class LossTerm:
     """One term of the loss. Tensors of its functions have T rows."""
 
-    function: Callable[[Objective, LearningTokens, Tensor], tuple[Tensor, Tensor]]
+    function: Callable[[Objective, LearningTokens, Float[Tensor, " T"]], TermOfTokens]
     """Returns each token's loss and its gradient by log pi, times coefficient and `token_weights`, given pi/mu.
 
-    Rows that do not learn have log-probs and weight 0, and must get 0."""
+    Rows that do not learn have log-probs and weight 0, and must get 0.
+    """
     reads: str | None = None  # the one of OPTIONAL_INPUTS that it needs
     metric: str | None = None  # name of the mean of `value` over learning tokens, which each step reports
-    value: Callable[[Tensor, RolloutTokens], Tensor] | None = None  # of log pi and the tokens
+    value: Callable[[Float[Tensor, " T"], RolloutTokens], Float[Tensor, " T"]] | None = (
+        None  # of log pi and the tokens
+    )
 
 
-def log_ratio_term(objective: Objective, tokens: LearningTokens, ratio: Tensor) -> tuple[Tensor, Tensor]:
+def log_ratio_term(objective: Objective, tokens: LearningTokens, ratio: Float[Tensor, " T"]) -> TermOfTokens:
     """Return the term coef (log pi/mu)^2, and its gradient."""
     scale = objective.log_ratio_coef * tokens.token_weights
     log_ratio = torch.where(scale != 0, tokens.trained_log_probs.detach() - tokens.rollout_log_probs, 0.0)
     return scale * log_ratio.square(), 2 * scale * log_ratio
 
 
-def ref_kl_term(objective: Objective, tokens: LearningTokens, ratio: Tensor) -> tuple[Tensor, Tensor]:
+def ref_kl_term(objective: Objective, tokens: LearningTokens, ratio: Float[Tensor, " T"]) -> TermOfTokens:
     """Return the KL from the reference policy, and its gradient.
 
     With d = log ref - log pi, `ref_kl` chooses:
@@ -89,8 +95,8 @@ def ref_kl_term(objective: Objective, tokens: LearningTokens, ratio: Tensor) -> 
     return weights * (coef * value), weights * by_log_prob
 
 
-def ref_kl_k3(log_probs: Tensor, tokens: RolloutTokens) -> Tensor:
-    """Return exp(d) - d - 1, d = log ref - log pi, [T] nats: estimates KL(pi || ref), and is never negative."""
+def ref_kl_k3(log_probs: Float[Tensor, " T"], tokens: RolloutTokens) -> Float[Tensor, " T"]:
+    """Return exp(d) - d - 1, d = log ref - log pi, nats: estimates KL(pi || ref), and is never negative."""
     assert tokens.ref_log_probs is not None, "required inputs are checked first"
     d = _log_ratio(log_probs, tokens.ref_log_probs.to(log_probs.dtype))
     return d.expm1() - d
@@ -118,16 +124,16 @@ def terms_in_use(coefficients: TermCoefficients) -> dict[str, LossTerm]:
 
 
 @torch.no_grad()
-def added_terms(objective: Objective, tokens: LearningTokens, ratio: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return (loss [T], gradient by log pi [T]) of each term in use; 0 for a token of weight 0.
+def added_terms(objective: Objective, tokens: LearningTokens, ratio: Float[Tensor, " T"]) -> list[TermOfTokens]:
+    """Return loss and gradient of each term in use; 0 for a token of weight 0.
 
     Args:
         objective: Objective with the coefficients.
         tokens: T tokens.
-        ratio: [T] pi/mu of the token.
+        ratio: pi/mu of the token.
     """
     has_weight = tokens.token_weights != 0
-    added: list[tuple[Tensor, Tensor]] = []
+    added: list[TermOfTokens] = []
     for term in terms_in_use(objective).values():
         loss, by_log_prob = term.function(objective, tokens, ratio)
         added.append((torch.where(has_weight, loss, 0.0), torch.where(has_weight, by_log_prob, 0.0)))

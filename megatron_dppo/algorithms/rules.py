@@ -11,6 +11,7 @@ source.
 from collections.abc import Mapping
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from megatron_dppo.algorithms.divergence import registry
@@ -18,12 +19,12 @@ from megatron_dppo.algorithms.objective import Objective
 from megatron_dppo.algorithms.trust_region import TrustRegionRule, TrustRegionTokens, by_sign, masking
 
 
-def drops_none(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
+def drops_none(objective: Objective, tokens: TrustRegionTokens) -> Bool[Tensor, " T"]:
     """Drop nothing: PG-IS, PG-TIS and CISPO."""
     return torch.zeros_like(tokens.advantages, dtype=torch.bool)
 
 
-def drops_by_ratio(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
+def drops_by_ratio(objective: Objective, tokens: TrustRegionTokens) -> Bool[Tensor, " T"]:
     """Drop by PPO's clip (Eq. 9): pi/anchor above 1 + eps_high for A > 0, below 1 - eps_low for A < 0.
 
     Section 6's relaxed forms lift a side for the tokens that the rollout policy gave less than `alpha`,
@@ -40,13 +41,13 @@ def drops_by_ratio(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
     return by_sign(tokens.advantages, is_above, is_below)
 
 
-def drops_by_divergence(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
+def drops_by_divergence(objective: Objective, tokens: TrustRegionTokens) -> Bool[Tensor, " T"]:
     """Drop by DPPO's rule (Eq. 12): moving away from the anchor, and the divergence strictly above delta."""
     return tokens.moves_away & is_far(objective, tokens)
 
 
-def is_far(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
-    """Return whether each token's divergence is above (not at) the delta of its advantage's sign, [T] bool."""
+def is_far(objective: Objective, tokens: TrustRegionTokens) -> Bool[Tensor, " T"]:
+    """Return whether each token's divergence is above (not at) the delta of its advantage's sign."""
     return by_sign(
         tokens.advantages,
         tokens.divergence > objective.delta_high,
@@ -54,13 +55,13 @@ def is_far(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
     )
 
 
-def drops_bad_negatives(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
+def drops_bad_negatives(objective: Objective, tokens: TrustRegionTokens) -> Bool[Tensor, " T"]:
     """Drop by section 5.3's minimal mask: A < 0 and the anchor's probability at least delta above pi's."""
     is_far_below = tokens.anchor_log_probs.exp() - tokens.log_probs.exp() >= objective.delta_low
     return is_far_below & (tokens.advantages < 0)
 
 
-def drops_by_distance(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
+def drops_by_distance(objective: Objective, tokens: TrustRegionTokens) -> Bool[Tensor, " T"]:
     """Drop by the divergence, in both directions: |pi - mu| > .3 in prime-rl's IPO.
 
     Read in its `trainer/rl/loss.py` of August 2026; there is no paper. The default was .1 with
@@ -69,7 +70,7 @@ def drops_by_distance(objective: Objective, tokens: TrustRegionTokens) -> Tensor
     return is_far(objective, tokens)
 
 
-def drops_outside_band(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
+def drops_outside_band(objective: Objective, tokens: TrustRegionTokens) -> Bool[Tensor, " T"]:
     """Drop by PPO's clip, and if rho is outside [rho_low, rho_high] (IcePop, of Ring-1T's arXiv 2510.18855).
 
     Its bounds .5 and 5 are from NeMo-RL. The losses of NeMo-RL and slime have the same gradients (August 2026).
@@ -81,12 +82,12 @@ def drops_outside_band(objective: Objective, tokens: TrustRegionTokens) -> Tenso
     return drops_by_ratio(objective, tokens) | is_outside
 
 
-def trainer_log_probs(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
-    """Return the log-probs to compare with the engine's: pi' if recomputed, else pi. [T]."""
+def trainer_log_probs(objective: Objective, tokens: TrustRegionTokens) -> Float[Tensor, " T"]:
+    """Return the log-probs to compare with the engine's: pi' if recomputed, else pi."""
     return tokens.anchor_log_probs if objective.anchor == "recomputed" else tokens.log_probs
 
 
-def drops_by_prediction(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
+def drops_by_prediction(objective: Objective, tokens: TrustRegionTokens) -> Bool[Tensor, " T"]:
     """Drop if the divergence is above delta and the step would raise KL(mu || pi) (arXiv 2607.10848).
 
     The logits' gradient of the KL is pi - mu, and the update moves them along A (e_a - pi): so the KL grows
@@ -101,7 +102,7 @@ def drops_by_prediction(objective: Objective, tokens: TrustRegionTokens) -> Tens
     return grows & is_far(objective, tokens)
 
 
-def weigh_linearly(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
+def weigh_linearly(objective: Objective, tokens: TrustRegionTokens) -> Float[Tensor, " T"]:
     """Weigh by 1 - sign(A (r - 1)) |pi - mu| / delta (DRPO, arXiv 2606.09821, Eq. 9 and Table 1).
 
     Updates away from the anchor weigh less the further it is, updates back to it more. Beyond delta the weight
@@ -113,7 +114,7 @@ def weigh_linearly(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
     return 1 - direction * tokens.divergence / delta
 
 
-def weigh_by_sigmoid(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
+def weigh_by_sigmoid(objective: Objective, tokens: TrustRegionTokens) -> Float[Tensor, " T"]:
     """Weigh by 4 s (1 - s), s = sigmoid(tau (r - 1)) (SAPO, arXiv 2511.20347, Eq. 6 to 8).
 
     tau is `tau_high` if A > 0, else `tau_low`. The weight is 1 at r = 1 and falls on both sides. TRL 1.16 and
@@ -124,12 +125,14 @@ def weigh_by_sigmoid(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
     return 1 / torch.cosh(half).square()  # 4 sigmoid(x) (1 - sigmoid(x)) = sech(x/2)^2
 
 
-def log_response_ratio(tokens: TrustRegionTokens, log_probs: Tensor, others: Tensor) -> Tensor:
-    """Return the mean over each token's response of log_probs - others. [T], [T] -> [T]."""
+def log_response_ratio(
+    tokens: TrustRegionTokens, log_probs: Float[Tensor, " T"], others: Float[Tensor, " T"]
+) -> Float[Tensor, " T"]:
+    """Return the mean over each token's response of log_probs - others."""
     return tokens.whole_responses.mean(log_probs - others)
 
 
-def drops_by_response_ratio(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
+def drops_by_response_ratio(objective: Objective, tokens: TrustRegionTokens) -> Bool[Tensor, " T"]:
     """Drop by PPO's clip of s = exp(mean log pi/anchor) of the response (GSPO, arXiv 2507.18071, Eq. 5).
 
     3e-4 and 4e-4 are from its experiments. TRL 1.16, slime and verl (August 2026) have the same gradients,
@@ -139,7 +142,7 @@ def drops_by_response_ratio(objective: Objective, tokens: TrustRegionTokens) -> 
     return by_sign(tokens.advantages, ratio > 1 + objective.eps_high, ratio < 1 - objective.eps_low)
 
 
-def drops_mismatched_responses(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
+def drops_mismatched_responses(objective: Objective, tokens: TrustRegionTokens) -> Bool[Tensor, " T"]:
     """Drop by PPO's clip, and responses whose exp(mean log rho) is outside [rho_low, rho_high].
 
     NeMo-RL's "seq-mask-tis" (`loss_functions.py` of August 2026); verl's `seq_mean_k1` bounds mu/pi' instead,
@@ -149,7 +152,7 @@ def drops_mismatched_responses(objective: Objective, tokens: TrustRegionTokens) 
     return drops_by_ratio(objective, tokens) | (rho < objective.rho_low) | (rho > objective.rho_high)
 
 
-def drops_divergent_responses(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
+def drops_divergent_responses(objective: Objective, tokens: TrustRegionTokens) -> Bool[Tensor, " T"]:
     """Drop responses with a divergence above token_kl, or a mean above response_kl (TRM, arXiv 2512.23075).
 
     Section 4 and its algorithm 1; either threshold may be inf. The paper's KL is over the whole vocabulary; a
@@ -161,7 +164,7 @@ def drops_divergent_responses(objective: Objective, tokens: TrustRegionTokens) -
     return is_far | (responses.mean(tokens.divergence) > objective.response_kl)
 
 
-def drops_by_prefix(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
+def drops_by_prefix(objective: Objective, tokens: TrustRegionTokens) -> Bool[Tensor, " T"]:
     """Drop tokens beyond their response's budget of divergence (CPPO, arXiv 2606.10968, Eq. 8 to 10).
 
     A token that moves away from the anchor is kept where w_t D_t <= min(delta, delta + b W - S), with W and S
@@ -183,7 +186,7 @@ def drops_by_prefix(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
     return tokens.moves_away & (spent > delta + slack)
 
 
-def weigh_by_own(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
+def weigh_by_own(objective: Objective, tokens: TrustRegionTokens) -> Float[Tensor, " T"]:
     """Weigh by the user's function; see `OwnRule`."""
     assert objective.own is not None, "an objective with rule = 'own' has one"
     return objective.own.weigh(tokens)
@@ -210,6 +213,6 @@ RULES: Mapping[str, TrustRegionRule] = registry(
 )
 
 
-def trust_region_weight(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
-    """Return the factor of each token's update, [T]: 0 drops it, 1 keeps it, below 0 reverses it."""
+def trust_region_weight(objective: Objective, tokens: TrustRegionTokens) -> Float[Tensor, " T"]:
+    """Return the factor of each token's update: 0 drops it, 1 keeps it, below 0 reverses it."""
     return RULES[objective.rule].weigh(objective, tokens)

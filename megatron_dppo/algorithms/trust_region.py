@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from megatron_dppo.errors import ConfigError, Problem, did_you_mean
@@ -39,55 +40,55 @@ class Responses:
     finds the same bits, and neither the packing nor an infinite neighbour shows.
     """
 
-    lengths: Tensor  # [B] int64, tokens of each; their sum is T
-    is_learning: Tensor  # [T] bool
+    lengths: Int64[Tensor, " B"]  # tokens of each; their sum is T
+    is_learning: Bool[Tensor, " T"]
 
     @cached_property
-    def index(self) -> Tensor:
-        """[T] int64: the response that each token belongs to."""
+    def index(self) -> Int64[Tensor, " T"]:
+        """The response that each token belongs to."""
         which = torch.arange(self.lengths.numel(), device=self.lengths.device)
         return which.repeat_interleave(self.lengths, output_size=self.is_learning.numel())
 
     @cached_property
-    def num_tokens(self) -> Tensor:
-        """[T] int64: learning tokens of each token's response, at least 1."""
+    def num_tokens(self) -> Int64[Tensor, " T"]:
+        """Learning tokens of each token's response, at least 1."""
         return self._total(self.is_learning.long()).clamp(min=1)
 
     @cached_property
-    def num_before(self) -> Tensor:
-        """[T] int64: number of the response's learning tokens before each token."""
+    def num_before(self) -> Int64[Tensor, " T"]:
+        """Number of the response's learning tokens before each token."""
         return self._before(self.is_learning.long())
 
     @cached_property
-    def _start(self) -> Tensor:
-        """[T] int64: index of the first token of each token's response."""
+    def _start(self) -> Int64[Tensor, " T"]:
+        """Index of the first token of each token's response."""
         return (self.lengths.cumsum(0) - self.lengths)[self.index]
 
     @cached_property
-    def _place(self) -> Tensor:
-        """[T] int64: number of the response's packed tokens before each token, learning or not."""
+    def _place(self) -> Int64[Tensor, " T"]:
+        """Number of the response's packed tokens before each token, learning or not."""
         return torch.arange(self.index.numel(), device=self.index.device) - self._start
 
-    def sum(self, values: Tensor) -> Tensor:
-        """Return the sum over each token's response. [T] -> [T]."""
+    def sum(self, values: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+        """Return the sum over each token's response."""
         return self._total(self._counted(values)).to(values.dtype)
 
-    def mean(self, values: Tensor) -> Tensor:
-        """Return the mean over each token's response; 0 if none of its tokens learns. [T] -> [T]."""
+    def mean(self, values: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+        """Return the mean over each token's response; 0 if none of its tokens learns."""
         return (self._total(self._counted(values)) / self.num_tokens).to(values.dtype)
 
-    def max(self, values: Tensor) -> Tensor:
-        """Return the largest value of each token's response; -inf if none of its tokens learns. [T] -> [T]."""
+    def max(self, values: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+        """Return the largest value of each token's response; -inf if none of its tokens learns."""
         lowest = values.new_full(self.lengths.shape, -torch.inf)
         counted = torch.where(self.is_learning, values, -torch.inf)
         return lowest.scatter_reduce(0, self.index, counted, "amax")[self.index]
 
-    def before(self, values: Tensor) -> Tensor:
-        """Return the sum over the response's tokens before each token. [T] -> [T]."""
+    def before(self, values: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+        """Return the sum over the response's tokens before each token."""
         return self._before(self._counted(values)).to(values.dtype)
 
-    def quantile(self, values: Tensor, q: float) -> Tensor:
-        """Return the q-quantile over each token's response, linear between two values. [T] -> [T]."""
+    def quantile(self, values: Float[Tensor, " T"], q: float) -> Float[Tensor, " T"]:
+        """Return the q-quantile over each token's response, linear between two values."""
         ranked = torch.where(self.is_learning, values, torch.inf)
         order = ranked.argsort(stable=True)
         order = order[self.index[order].argsort(stable=True)]  # response by response, each ascending
@@ -146,37 +147,37 @@ class TrustRegionTokens:
     Rows that do not learn are neutral: log-probs and advantage 0, divergence 0.
     """
 
-    log_probs: Tensor  # [T] log pi(a)
-    anchor_log_probs: Tensor  # [T] of the policy that the rule compares with: mu, or pi' if recomputed
-    rollout_log_probs: Tensor  # [T] log mu(a)
-    advantages: Tensor  # [T]
-    divergence: Tensor  # [T] of pi from the anchor, the one that the objective names
-    loss_mask: Tensor  # [T] bool: the tokens that learn
+    log_probs: Float[Tensor, " T"]  # log pi(a)
+    anchor_log_probs: Float[Tensor, " T"]  # of the policy that the rule compares with: mu, or pi' if recomputed
+    rollout_log_probs: Float[Tensor, " T"]  # log mu(a)
+    advantages: Float[Tensor, " T"]
+    divergence: Float[Tensor, " T"]  # of pi from the anchor, the one that the objective names
+    loss_mask: Bool[Tensor, " T"]  # the tokens that learn
     outcomes: tuple[Tensor, Tensor] | None = None  # log-masses of a Top-K divergence; None for others
     responses: Responses | None = None  # for rules over complete responses
 
     @property
-    def is_above(self) -> Tensor:
-        """[T] bool: pi(a) is above the anchor's, read off log-probs, which resolve what rounds to 1."""
+    def is_above(self) -> Bool[Tensor, " T"]:
+        """Whether pi(a) is above the anchor's, read off log-probs, which resolve what rounds to 1."""
         return self.log_probs > self.anchor_log_probs
 
     @property
-    def is_below(self) -> Tensor:
-        """[T] bool: pi(a) is below the anchor's."""
+    def is_below(self) -> Bool[Tensor, " T"]:
+        """Whether pi(a) is below the anchor's."""
         return self.log_probs < self.anchor_log_probs
 
     @property
-    def moves_away(self) -> Tensor:
-        """[T] bool: the update would push pi(a) further from the anchor; False if A = 0."""
+    def moves_away(self) -> Bool[Tensor, " T"]:
+        """Whether the update would push pi(a) further from the anchor; False if A = 0."""
         return by_sign(self.advantages, self.is_above, self.is_below)
 
     @property
-    def moves_back(self) -> Tensor:
-        """[T] bool: the update would bring pi(a) back to the anchor; False if A = 0."""
+    def moves_back(self) -> Bool[Tensor, " T"]:
+        """Whether the update would bring pi(a) back to the anchor; False if A = 0."""
         return by_sign(self.advantages, self.is_below, self.is_above)
 
-    def of_sign(self, of_positive: float, of_negative: float) -> Tensor:
-        """Return [T]: `of_positive` if A > 0, else `of_negative`."""
+    def of_sign(self, of_positive: float, of_negative: float) -> Float[Tensor, " T"]:
+        """Return `of_positive` if A > 0, else `of_negative`."""
         return torch.where(
             self.advantages > 0,
             self.log_probs.new_full((), of_positive),
@@ -184,8 +185,8 @@ class TrustRegionTokens:
         )
 
     @property
-    def log_masses(self) -> Tensor:
-        """[T, outcomes] log pi of a Top-K divergence's outcomes, in the order of `topk_partition`.
+    def log_masses(self) -> Float[Tensor, "T outcomes"]:
+        """Log pi of a Top-K divergence's outcomes, in the order of `topk_partition`.
 
         Raises:
             ConfigError: The rule is a custom one, and its divergence reads only the sampled token.
@@ -193,8 +194,8 @@ class TrustRegionTokens:
         return self._of_outcomes[0]
 
     @property
-    def anchor_log_masses(self) -> Tensor:
-        """[T, outcomes] log mu of the same outcomes. Raises what `log_masses` does."""
+    def anchor_log_masses(self) -> Float[Tensor, "T outcomes"]:
+        """Log mu of the same outcomes. Raises what `log_masses` does."""
         return self._of_outcomes[1]
 
     @property
@@ -222,7 +223,9 @@ class TrustRegionTokens:
 class TrustRegionRule:
     """A registered trust-region rule."""
 
-    weigh: Callable[[Objective, TrustRegionTokens], Tensor]  # [T] factor of each token's update; 0: dropped
+    weigh: Callable[
+        [Objective, TrustRegionTokens], Float[Tensor, " T"]
+    ]  # factor of each token's update; 0: dropped
     id: int  # its number in DppoRule of kernels/csrc/capi.h, or one that neither that nor another rule has
 
 
@@ -237,8 +240,10 @@ def masking(
     return weigh
 
 
-def by_sign(advantages: Tensor, of_positive: Tensor, of_negative: Tensor) -> Tensor:
-    """Choose [T] bool by the sign of A; False if A = 0."""
+def by_sign(
+    advantages: Float[Tensor, " T"], of_positive: Bool[Tensor, " T"], of_negative: Bool[Tensor, " T"]
+) -> Bool[Tensor, " T"]:
+    """Choose by the sign of A; False if A = 0."""
     return ((advantages > 0) & of_positive) | ((advantages < 0) & of_negative)
 
 
@@ -247,8 +252,8 @@ class OwnRule:
     """A function of the user's, and the numbers that the config gives it."""
 
     name: str  # "package.module:function"
-    function: Callable[[TrustRegionTokens, Mapping[str, Option]], Tensor] = field(compare=False)
-    """Returns [T], the factor >= 0 of each token's update; bool is 0 or 1."""
+    function: Callable[[TrustRegionTokens, Mapping[str, Option]], Float[Tensor, " T"]] = field(compare=False)
+    """Returns the factor >= 0 of each token's update; bool is 0 or 1."""
     options: tuple[tuple[str, Option], ...] = ()
     over: Over = "tokens"  # "responses" if the rule needs complete responses
 
@@ -256,8 +261,8 @@ class OwnRule:
         """Whether the function may read an option of that name: any, unless it declares which."""
         return option in getattr(self.function, DECLARED, (option,))
 
-    def weigh(self, tokens: TrustRegionTokens) -> Tensor:
-        """Return the weight of each token, [T], checked; one device synchronisation.
+    def weigh(self, tokens: TrustRegionTokens) -> Float[Tensor, " T"]:
+        """Return the weight of each token, checked; one device synchronisation.
 
         Raises:
             ConfigError: The function returned no tensor [T] of numbers, or a learning token got one that is

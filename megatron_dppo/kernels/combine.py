@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.library import custom_op
 
@@ -26,10 +27,10 @@ class FusedPolicyLoss(TokenUpdates):
     is False, ratio 1, and top-K log-probs are -inf.
     """
 
-    loss_sum: Tensor  # scalar, the same on every tensor-parallel rank
-    log_probs: Tensor  # [T] log pi(y_t)
-    entropy: Tensor  # [T] nats
-    topk_log_probs: Tensor | None  # [T, K], of the columns in use; -inf for an id of -1
+    loss_sum: Float[Tensor, ""]  # the same on every tensor-parallel rank
+    log_probs: Float[Tensor, " T"]  # log pi(y_t)
+    entropy: Float[Tensor, " T"]  # nats
+    topk_log_probs: Float[Tensor, "T K"] | None  # of the columns in use; -inf for an id of -1
 
 
 def checked_tokens(
@@ -66,9 +67,12 @@ def checked_tokens(
 
 @torch.no_grad()
 def combine_statistics(
-    statistics: Tensor, tokens: RolloutTokens, objective: Objective, responses: PackedResponses | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return ([len(ROWS), T], [T, K] log-probs) from the statistics [shards, T, 4+K]; see `reference.combine`.
+    statistics: Float[Tensor, "shards T 4+K"],
+    tokens: RolloutTokens,
+    objective: Objective,
+    responses: PackedResponses | None = None,
+) -> tuple[Float[Tensor, "ROWS T"], Float[Tensor, "T K"]]:
+    """Return the rows and the Top-K log-probs from the statistics; see `reference.combine`.
 
     Objectives that the compiled kernels do not support are computed in PyTorch, on any device.
 
@@ -143,7 +147,13 @@ def _(statistics: Tensor, targets: Tensor, topk_ids: Tensor | None, *_: Any) -> 
     return statistics.new_empty((len(ROWS), num_rows)), statistics.new_empty((num_rows, num_topk))
 
 
-def describe(loss_sum: Tensor, rows: Tensor, topk_log_probs: Tensor, *, has_topk: bool) -> FusedPolicyLoss:
+def describe(
+    loss_sum: Float[Tensor, ""],
+    rows: Float[Tensor, "ROWS T"],
+    topk_log_probs: Float[Tensor, "T K"],
+    *,
+    has_topk: bool,
+) -> FusedPolicyLoss:
     """The loss and the rows of `combine` by name."""
     named = dict(zip(ROWS, rows.detach(), strict=True))
     return FusedPolicyLoss(
@@ -162,10 +172,10 @@ def describe(loss_sum: Tensor, rows: Tensor, topk_log_probs: Tensor, *, has_topk
 def fused_metrics(
     objective: Objective,
     out: FusedPolicyLoss,
-    rollout_log_probs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    old_log_probs: Tensor | None = None,
+    rollout_log_probs: Float[Tensor, " T"],
+    advantages: Float[Tensor, " T"],
+    loss_mask: Bool[Tensor, " T"],
+    old_log_probs: Float[Tensor, " T"] | None = None,
 ) -> dict[str, Tensor]:
     """The additive metrics that `algorithms.policy_loss` documents, of the same tokens [T]."""
     mu, advantages = (

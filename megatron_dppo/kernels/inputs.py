@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Float, Int64, Integer, Shaped
 from torch import Tensor
 
 from megatron_dppo.algorithms import Objective, PolicyLossInputs
@@ -39,8 +40,10 @@ def num_columns(width: int, vocab_start: int, vocab_size: int) -> int:
     return max(0, min(width, vocab_size - vocab_start))
 
 
-def gather_statistics(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[T, ...] of this rank -> [ranks, T, ...], in rank order: the same bits on every rank."""
+def gather_statistics(
+    own: Shaped[Tensor, "T ..."], group: dist.ProcessGroup | None
+) -> Shaped[Tensor, "ranks T ..."]:
+    """Return the rows of all ranks, in rank order: the same bits on every rank."""
     if group is None or group.size() == 1:
         return own[None]
     gathered = own.new_empty(group.size() * own.shape[0], *own.shape[1:])
@@ -49,7 +52,7 @@ def gather_statistics(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def require_shard(
-    logits: Tensor, vocab_start: int, vocab_size: int | None, group: dist.ProcessGroup | None
+    logits: Float[Tensor, "T V"], vocab_start: int, vocab_size: int | None, group: dist.ProcessGroup | None
 ) -> VocabShard:
     """Return this rank's shard of the vocabulary.
 
@@ -119,9 +122,9 @@ Record = TypeVar("Record")
 class PackedResponses:
     """Positions of a micro-batch's responses, and of this rank's rows in it."""
 
-    lengths: Tensor  # [B] int64: packed tokens of each response, on all ranks of `group` together
+    lengths: Int64[Tensor, " B"]  # packed tokens of each response, on all ranks of `group` together
     group: dist.ProcessGroup | None = None  # context-parallel ranks, each with the same number of tokens
-    order: Tensor | None = None  # [whole] int64: position of each of the ranks' concatenated rows
+    order: Int64[Tensor, " whole"] | None = None  # position of each of the ranks' concatenated rows
 
     @property
     def is_split(self) -> bool:
@@ -135,8 +138,8 @@ class PackedResponses:
             0, self.order, torch.arange(self.order.numel(), device=self.order.device)
         )
 
-    def whole(self, values: Tensor) -> Tensor:
-        """Return the rows of all ranks in their order: [T, ...] -> [whole, ...], the same bits on each.
+    def whole(self, values: Shaped[Tensor, "T ..."]) -> Shaped[Tensor, "whole ..."]:
+        """Return the rows of all ranks in their order, the same bits on each.
 
         All ranks of the group call it together.
         """
@@ -161,7 +164,10 @@ class PackedResponses:
 
 
 def rollout_tokens(
-    objective: Objective, topk_ids: Tensor | None, topk_rollout_log_probs: Tensor | None, **tokens: Any
+    objective: Objective,
+    topk_ids: Integer[Tensor, "T K"] | None,
+    topk_rollout_log_probs: Float[Tensor, "T K"] | None,
+    **tokens: Any,
 ) -> RolloutTokens:
     """The record of the public losses' arguments; log-probs of a Top-K that is only reported may be absent.
 

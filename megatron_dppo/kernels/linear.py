@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from megatron_dppo.algorithms import Objective
@@ -29,20 +30,20 @@ from megatron_dppo.types import RolloutTokens
 
 
 def fused_linear_policy_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    rollout_log_probs: Tensor,
-    advantages: Tensor,
+    hidden: Float[Tensor, "rows H"],
+    weight: Float[Tensor, "V H"],
+    targets: Integer[Tensor, " T"],
+    rollout_log_probs: Float[Tensor, " T"],
+    advantages: Float[Tensor, " T"],
     objective: Objective,
     *,
-    loss_mask: Tensor | None = None,
-    token_weights: Tensor | None = None,
-    topk_ids: Tensor | None = None,
-    topk_rollout_log_probs: Tensor | None = None,
-    old_log_probs: Tensor | None = None,
-    ref_log_probs: Tensor | None = None,
-    response_lengths: Tensor | None = None,
+    loss_mask: Bool[Tensor, " T"] | None = None,
+    token_weights: Float[Tensor, " T"] | None = None,
+    topk_ids: Integer[Tensor, "T K"] | None = None,
+    topk_rollout_log_probs: Float[Tensor, "T K"] | None = None,
+    old_log_probs: Float[Tensor, " T"] | None = None,
+    ref_log_probs: Float[Tensor, " T"] | None = None,
+    response_lengths: Integer[Tensor, " B"] | None = None,
     temperature: float = 1.0,
     vocab_start: int = 0,
     vocab_size: int | None = None,
@@ -111,8 +112,8 @@ def fused_linear_policy_loss(
 
 
 def packed_linear_policy_loss(
-    hidden: Tensor,
-    weight: Tensor,
+    hidden: Float[Tensor, "rows H"],
+    weight: Float[Tensor, "V H"],
     tokens: RolloutTokens,
     objective: Objective,
     *,
@@ -176,12 +177,12 @@ def packed_linear_policy_loss(
 
 @torch.no_grad()
 def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
+    hidden: Float[Tensor, "rows H"],
+    weight: Float[Tensor, "V H"],
+    targets: Integer[Tensor, " T"],
     *,
-    loss_mask: Tensor | None = None,
-    topk_ids: Tensor | None = None,
+    loss_mask: Bool[Tensor, " T"] | None = None,
+    topk_ids: Integer[Tensor, "T K"] | None = None,
     temperature: float = 1.0,
     vocab_start: int = 0,
     vocab_size: int | None = None,

@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from megatron_dppo.algorithms import Objective
@@ -22,19 +23,19 @@ from megatron_dppo.types import RolloutTokens
 
 
 def fused_policy_loss(
-    logits: Tensor,
-    targets: Tensor,
-    rollout_log_probs: Tensor,
-    advantages: Tensor,
+    logits: Float[Tensor, "T V"],
+    targets: Integer[Tensor, " T"],
+    rollout_log_probs: Float[Tensor, " T"],
+    advantages: Float[Tensor, " T"],
     objective: Objective,
     *,
-    loss_mask: Tensor | None = None,
-    token_weights: Tensor | None = None,
-    topk_ids: Tensor | None = None,
-    topk_rollout_log_probs: Tensor | None = None,
-    old_log_probs: Tensor | None = None,
-    ref_log_probs: Tensor | None = None,
-    response_lengths: Tensor | None = None,
+    loss_mask: Bool[Tensor, " T"] | None = None,
+    token_weights: Float[Tensor, " T"] | None = None,
+    topk_ids: Integer[Tensor, "T K"] | None = None,
+    topk_rollout_log_probs: Float[Tensor, "T K"] | None = None,
+    old_log_probs: Float[Tensor, " T"] | None = None,
+    ref_log_probs: Float[Tensor, " T"] | None = None,
+    response_lengths: Integer[Tensor, " B"] | None = None,
     temperature: float = 1.0,
     vocab_start: int = 0,
     vocab_size: int | None = None,
@@ -100,7 +101,7 @@ def fused_policy_loss(
 
 
 def packed_policy_loss(
-    logits: Tensor,
+    logits: Float[Tensor, "T V"],
     tokens: RolloutTokens,
     objective: Objective,
     *,
@@ -132,7 +133,9 @@ def packed_policy_loss(
     return describe(loss_sum, rows, topk_log_probs, has_topk=tokens.topk is not None)
 
 
-def responses_of(objective: Objective, lengths: Tensor | None, targets: Tensor) -> PackedResponses | None:
+def responses_of(
+    objective: Objective, lengths: Tensor | None, targets: Integer[Tensor, " T"]
+) -> PackedResponses | None:
     """Return the responses of tokens that are all on this rank, if the objective reads responses.
 
     Raises:
@@ -145,24 +148,24 @@ def responses_of(objective: Objective, lengths: Tensor | None, targets: Tensor) 
 
 
 def token_statistics(
-    logits: Tensor,
-    targets: Tensor,
-    topk_ids: Tensor | None,
-    loss_mask: Tensor | None,
+    logits: Float[Tensor, "T V"],
+    targets: Integer[Tensor, " T"],
+    topk_ids: Integer[Tensor, "T K"] | None,
+    loss_mask: Bool[Tensor, " T"] | None,
     shard: VocabShard,
     temperature: float,
-) -> Tensor:
-    """[T, 4+K] of this rank's columns; see `reference.row_statistics`."""
+) -> Float[Tensor, "T 4+K"]:
+    """Return the statistics of this rank's columns; see `reference.row_statistics`."""
     start, size = shard.start, shard.vocab_size
     return ops.row_statistics(logits.detach(), targets, topk_ids, loss_mask, start, size, temperature, True)
 
 
 def fused_log_probs(
-    logits: Tensor,
-    targets: Tensor,
+    logits: Float[Tensor, "T V"],
+    targets: Integer[Tensor, " T"],
     *,
-    loss_mask: Tensor | None = None,
-    topk_ids: Tensor | None = None,
+    loss_mask: Bool[Tensor, " T"] | None = None,
+    topk_ids: Integer[Tensor, "T K"] | None = None,
     temperature: float = 1.0,
     vocab_start: int = 0,
     vocab_size: int | None = None,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from megatron_dppo.algorithms import Objective
@@ -44,8 +45,8 @@ class OutputLayer:
     @classmethod
     def of(
         cls,
-        hidden: Tensor,
-        weight: Tensor,
+        hidden: Float[Tensor, "rows H"],
+        weight: Float[Tensor, "V H"],
         *,
         vocab_start: int,
         vocab_size: int | None,
@@ -90,7 +91,7 @@ class OutputLayer:
         """The number of ranks that share the vocabulary."""
         return 1 if self.shard.group is None else self.shard.group.size()
 
-    def chunks(self, loss_mask: Tensor | None) -> Iterator[slice | Tensor]:
+    def chunks(self, loss_mask: Bool[Tensor, " T"] | None) -> Iterator[slice | Tensor]:
         """Yield the learning tokens in chunks; with a mask, this synchronises with the device once."""
         if loss_mask is None:
             for start in range(0, self.num_tokens, self.chunk_tokens):
@@ -100,18 +101,23 @@ class OutputLayer:
         if learning.numel():
             yield from learning.split(self.chunk_tokens)
 
-    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+    def logits(self, hidden: Float[Tensor, "N H"], weight: Float[Tensor, "V H"]) -> Float[Tensor, "N V"]:
         """Return the logits of a chunk of tokens, [N, V/tp]."""
         if self.logits_dtype == hidden.dtype:
             return hidden @ weight.t()
         return wide_product(hidden, weight.t())
 
-    def statistics(self, logits: Tensor, targets: Tensor, topk_ids: Tensor | None) -> Tensor:
-        """Return the statistics of a chunk of learning tokens, [shards, N, 4+K]."""
+    def statistics(
+        self,
+        logits: Float[Tensor, "N V"],
+        targets: Integer[Tensor, " N"],
+        topk_ids: Integer[Tensor, "N K"] | None,
+    ) -> Float[Tensor, "shards N 4+K"]:
+        """Return the statistics of a chunk of learning tokens."""
         own = token_statistics(logits, targets, topk_ids, None, self.shard, self.temperature)
         return gather_statistics(own, self.shard.group)
 
-    def gathered(self, hidden: Tensor) -> Tensor:
+    def gathered(self, hidden: Float[Tensor, "rows H"]) -> Float[Tensor, "T H"]:
         """Gather the hidden states of all tokens, [T, H]."""
         if not self.is_sequence_parallel:
             return hidden
@@ -119,7 +125,7 @@ class OutputLayer:
         dist.all_gather_into_tensor(whole, hidden.contiguous(), group=self.shard.group)
         return whole
 
-    def reduced(self, gradient: Tensor) -> Tensor:
+    def reduced(self, gradient: Float[Tensor, "T H"]) -> Float[Tensor, "rows H"]:
         """Return the gradient [T, H] by the hidden states, summed over shards: all tokens', or this rank's."""
         if self.num_shards == 1:
             return gradient
@@ -133,11 +139,11 @@ class OutputLayer:
 
 @torch.no_grad()
 def linear_score_norms(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
+    hidden: Float[Tensor, "rows H"],
+    weight: Float[Tensor, "V H"],
+    targets: Integer[Tensor, " T"],
     *,
-    loss_mask: Tensor,
+    loss_mask: Bool[Tensor, " T"],
     temperature: float = 1.0,
     vocab_start: int = 0,
     vocab_size: int | None = None,
@@ -145,7 +151,7 @@ def linear_score_norms(
     sequence_parallel: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
     logits_dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Float[Tensor, " T"]:
     """Return |d log pi(target) / d hidden|, [T] float32 (float64 of float64); 0 outside the loss mask.
 
     Arguments and logits are as in `fused_linear_policy_loss`. In addition to the logits, this takes one more
@@ -171,16 +177,16 @@ def linear_score_norms(
 
 @torch.no_grad()
 def score_norms(
-    logits: Tensor,
-    weight: Tensor,
-    targets: Tensor,
+    logits: Float[Tensor, "T V"],
+    weight: Float[Tensor, "V H"],
+    targets: Integer[Tensor, " T"],
     *,
-    loss_mask: Tensor,
+    loss_mask: Bool[Tensor, " T"],
     temperature: float = 1.0,
     vocab_start: int = 0,
     vocab_size: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
-) -> Tensor:
+) -> Float[Tensor, " T"]:
     """Return what `linear_score_norms` does, from the logits [T, V/tp] that the weight [V/tp, H] made."""
     require_temperature(temperature)
     shard = require_shard(logits, vocab_start, vocab_size, tp_group)
@@ -195,7 +201,7 @@ def _norms(
     targets: Tensor,
     loss_mask: Tensor,
     logits_of: Callable[[Tensor | slice], Tensor],
-) -> Tensor:
+) -> Float[Tensor, " T"]:
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     norms = torch.zeros(layer.num_tokens, dtype=dtype, device=weight.device)
     for which in layer.chunks(loss_mask.bool()):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from megatron_dppo.algorithms import Objective, PolicyLossInputs
@@ -40,10 +41,10 @@ ROWS = (
 class TokenLogProbs:
     """Log-probs and entropy of each position; outside the loss mask 0, and -inf for the top-K."""
 
-    log_probs: Tensor  # [T] log pi(target)
-    entropy: Tensor  # [T] nats, over the full vocabulary
-    topk_log_probs: Tensor | None  # [T, K] log pi of the rollout's top-K tokens; -inf for an id of -1
-    score_norms: Tensor | None = None  # [T] |d log pi(target) / dh| of the output layer's input h
+    log_probs: Float[Tensor, " T"]  # log pi(target)
+    entropy: Float[Tensor, " T"]  # nats, over the full vocabulary
+    topk_log_probs: Float[Tensor, "T K"] | None  # log pi of the rollout's top-K tokens; -inf for an id of -1
+    score_norms: Float[Tensor, " T"] | None = None  # |d log pi(target) / dh| of the output layer's input h
 
     @property
     def columns(self) -> Tensor:
@@ -54,17 +55,17 @@ class TokenLogProbs:
 
 
 def row_statistics(
-    logits: Tensor,
-    targets: Tensor,
-    topk_ids: Tensor | None,
+    logits: Float[Tensor, "T V"],
+    targets: Integer[Tensor, " T"],
+    topk_ids: Integer[Tensor, "T K"] | None,
     *,
     vocab_start: int,
     num_columns: int,
-    is_learning: Tensor | None,
+    is_learning: Bool[Tensor, " T"] | None,
     temperature: float,
     with_entropy: bool = True,
-) -> Tensor:
-    """Return one shard's statistics of each row, [T, 4+K]: (m, s, w, y of the target, y of each top-K id).
+) -> Float[Tensor, "T 4+K"]:
+    """Return one shard's statistics of each row: (m, s, w, y of the target, y of each top-K id).
 
     y = logit / temperature in base 2 (times log2 e), m = max y, s = sum 2^(y-m), w = sum 2^(y-m) (y-m). Ids
     of other shards, or of padding, give 0; rows that do not learn give (-inf, 0, 0, ...).
@@ -111,10 +112,10 @@ def _blocks(shape: torch.Size) -> Iterator[slice]:
 class _Merged:
     """All shards' statistics as one; `highest` and `log2_sum` stay apart: log-probs near 0 keep digits."""
 
-    highest: Tensor  # [T] base 2
-    log2_sum: Tensor  # [T]
-    entropy: Tensor  # [T] nats
-    log_probs: Tensor  # [T, 1+K] of the target and of the top-K
+    highest: Float[Tensor, " T"]  # base 2
+    log2_sum: Float[Tensor, " T"]
+    entropy: Float[Tensor, " T"]  # nats
+    log_probs: Float[Tensor, "T 1+K"]  # of the target and of the top-K
 
 
 def _merge(statistics: Tensor) -> _Merged:
@@ -134,7 +135,11 @@ def _merge(statistics: Tensor) -> _Merged:
     )
 
 
-def log_probs_of(statistics: Tensor, topk_ids: Tensor | None, is_learning: Tensor | None) -> TokenLogProbs:
+def log_probs_of(
+    statistics: Float[Tensor, "shards T 4+K"],
+    topk_ids: Integer[Tensor, "T K"] | None,
+    is_learning: Bool[Tensor, " T"] | None,
+) -> TokenLogProbs:
     """Log-probs and entropy from the statistics [shards, T, 4+K] of all shards."""
     return _token_log_probs(_merge(statistics), topk_ids, is_learning)
 
@@ -150,17 +155,17 @@ def _token_log_probs(merged: _Merged, topk_ids: Tensor | None, is_learning: Tens
 
 
 def combine(
-    statistics: Tensor,
+    statistics: Float[Tensor, "shards T 4+K"],
     objective: Objective,
     tokens: RolloutTokens,
     *,
-    response_lengths: Tensor | None = None,
+    response_lengths: Integer[Tensor, " B"] | None = None,
     has_known_values: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """The loss of each row, and its gradient by log-prob and entropy: ([len(ROWS), T], [T, K] log-probs).
+) -> tuple[Float[Tensor, "ROWS T"], Float[Tensor, "T K"]]:
+    """Return the loss of each row and its gradient by log-prob and entropy, and the Top-K log-probs.
 
     Args:
-        statistics: [shards, T, 4+K].
+        statistics: Of all shards of the vocabulary.
         objective: Objective to optimise.
         tokens: T tokens.
         response_lengths: [B], needed by rules over complete responses.
@@ -208,9 +213,9 @@ def combine(
 
 
 def logits_gradient(
-    logits: Tensor,
-    rows: Tensor,
-    targets: Tensor,
+    logits: Float[Tensor, "T V"],
+    rows: Float[Tensor, "ROWS T"],
+    targets: Integer[Tensor, " T"],
     *,
     vocab_start: int,
     num_columns: int,

@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import compress
 
 import torch
+from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
 from megatron_dppo.algorithms.loss_terms import OPTIONAL_INPUTS
@@ -201,13 +202,13 @@ def filled_up(
 class TokenSlice:
     """The tokens of one context-parallel rank. Padded positions count from 0 over the padded micro-batch."""
 
-    padded_cu_seqlens: Tensor  # [S+1] int32 of the padded sequences
-    padded_position: Tensor  # [T] int64: position of each token of the micro-batch after padding
-    own: Tensor  # [T'] int64: padded positions of this rank's tokens, in its order
+    padded_cu_seqlens: Int32[Tensor, " S+1"]  # of the padded sequences
+    padded_position: Int64[Tensor, " T"]  # position of each token of the micro-batch after padding
+    own: Int64[Tensor, " own"]  # padded positions of this rank's tokens, in its order
 
     @cached_property
-    def source(self) -> Tensor:
-        """[T'] int64: index of each of this rank's tokens in the micro-batch; -1 for padding."""
+    def source(self) -> Int64[Tensor, " own"]:
+        """Index of each of this rank's tokens in the micro-batch; -1 for padding."""
         sources = self.own.new_full((int(self.padded_cu_seqlens[-1]),), -1)
         sources[self.padded_position] = torch.arange(self.padded_position.numel(), device=sources.device)
         return sources[self.own]
@@ -245,8 +246,8 @@ class TokenSlice:
             routed_experts=routes,
         )
 
-    def scattered(self, values: Tensor) -> Tensor:
-        """Scatter [T', ...] values of this rank's tokens to [T, ...] of the micro-batch, 0 elsewhere."""
+    def scattered(self, values: Shaped[Tensor, "own ..."]) -> Shaped[Tensor, "T ..."]:
+        """Scatter values of this rank's tokens to the tokens of the micro-batch, 0 elsewhere."""
         is_token = self.source >= 0
         spread = values.new_zeros((self.padded_position.numel(), *values.shape[1:]))
         return spread.index_copy(0, self.source[is_token], values[is_token])
@@ -279,8 +280,10 @@ def token_slice(microbatch: Microbatch, rank: int, context: int, tensor: int) ->
     )
 
 
-def zigzag(starts: Tensor, lengths: Tensor, rank: int, size: int) -> Tensor:
-    """Return [T/size] int64 positions of a rank's two pieces of each sequence, sequence by sequence.
+def zigzag(
+    starts: Int64[Tensor, " S"], lengths: Int64[Tensor, " S"], rank: int, size: int
+) -> Int64[Tensor, " own"]:
+    """Return the positions of a rank's two pieces of each sequence, sequence by sequence.
 
     Args:
         starts: [S] int64 first position of each sequence.

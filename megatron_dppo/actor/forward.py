@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -124,6 +125,23 @@ def _move(value: Any, device: torch.device) -> Any:
     return value
 
 
+class _Vocabulary(TypedDict):
+    """Arguments of the losses about the vocabulary."""
+
+    temperature: float
+    vocab_start: int
+    vocab_size: int
+    tp_group: dist.ProcessGroup | None
+
+
+class _Layer(TypedDict):
+    """Arguments of the losses from hidden states about the output layer."""
+
+    sequence_parallel: bool
+    chunk_bytes: int
+    logits_dtype: torch.dtype | None
+
+
 class OutputHead:
     """Computes the loss from the output layer's input or from its logits, as set by `loss_from`."""
 
@@ -151,19 +169,19 @@ class OutputHead:
         self._last: Any = chunks[-1]
         self._objective, self._reported_topk = objective, reported_topk
         shard = vocab_shard(vocab_size)
-        self._vocabulary: dict[str, Any] = dict(
-            temperature=temperature,
-            vocab_start=shard.start,
-            vocab_size=vocab_size,
-            tp_group=shard.group,
-        )
-        self._is_linear = options.loss_from == "hidden_states"
-        if self._is_linear:
-            self._vocabulary |= dict(
-                sequence_parallel=self._last.config.sequence_parallel,
-                chunk_bytes=options.logits_chunk_bytes,
-                logits_dtype=torch.float32 if options.logits_dtype == "float32" else None,
-            )
+        self._vocabulary: _Vocabulary = {
+            "temperature": temperature,
+            "vocab_start": shard.start,
+            "vocab_size": vocab_size,
+            "tp_group": shard.group,
+        }
+        self._layer: _Layer | None = None
+        if options.loss_from == "hidden_states":
+            self._layer = {
+                "sequence_parallel": self._last.config.sequence_parallel,
+                "chunk_bytes": options.logits_chunk_bytes,
+                "logits_dtype": torch.float32 if options.logits_dtype == "float32" else None,
+            }
             if self._last.post_process:
                 self._last.output_layer.forward = _hand_over
 
@@ -183,7 +201,7 @@ class OutputHead:
         if topk is not None and not self._objective.needs_topk:
             topk = each_token(topk, lambda columns, _: columns[:, : self._reported_topk])
         tokens = replace(microbatch, topk=topk)
-        if self._is_linear:
+        if self._layer is not None:
             return packed_linear_policy_loss(
                 output,
                 self._weight,
@@ -192,6 +210,7 @@ class OutputHead:
                 responses=responses,
                 loss_scale=self._loss_scale(output.device),
                 **self._vocabulary,
+                **self._layer,
             )
         return packed_policy_loss(
             output,
@@ -217,19 +236,22 @@ class OutputHead:
         input, for which the logits are computed again. Logits are divided by `temperature`, or by the
         sampler's. The other arguments are as for `policy_loss`.
         """
-        m = microbatch
-        arguments: dict[str, Any] = dict(targets=m.targets, loss_mask=m.loss_mask, **self._vocabulary)
+        m, mask, layer = microbatch, microbatch.loss_mask, self._layer
+        vocabulary = self._vocabulary.copy()
         if temperature is not None:
-            arguments["temperature"] = temperature
+            vocabulary["temperature"] = temperature
         ids = m.topk.ids if has_topk and m.topk is not None else None
-        if self._is_linear:
-            found = linear_log_probs(output, self._weight, topk_ids=ids, **arguments)
+        norms = None
+        if layer is None:
+            found = fused_log_probs(output, m.targets, loss_mask=mask, topk_ids=ids, **vocabulary)
+            if has_score_norms:
+                norms = score_norms(output, self._weight, m.targets, loss_mask=mask, **vocabulary)
         else:
-            found = fused_log_probs(output, topk_ids=ids, **arguments)
-        if not has_score_norms:
-            return found
-        norms_of = linear_score_norms if self._is_linear else score_norms
-        return replace(found, score_norms=norms_of(output, self._weight, **arguments))
+            inputs = (output, self._weight, m.targets)
+            found = linear_log_probs(*inputs, loss_mask=mask, topk_ids=ids, **vocabulary, **layer)
+            if has_score_norms:
+                norms = linear_score_norms(*inputs, loss_mask=mask, **vocabulary, **layer)
+        return replace(found, score_norms=norms)
 
     def nothing(self, output: Float[Tensor, "rows columns"]) -> Float[Tensor, ""]:
         """Return a loss of 0 that reaches every parameter which a real one would."""

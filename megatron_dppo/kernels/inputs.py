@@ -163,29 +163,27 @@ class PackedResponses:
         return values.index_select(dim, self.order[first : first + num_rows])
 
 
-def rollout_tokens(
+def given_topk(
     objective: Objective,
-    topk_ids: Integer[Tensor, "T K"] | None,
-    topk_rollout_log_probs: Float[Tensor, "T K"] | None,
-    **tokens: Any,
-) -> RolloutTokens:
-    """The record of the public losses' arguments; log-probs of a Top-K that is only reported may be absent.
+    ids: Integer[Tensor, "T K"] | None,
+    rollout_log_probs: Float[Tensor, "T K"] | None,
+) -> RolloutTopK | None:
+    """Return the Top-K of the public losses' arguments; log-probs of one that is only reported may be absent.
 
     Raises:
         ConfigError: The objective needs a Top-K, and ids or log-probs are absent.
     """
     if objective.needs_topk:
-        given = {"topk_ids": topk_ids, "topk_rollout_log_probs": topk_rollout_log_probs}
+        given = {"topk_ids": ids, "topk_rollout_log_probs": rollout_log_probs}
         why = f"a tensor, because the divergence is {objective.divergence}"
         absent = [name for name, values in given.items() if values is None]
         if absent:
             raise ConfigError([_problem(name, "none", why, f"Pass {name}=...") for name in absent])
-    topk = None
-    if topk_ids is not None:
-        if topk_rollout_log_probs is None:
-            topk_rollout_log_probs = torch.zeros_like(topk_ids, dtype=torch.float32)
-        topk = RolloutTopK(topk_ids, topk_rollout_log_probs)
-    return RolloutTokens(topk=topk, **tokens)
+    if ids is None:
+        return None
+    if rollout_log_probs is None:
+        rollout_log_probs = torch.zeros_like(ids, dtype=torch.float32)
+    return RolloutTopK(ids, rollout_log_probs)
 
 
 def require_tokens(objective: Objective, tokens: RolloutTokens, num_tokens: int, vocab_size: int) -> None:
@@ -220,8 +218,8 @@ def check_values(objective: Objective, tokens: RolloutTokens, shard: VocabShard,
     zeros = torch.zeros_like(tokens.rollout_log_probs)
     at_topk = None if tokens.topk is None else torch.zeros_like(tokens.topk.log_probs)
     one = tokens.targets.new_tensor([zeros.numel()])  # response: their lengths were checked, or come packed
-    known = {"topk_log_probs": at_topk, "entropy": zeros, "response_lengths": one}
-    learning_tokens(objective, PolicyLossInputs.of(tokens, zeros, **known))
+    inputs = PolicyLossInputs.of(tokens, zeros, topk_log_probs=at_topk, entropy=zeros, response_lengths=one)
+    learning_tokens(objective, inputs)
 
 
 def _require_known_ids(tokens: RolloutTokens, vocab_size: int) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_dppo.algorithms import Objective
 from megatron_dppo.kernels import ops
 from megatron_dppo.kernels.combine import FusedPolicyLoss, checked_tokens, combine_statistics, describe
-from megatron_dppo.kernels.inputs import PackedResponses, check_values, rollout_tokens
+from megatron_dppo.kernels.inputs import PackedResponses, check_values, given_topk
 from megatron_dppo.kernels.loss import responses_of
 from megatron_dppo.kernels.ops import accumulate_product_
 from megatron_dppo.kernels.output_layer import CHUNK_BYTES, OutputLayer
@@ -85,10 +85,7 @@ def fused_linear_policy_loss(
     Raises:
         ConfigError: `fused_policy_loss` refuses the inputs, or hidden states and weight do not fit each other.
     """
-    tokens = rollout_tokens(
-        objective,
-        topk_ids,
-        topk_rollout_log_probs,
+    tokens = RolloutTokens(
         targets=targets,
         rollout_log_probs=rollout_log_probs,
         advantages=advantages,
@@ -96,9 +93,8 @@ def fused_linear_policy_loss(
         token_weights=token_weights,
         old_log_probs=old_log_probs,
         ref_log_probs=ref_log_probs,
+        topk=given_topk(objective, topk_ids, topk_rollout_log_probs),
     )
-    layer: dict[str, Any] = dict(vocab_start=vocab_start, vocab_size=vocab_size, tp_group=tp_group)
-    layer |= dict(sequence_parallel=sequence_parallel, chunk_bytes=chunk_bytes, logits_dtype=logits_dtype)
     return packed_linear_policy_loss(
         hidden,
         weight,
@@ -106,8 +102,13 @@ def fused_linear_policy_loss(
         objective,
         responses=responses_of(objective, response_lengths, targets),
         temperature=temperature,
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        chunk_bytes=chunk_bytes,
+        logits_dtype=logits_dtype,
         debug=debug,
-        **layer,
     )
 
 

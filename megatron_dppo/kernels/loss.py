@@ -14,9 +14,9 @@ from megatron_dppo.kernels.inputs import (
     VocabShard,
     check_values,
     gather_statistics,
+    given_topk,
     require_shard,
     require_temperature,
-    rollout_tokens,
 )
 from megatron_dppo.kernels.reference import TokenLogProbs, log_probs_of
 from megatron_dppo.types import RolloutTokens
@@ -74,10 +74,7 @@ def fused_policy_loss(
         ConfigError: An input is missing or of the wrong shape or type, the shard does not cover the vocabulary,
             or (always on CPU, on other devices with `debug`) a learning token's input has an invalid value.
     """
-    tokens = rollout_tokens(
-        objective,
-        topk_ids,
-        topk_rollout_log_probs,
+    tokens = RolloutTokens(
         targets=targets,
         rollout_log_probs=rollout_log_probs,
         advantages=advantages,
@@ -85,6 +82,7 @@ def fused_policy_loss(
         token_weights=token_weights,
         old_log_probs=old_log_probs,
         ref_log_probs=ref_log_probs,
+        topk=given_topk(objective, topk_ids, topk_rollout_log_probs),
     )
     return packed_policy_loss(
         logits,

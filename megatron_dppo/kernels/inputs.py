@@ -30,10 +30,6 @@ class VocabShard:
     vocab_size: int  # of the model, without the columns that pad the last shards
     group: dist.ProcessGroup | None = None  # the ranks that hold the other columns; None without a split
 
-    def num_columns(self, width: int) -> int:
-        """Return how many of a shard's `width` columns are tokens; the rest is padding."""
-        return num_columns(width, self.start, self.vocab_size)
-
 
 def num_columns(width: int, vocab_start: int, vocab_size: int) -> int:
     """Return how many of `width` columns from `vocab_start` on are tokens of the vocabulary."""

@@ -5,17 +5,19 @@ Checkpoints in the middle of a rollout have one file. A run's `batches/` keeps o
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_dppo.errors import DataError
 from megatron_dppo.runtime.tensor_files import save_tensors
-from megatron_dppo.types import Microbatch, RolloutTopK, RoutedExperts, TrainBatch
+from megatron_dppo.types import Microbatch, RolloutTopK, RoutedExperts, Sample, TrainBatch
+
+Record = TypeVar("Record", Sample, Microbatch)
 
 _LAYOUT = "steps"  # metadata key of the description that assigns tensors to steps
 _NESTED = ("topk", "routed_experts", "sample_ids")
@@ -32,8 +34,8 @@ def write_batches(path: Path, steps: Sequence[TrainBatch]) -> None:
     layout: list[dict[str, object]] = []
     for i, step in enumerate(steps):
         for j, microbatch in enumerate(step.microbatches):
-            named = dict(_tensors(microbatch))
-            tensors |= {f"{i}.{j}.{name}": tensor.contiguous().clone() for name, tensor in named.items()}
+            named = tensors_of(microbatch).items()
+            tensors |= {f"{i}.{j}.{name}": tensor.contiguous().clone() for name, tensor in named}
         routes = next((m.routed_experts for m in step.microbatches if m.routed_experts is not None), None)
         layout.append(
             {
@@ -69,19 +71,30 @@ def read_batches(path: Path) -> tuple[TrainBatch, ...]:
 
 def bytes_of(step: TrainBatch) -> int:
     """Return the size of a gradient step's tensors in bytes."""
-    return sum(tensor.nbytes for microbatch in step.microbatches for _, tensor in _tensors(microbatch))
+    return sum(tensor.nbytes for m in step.microbatches for tensor in tensors_of(m).values())
 
 
-def _tensors(microbatch: Microbatch) -> Iterator[tuple[str, Tensor]]:
-    for name in _PLAIN:
-        tensor = getattr(microbatch, name)
-        if tensor is not None:
-            yield name, tensor
-    if microbatch.topk is not None:
-        yield "topk.ids", microbatch.topk.ids
-        yield "topk.log_probs", microbatch.topk.log_probs
-    if microbatch.routed_experts is not None:
-        yield "routed_experts.indices", microbatch.routed_experts.indices
+def tensors_of(record: Sample | Microbatch | RolloutTopK | RoutedExperts) -> dict[str, Tensor]:
+    """Return the tensors of a record by field name, and of the records in it as `topk.ids`, ..."""
+    found: dict[str, Tensor] = {}
+    for name, value in vars(record).items():
+        if isinstance(value, Tensor):
+            found[name] = value
+        elif isinstance(value, RolloutTopK | RoutedExperts):
+            found |= {f"{name}.{inner}": tensor for inner, tensor in tensors_of(value).items()}
+    return found
+
+
+def with_nested(
+    record: Record, tensors: Mapping[str, Tensor], layer_numbers: Sequence[int] | None, num_experts: int | None
+) -> Record:
+    """Return the record with its Top-K and routes, if their tensors are among these by the same names."""
+    if "topk.ids" in tensors:
+        record = replace(record, topk=RolloutTopK(tensors["topk.ids"], tensors["topk.log_probs"]))
+    if layer_numbers is not None and num_experts is not None:
+        routes = RoutedExperts(tensors["routed_experts.indices"], tuple(layer_numbers), num_experts)
+        record = replace(record, routed_experts=routes)
+    return record
 
 
 def _step(
@@ -101,12 +114,7 @@ def _step(
         own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
         plain: dict[str, Any] = {name: own[name] for name in _PLAIN if name in own}
         microbatch = Microbatch(**plain, sample_ids=tuple(sample_ids[j]) if sample_ids else ())
-        if "topk.ids" in own:
-            microbatch = replace(microbatch, topk=RolloutTopK(own["topk.ids"], own["topk.log_probs"]))
-        if layer_numbers is not None and num_experts is not None:
-            routes = RoutedExperts(own["routed_experts.indices"], tuple(layer_numbers), num_experts)
-            microbatch = replace(microbatch, routed_experts=routes)
-        microbatches.append(microbatch)
+        microbatches.append(with_nested(microbatch, own, layer_numbers, num_experts))
     return TrainBatch(tuple(microbatches), num_loss_tokens, num_samples)
 
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from megatron_dppo.data.batches.token_slices import zigzag
+from megatron_dppo.data.batches.packing import zigzag
 
 # torch 2.11 has no `enable_gqa`: it passes fewer key-value heads to the same kernel unasked.
 _GROUPED_HEADS = dict(enable_gqa=True) if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}

@@ -22,7 +22,7 @@ from seams import EVALUATION, Seam
 from megatron_dppo.rewards import RewardChoice
 
 _ROLLOUTS = "rollout.rollouts"
-_HEAD = "actor.output_head"
+_HEAD = "actor.forward"
 _CHECKPOINTS = "run.checkpoints"
 _SGLANG = "engines.sglang"
 _SYNC = "engines.weight_sync"

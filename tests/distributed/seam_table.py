@@ -24,7 +24,7 @@ from seam_rollout_rows import ROLLOUT_ROWS
 from seams import Seam
 
 _ROLLOUTS = "rollout.rollouts"
-_HEAD = "actor.output_head"
+_HEAD = "actor.forward"
 _CHECKPOINTS = "run.checkpoints"
 _SGLANG = "engines.sglang"
 _SYNC = "engines.weight_sync"

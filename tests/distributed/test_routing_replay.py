@@ -104,8 +104,7 @@ def router_gradient_error(actor: Any, microbatch: Any) -> float:
 
     Relative to the gradient's norm, which the slope is in the mean square: a direction may be nearly level.
     """
-    from megatron_dppo.actor.forward import forward_packed
-    from megatron_dppo.actor.output_head import output_weight
+    from megatron_dppo.actor.forward import forward_packed, output_weight
     from megatron_dppo.routing_replay.replay import replaying, routers
 
     weight = next(iter(routers(actor.chunks[0]).values())).weight

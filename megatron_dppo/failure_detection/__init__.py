@@ -28,10 +28,9 @@ import threading
 from collections.abc import Iterator
 
 from megatron_dppo.errors import LaunchError
-from megatron_dppo.failure_detection.head import Head
 from megatron_dppo.failure_detection.link import Link
-from megatron_dppo.failure_detection.member import Member
 from megatron_dppo.failure_detection.report import Report, record_for_torchrun
+from megatron_dppo.failure_detection.watch import Head, Member
 from megatron_dppo.runtime.process import Runtime
 
 _CONNECT_TIMEOUT_S = 60.0

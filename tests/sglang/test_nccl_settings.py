@@ -11,7 +11,7 @@ from ranks import run_ranks
 from serving import PYTHON, Served, served_config
 from sync_job import push_once
 
-from megatron_dppo.engines.sglang.nccl import CUMEM, NVLS, nccl_settings
+from megatron_dppo.engines.sglang.options import CUMEM, NVLS, nccl_settings
 from megatron_dppo.engines.sglang.server import registered
 
 START_UP = f"""

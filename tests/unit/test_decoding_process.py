@@ -17,8 +17,7 @@ from test_sglang_protocol import MODEL, recorded
 
 from megatron_dppo.engines.base import Completion
 from megatron_dppo.engines.sglang import decoding_process
-from megatron_dppo.engines.sglang.decoding_process import DecodingProcess
-from megatron_dppo.engines.sglang.decoding_wire import SharedMemory
+from megatron_dppo.engines.sglang.decoding_process import DecodingProcess, SharedMemory
 from megatron_dppo.engines.sglang.protocol import Generation0521
 from megatron_dppo.errors import ReplyError, RolloutError
 
@@ -173,18 +172,14 @@ def test_it_goes_with_the_object_that_started_it() -> None:
 def test_shared_memory_holds_smaller_and_larger_contents_than_before() -> None:
     memory = SharedMemory.create()
     reader = SharedMemory(os.dup(memory.descriptor))  # as the other process has it
-    try:
-        assert bytes(reader.view(0)) == b""
-        contents = [[b"abc"], [b"", b"12"], [b"x" * 70_000, b"", bytearray(b"y")], [b"z"], [b"0" * 100_000]]
-        for buffers in contents:
-            memory.write(buffers)
-            assert reader.read([len(each) for each in buffers]) == list(map(bytearray, buffers))
-            assert bytes(reader.view(sum(map(len, buffers)))) == b"".join(buffers)
-        with pytest.raises(EOFError):
-            reader.read([100_001])
-    finally:
-        memory.close()
-        reader.close()
+    assert bytes(reader.view(0)) == b""
+    contents = [[b"abc"], [b"", b"12"], [b"x" * 70_000, b"", bytearray(b"y")], [b"z"], [b"0" * 100_000]]
+    for buffers in contents:
+        memory.write(buffers)
+        assert reader.read([len(each) for each in buffers]) == list(map(bytearray, buffers))
+        assert bytes(reader.view(sum(map(len, buffers)))) == b"".join(buffers)
+    with pytest.raises(EOFError):
+        reader.read([100_001])
 
 
 @pytest.mark.parametrize("behind", [(b"", LARGE, b""), (LARGE, b"", 2 * LARGE)])
@@ -216,7 +211,7 @@ def test_small_answers_start_no_process_and_its_program_needs_no_tensor_library(
     decoding = DecodingProcess()
     _read(decoding)
     assert decoding.pid is None
-    imports = "import sys, megatron_dppo.engines.sglang.decoding_worker as worker; print(*sys.modules)"
+    imports = "import sys, megatron_dppo.engines.sglang.decoding_process as worker; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", imports], capture_output=True, text=True, check=True)
     assert {"numpy", "megatron_dppo.engines.sglang.replies"} <= set(done.stdout.split())
     assert {"torch", "transformers", "pydantic", "aiohttp"}.isdisjoint(done.stdout.split())

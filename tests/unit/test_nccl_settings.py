@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.engines.sglang.nccl import CUMEM, NVLS, differences, nccl_settings
+from megatron_dppo.engines.sglang.options import CUMEM, NVLS, differences, nccl_settings
 from megatron_dppo.run.session import joined_processes
 
 

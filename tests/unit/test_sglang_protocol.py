@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from megatron_dppo.engines.base import Completion, Request, SamplingParams
-from megatron_dppo.engines.sglang.decoding import decode_routes
 from megatron_dppo.engines.sglang.decoding_process import DecodingProcess
 from megatron_dppo.engines.sglang.protocol import (
     GENERATIONS,
@@ -25,6 +24,7 @@ from megatron_dppo.engines.sglang.protocol import (
     ServedModel,
     generation_of,
 )
+from megatron_dppo.engines.sglang.replies import decode_routes
 from megatron_dppo.engines.sglang.sampling_settings import UNUSED_PARAMETERS, seed_of
 from megatron_dppo.errors import ReplyError, RoutingReplayError, ServerError
 from megatron_dppo.types import ModelRouting, RoutedExperts, WeightVersionSpan

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from megatron_dppo.engines.weight_sync.buckets import Bucket, Buffer
-from megatron_dppo.engines.weight_sync.tensor import _pickled
+from megatron_dppo.engines.weight_sync.base import Bucket, Buffer
+from megatron_dppo.engines.weight_sync.transports import _pickled
 
 SHAPES = [(3, 4), (5,), (1,), (8, 8), (2, 2, 2), (7,)]
 

@@ -65,8 +65,8 @@ def main(
     runtime, others = start(), OtherPrograms()
     with tempfile.TemporaryDirectory() as name:
         config = make_config(Path(name), hidden, python)
-        from megatron_dppo.engines.sglang.nccl import nccl_settings
-        from megatron_dppo.engines.sglang.own_servers import own_servers
+        from megatron_dppo.engines.sglang.options import nccl_settings
+        from megatron_dppo.engines.sglang.server import own_servers
 
         os.environ.update(nccl_settings(config))
 

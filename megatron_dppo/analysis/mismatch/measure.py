@@ -19,11 +19,10 @@ from megatron_dppo.config.load import dump_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang.client import SglangClient
 from megatron_dppo.engines.sglang.model import served_model
-from megatron_dppo.engines.sglang.own_servers import own_servers
 from megatron_dppo.engines.sglang.protocol import ServerFacts
-from megatron_dppo.engines.sglang.server import API_KEY, registered
+from megatron_dppo.engines.sglang.server import API_KEY, own_servers, registered
 from megatron_dppo.engines.weight_sync.factory import served_dtype
-from megatron_dppo.engines.weight_sync.temperature import require_temperature
+from megatron_dppo.engines.weight_sync.probe import require_temperature
 from megatron_dppo.errors import ConfigError, Problem, RolloutError
 from megatron_dppo.metrics.token_mismatch import (
     MeasuredResponse,

@@ -24,9 +24,8 @@ from megatron_dppo.engines.base import (
     joined,
     num_tokens_left,
 )
-from megatron_dppo.engines.sglang.decoding import field, weight_version
 from megatron_dppo.engines.sglang.decoding_process import DecodingProcess
-from megatron_dppo.engines.sglang.replies import Expected, PromptScores, Reply
+from megatron_dppo.engines.sglang.replies import Expected, PromptScores, Reply, field, weight_version
 from megatron_dppo.engines.sglang.sampling_settings import (
     UNUSED_SINCE_0522,
     reported_problems,

@@ -3,25 +3,19 @@
 The process that decodes responses imports this module (see `decoding_process`), so it needs no tensor library.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from types import MappingProxyType
-from typing import Any, Self, cast, get_args
+from typing import Any, Self, TypeVar, cast, get_args
 
 import msgspec
 import numpy as np
+import pybase64
 
-from megatron_dppo.engines.sglang.decoding import (
-    decode_flat_topk,
-    decode_log_probs,
-    decode_routes,
-    decode_tokens,
-    decode_topk,
-    decode_weight_versions,
-    field,
-)
 from megatron_dppo.errors import ReplyError, RoutingReplayError
-from megatron_dppo.types import FinishReason, ModelRouting
+from megatron_dppo.types import FinishReason, ModelRouting, WeightVersionSpan
 
 Content = bytes | memoryview
 """Body of a response. Readers copy from it, so its memory may be overwritten afterwards."""
@@ -283,3 +277,293 @@ def _routes(
         return decode_routes(payload, num_rows, expected.num_layers, expected.routing, where), None
     except RoutingReplayError as error:
         return None, str(error)
+
+
+T = TypeVar("T")
+Text = msgspec.Raw | bytes
+"""JSON that is not parsed yet."""
+
+_REPORT = "The server is not the version that it reports, or a proxy changed its response: look at its log."
+_NO_ROUTES = "Check that the server serves the model being trained, or set rollout.routing_replay = 'off'."
+_SLACK = 1e-3  # largest difference between two reports of one log-prob
+_BASE64 = msgspec.json.Decoder(bytes | None)
+_NUMBERS = msgspec.json.Decoder(list[float | None])
+_OF_NUMBERS = b"0123456789+-.eE" + b"null" + b" \t\r\n"
+_BEYOND_IDS = float(1 << 53)  # infinite ids are clipped to it before they become integers
+
+
+def field(body: Mapping[str, Any], name: str, kind: type[T], where: str) -> T:
+    """Return `body[name]`, which must have type `kind`.
+
+    Raises:
+        ReplyError: The field is missing or has another type.
+    """
+    value = body.get(name)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        found = f"{value!r:.60}" if name in body else "nothing"
+        raise ReplyError(f"{where}: found {found} as {name}; expected {kind.__name__}. {_REPORT}")
+    return value
+
+
+def decode_tokens(ids: Sequence[Any], vocab_size: int, where: str) -> np.ndarray:
+    """Decode a list of token ids as [R] int64."""
+    if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        wrong = next(token for token in ids if type(token) is not int or not 0 <= token < vocab_size)
+        raise ReplyError(
+            f"{where}: found {wrong!r:.60} as a token; expected ids from 0 to {vocab_size - 1}. {_REPORT}"
+        )
+    return np.array(ids, dtype=np.int64)
+
+
+def decode_log_probs(payload: Text, tokens: np.ndarray, where: str) -> np.ndarray:
+    """Decode the JSON of `[log_prob, token, null]` rows as [R] float32; a null log-prob becomes NaN.
+
+    Raises:
+        ReplyError: There is not one row per token, a row has another token, or a log-prob is above 0.
+    """
+    values, ids = _columns(payload, (tokens.size,), where, "log-probs")
+    if not np.array_equal(ids, tokens):
+        raise ReplyError(f"{where}: the log-probs belong to other tokens than the sampled ones. {_REPORT}")
+    log_probs = _float32(values)
+    if bool((log_probs > _SLACK).any()):
+        raise ReplyError(
+            f"{where}: found a log-prob of {float(log_probs.max())}; expected at most 0. {_REPORT}"
+        )
+    return log_probs
+
+
+def decode_topk(
+    payload: Text,
+    tokens: np.ndarray,
+    log_probs: np.ndarray,
+    num_columns: int,
+    vocab_size: int,
+    where: str,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Decode each position's most probable tokens from rows of `[log_prob, token, null]` entries.
+
+    Args:
+        payload: The JSON of `output_top_logprobs`.
+        tokens: [R] int64 sampled tokens.
+        log_probs: [R] float32 log-probs of the sampled tokens.
+        num_columns: K.
+        vocab_size: Vocabulary size; ids must be below it.
+        where: Name of the response in errors.
+
+    Returns:
+        [R, K] int32 ids and [R, K] float32 log-probs.
+
+    Raises:
+        ReplyError: Another shape, an invalid or repeated id, columns out of order, or a sampled token with
+            another log-prob than in `log_probs`, as in shifted rows.
+    """
+    values, ids = _columns(payload, (tokens.size, num_columns), where, "output_top_logprobs")
+    return _checked_topk(_float32(values), ids, tokens, log_probs, vocab_size, where)
+
+
+def decode_flat_topk(
+    values: Text,
+    ids: Text,
+    tokens: np.ndarray,
+    log_probs: np.ndarray,
+    num_columns: int,
+    vocab_size: int,
+    where: str,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Decode each position's most probable tokens from base64 of [R, K] float32 and of [R, K] int32.
+
+    Args:
+        values: The JSON of `output_top_logprobs_val_flat_b64`, a string.
+        ids: The JSON of `output_top_logprobs_idx_flat_b64`, a string.
+        tokens: [R] int64 sampled tokens.
+        log_probs: [R] float32 log-probs of the sampled tokens.
+        num_columns: K.
+        vocab_size: Vocabulary size; ids must be below it.
+        where: Name of the response in errors.
+
+    Returns:
+        [R, K] int32 ids and [R, K] float32 log-probs.
+
+    Raises:
+        ReplyError: See `decode_topk`.
+    """
+    shape = (tokens.size, num_columns)
+    found: list[np.ndarray] = []
+    for payload, dtype in ((values, "<f4"), (ids, "<i4")):
+        try:
+            data = _decoded(payload) or b""
+        except msgspec.MsgspecError as error:
+            raise ReplyError(f"{where}: output_top_logprobs is not base64 ({error}). {_REPORT}") from None
+        if len(data) != 4 * tokens.size * num_columns:
+            raise ReplyError(
+                f"{where}: found {len(data)} bytes of output_top_logprobs; expected {shape} of 4 bytes each. "
+                f"{_REPORT}"
+            )
+        found.append(np.frombuffer(data, dtype).reshape(shape))
+    values_found, ids_found = found
+    return _checked_topk(values_found.astype(np.float32), ids_found, tokens, log_probs, vocab_size, where)
+
+
+def decode_routes(
+    payload: Text | None, num_rows: int, num_layers: int, routing: ModelRouting, where: str
+) -> np.ndarray:
+    """Decode the MoE layers' routes from base64 int32 [rows, layers, top_k], little-endian.
+
+    Args:
+        payload: The JSON of `routed_experts`, a string; None if the response lacks it.
+        num_rows: Number of forwarded tokens: all but the last.
+        num_layers: Number of all hidden layers; the server's array includes dense ones.
+        routing: MoE layers, number of experts and top_k of the model.
+        where: Name of the response in errors.
+
+    Returns:
+        [rows, moe_layers, top_k] uint8; int16 above 256 experts.
+
+    Raises:
+        RoutingReplayError: Another array, a dense layer with routes, an expert that does not exist or is twice
+            in one row, or only zeros.
+    """
+    try:
+        data = None if payload is None else _decoded(payload)
+    except msgspec.MsgspecError as error:
+        raise RoutingReplayError(f"{where}: routed_experts is not base64 ({error}). {_NO_ROUTES}") from None
+    if data is None:
+        raise RoutingReplayError(
+            f"{where}: found no routed_experts; expected the routes. Start the server with "
+            "enable_return_routed_experts = true, or set rollout.routing_replay = 'off'."
+        )
+    expected = (num_rows, num_layers, routing.top_k)
+    if len(data) != 4 * num_rows * num_layers * routing.top_k:
+        raise RoutingReplayError(
+            f"{where}: found {len(data)} bytes of routed_experts; expected int32 {expected} (rows, layers, "
+            f"experts per token). {_NO_ROUTES}"
+        )
+    routes = np.frombuffer(data, "<i4").reshape(expected)
+    layers = list(routing.layer_numbers)
+    if bool(np.delete(routes, layers, axis=1).any()):
+        raise RoutingReplayError(f"{where}: routed_experts names experts in dense layers. {_NO_ROUTES}")
+    found = routes if layers == list(range(num_layers)) else routes[:, sorted(layers)]
+    if num_rows and not (found.min() >= 0 and found.max() < routing.num_experts):
+        wrong = f"experts outside of 0 to {routing.num_experts - 1}"
+        raise RoutingReplayError(f"{where}: routed_experts holds {wrong}. {_NO_ROUTES}")
+    indices = found.astype(np.uint8 if routing.num_experts <= 256 else np.int16)
+    columns = np.ascontiguousarray(indices.reshape(-1, routing.top_k).T)
+    faults = {
+        "an expert twice for one token": any(bool((a == b).any()) for a, b in combinations(columns, 2)),
+        "only zeros: nothing was captured": routing.num_experts > 1 and not indices.any(),
+    }
+    for fault, is_so in faults.items():
+        if num_rows and is_so:
+            raise RoutingReplayError(f"{where}: routed_experts holds {fault}. {_NO_ROUTES}")
+    return indices
+
+
+def decode_weight_versions(spans: Sequence[Any], num_tokens: int, where: str) -> tuple[WeightVersionSpan, ...]:
+    """Decode the weight version of each response token from `{"version", "start", "end"}` entries.
+
+    Raises:
+        ReplyError: The spans leave tokens out or overlap, or a version is not a number.
+    """
+    decoded: list[WeightVersionSpan] = []
+    for span in spans:
+        if not isinstance(span, Mapping):
+            raise ReplyError(f"{where}: found {span!r:.60} in weight_versions; expected spans. {_REPORT}")
+        start, stop = field(span, "start", int, where), field(span, "end", int, where)
+        decoded.append(WeightVersionSpan(start, stop, weight_version(span.get("version"), where)))
+    bounds = [0, *(span.stop for span in decoded)]
+    is_whole = bounds[-1] == num_tokens and all(
+        span.start == start <= span.stop for span, start in zip(decoded, bounds, strict=False)
+    )
+    if not is_whole:
+        raise ReplyError(f"{where}: weight_versions {spans!r:.200} do not cover {num_tokens} tokens. {_REPORT}")
+    return tuple(span for span in decoded if span.start < span.stop)
+
+
+def weight_version(text: object, where: str) -> int:
+    """Parse the version number of a server's weights, which a push or the start of the server set."""
+    try:
+        return int(str(text))
+    except ValueError:
+        raise ReplyError(
+            f"{where}: found weight version {text!r}; expected an integer. Start the server with "
+            "megatron-dppo serve, and push weights with a version."
+        ) from None
+
+
+def _checked_topk(
+    values: np.ndarray,
+    found_ids: np.ndarray,
+    tokens: np.ndarray,
+    log_probs: np.ndarray,
+    vocab_size: int,
+    where: str,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Check the top-K against the sampled tokens, and return [R, K] int32 ids and [R, K] float32 values.
+
+    Raises:
+        ReplyError: See `decode_topk`.
+    """
+    is_outside = (found_ids < 0) | (found_ids >= vocab_size)
+    ids = np.where(is_outside, -1, found_ids).astype(np.int32)
+    with np.errstate(invalid="ignore"):  # the difference of two -inf
+        faults = {
+            f"token ids outside of 0 to {vocab_size - 1}": is_outside,
+            "a token twice in a row": np.diff(np.sort(ids)) == 0,
+            "log-probs that are NaN": np.isnan(values),
+            "log-probs that rise along a row": np.diff(values) > _SLACK,
+            "another log-prob of the sampled token": (ids == tokens[:, None])
+            & (np.abs(values - log_probs[:, None]) > _SLACK),
+        }
+    for fault, is_so in faults.items():
+        if bool(is_so.any()):
+            raise ReplyError(f"{where}: output_top_logprobs holds {fault}. {_REPORT}")
+    return ids, values
+
+
+def _decoded(payload: Text) -> bytes | None:
+    """Decode a JSON string of base64; null becomes None.
+
+    Raises:
+        msgspec.MsgspecError: The payload is something else.
+    """
+    text = memoryview(payload)
+    if text[:1] == b'"':
+        with contextlib.suppress(ValueError):  # it is not base64, or JSON has escaped a slash
+            return pybase64.b64decode(text[1:-1], validate=True)
+    return _BASE64.decode(payload)
+
+
+def _columns(payload: Text, shape: tuple[int, ...], where: str, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Decode log-probs, [*shape] float64 with NaN for null, and tokens, [*shape] int64, of each entry.
+
+    The numbers are parsed as one flat list, which takes half the time of nested lists. The text without its
+    numbers must equal the brackets of the shape.
+    """
+    text = bytes(payload)
+    try:
+        if text.translate(None, _OF_NUMBERS) != _brackets((*shape, 3)):
+            raise ValueError("another shape")
+        found = _NUMBERS.decode(b"[" + text.translate(None, b"[]") + b"]")
+        log_probs = np.array(found[0::3], dtype=np.float64).reshape(shape)
+        ids = np.array(found[1::3], dtype=np.float64).reshape(shape)
+        if bool(np.isnan(ids).any()):
+            raise ValueError("a token that is null")
+    except (msgspec.MsgspecError, ValueError):
+        raise ReplyError(
+            f"{where}: found {text[:60].decode(errors='replace')} (...) as {name}, {text.count(b'[')} lists in "
+            f"all; expected {shape} entries of [log-prob, token, null]. {_REPORT}"
+        ) from None
+    return log_probs, np.clip(ids, -_BEYOND_IDS, _BEYOND_IDS).astype(np.int64)
+
+
+def _brackets(shape: tuple[int, ...]) -> bytes:
+    """Return the brackets and commas of nested lists of this shape: `[[,],[,]]` for (2, 2)."""
+    text = b""
+    for size in reversed(shape):
+        text = b"[" + b",".join([text] * size) + b"]"
+    return text
+
+
+def _float32(values: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # values beyond float32 become infinite
+        return values.astype(np.float32)

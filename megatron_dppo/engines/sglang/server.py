@@ -13,8 +13,9 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -25,12 +26,12 @@ from megatron_dppo.architectures.sizes import read_model_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang.client import Patience, SglangClient
 from megatron_dppo.engines.sglang.model import has_own_output, routes_problem, served_model
-from megatron_dppo.engines.sglang.nccl import nccl_settings
 from megatron_dppo.engines.sglang.options import (
     arguments,
     installed_version,
     interpreter,
     is_for_cpu,
+    nccl_settings,
     option_problems,
     read_options,
     server_environment,
@@ -39,6 +40,7 @@ from megatron_dppo.engines.sglang.protocol import generation_of
 from megatron_dppo.engines.sglang.sampling_settings import argument_problems, variable_problems
 from megatron_dppo.errors import ConfigError, Problem, ServerError
 from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.process import Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -350,3 +352,50 @@ async def _is_healthy(url: str) -> bool:
 async def _version(url: str) -> str:
     async with SglangClient(url, api_key=os.environ.get(API_KEY)) as client:
         return (await client.connect())[1].version
+
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def own_servers(config: Config, runtime: Runtime) -> Iterator[None]:
+    """Run rollout.sglang.num_own_servers servers during the body; every rank enters once they are ready.
+
+    Servers that exit by themselves are restarted, like the servers of `megatron-dppo serve`.
+
+    Raises:
+        ConfigError: See `plan_launch`.
+        ServerError: A server does not start; or the run starts no servers and its servers/ lists none.
+    """
+    if config.rollout.engine != "sglang":
+        yield
+        return
+    num_servers = config.rollout.sglang.num_own_servers
+    if not num_servers:
+        runtime.on_main(lambda: require_registered(config.run.folder / "servers"))
+        yield
+        return
+    ended = threading.Event()
+    with ThreadPoolExecutor(num_servers, thread_name_prefix="server") as threads:
+        try:
+            runtime.on_main(lambda: _start(config, num_servers, threads, ended))
+            yield
+        finally:
+            ended.set()
+
+
+def _start(config: Config, num_servers: int, threads: ThreadPoolExecutor, ended: threading.Event) -> None:
+    options, folder = config.rollout.sglang, config.run.folder / "servers"
+    logger.info("starting %d SGLang servers; their logs are %s/own-*.log", num_servers, folder)
+    running: list[Future[None]] = []
+    servers = [Server(plan_launch(config, index), folder, f"own-{index}") for index in range(num_servers)]
+    for server in servers:
+        server.record.unlink(missing_ok=True)  # left by a run that was killed
+        limits = {"start_timeout_s": options.start_timeout_s, "max_restarts": options.max_restarts}
+        running.append(threads.submit(supervise, server, ended, **limits))
+    while not all(server.record.exists() for server in servers):
+        for future in running:
+            if future.done():
+                future.result()
+                raise ServerError("an SGLang server exited during its start")
+        ended.wait(0.2)

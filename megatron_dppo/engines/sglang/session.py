@@ -15,11 +15,17 @@ from megatron_dppo.engines.base import (
     aborted,
 )
 from megatron_dppo.engines.counts import EngineCounts
-from megatron_dppo.engines.sglang.asked import Answer, Asked, InFlight, counted
-from megatron_dppo.engines.sglang.links import Link, other_weights
-from megatron_dppo.engines.sglang.load_balancer import LoadBalancer, group_of
+from megatron_dppo.engines.sglang.client import Link, other_weights
+from megatron_dppo.engines.sglang.dispatch import (
+    Answer,
+    Asked,
+    InFlight,
+    LoadBalancer,
+    counted,
+    group_of,
+    refuse_requests,
+)
 from megatron_dppo.engines.sglang.protocol import ServedModel
-from megatron_dppo.engines.sglang.refusals import refuse_requests
 from megatron_dppo.errors import ReplyError, RolloutError, ServerError
 
 logger = logging.getLogger(__name__)

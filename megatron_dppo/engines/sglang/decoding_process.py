@@ -4,17 +4,19 @@ Parsing the JSON of a long response holds the GIL: the trainer's CPU time for 16
 is 113 ms with SGLang 0.5.21 and 27 ms with later versions (tools/benchmarks/README.md), and no other thread of
 the trainer runs meanwhile.
 
-`DecodingProcess` starts this module as a program, which imports no tensor library, so it starts quickly. The
-bytes of a response and the decoded arrays are in shared memory, one for each direction. All else goes through
-the program's pipes as pickles, since both ends are this package.
+`DecodingProcess` starts this module as a program, which imports no tensor library, so it starts quickly.
+Requests and results are pickles, since both ends are this package. They are in shared memory, one for each
+direction, together with the bytes of the response or its arrays. The pipes carry only the sizes of these parts.
 """
 
 import asyncio
 import contextlib
 import gc
+import json
 import mmap
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -24,11 +26,12 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Self
+from itertools import accumulate
+from typing import Self
 
 from megatron_dppo.engines.sglang.replies import READERS, Answer, Expected
 from megatron_dppo.errors import ReplyError, RolloutError, RoutingReplayError
-from megatron_dppo.runtime.framing import frame_of, read_message, write_frame
+from megatron_dppo.runtime.framing import FrameReader, json_frame, read_message, write_frame
 
 _MODULE = "megatron_dppo.engines.sglang.decoding_process"
 _SMALL_BYTES = 64 * 1024  # the pipes cost the trainer 1 to 2 ms of CPU, like decoding about 50 kB
@@ -37,6 +40,7 @@ _START_TIMEOUT_S = 300.0  # imports may be slow on a slow disk
 _END_TIMEOUT_S = 1.0
 _MOST_LOST = 2  # lost children in a row that stop the run; the first one is replaced
 _PARENT_EVERY_S = 0.25
+_MAX_SIZES = 4096  # bytes
 
 
 class DecodingProcess:
@@ -139,13 +143,12 @@ class SharedMemory:
                 left, offset = left[num_read:], offset + num_read
         return buffers
 
-    def view(self, size: int) -> memoryview:
-        """Return a view of the first `size` bytes, valid until the other process writes."""
-        if size == 0:
-            return memoryview(b"")
-        if self._mapped is None or len(self._mapped) < size:
+    def view(self, sizes: Sequence[int]) -> list[memoryview]:
+        """Return views of the buffers with these sizes in bytes, valid until the other process writes."""
+        if self._mapped is None or len(self._mapped) < sum(sizes):
             self._mapped = mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ)
-        return memoryview(self._mapped)[:size]
+        whole, ends = memoryview(self._mapped), list(accumulate(sizes))
+        return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 class _LostError(Exception):
@@ -161,20 +164,30 @@ class _Child:
         Raises:
             RolloutError: The process did not start.
         """
-        self._content, self._arrays = SharedMemory.create(), SharedMemory.create()
-        descriptors = [self._content.descriptor, self._arrays.descriptor]
+        self._requests, self._answers = SharedMemory.create(), SharedMemory.create()
+        descriptors = [self._requests.descriptor, self._answers.descriptor]
         command = [sys.executable, "-m", _MODULE, *map(str, (os.getpid(), *descriptors))]
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # numpy's thread pool is not needed
         pipe = subprocess.PIPE
         try:
             self.process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, pass_fds=descriptors, start_new_session=True, env=environment
+                command,
+                stdin=pipe,
+                stdout=pipe,
+                bufsize=0,
+                pass_fds=descriptors,
+                start_new_session=True,
+                env=environment,
             )
         except OSError as error:
             raise _not_started(f"raised {error}", command) from None
         weakref.finalize(self, _kill, self.process).atexit = False  # at exit, its stdin closes, which ends it
+        assert self.process.stdin is not None and self.process.stdout is not None, "Popen was called with pipes"
+        self._in, self._out = self.process.stdin.fileno(), self.process.stdout.fileno()
+        self._reader, self._poll = FrameReader(_MAX_SIZES), select.poll()
+        self._poll.register(self._out, select.POLLIN)
         try:
-            self._exchange(None, _START_TIMEOUT_S)
+            self._receive(_START_TIMEOUT_S)
         except _LostError as error:
             _kill(self.process)
             raise _not_started(str(error), command) from None
@@ -187,38 +200,25 @@ class _Child:
         Raises:
             _LostError: No result came in time, or the process ended.
         """
-        self._content.write([content])
-        sizes, answer = pickle.loads(self._exchange((reader, len(content), expected), timeout_s))
-        return pickle.loads(answer, buffers=self._arrays.read(sizes))
+        parts = [content, pickle.dumps((reader, expected))]
+        self._requests.write(parts)
+        with contextlib.suppress(BrokenPipeError):  # `_receive` tells how the process ended
+            os.write(self._in, json_frame([len(part) for part in parts]))
+        answer, *buffers = self._answers.read(self._receive(timeout_s))
+        return pickle.loads(answer, buffers=buffers)
 
-    def _exchange(self, request: Any, timeout_s: float) -> bytes:
-        """Send a request unless it is None, and return the process's next message.
-
-        The limit kills the process, which ends any read or write of its pipes.
-        """
-        assert self.process.stdin is not None and self.process.stdout is not None, "Popen was called with pipes"
-        is_late = threading.Event()
-
-        def end() -> None:
-            is_late.set()
-            self.process.kill()
-
-        limit = threading.Timer(timeout_s, end)
-        limit.daemon = True
-        limit.start()
-        answer = None
-        try:
-            if request is not None:
-                write_frame(self.process.stdin, frame_of(pickle.dumps(request)))
-            answer = read_message(self.process.stdout)
-        except BrokenPipeError:
-            pass
-        finally:
-            limit.cancel()
-        if answer is None:
-            late = f"returned no result within {timeout_s:g} s"
-            raise _LostError(late if is_late.is_set() else self._how_it_ended())
-        return answer
+    def _receive(self, timeout_s: float) -> list[int]:
+        """Return the sizes of the parts of the process's next result."""
+        deadline = time.monotonic() + timeout_s
+        messages: list[bytes] = []
+        while not messages:
+            if not self._poll.poll(max(deadline - time.monotonic(), 0.0) * 1000):
+                raise _LostError(f"returned no result within {timeout_s:g} s")
+            data = os.read(self._out, 1 << 16)
+            if not data:
+                raise _LostError(self._how_it_ended())
+            messages = self._reader.feed(data)
+        return json.loads(messages[0])
 
     def _how_it_ended(self) -> str:
         try:
@@ -237,40 +237,41 @@ def _not_started(found: str, command: list[str]) -> RolloutError:
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """End the process; may be called twice."""
-    process.kill()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+            pipe.close()
+    process.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):  # a process in a kernel call ends after the call
         process.wait(_END_TIMEOUT_S)
 
 
-def _run_child(parent: int, contents: SharedMemory, arrays: SharedMemory) -> None:
+def _run_child(parent: int, requests: SharedMemory, answers: SharedMemory) -> None:
     """Decode responses until stdin ends or the trainer, process `parent`, is gone."""
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # sent to all processes of the job; the trainer decides
     gc.disable()  # JSON has no reference cycles, and the search for them took a third of the time
-    requests, replies = open(0, "rb", closefd=False), open(os.dup(1), "wb")  # noqa: PTH123, SIM115
+    stdin, stdout = open(0, "rb", closefd=False), open(os.dup(1), "wb")  # noqa: PTH123, SIM115
     os.dup2(2, 1)  # a library's output must not mix with frames
-    write_frame(replies, frame_of(b""))
-    while (request := read_message(requests)) is not None:
-        write_frame(replies, frame_of(_decode(request, contents, arrays)))
+    write_frame(stdout, json_frame([]))
+    while (message := read_message(stdin)) is not None:
+        parts = _decode(requests.view(json.loads(message)))
+        answers.write(parts)
+        write_frame(stdout, json_frame([memoryview(part).nbytes for part in parts]))
+        del parts
 
 
-def _decode(request: bytes, contents: SharedMemory, arrays: SharedMemory) -> bytes:
-    """Write the arrays of a result to shared memory, and return their sizes and the rest of the result."""
-    reader, size, expected = pickle.loads(request)
+def _decode(request: Sequence[memoryview]) -> list[bytes | memoryview]:
+    """Return the pickle of a request's result, and the result's arrays."""
+    content, rest = request
+    reader, expected = pickle.loads(rest)
     try:
-        answer = READERS[reader](contents.view(size), expected)
+        answer = READERS[reader](content, expected)
     except (ReplyError, RoutingReplayError) as error:
         answer = error.with_traceback(None)  # its frames refer to the answer, and nothing collects cycles
     buffers: list[pickle.PickleBuffer] = []
-    rest = pickle.dumps(answer, protocol=5, buffer_callback=buffers.append)
-    found = [buffer.raw() for buffer in buffers]
-    arrays.write(found)
-    return pickle.dumps(([each.nbytes for each in found], rest))
+    text = pickle.dumps(answer, protocol=5, buffer_callback=buffers.append)
+    return [text, *(buffer.raw() for buffer in buffers)]
 
 
 def _end_with(parent: int) -> None:

@@ -67,7 +67,7 @@ class Report:
         progress = runtime.progress
         is_user_error = isinstance(error, MegatronDppoError)
         message = f"{type(error).__name__}: {error}".strip()
-        text = message if is_user_error else "".join(_formatted(error)).strip()
+        text = message if is_user_error else "".join(_format_traceback(error)).strip()
         return cls(
             rank=runtime.rank,
             kind=_kind(error),
@@ -172,13 +172,13 @@ def job_failure(reports: Sequence[Report], ranks: Mapping[int, Rank], now: float
     for other in ranks.values():
         if other.end == "left":
             left.setdefault(other.how, []).append(other.number)
-    before = [f"{_listed(numbers)} had left before, with {how}." for how, numbers in left.items()]
+    before = [f"{_list_ranks(numbers)} had left before, with {how}." for how, numbers in left.items()]
     if cause.kind in ("raised", "repeated", "died"):
         before += _consequences(cause, others)
     return JobFailure("\n".join([*before, text]), cause.exit_code)
 
 
-def _formatted(error: BaseException) -> list[str]:
+def _format_traceback(error: BaseException) -> list[str]:
     """Format the traceback, without the frame of `watching` itself."""
     trace: TracebackType | None = error.__traceback__
     return traceback.format_exception(type(error), error, trace.tb_next if trace else None)
@@ -210,8 +210,8 @@ def _consequences(cause: Report, others: Sequence[Report]) -> list[str]:
     """Return a line about the ranks that failed like the first one, and a line about later failures."""
     alike = {report.rank for report in others if report.summary == cause.summary or report.kind == "repeated"}
     after = {report.rank for report in others} - alike
-    lines = [f"{_listed(alike)} failed like this:"] if alike else []
-    return [*lines, f"{_listed(after)} failed after this:"] if after else lines
+    lines = [f"{_list_ranks(alike)} failed like this:"] if alike else []
+    return [*lines, f"{_list_ranks(after)} failed after this:"] if after else lines
 
 
 def _no_show(cause: Report, others: Sequence[Report], ranks: Mapping[int, Rank], now: float) -> str:
@@ -225,7 +225,7 @@ def _no_show(cause: Report, others: Sequence[Report], ranks: Mapping[int, Rank],
         text = "" if silent else f":\n{report.text}"  # ranks wait for each other: show their stacks
         waiting.setdefault((f"{how} too, in {report.where}", text), []).append(report.rank)
     for (what, text), numbers in list(waiting.items())[:_MAX_STACKS]:
-        lines.append(f"{_listed(numbers)} {what}{text}")
+        lines.append(f"{_list_ranks(numbers)} {what}{text}")
     stacks: dict[str, list[Rank]] = {}
     for rank in silent:
         stacks.setdefault(rank.stack, []).append(rank)
@@ -234,13 +234,13 @@ def _no_show(cause: Report, others: Sequence[Report], ranks: Mapping[int, Rank],
         lines.append(f"{len(by_size) - _MAX_STACKS} more stacks are left out")
     for stack, alike in by_size[-_MAX_STACKS:]:
         rank = max(alike, key=lambda rank: now - rank.since)
-        together = f"{_listed(rank.number for rank in alike)} are at one place: " if len(alike) > 1 else ""
+        together = f"{_list_ranks(rank.number for rank in alike)} are at one place: " if len(alike) > 1 else ""
         place = f"{together}{rank} did not come: it is in {rank.where} for {now - rank.since:.1f} s"
         lines.append(f"{place}; its main thread:\n{stack}" if stack else f"{place}, and {rank.silence}")
     return "\n".join(lines)
 
 
-def _listed(ranks: Iterable[int]) -> str:
+def _list_ranks(ranks: Iterable[int]) -> str:
     """Format rank numbers for a message: "rank 3", or "ranks 0, 2-7"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):

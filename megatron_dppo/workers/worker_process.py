@@ -62,7 +62,7 @@ class WorkerProcess(Generic[Q, A]):
             found = f"{service.noun} worker: found {error}; expected a new process. {action}"
             raise service.error(found) from error
         self._in, self._out, self._err = (
-            _unblocked(pipe) for pipe in (self._process.stdin, self._process.stdout, self._process.stderr)
+            _unblock(pipe) for pipe in (self._process.stdin, self._process.stdout, self._process.stderr)
         )
         self._poll = select.poll()
         self._poll.register(self._out, select.POLLIN)
@@ -211,7 +211,7 @@ class WorkerProcess(Generic[Q, A]):
             time.sleep(0.001)
 
 
-def _unblocked(pipe: IO[bytes] | None) -> int:
+def _unblock(pipe: IO[bytes] | None) -> int:
     assert pipe is not None
     os.set_blocking(pipe.fileno(), False)
     return pipe.fileno()

@@ -24,8 +24,8 @@ from megatron_dppo.engines.sglang.protocol import (
     ServedModel,
     generation_of,
 )
-from megatron_dppo.engines.sglang.replies import decode_routes
 from megatron_dppo.engines.sglang.sampling_settings import UNUSED_PARAMETERS, seed_of
+from megatron_dppo.engines.sglang.topk_and_routes import decode_routes
 from megatron_dppo.errors import ReplyError, RoutingReplayError, ServerError
 from megatron_dppo.types import ModelRouting, RoutedExperts, WeightVersionSpan
 

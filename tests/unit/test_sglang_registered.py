@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.engines.sglang.server import ServerRecord, registered, require_registered
+from megatron_dppo.engines.sglang.server import ServerRecord, read_records, require_registered
 from megatron_dppo.errors import ServerError
 
 
@@ -19,12 +19,12 @@ def test_servers_stand_in_the_order_of_the_ranks_that_push_to_them(tmp_path: Pat
     names = [f"node-{node}-{server}" for node in (2, 10) for server in (1, 11)]
     for name in reversed(names):
         (tmp_path / f"{name}.json").write_text(json.dumps(asdict(record(name))))
-    assert registered(tmp_path) == [record(name) for name in names]
+    assert read_records(tmp_path) == [record(name) for name in names]
 
 
 def test_a_torn_record_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("{")
     with pytest.raises(ServerError, match="expected a file of megatron-dppo serve"):
-        registered(tmp_path)
+        read_records(tmp_path)
     with pytest.raises(ServerError, match="found no SGLang server"):
         require_registered(tmp_path / "absent")

@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import Self
 
-from megatron_dppo.engines.sglang.replies import READERS, Answer, Expected
+from megatron_dppo.engines.sglang.replies import Answer, Expected, Reader
 from megatron_dppo.errors import ReplyError, RolloutError, RoutingReplayError
 from megatron_dppo.runtime.framing import FrameReader, json_frame, read_message, write_frame
 
@@ -62,8 +62,8 @@ class DecodingProcess:
         self._child: _Child | None = None
         self._num_lost = 0  # children lost since the last result
 
-    async def read(self, reader: str, content: bytes, expected: Expected) -> Answer:
-        """Parse a response with `READERS[reader]`.
+    async def read(self, reader: Reader, content: bytes, expected: Expected) -> Answer:
+        """Parse a response with `reader`.
 
         Raises:
             ReplyError: The response is refused, or the child ended or hung while it decoded the response.
@@ -71,7 +71,7 @@ class DecodingProcess:
             RolloutError: The child cannot be started, or was lost twice in a row.
         """
         if len(content) < self._small_bytes:
-            return READERS[reader](content, expected)
+            return reader(content, expected)
         return await asyncio.wrap_future(self._driver.submit(self._read_there, reader, content, expected))
 
     @property
@@ -80,7 +80,7 @@ class DecodingProcess:
         child = self._child
         return None if child is None else child.process.pid
 
-    def _read_there(self, reader: str, content: bytes, expected: Expected) -> Answer:
+    def _read_there(self, reader: Reader, content: bytes, expected: Expected) -> Answer:
         if self._child is None or self._child.process.poll() is not None:  # ended while idle: not by a response
             self._child = _Child()
         try:
@@ -180,7 +180,7 @@ class _Child:
                 env=environment,
             )
         except OSError as error:
-            raise _not_started(f"raised {error}", command) from None
+            raise _start_error(f"raised {error}", command) from None
         weakref.finalize(self, _kill, self.process).atexit = False  # at exit, its stdin closes, which ends it
         assert self.process.stdin is not None and self.process.stdout is not None, "Popen was called with pipes"
         self._in, self._out = self.process.stdin.fileno(), self.process.stdout.fileno()
@@ -190,12 +190,12 @@ class _Child:
             self._receive(_START_TIMEOUT_S)
         except _LostError as error:
             _kill(self.process)
-            raise _not_started(str(error), command) from None
+            raise _start_error(str(error), command) from None
 
     def ask(
-        self, reader: str, content: bytes, expected: Expected, timeout_s: float
+        self, reader: Reader, content: bytes, expected: Expected, timeout_s: float
     ) -> Answer | ReplyError | RoutingReplayError:
-        """Return the result of `READERS[reader]`, or the error that it raised.
+        """Return the result of `reader`, or the error that it raised.
 
         Raises:
             _LostError: No result came in time, or the process ended.
@@ -228,7 +228,7 @@ class _Child:
         return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with code {status}"
 
 
-def _not_started(found: str, command: list[str]) -> RolloutError:
+def _start_error(found: str, command: list[str]) -> RolloutError:
     return RolloutError(
         f"the process that decodes responses: found that it {found} at its start; expected it to wait for "
         f"responses. Free memory or processes on this machine, or try: {' '.join(command)} </dev/null"
@@ -266,7 +266,7 @@ def _decode(request: Sequence[memoryview]) -> list[bytes | memoryview]:
     content, rest = request
     reader, expected = pickle.loads(rest)
     try:
-        answer = READERS[reader](content, expected)
+        answer = reader(content, expected)
     except (ReplyError, RoutingReplayError) as error:
         answer = error.with_traceback(None)  # its frames refer to the answer, and nothing collects cycles
     buffers: list[pickle.PickleBuffer] = []

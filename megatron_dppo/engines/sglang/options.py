@@ -108,7 +108,7 @@ def option_problems(table: Mapping[str, Any], options: Mapping[str, Option]) -> 
         if name not in options:
             action = did_you_mean(name, sorted(options.keys() - SET.keys()), "Remove it.", "sglang.{}".format)
             yield Problem(where, name, "an argument of SGLang's server", action)
-        elif (expected := _expected(value, options[name])) is not None:
+        elif (expected := _expected_value(value, options[name])) is not None:
             yield Problem(where, repr(value), expected, f"It becomes {options[name].flag} of the server.")
 
 
@@ -177,7 +177,7 @@ def differences(own: Mapping[str, str], of_server: Mapping[str, str]) -> str | N
     return f"{' and '.join(found)}; export the same values on every node" if found else None
 
 
-def _expected(value: Any, option: Option) -> str | None:
+def _expected_value(value: Any, option: Option) -> str | None:
     """Describe the expected value, or return None if the value is valid."""
     if option.kind in ("switch", "either"):
         return None if isinstance(value, bool) else "true or false"

@@ -25,7 +25,17 @@ from megatron_dppo.engines.base import (
     num_tokens_left,
 )
 from megatron_dppo.engines.sglang.decoding_process import DecodingProcess
-from megatron_dppo.engines.sglang.replies import Expected, PromptScores, Reply, field, weight_version
+from megatron_dppo.engines.sglang.replies import (
+    Expected,
+    PromptScores,
+    Reader,
+    Reply,
+    field,
+    read_reply_0521,
+    read_reply_0522,
+    read_scores_0521,
+    weight_version,
+)
 from megatron_dppo.engines.sglang.sampling_settings import (
     UNUSED_SINCE_0522,
     reported_problems,
@@ -33,7 +43,7 @@ from megatron_dppo.engines.sglang.sampling_settings import (
     seed_of,
 )
 from megatron_dppo.errors import ReplyError, ServerError
-from megatron_dppo.types import ModelRouting, RolloutTopK, RoutedExperts, WeightVersionSpan
+from megatron_dppo.types import ModelRouting, RolloutTopK, RoutedExperts
 
 _BEYOND_LONGEST_PROMPT = 4  # SGLang silently truncates responses further beyond max_req_input_len
 
@@ -119,7 +129,7 @@ class Generation(Protocol):
 class Generation0521:
     """Adapter for SGLang 0.5.21."""
 
-    _reply_reader = "reply 0.5.21"
+    _read_reply: Reader = staticmethod(read_reply_0521)
     _more_parameters: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, decoding: DecodingProcess) -> None:
@@ -166,7 +176,7 @@ class Generation0521:
             first_route_row=first_route_row(request),
             lacks_earlier_routes=partial is not None and partial.routed_experts is None,
         )
-        reply = await self._decoding.read(self._reply_reader, content, expected)
+        reply = await self._decoding.read(self._read_reply, content, expected)
         assert isinstance(reply, Reply), "each reader returns its own type"
         if not reply.tokens.size:
             return aborted(request)
@@ -197,9 +207,9 @@ class Generation0521:
             num_layers=model.num_layers,
             routing=model.routing if with_routes else None,
         )
-        scores = await self._decoding.read("scores 0.5.21", content, expected)
+        scores = await self._decoding.read(read_scores_0521, content, expected)
         assert isinstance(scores, PromptScores), "each reader returns its own type"
-        return torch.from_numpy(scores.log_probs), _routed(scores.routes, model.routing)
+        return torch.from_numpy(scores.log_probs), _routed_experts(scores.routes, model.routing)
 
     def read_facts(self, server_info: Mapping[str, Any], model_info: Mapping[str, Any]) -> ServerFacts:
         """See `Generation.read_facts`."""
@@ -233,7 +243,7 @@ class Generation0521:
 class Generation0522(Generation0521):
     """Adapter for SGLang 0.5.22 and 0.5.23, which return the top-K in two flat arrays."""
 
-    _reply_reader = "reply 0.5.22"
+    _read_reply = staticmethod(read_reply_0522)
     _more_parameters = UNUSED_SINCE_0522
 
     def generate_body(self, request: Request, params: SamplingParams, model: ServedModel) -> dict[str, Any]:
@@ -286,15 +296,15 @@ def _completion(request_id: str, reply: Reply, routing: ModelRouting | None) -> 
         torch.from_numpy(reply.log_probs),
         reply.finish_reason,
         topk,
-        _routed(reply.routes, routing),
-        tuple(WeightVersionSpan(*span) for span in reply.weight_versions),
+        _routed_experts(reply.routes, routing),
+        reply.weight_versions,
         num_retractions=reply.num_retractions,
         num_cached_tokens=reply.num_cached_tokens,
         routes_fault=reply.routes_fault,
     )
 
 
-def _routed(routes: np.ndarray | None, routing: ModelRouting | None) -> RoutedExperts | None:
+def _routed_experts(routes: np.ndarray | None, routing: ModelRouting | None) -> RoutedExperts | None:
     if routes is None or routing is None:
         return None
     return RoutedExperts(torch.from_numpy(routes), routing.layer_numbers, routing.num_experts)

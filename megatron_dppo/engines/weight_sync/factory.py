@@ -15,7 +15,7 @@ from megatron_dppo.engines.base import RolloutEngine
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.model import has_own_output, served_model
 from megatron_dppo.engines.sglang.options import nccl_settings
-from megatron_dppo.engines.sglang.server import API_KEY, registered
+from megatron_dppo.engines.sglang.server import API_KEY, read_records
 from megatron_dppo.engines.weight_sync.base import Transport, WeightOwner, WeightSync
 from megatron_dppo.engines.weight_sync.fleet import RunServers
 from megatron_dppo.engines.weight_sync.probe import Limits, Probe, require_temperature
@@ -70,7 +70,7 @@ def run_servers(config: Config, runtime: Runtime) -> RunServers:
     """Return the run's SGLang servers, which need not be ready yet."""
     folder = config.run.folder / "servers"
     return RunServers(
-        lambda: registered(folder),
+        lambda: read_records(folder),
         runtime,
         folder / "released",
         timeout_s=config.rollout.sglang.sync_timeout_s,

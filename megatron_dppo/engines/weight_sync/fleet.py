@@ -258,7 +258,7 @@ class RunServers:
 
     def fleet(self, without: Sequence[Member] = ()) -> tuple[Fleet, dict[str, str]]:
         """Return the reachable servers except `without`, and the reasons why other servers are left out."""
-        members, absent = self._runtime.on_main(lambda: self._answering(without))
+        members, absent = self._runtime.on_main(lambda: self._find_members(without))
         return Fleet(members, self._api_key, self._timeout_s), absent
 
     def release(self) -> None:
@@ -270,7 +270,7 @@ class RunServers:
         fleet, _ = self.fleet()
         if self._runtime.is_main:
             fleet.tell(lambda member: member.calls.pause)
-            released = self._released()
+            released = self._read_released()
             held = [member for member in fleet.members if _key(member) not in released]
             fleet.tell(lambda member: member.calls.release(*_MEMORY), only=held)
             self._keep(released | {_key(m): list(_MEMORY) for m in held if m.url not in fleet.failures})
@@ -290,14 +290,14 @@ class RunServers:
             fleet: Fleet of this push.
             what: Memory to resume, "weights" or "kv_cache".
         """
-        released = self._released()
+        released = self._read_released()
         lacking = [member for member in fleet.members if what in released.get(_key(member), [])]
         fleet.tell(lambda member: member.calls.resume(what), only=lacking)
         resumed = {_key(member) for member in lacking if member.url not in fleet.failures}
         left = {key: [w for w in kept if key not in resumed or w != what] for key, kept in released.items()}
         self._keep({key: kept for key, kept in left.items() if kept})
 
-    def _answering(self, without: Sequence[Member]) -> tuple[list[Member], dict[str, str]]:
+    def _find_members(self, without: Sequence[Member]) -> tuple[list[Member], dict[str, str]]:
         members: list[Member] = []
         absent: dict[str, str] = {}
         for record in self._records():
@@ -314,7 +314,7 @@ class RunServers:
                 members.append(member)
         return members, absent
 
-    def _released(self) -> dict[str, list[str]]:
+    def _read_released(self) -> dict[str, list[str]]:
         """Return the released memory of each server, by URL and process id."""
         if not self._file.exists():
             return {}
@@ -322,7 +322,7 @@ class RunServers:
         return content
 
     def _keep(self, released: Mapping[str, Sequence[str]]) -> None:
-        if released != self._released():
+        if released != self._read_released():
             write_whole(self._file, [json.dumps(released)])
 
 

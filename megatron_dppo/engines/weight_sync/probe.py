@@ -171,7 +171,7 @@ class Probe:
 
             answers = await asyncio.gather(*(score(index) for index in range(len(sequences))))
         log_probs = torch.stack([log_probs for log_probs, _ in answers])
-        return Scores(log_probs, _chosen([routes for _, routes in answers if routes is not None]))
+        return Scores(log_probs, _find_chosen([routes for _, routes in answers if routes is not None]))
 
 
 def require_temperature(urls: Sequence[str], model: ServedModel, api_key: str | None) -> None:
@@ -194,7 +194,7 @@ def require_temperature(urls: Sequence[str], model: ServedModel, api_key: str | 
             )
 
 
-def _chosen(routes: Sequence[RoutedExperts]) -> Tensor | None:
+def _find_chosen(routes: Sequence[RoutedExperts]) -> Tensor | None:
     """Return which experts were chosen at least once, [moe_layers, experts] bool, or None without routes."""
     if not routes:
         return None
@@ -223,11 +223,11 @@ async def _slope(url: str, model: ServedModel, api_key: str | None) -> float | N
 
         plain, scaled = await log_probs(1.0), await log_probs(_TEMPERATURE)
     shared = sorted(plain.keys() & scaled.keys())
-    plain_of, scaled_of = (_centred([found[token] for token in shared]) for found in (plain, scaled))
+    plain_of, scaled_of = (_centre([found[token] for token in shared]) for found in (plain, scaled))
     norm = float(plain_of @ plain_of)
     return float(plain_of @ scaled_of) / norm if norm > _FLAT else None
 
 
-def _centred(values: Sequence[float]) -> Tensor:
+def _centre(values: Sequence[float]) -> Tensor:
     tensor = torch.tensor(values, dtype=torch.float64)
     return tensor - tensor.mean()

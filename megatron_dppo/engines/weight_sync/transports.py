@@ -192,14 +192,16 @@ class TensorTransport:
             num_left -= len(bucket.names)
             handles = self._handles(bucket, sum(member.num_ranks for member in fleet.members))
             if self._runtime.is_main:
-                fleet.tell(partial(_showing, fleet.members, handles, version if not num_left else None))
+                fleet.tell(
+                    partial(_show, fleet.members, handles, version if not num_left else None)
+                )
             fleet.agree(self._runtime.all_gather(fleet.failures))  # and the next bucket may overwrite this one
         assert num_left == 0, "the number of sent tensors was announced"
 
     def _handles(self, bucket: Bucket, num_receivers: int) -> list[str]:
         """Return a handle per receiver, from the trainer rank on its device; each can be opened only once."""
         rank, size = self._runtime.rank, self._runtime.world_size
-        own = {number: _pickled(bucket) for number in range(rank, num_receivers, size)}
+        own = {number: _pickle(bucket) for number in range(rank, num_receivers, size)}
         of_ranks = self._runtime.all_gather(own)
         return [of_ranks[number % size][number] for number in range(num_receivers)]
 
@@ -303,13 +305,15 @@ def _rank_zero_of(
     return handle
 
 
-def _showing(members: Sequence[Member], handles: Sequence[str], version: int | None, member: Member) -> Call:
+def _show(
+    members: Sequence[Member], handles: Sequence[str], version: int | None, member: Member
+) -> Call:
     """Return the call that sends each rank of a member its own handle."""
     first = sum(other.num_ranks for other in takewhile(lambda other: other != member, members))
     return member.calls.from_tensors(handles[first : first + member.num_ranks], version)
 
 
-def _pickled(bucket: Bucket) -> str:
+def _pickle(bucket: Bucket) -> str:
     """Return one handle of the bucket and the positions of its tensors, pickled, in base64."""
     content = {"flattened_tensor": bucket.flat.view(torch.uint8), "metadata": _places(bucket)}
     return base64.b64encode(ForkingPickler.dumps(content)).decode()

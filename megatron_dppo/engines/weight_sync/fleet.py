@@ -65,10 +65,6 @@ class UpdateCalls:
         }
         return Call("/init_weights_update_group", body)
 
-    def leave(self, group: str) -> Call:
-        """Leave a process group."""
-        return Call("/destroy_weights_update_group", {"group_name": group})
-
     def from_group(self, group: str, tensors: TensorList, version: int | None) -> Call:
         """Receive one buffer that rank 0 of the group broadcasts; only the last buffer has a `version`."""
         body = {

@@ -192,9 +192,7 @@ class TensorTransport:
             num_left -= len(bucket.names)
             handles = self._handles(bucket, sum(member.num_ranks for member in fleet.members))
             if self._runtime.is_main:
-                fleet.tell(
-                    partial(_show, fleet.members, handles, version if not num_left else None)
-                )
+                fleet.tell(partial(_show, fleet.members, handles, version if not num_left else None))
             fleet.agree(self._runtime.all_gather(fleet.failures))  # and the next bucket may overwrite this one
         assert num_left == 0, "the number of sent tensors was announced"
 
@@ -305,9 +303,7 @@ def _rank_zero_of(
     return handle
 
 
-def _show(
-    members: Sequence[Member], handles: Sequence[str], version: int | None, member: Member
-) -> Call:
+def _show(members: Sequence[Member], handles: Sequence[str], version: int | None, member: Member) -> Call:
     """Return the call that sends each rank of a member its own handle."""
     first = sum(other.num_ranks for other in takewhile(lambda other: other != member, members))
     return member.calls.from_tensors(handles[first : first + member.num_ranks], version)

@@ -18,7 +18,7 @@ from test_sglang_protocol import MODEL, recorded
 from megatron_dppo.engines.base import Completion
 from megatron_dppo.engines.sglang import decoding_process
 from megatron_dppo.engines.sglang.decoding_process import DecodingProcess, SharedMemory
-from megatron_dppo.engines.sglang.protocol import Generation0521
+from megatron_dppo.engines.sglang.protocol import Generation
 from megatron_dppo.errors import ReplyError, RolloutError
 
 LARGE = b" " * (4 << 20)  # behind an answer: more than a pipe holds
@@ -46,7 +46,7 @@ def is_alive(pid: int) -> bool:
 async def _reply(decoding: DecodingProcess, name: str = "topk_and_routes", behind: bytes = b"") -> Completion:
     request, params, body = recorded(name)
     content = json.dumps(body).encode() + behind
-    return await Generation0521(decoding).read_reply(content, request, params, MODEL)
+    return await Generation(decoding).read_reply(content, request, params, MODEL)
 
 
 def _read(decoding: DecodingProcess, behind: bytes = b"") -> Completion:

@@ -20,7 +20,6 @@ from megatron_dppo.engines.sglang.decoding_process import DecodingProcess
 from megatron_dppo.engines.sglang.protocol import (
     GENERATIONS,
     Generation,
-    Generation0521,
     ServedModel,
     generation_of,
 )
@@ -36,9 +35,7 @@ Corruption = Callable[[dict[str, Any]], object]
 NESTED, FLAT = "0.5.21", "0.5.23"  # forms of the top-K, by a version that has it
 PROCESSES = [DecodingProcess(small_bytes=size) for size in (1 << 30, 0)]  # reads here, reads there
 WAYS: dict[str, list[Generation]] = {
-    version: [type(generation)(process) for process in PROCESSES]
-    for version, generation in GENERATIONS.items()
-    if isinstance(generation, Generation0521)
+    version: [type(generation)(process) for process in PROCESSES] for version, generation in GENERATIONS.items()
 }
 HERE, THERE = WAYS[NESTED]
 

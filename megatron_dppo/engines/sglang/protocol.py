@@ -8,7 +8,7 @@ separate process (`decoding_process`).
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,62 +72,8 @@ class ServerFacts:
     num_ranks: int  # processes that each have a part of the weights
 
 
-class Generation(Protocol):
-    """Protocol adapter for servers of some versions."""
-
-    def generate_body(self, request: Request, params: SamplingParams, model: ServedModel) -> dict[str, Any]:
-        """Return the JSON body of one POST to /generate."""
-        ...
-
-    async def read_reply(
-        self, content: bytes, request: Request, params: SamplingParams, model: ServedModel
-    ) -> Completion:
-        """Parse the body of a 200 from /generate, and append its tokens to the request's earlier tokens.
-
-        Raises:
-            ReplyError: The body is not a complete and consistent response to this request, or the decoding
-                process was lost at it. If only the routes are faulty, the completion has no routes and a
-                `routes_fault` instead.
-            RolloutError: The decoding process cannot be started, or was lost twice in a row.
-        """
-        ...
-
-    def score_body(self, rid: str, tokens: Sequence[int], *, with_routes: bool) -> dict[str, Any]:
-        """Return the JSON body of one POST to /generate that requests the log-probs of a prompt's tokens."""
-        ...
-
-    async def read_scores(
-        self, content: bytes, tokens: Sequence[int], model: ServedModel, *, with_routes: bool
-    ) -> tuple[Tensor, RoutedExperts | None]:
-        """Parse [L-1] float32 log-probs of each token after the first, at temperature 1, and the routes.
-
-        Raises:
-            ReplyError: The body has no such log-probs.
-            RolloutError: The decoding process cannot be started, or was lost twice in a row.
-            RoutingReplayError: The requested routes are faulty.
-        """
-        ...
-
-    def read_facts(self, server_info: Mapping[str, Any], model_info: Mapping[str, Any]) -> ServerFacts:
-        """Parse the responses to GET /server_info and GET /model_info.
-
-        Raises:
-            ServerError: The server was started with settings that change the sampling.
-            ReplyError: A field is missing or has another type.
-        """
-        ...
-
-    def read_load(self, body: object) -> int:
-        """Parse the number of running and waiting requests from the response to GET /v1/loads.
-
-        Raises:
-            ReplyError: A field is missing or has another type.
-        """
-        ...
-
-
-class Generation0521:
-    """Adapter for SGLang 0.5.21."""
+class Generation:
+    """Protocol adapter of a server version, here SGLang 0.5.21; later versions override what differs."""
 
     _read_reply: Reader = staticmethod(read_reply_0521)
     _more_parameters: Mapping[str, Any] = MappingProxyType({})
@@ -137,7 +83,7 @@ class Generation0521:
         self._decoding = decoding
 
     def generate_body(self, request: Request, params: SamplingParams, model: ServedModel) -> dict[str, Any]:
-        """See `Generation.generate_body`. It sets every sampling parameter, so no server default applies."""
+        """Return the JSON body of one POST to /generate, with every sampling parameter: no default applies."""
         sampling = sampling_parameters(
             num_tokens=num_tokens_left(request, params),
             temperature=params.temperature,
@@ -160,7 +106,14 @@ class Generation0521:
     async def read_reply(
         self, content: bytes, request: Request, params: SamplingParams, model: ServedModel
     ) -> Completion:
-        """See `Generation.read_reply`."""
+        """Parse the body of a 200 from /generate, and append its tokens to the request's earlier tokens.
+
+        Raises:
+            ReplyError: The body is not a complete and consistent response to this request, or the decoding
+                process was lost at it. If only the routes are faulty, the completion has no routes and a
+                `routes_fault` instead.
+            RolloutError: The decoding process cannot be started, or was lost twice in a row.
+        """
         assert model.routing is not None or not params.capture_routes, "only models with experts return routes"
         partial = request.partial
         expected = Expected(
@@ -184,7 +137,10 @@ class Generation0521:
         return joined(partial, completion) if partial else completion
 
     def score_body(self, rid: str, tokens: Sequence[int], *, with_routes: bool) -> dict[str, Any]:
-        """See `Generation.score_body`. With logprob_start_len = 0, a server ignores its prefix cache."""
+        """Return the JSON body of one POST to /generate that requests the log-probs of a prompt's tokens.
+
+        With logprob_start_len = 0, a server ignores its prefix cache.
+        """
         sampling = sampling_parameters(num_tokens=1, temperature=1.0, top_p=1.0, end_tokens=(), seed=0)
         return {
             "rid": rid,
@@ -199,7 +155,13 @@ class Generation0521:
     async def read_scores(
         self, content: bytes, tokens: Sequence[int], model: ServedModel, *, with_routes: bool
     ) -> tuple[Tensor, RoutedExperts | None]:
-        """See `Generation.read_scores`."""
+        """Parse [L-1] float32 log-probs of each token after the first, at temperature 1, and the routes.
+
+        Raises:
+            ReplyError: The body has no such log-probs.
+            RolloutError: The decoding process cannot be started, or was lost twice in a row.
+            RoutingReplayError: The requested routes are faulty.
+        """
         assert model.routing is not None or not with_routes, "only models with experts return routes"
         expected = Expected(
             where="log-probs of a prompt",
@@ -212,7 +174,12 @@ class Generation0521:
         return torch.from_numpy(scores.log_probs), _routed_experts(scores.routes, model.routing)
 
     def read_facts(self, server_info: Mapping[str, Any], model_info: Mapping[str, Any]) -> ServerFacts:
-        """See `Generation.read_facts`."""
+        """Parse the responses to GET /server_info and GET /model_info.
+
+        Raises:
+            ServerError: The server was started with settings that change the sampling.
+            ReplyError: A field is missing or has another type.
+        """
         where = "/server_info"
         problems = list(reported_problems(server_info))
         if problems:
@@ -230,7 +197,11 @@ class Generation0521:
         )
 
     def read_load(self, body: object) -> int:
-        """See `Generation.read_load`."""
+        """Parse the number of running and waiting requests from the response to GET /v1/loads.
+
+        Raises:
+            ReplyError: A field is missing or has another type.
+        """
         where = "/v1/loads"
         if not isinstance(body, Mapping):
             raise ReplyError(f"{where}: found {type(body).__name__}; expected one JSON object")
@@ -240,7 +211,7 @@ class Generation0521:
         )
 
 
-class Generation0522(Generation0521):
+class Generation0522(Generation):
     """Adapter for SGLang 0.5.22 and 0.5.23, which return the top-K in two flat arrays."""
 
     _read_reply = staticmethod(read_reply_0522)
@@ -255,9 +226,9 @@ class Generation0522(Generation0521):
 
 
 _DECODING = DecodingProcess()
-GENERATIONS: Mapping[str, Generation0521] = MappingProxyType(
+GENERATIONS: Mapping[str, Generation] = MappingProxyType(
     {
-        "0.5.21": Generation0521(_DECODING),
+        "0.5.21": Generation(_DECODING),
         "0.5.22": Generation0522(_DECODING),
         "0.5.23": Generation0522(_DECODING),
     }
@@ -271,7 +242,7 @@ NEWEST = next(reversed(GENERATIONS))
 """The version that `make sglang-venv` installs."""
 
 
-def generation_of(version: object) -> Generation0521:
+def generation_of(version: object) -> Generation:
     """Return the adapter for servers that report this version.
 
     Raises:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -168,7 +168,7 @@ class Fleet:
         told = [member for member in self.members if only is None or member in only]
         calls = {member.url: call_of(member) for member in told}
         with ThreadPoolExecutor(1) as thread:
-            answers = thread.submit(run_in_thread, self._all(calls))
+            answers = thread.submit(asyncio.run, self._all(calls))
             try:
                 yield
             finally:
@@ -202,11 +202,6 @@ class Fleet:
 
         faults = await asyncio.gather(*(one(url, call) for url, call in calls.items()))
         return dict(zip(calls, faults, strict=True))
-
-
-def run_in_thread(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine in a new event loop in this thread."""
-    return asyncio.run(work)
 
 
 async def describe(url: str, pid: int, api_key: str | None, timeout_s: float) -> Member:

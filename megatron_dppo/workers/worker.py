@@ -82,13 +82,10 @@ def _pass_over(number: int, frame: FrameType | None) -> None:
 def _guard(child: int, trainer: int) -> None:
     """End like the child, and end the child and its processes when the trainer has ended. Never returns."""
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for number in (0, 1):
-        os.dup2(
-            nowhere, number
-        )  # only the child keeps the pipes open, so the trainer sees at once when it dies
-    resource.setrlimit(
-        resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1])
-    )  # one core is enough
+    for number in (0, 1):  # only the child keeps the pipes open, so the trainer sees at once when it dies
+        os.dup2(nowhere, number)
+    most = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    resource.setrlimit(resource.RLIMIT_CORE, (0, most))  # one core is enough
     threading.Thread(target=_end_with, args=(trainer,), daemon=True).start()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code < 0:

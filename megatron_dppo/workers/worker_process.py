@@ -118,9 +118,7 @@ class WorkerProcess(Generic[Q, A]):
         # The process is not reaped yet, so the id still belongs to its group.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(
-            subprocess.TimeoutExpired
-        ):  # it hangs in the kernel, and dies when the kernel returns
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, and dies afterwards
             self._process.wait(_END_TIMEOUT_S)
         self._read_printed()
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):

@@ -69,7 +69,7 @@ class DistributedTransport:
             runtime: Runtime of this rank.
             bucket_bytes: Size of a bucket.
             timeout_s: Time limit of one broadcast, and of joining a group.
-            together: Tensors that must share a bucket with others; see `buckets.Buffer`.
+            together: Tensors that must share a bucket with others; see `base.Buffer`.
         """
         self._weights, self._num_tensors, self._place, self._runtime = weights, num_tensors, place, runtime
         self._buffer, self._timeout_s = Buffer(bucket_bytes, together=together), timeout_s
@@ -179,7 +179,7 @@ class TensorTransport:
             num_tensors: Number of these weights.
             runtime: Runtime of this rank.
             bucket_bytes: Size of a bucket.
-            together: Tensors that must share a bucket with others; see `buckets.Buffer`.
+            together: Tensors that must share a bucket with others; see `base.Buffer`.
         """
         torch.multiprocessing.set_sharing_strategy("file_system")  # unrelated processes can open its handles
         self._weights, self._num_tensors, self._runtime = weights, num_tensors, runtime

@@ -40,7 +40,7 @@ _RUN = [
     plain("run.seed", "rollout.evaluation:EvaluationSet.metrics", "seed"),
     Seam(
         "run.seed",
-        f"{_SGLANG}.own_servers:plan_launch",
+        f"{_SGLANG}.server:plan_launch",
         lambda call: flag(call, "--random-seed"),
         **_SERVED,
         expected=lambda config: str(config.run.seed),

@@ -17,8 +17,8 @@ from megatron_dppo.checkpoints.convert.stored_weights import StoredWeights
 from megatron_dppo.checkpoints.megatron_folder import hf_files
 from megatron_dppo.checks import BEFORE_LOADING, require_evaluable
 from megatron_dppo.config.effects import evaluated
+from megatron_dppo.config.load import flat
 from megatron_dppo.config.schema import Config, RolloutConfig
-from megatron_dppo.config.settings import flat
 from megatron_dppo.engines.sglang.own_servers import own_servers
 from megatron_dppo.engines.weight_sync.factory import build_sync
 from megatron_dppo.errors import CheckpointError, ConfigError, Problem

@@ -4,10 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_dppo.architectures.family import SILU_ONLY, ModelFamily
-from megatron_dppo.architectures.refusals import rotary_part
-from megatron_dppo.architectures.sglang_facts import SHARED_EXPERTS_APART, SglangFacts
-from megatron_dppo.architectures.sigmoid_router import (
+from megatron_dppo.architectures.deepseek_v3 import (
     SIGMOID_DEFAULTS,
     SIGMOID_SPELLINGS,
     SIGMOID_VARIANTS,
@@ -16,7 +13,8 @@ from megatron_dppo.architectures.sigmoid_router import (
     sigmoid_router,
     sparse_layers,
 )
-from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, moe_sizes
+from megatron_dppo.architectures.family import SHARED_EXPERTS_APART, SILU_ONLY, ModelFamily, SglangFacts
+from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, moe_sizes, rotary_part
 from megatron_dppo.architectures.weight_map import (
     BACKBONE,
     DENSE_MLP,

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from megatron_dppo.architectures.family import DEFAULTS, SILU_ONLY, ModelFamily
-from megatron_dppo.architectures.sglang_facts import SglangFacts
+from megatron_dppo.architectures.family import DEFAULTS, SILU_ONLY, ModelFamily, SglangFacts
 from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, moe_sizes
 from megatron_dppo.architectures.weight_map import BACKBONE, MOE_MLP, OUTPUT, WeightRule
 

@@ -12,24 +12,14 @@ from typing import get_args
 from megatron_dppo.checks import (  # which registers their rules, in this order
     algorithm_rules,
     data_rules,
-    disk_rules,
-    evaluation_rules,
-    layer_rules,
     megatron_rules,
     model_rules,
-    reference_rules,
     run_rules,
     sampling_rules,
-    serving_rules,
-    staleness_rules,
-    trial_rules,
 )
-from megatron_dppo.checks.algorithm_rules import remarks
-from megatron_dppo.checks.disk_rules import folder_remarks
-from megatron_dppo.checks.doubts import doubts
-from megatron_dppo.checks.facts import Facts, gather_facts, model_facts
-from megatron_dppo.checks.registry import RULES, Need, Rule
-from megatron_dppo.checks.run_rules import period_remarks
+from megatron_dppo.checks.facts import RULES, Facts, Need, Rule, gather_facts, model_facts
+from megatron_dppo.checks.notes import doubts, remarks
+from megatron_dppo.checks.run_rules import folder_remarks, period_remarks
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang.options import installed_version, interpreter, read_options
 from megatron_dppo.engines.sglang.protocol import GENERATIONS, NEWEST
@@ -48,27 +38,20 @@ __all__ = [
     "check",
     "check_run",
     "data_rules",
-    "disk_rules",
     "doubts",
-    "evaluation_rules",
     "folder_remarks",
     "gather_facts",
-    "layer_rules",
     "megatron_rules",
     "model_facts",
     "model_rules",
     "not_checked",
     "period_remarks",
     "problems_of",
-    "reference_rules",
     "remarks",
     "require_evaluable",
     "require_valid",
     "run_rules",
     "sampling_rules",
-    "serving_rules",
-    "staleness_rules",
-    "trial_rules",
     "untested",
 ]
 

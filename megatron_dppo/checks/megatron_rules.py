@@ -16,10 +16,9 @@ from typing import Any
 
 from megatron_dppo import __version__
 from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.architectures.megatron_options import BALANCE, Z, router_loss_problems
 from megatron_dppo.architectures.registry import FAMILIES
-from megatron_dppo.architectures.router_losses import BALANCE, Z, router_loss_problems
-from megatron_dppo.checks.facts import Facts
-from megatron_dppo.checks.registry import rule
+from megatron_dppo.checks.facts import Facts, rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem, did_you_mean
 from megatron_dppo.runtime.cache import cache_folder, write_json

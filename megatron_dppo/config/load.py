@@ -1,4 +1,4 @@
-"""From TOML files and `--set` to a `Config`, with every fault reported at once.
+"""From TOML files and `--set` to a `Config`, with every fault reported at once; and settings as text and TOML.
 
 Layers are merged left to right: tables key by key, anything else (lists included) is replaced. Relative paths
 in a file mean what they would mean on the command line: they start at the current directory, not at the file.
@@ -9,15 +9,15 @@ A layer takes settings of earlier ones away, so that their defaults count, by `-
 import json
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin
 
+import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.config.settings import to_toml
 from megatron_dppo.errors import ConfigError, Problem, did_you_mean
 
 Table = dict[str, Any]
@@ -249,3 +249,40 @@ def _unknown_key(where: str, keys: KeyPath, found: str) -> Problem:
 def _has_field(section_name: str, field_name: str) -> bool:
     section = _section((section_name,))
     return section is not None and field_name in section.model_fields
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested tables as one table with dotted keys; an empty table leaves nothing."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= flat(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found
+
+
+def shown(value: Any) -> str:
+    """Return a setting's value as text; a value that is none is "not set"."""
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return ", ".join(map(shown, cast("list[Any]", value)))
+    return str(value)
+
+
+def to_toml(settings: Mapping[str, Any]) -> str:
+    """Return nested settings as TOML, without those that are none."""
+    return tomli_w.dumps(_for_toml(settings))
+
+
+def _for_toml(value: Any) -> Any:
+    """Convert a value to what TOML can hold: no None, and paths as strings."""
+    if isinstance(value, Mapping):
+        table = cast("Mapping[str, Any]", value)
+        return {str(key): _for_toml(item) for key, item in table.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [_for_toml(item) for item in cast("list[Any]", value)]
+    return str(value) if isinstance(value, Path) else value

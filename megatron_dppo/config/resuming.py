@@ -10,8 +10,8 @@ from typing import Any
 from megatron_dppo.algorithms.objective import DELTAS
 from megatron_dppo.algorithms.presets import OVERRIDABLE, PRESETS, overrides_in, preset
 from megatron_dppo.config.effects import may_change
+from megatron_dppo.config.load import flat, shown
 from megatron_dppo.config.schema import Config
-from megatron_dppo.config.settings import flat, shown
 from megatron_dppo.errors import ConfigError
 
 _LENGTH = "run.num_rollouts"

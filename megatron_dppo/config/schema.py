@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_dppo.config.measuring import EvaluationConfig, TrackingConfig
-from megatron_dppo.config.section import RewardSetting, Section
+from megatron_dppo.config.sections import EvaluationConfig, RewardSetting, Section, TrackingConfig
 from megatron_dppo.types import RoutingReplay
 
 EnginePrecision = Literal["float32", "bfloat16", "bfloat16_fp8", "modelopt_fp8", "modelopt_nvfp4"]

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Literal
 
 from megatron_dppo.errors import ConfigError, Problem
-from megatron_dppo.plan import machine as figures
+from megatron_dppo.plan import job as figures
 from megatron_dppo.plan.job import Job
 from megatron_dppo.run_folder.reader import Run
 

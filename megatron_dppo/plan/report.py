@@ -6,17 +6,13 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_dppo.config.schema import AlgorithmConfig
-from megatron_dppo.plan import machine as figures
-from megatron_dppo.plan.advice import Advice
+from megatron_dppo.plan import job as figures
 from megatron_dppo.plan.cost import StepTime
-from megatron_dppo.plan.fewest import NODES, Fewest
 from megatron_dppo.plan.job import Job
-from megatron_dppo.plan.memory import Memory
-from megatron_dppo.plan.moments import COMPONENTS, MOMENTS
-from megatron_dppo.plan.plan import Plan
-from megatron_dppo.plan.search import HEADROOM, Proposal
-from megatron_dppo.plan.settings import as_overrides
-from megatron_dppo.plan.units import counted, in_billions, in_gib, in_seconds, layout_text
+from megatron_dppo.plan.memory import COMPONENTS, MOMENTS, Memory
+from megatron_dppo.plan.plan import Advice, Plan
+from megatron_dppo.plan.search import HEADROOM, NODES, Fewest, Proposal
+from megatron_dppo.plan.units import as_overrides, counted, in_billions, in_gib, in_seconds, layout_text
 
 LOSS_KEYS = ("loss_from", "logits_chunk_bytes", "logits_dtype")  # of [algorithm]
 _NAME, _NUMBER = 24, 10  # column widths

@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
-from megatron_dppo.plan.conclusion import conclusion_of
 from megatron_dppo.plan.cost import step_time
 from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.memory import memory_of
-from megatron_dppo.plan.rates import Rates, gather_rates, parse_assumptions
-from megatron_dppo.plan.search import fits
-from megatron_dppo.plan.settings import Settings
+from megatron_dppo.plan.rates import WORDS, Rates, gather_rates, parse_assumptions
+from megatron_dppo.plan.report import wrapped
+from megatron_dppo.plan.search import conclusion_of, fits
+from megatron_dppo.plan.units import Settings, as_overrides, counted, in_seconds
 from megatron_dppo.run_folder.reader import read_run
 
 SYNCHRONOUS: dict[str, Any] = {
@@ -222,6 +222,61 @@ def _best(
             continue
         found.append(Way(name, serving, training, total(serving, seconds.on(training))))
     if not found:
-        nothing = "no whole servers fit"
-        return Way(name, 0, 0, None, min(refused)[2] if refused else nothing)
+        return Way(name, 0, 0, None, min(refused)[2] if refused else "no whole servers fit")
     return min(found, key=lambda way: (way.rollout_s, way.serving))
+
+
+def split_as_text(split: Split) -> str:
+    """Format the three ways as a table, with the smallest S and every number that they depend on."""
+    lines = [*_table(split), *_conclusion(split), *_numbers(split.rates)]
+    return "\n".join(map(wrapped, lines)) + "\n"
+
+
+def split_as_json(split: Split) -> dict[str, Any]:
+    """Return the split as plain values with stable keys."""
+    return {
+        "num_gpus": split.num_gpus,
+        "server_gpus": split.server_gpus,
+        "ways": [asdict(way) for way in split.ways],
+        "max_staleness": split.max_staleness,
+        "set": dict(split.settings),
+        "rates": {name: asdict(rate) for name, rate in split.rates.by_name.items()},
+        "measured_in": split.rates.measured_in,
+        "training_is_estimated": split.is_estimated,
+    }
+
+
+def _table(split: Split) -> Iterator[str]:
+    yield f"How to divide {split.num_gpus} GPUs, with servers of {counted(split.server_gpus, 'GPU')}:"
+    yield f"  {'':<26}{'serve':>7}{'train':>7}{'a rollout':>12}  asynchronous is"
+    best = split.ahead.rollout_s
+    for way in split.ways:
+        if way.rollout_s is None:
+            yield f"  {way.name:<26}not possible: {way.why_not}"
+            continue
+        gain = "" if best is None or way is split.ahead else f"  {way.rollout_s / best:.2f} times as fast"
+        yield f"  {way.name:<26}{way.serving:>7}{way.training:>7}{in_seconds(way.rollout_s):>12}{gain}"
+
+
+def _conclusion(split: Split) -> Iterator[str]:
+    ahead, rates = split.ahead, split.rates
+    if ahead.rollout_s is None:
+        return
+    yield (
+        f"The longest response takes {in_seconds(rates.tail_s)}: rollout.max_staleness = {split.max_staleness} "
+        f"is the smallest that hides it (S times {in_seconds(ahead.rollout_s)}). To set:"
+    )
+    yield f"  --gpus {ahead.training} {as_overrides(split.settings)}".rstrip()
+    if idle := split.num_gpus - ahead.serving - ahead.training:
+        yield f"{counted(idle, 'GPU')} stay idle: no server or layout takes them."
+
+
+def _numbers(rates: Rates) -> Iterator[str]:
+    yield "These seconds rest on:"
+    for name, rate in rates.by_name.items():
+        yield f"  {name:<16}{rate.value:>10.5g}  {rate.source:<9} {WORDS[name]}"
+    if "training_rate" not in rates.by_name:
+        yield f"  {'training_rate':<16}{'':>10}  estimated as the gradient step above, in proportion to tokens"
+    if rates.measured_in:
+        yield f"Measured in {rates.measured_in}. A server counts as busy while it has a request."
+    yield "Assumed besides: seconds of a rollout fall with the number of GPUs; [parallel] stays as configured."

@@ -39,11 +39,10 @@ from megatron_dppo.checks import (
     require_evaluable,
     require_valid,
 )
-from megatron_dppo.checks.facts import TRAINING, prompt_files
-from megatron_dppo.checks.registry import Need
+from megatron_dppo.checks.facts import TRAINING, Need, prompt_files
 from megatron_dppo.cli import app
 from megatron_dppo.config import Config, dump_config, load_config
-from megatron_dppo.config.measuring import is_due
+from megatron_dppo.config.sections import is_due
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.rollout.evaluation import evaluation_sets
 from megatron_dppo.run.state import TrainingState

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from megatron_dppo.cli import app
 from megatron_dppo.config import dump_config
 from megatron_dppo.config.effects import EFFECTS, OPTION_MAY_CHANGE, evaluated, free_settings, may_change
+from megatron_dppo.config.load import flat
 from megatron_dppo.config.resuming import SettingChange, experiment_changes, setting_changes
 from megatron_dppo.config.schema import Config
-from megatron_dppo.config.settings import flat
 from megatron_dppo.evaluate import _wanted
 
 ROOT = Path(__file__).parents[2]

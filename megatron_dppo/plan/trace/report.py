@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from megatron_dppo.plan.trace.depths import BETWEEN, MOMENTS, Trace
+from megatron_dppo.plan.trace.tensors import BACKWARD, FORWARD
 from megatron_dppo.plan.units import in_gib
-from megatron_dppo.trace.depths import BETWEEN, MOMENTS, Trace
-from megatron_dppo.trace.ledger import BACKWARD, FORWARD
 
 _NUM_LINES = 12
 """Number of source lines in the report."""
@@ -70,18 +70,15 @@ def _lines(trace: Trace) -> Iterator[str]:
 def _operators(trace: Trace) -> Iterator[str]:
     added, whole, num = trace.per_layer, trace.deep.count, trace.layers_between * trace.num_microbatches
     forward, backward = (added.launches[phase] / num for phase in (FORWARD, BACKWARD))
+    collectives, waits = added.collectives.total() / num, added.waits.total() / num
     yield (
         f"A layer: {forward:.0f} launches forward and {backward:.0f} backward, "
-        f"{sum(added.collectives.values()) / num:.0f} collectives, {_waits(trace, num):.1f} waits of the host."
+        f"{collectives:.0f} collectives, {waits:.1f} waits of the host."
     )
     yield from _most(Counter({key: n for key, n in added.waits.items() if n > 0}), num)
     total = f"{whole.launches.total()} launches, {whole.waits.total()} waits of the host:"
     yield f"The whole step of {trace.deep.num_layers} layers: {total}"
     yield from _most(whole.waits, 1)
-
-
-def _waits(trace: Trace, num: int) -> float:
-    return trace.per_layer.waits.total() / num
 
 
 def _most(waits: Counter[tuple[str, str]], num: int) -> Iterator[str]:

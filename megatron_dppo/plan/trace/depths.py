@@ -14,15 +14,13 @@ from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.registry import model_sizes
 from megatron_dppo.errors import ConfigError, MegatronDppoError, Problem, TraceError
 from megatron_dppo.plan.activations import Assumptions
-from megatron_dppo.plan.job import Job
-from megatron_dppo.plan.machine import FRAGMENTATION
+from megatron_dppo.plan.job import FRAGMENTATION, Job
 from megatron_dppo.plan.memory import memory_of
-from megatron_dppo.plan.partition import chunks_of
 from megatron_dppo.plan.plan import Plan
-from megatron_dppo.plan.stage_activations import chunks_in_flight
+from megatron_dppo.plan.stages import chunks_in_flight, chunks_of
+from megatron_dppo.plan.trace.step import StepSettings, TracedStep, run_step
+from megatron_dppo.plan.trace.tensors import BACKWARD, LOSS, STEP, Count
 from megatron_dppo.plan.units import counted
-from megatron_dppo.trace.ledger import BACKWARD, LOSS, STEP, Count
-from megatron_dppo.trace.step import StepSettings, TracedStep, run_step
 
 BETWEEN = "between steps"
 MOMENTS = (BETWEEN, LOSS, BACKWARD, STEP)

@@ -76,8 +76,6 @@ EFFECTS: Mapping[str, Effect] = {
     "rollout.max_turn_tokens": _ALL_SETS,
     "rollout.temperature": _EXPERIMENT,
     "rollout.top_p": _EXPERIMENT,
-    "rollout.top_k": _EXPERIMENT,
-    "rollout.repetition_penalty": _EXPERIMENT,
     "rollout.num_topk_log_probs": _EXPERIMENT,
     "rollout.routing_replay": _EXPERIMENT,
     "rollout.max_dropped_fraction": _LIMIT,

@@ -26,6 +26,12 @@ KeyPath = tuple[str, ...]
 UNSET = "unset"  # the key at the head of a file that lists the settings to take away
 NONE = "none"  # the value of --set that takes a setting away; '"none"' in quotes is the string
 
+_WRONG_RATIO = "the log-prob of a {} distribution is not the policy's, so the ratio pi/mu would be wrong"
+LEFT_OUT = {
+    "rollout.top_k": _WRONG_RATIO.format("truncated"),
+    "rollout.repetition_penalty": _WRONG_RATIO.format("penalised"),
+}
+"""Keys that a user may expect, and the reason why the schema has none of them."""
 _EXPECTED = {
     "model_type": "a table",
     "dict_type": "a table",
@@ -233,6 +239,8 @@ def _is_section(kind: Any) -> bool:
 
 
 def _unknown_key(where: str, keys: KeyPath, found: str) -> Problem:
+    if (reason := LEFT_OUT.get(".".join(keys))) is not None:
+        return Problem(where, found, f"no such key: {reason}", "Remove it.")
     *parents, name = keys
     section = _section(tuple(parents))
     known = sorted(section.model_fields) if section is not None else []

@@ -173,10 +173,6 @@ class RolloutConfig(Section):
     """Sampling temperature. The trainer divides its logits by it, too."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling. Training requires 1, because mu must be the sampling distribution."""
-    top_k: int = Field(default=-1, ge=-1)
-    """Top-k sampling. Training requires -1 (off)."""
-    repetition_penalty: PositiveFloat = 1.0
-    """Repetition penalty. Training requires 1 (off)."""
     num_topk_log_probs: int = Field(default=0, ge=0, le=64)
     """Most probable tokens to keep per position. topk_* divergences need at least `algorithm.top_k`."""
     routing_replay: RoutingReplay = "off"

@@ -538,8 +538,6 @@ EXAMPLES: dict[str, list[Example]] = {
     ],
     "sampling_distribution": [
         Example("rollout.top_p", {"rollout.top_p": 0.9}),
-        Example("rollout.top_k", {"rollout.top_k": 50}),
-        Example("rollout.repetition_penalty", {"rollout.repetition_penalty": 1.1}),
     ],
     "group_size": [Example("rollout.samples_per_prompt", {"rollout.samples_per_prompt": 1})],
     "minibatches": [

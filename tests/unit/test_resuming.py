@@ -45,7 +45,7 @@ lora: rank alpha targets
 data: prompts prompt_column answer_column shuffle reward reward_values thinking overlong_buffer_tokens
     overlong_penalty max_prompt_tokens
 rollout: engine prompts_per_rollout samples_per_prompt max_response_tokens environment generate max_turns
-    max_turn_tokens temperature top_p top_k repetition_penalty num_topk_log_probs routing_replay lag
+    max_turn_tokens temperature top_p num_topk_log_probs routing_replay lag
     over_sampling max_staleness keep_partials refill_zero_variance max_refills
 rollout.transformers: weights
 algorithm: preset rule_options rule_divergence rule_over delta delta_low delta_high eps_low eps_high
@@ -157,6 +157,7 @@ def test_settings_are_compared_by_value_and_shown_as_text() -> None:
         SettingChange("megatron.recompute_method", "block", "not set")
     ]
     assert experiment_changes({"megatron": {"recompute_method": "block"}}, {}) == []
+    assert setting_changes({"rollout": {"top_k": -1, "repetition_penalty": 1.0}}, {}) == []  # gone since
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -36,7 +36,6 @@ __all__ = [
     "Rule",
     "algorithm_rules",
     "check",
-    "check_run",
     "data_rules",
     "doubts",
     "folder_remarks",
@@ -74,22 +73,12 @@ def check(
     Args:
         config: Resolved config.
         world_size: Processes of the job.
-        rules: Asked in their order.
+        rules: Rules in their order.
         accepts_changes: A resume may change the experiment.
         needs: Inputs of the rules to run; rules with other inputs are skipped.
     """
     facts = gather_facts(config, world_size, accepts_changes=accepts_changes)
     return problems_of(config, facts, rules.values(), needs)
-
-
-def check_run(config: Config, facts: Facts) -> list[Problem]:
-    """Return every problem that `check` finds on any machine; `plan` calls this for each layout.
-
-    Args:
-        config: The run's.
-        facts: From `model_facts`, for as many processes as are to run.
-    """
-    return problems_of(config, facts, needs=("config",))
 
 
 def problems_of(
@@ -98,9 +87,8 @@ def problems_of(
     rules: Iterable[Rule] = RULES.values(),
     needs: Collection[Need] = get_args(Need),
 ) -> list[Problem]:
-    """Return every problem that rules of these needs find."""
-    asked = (rule for rule in rules if rule.needs in needs)
-    return [problem for rule in asked for problem in rule.check(config, facts)]
+    """Return every problem that rules of these needs find; `plan` asks the rules that need the config alone."""
+    return [problem for rule in rules if rule.needs in needs for problem in rule.check(config, facts)]
 
 
 def require_valid(
@@ -112,7 +100,7 @@ def require_valid(
         ConfigError: The config has problems; the error lists all of them.
     """
     facts = gather_facts(config, world_size, accepts_changes=accepts_changes)
-    problems = problems_of(config, facts, RULES.values(), needs)
+    problems = problems_of(config, facts, needs=needs)
     if problems:
         raise ConfigError(problems)
     if "data" in needs:

@@ -170,13 +170,11 @@ class LayerModel:
         num_experts, top_k = sizes.num_experts or 0, sizes.experts_per_token
         of_token = num_experts * (1 + FLOAT) + top_k * (2 * INDEX + FLOAT)
         if EXPERT_BIAS in self.shape.family.rules:
-            of_token += (
-                num_experts * FLOAT + (top_k + 1) * FLOAT
-            )  # all scores, and the chosen ones with their sum
+            of_token += (num_experts + top_k + 1) * FLOAT  # all scores, and the chosen ones with their sum
         return self.tokens.sequence * of_token
 
     def mlp_norm(self) -> int:
-        """Return the bytes of the norm before the feed-forward or the experts, and of its result."""
+        """Return the bytes of the norm after attention, or of the final norm, and of its result."""
         return self.norm(self.tokens.sequence, self.shape.sizes.hidden_size) + self.hidden_bytes
 
     def layer(self, is_moe: bool, dropped: Iterable[str] = ()) -> int:
@@ -227,10 +225,6 @@ class LayerModel:
         share = self.tokens.sequence * self.shape.sizes.experts_per_token * self.layout.expert_tensor
         return int(share * imbalance)
 
-    def head(self) -> int:
-        """Return the bytes of the final norm and its result, the output layer's input."""
-        return self.mlp_norm()
-
 
 @dataclass(frozen=True)
 class Kept:
@@ -260,9 +254,8 @@ def kept_by_layers(model: LayerModel, layers: range, recompute: Recompute) -> Ke
         held = shared + sum(reduced[kind] for kind in kinds)
         return Kept(held, max(size[kind] - reduced[kind] for kind in size))
     if recompute.method == "block":
-        num = min(
-            recompute.num_layers, len(kinds)
-        )  # the first ones; backward comes to them when the rest is freed
+        # The first layers are recomputed. Backward comes to them when the rest is freed.
+        num = min(recompute.num_layers, len(kinds))
         inputs, rest = shared + num * model.hidden_bytes, sum(whole[num:])
         return Kept(inputs + rest, max(max(whole[:num]) - rest, 0))
     groups = [whole[i : i + recompute.num_layers] for i in range(0, len(whole), recompute.num_layers)]

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from megatron_dppo.algorithms import PRESETS
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import ModelShape, model_shape
-from megatron_dppo.checks import Facts, check_run
+from megatron_dppo.checks import Facts, problems_of
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.plan.units import GIB, Settings, with_settings
@@ -290,7 +290,7 @@ class Job:
     @property
     def problems(self) -> list[Problem]:
         """Problems for which `train` refuses the config on this number of processes."""
-        return check_run(self.config, self.facts)
+        return problems_of(self.config, self.facts, needs=("config",))
 
     @property
     def has_reference(self) -> bool:

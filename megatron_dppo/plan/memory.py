@@ -159,7 +159,8 @@ def _sglang(config: Config, shape: ModelShape, machine: Machine) -> EngineMemory
     size = config.sglang.get("tp_size", 1)
     _require_number("sglang.mem_fraction_static", fraction, "a share of the GPU above 0 and below 1", 1.0)
     _require_number("sglang.tp_size", size, "a number of GPUs", math.inf)
-    weights = -(-_sglang_parameters(shape) * _sglang_weight_bytes(config) // size)
+    weight_bytes = 1 if config.sglang.get("quantization") == "fp8" else 2
+    weights = -(-_sglang_parameters(shape) * weight_bytes // size)
     cache = max(int(machine.gpu_bytes * fraction) - weights, 0)
     held = _sglang_cache_bytes_per_token(shape, size)
     text = f"SGLang on the trainer's GPUs, over {counted(size, 'GPU')} each, mem_fraction_static {fraction:g}"
@@ -172,10 +173,6 @@ def _sglang_parameters(shape: ModelShape) -> int:
     sizes = shape.sizes
     has_own_output = sizes.is_tied and shape.family.sglang.has_own_output
     return shape.num_parameters + has_own_output * sizes.vocab_size * sizes.hidden_size
-
-
-def _sglang_weight_bytes(config: Config) -> int:
-    return 1 if config.sglang.get("quantization") == "fp8" else 2
 
 
 def _require_number(where: str, found: object, expected: str, below: float) -> None:
@@ -205,7 +202,8 @@ def stage_moments(
     beside = {"reserve": RESERVE_BYTES + engine.residue, "engine weights": engine.weights * engine.is_resident}
     moments = _training(job, layout, part, states, trainer | beside)
     of_engine = {} if job.config.rollout.takes_turns else trainer
-    moments["rollout"] = of_engine | _rollout(engine)
+    at_work = {"engine weights": engine.weights, "engine cache": engine.cache}
+    moments["rollout"] = of_engine | at_work | {"reserve": RESERVE_BYTES + engine.workspace}
     moments["sync"] = of_engine | _sync(job, layout, states, engine)
     return {name: {key: held[key] for key in COMPONENTS if held.get(key)} for name, held in moments.items()}
 
@@ -239,12 +237,6 @@ def _training(
         },
         "step": {**always, **batch, "optimizer": states.optimizer + states.step_temporaries},
     }
-
-
-def _rollout(engine: EngineMemory) -> dict[str, int]:
-    """Return the bytes of the engine in a rollout; its workspace is more than what it keeps in training."""
-    at_work = {"engine weights": engine.weights, "engine cache": engine.cache}
-    return at_work | {"reserve": RESERVE_BYTES + engine.workspace}
 
 
 def _sync(job: Job, layout: Layout, states: RankStates, engine: EngineMemory) -> dict[str, int]:

@@ -3,6 +3,7 @@
 Each change is planned before it is advised.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -266,28 +267,29 @@ def _synchronous_checkpoints(job: Job) -> Change | None:
 
 
 def _smaller_engine(job: Job) -> Change | None:
-    """Propose SGLang with the largest share of the GPU that leaves room in a rollout."""
-    if not job.has_colocated_sglang:
-        return None
-    own = job.config.sglang.get("mem_fraction_static", SGLANG_MEMORY_FRACTION)
-    for percent in range(90, int(SMALLEST_FRACTION * 100) - 1, -5):
-        settings = {"sglang.mem_fraction_static": percent / 100}
-        changed = job.having(settings)
-        if percent / 100 < own and has_room(changed, engine_alone(changed)):
-            return "lower the engine's share of the GPU", settings
-    return None
+    """Propose SGLang with the largest smaller share of the GPU that leaves room in a rollout."""
+    percents = range(90, int(SMALLEST_FRACTION * 100) - 1, -5)
+    return _other_share(job, percents, operator.lt, "lower the engine's share of the GPU")
 
 
 def _larger_engine(job: Job) -> Change | None:
     """Propose SGLang with the next larger share of the GPU that gives its cache room for a sequence."""
-    if not job.has_colocated_sglang or engine_alone(job).holds(job.workload.sequence_tokens):
+    if job.has_colocated_sglang and engine_alone(job).holds(job.workload.sequence_tokens):
         return None
+    percents = range(int(SMALLEST_FRACTION * 100), 100, 5)
+    return _other_share(job, percents, operator.gt, "raise the engine's share of the GPU")
+
+
+def _other_share(
+    job: Job, percents: range, is_change: Callable[[float, float], bool], text: str
+) -> Change | None:
+    """Return the first of these shares of the GPU that changes the engine's and gives it room."""
     own = job.config.sglang.get("mem_fraction_static", SGLANG_MEMORY_FRACTION)
-    for percent in range(int(SMALLEST_FRACTION * 100), 100, 5):
+    for percent in percents if job.has_colocated_sglang else ():
         settings = {"sglang.mem_fraction_static": percent / 100}
         changed = job.having(settings)
-        if percent / 100 > own and has_room(changed, engine_alone(changed)):
-            return "raise the engine's share of the GPU", settings
+        if is_change(percent / 100, own) and has_room(changed, engine_alone(changed)):
+            return text, settings
     return None
 
 

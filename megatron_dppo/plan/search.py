@@ -79,17 +79,14 @@ class Found:
 
 def fits(job: Job, memory: Memory) -> bool:
     """Whether GPUs, hosts with known memory, and the engine's cache are large enough."""
-    return memory.peak <= job.machine.gpu_bytes and fits_hosts(job, memory) and fits_engine(job, memory)
+    fits_engine = memory.engine.num_gpus <= job.machine.num_gpus
+    holds_sequence = memory.engine.holds(job.workload.sequence_tokens)
+    return memory.peak <= job.machine.gpu_bytes and fits_hosts(job, memory) and fits_engine and holds_sequence
 
 
 def fits_hosts(job: Job, memory: Memory) -> bool:
     """Whether the ranks of a node fit into its memory; True if its memory is not known."""
     return job.machine.host_bytes is None or memory.host.per_node <= job.machine.host_bytes
-
-
-def fits_engine(job: Job, memory: Memory) -> bool:
-    """Whether there are enough GPUs for the engine's split, and one longest sequence fits its cache."""
-    return memory.engine.holds(job.workload.sequence_tokens) and memory.engine.num_gpus <= job.machine.num_gpus
 
 
 def has_headroom(job: Job, memory: Memory) -> bool:

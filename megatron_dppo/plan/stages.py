@@ -264,7 +264,7 @@ def stage_activations(job: Job, layout: Layout, part: StagePart) -> StageActivat
     of_loss = LossTokens(tokens.attended, work.dtype_bytes, work.topk_columns)
     return StageActivations(
         held=held,
-        head=model.head() * has_head,
+        head=model.mlp_norm() * has_head,
         again=max(chunk.again for chunk in kept),
         working=model.working(),
         passed=flights * 2 * model.hidden_bytes if layout.pipeline > 1 else 0,
@@ -315,7 +315,9 @@ def loss_bytes(shape: ModelShape, layout: Layout, options: AlgorithmConfig, toke
         of_layer = gathered + states + weight  # in backward of the output layer
         return logits + rows + max(tokens.num_tokens * statistics, of_layer)
     chunk = min(chunk_tokens(options, columns, tokens.dtype_bytes), tokens.num_tokens)
-    of_token = columns * _logit_bytes_with_gradient(options, tokens.dtype_bytes)
+    wide = logits_bytes(options, tokens.dtype_bytes)
+    # A logit's gradient overwrites it, and is copied if the weight is narrower.
+    of_token = columns * (wide + tokens.dtype_bytes * (wide > tokens.dtype_bytes))
     of_token += CHUNK_INPUTS * hidden * tokens.dtype_bytes + statistics
     # At the start of backward: what autograd gets in place of the weight's gradient, which is in Megatron's
     # buffer, and this rank's part of that by the hidden states.
@@ -332,9 +334,3 @@ def chunk_tokens(options: AlgorithmConfig, columns: int, dtype_bytes: int) -> in
 def logits_bytes(options: AlgorithmConfig, dtype_bytes: int) -> int:
     """Return the bytes of one logit of a chunk."""
     return max(dtype_bytes, FLOAT if options.logits_dtype == "float32" else 0)
-
-
-def _logit_bytes_with_gradient(options: AlgorithmConfig, dtype_bytes: int) -> int:
-    """Return the bytes of one logit: its gradient overwrites it, and is copied if the weight is narrower."""
-    wide = logits_bytes(options, dtype_bytes)
-    return wide + dtype_bytes * (wide > dtype_bytes)

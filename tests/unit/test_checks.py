@@ -28,13 +28,13 @@ from megatron_dppo.checks import (
     AT_ONCE,
     RULES,
     check,
-    check_run,
     folder_remarks,
     gather_facts,
     megatron_rules,
     model_facts,
     not_checked,
     period_remarks,
+    problems_of,
     remarks,
     require_evaluable,
     require_valid,
@@ -991,7 +991,7 @@ def test_what_plan_asks_needs_config_json_alone(
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: find(name) if name == "own_rules" else None)
     monkeypatch.setattr("subprocess.run", None)
-    assert check_run(config, model_facts(config, example.world_size)) == expected
+    assert problems_of(config, model_facts(config, example.world_size), needs=("config",)) == expected
 
 
 class Watched:

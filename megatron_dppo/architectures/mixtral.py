@@ -19,7 +19,7 @@ def _sizes(hf: HFConfig) -> ModelSizes:
     return moe_sizes(hf, int(hf["num_local_experts"]), int(hf["intermediate_size"]))
 
 
-def _renamed(rule: WeightRule) -> WeightRule:
+def _rename(rule: WeightRule) -> WeightRule:
     names = rule.hf
     for ours, theirs in _NAMES.items():
         names = tuple(name.replace(ours, theirs) for name in names)
@@ -29,7 +29,7 @@ def _renamed(rule: WeightRule) -> WeightRule:
 MIXTRAL = ModelFamily(
     architecture="MixtralForCausalLM",
     sizes=_sizes,
-    rules=(*BACKBONE, OUTPUT, *map(_renamed, MOE_MLP)),
+    rules=(*BACKBONE, OUTPUT, *map(_rename, MOE_MLP)),
     variants={**SILU_ONLY, "sliding_window": (None, None)},
     defaults={
         **DEFAULTS,

@@ -51,7 +51,7 @@ __all__ = [
     "require_valid",
     "run_rules",
     "sampling_rules",
-    "untested",
+    "version_notes",
 ]
 
 AT_ONCE: tuple[Need, ...] = ("config", "machine")
@@ -134,7 +134,7 @@ def require_evaluable(config: Config, world_size: int, *, needs: Collection[Need
         raise ConfigError(problems)
 
 
-def untested(config: Config) -> list[str]:
+def version_notes(config: Config) -> list[str]:
     """Return sentences on libraries with untested versions; `check` refuses none of them."""
     notes = untested_versions(installed_versions())
     python = interpreter(config)

@@ -61,7 +61,7 @@ def _prompt_rows(config: Config, facts: Facts) -> Iterator[Problem]:
     """Every row of the prompt files has a prompt with tokens, and an answer."""
     if isinstance(facts.tokenizer, Problem):
         yield facts.tokenizer
-    for key, path, found in surveyed(config, facts):
+    for key, path, found in iterate_surveys(config, facts):
         if found.num_faulty:
             shown = f", the first {len(found.faults)} below" if len(found.faults) < found.num_faulty else ""
             yield Problem(
@@ -76,7 +76,7 @@ def _prompt_rows(config: Config, facts: Facts) -> Iterator[Problem]:
 @rule("prompt_token_ids", needs="data")
 def _prompt_token_ids(config: Config, facts: Facts) -> Iterator[Problem]:
     """The tokenizer's ids are rows of the model's embedding."""
-    for key, _, found in surveyed(config, facts):
+    for key, _, found in iterate_surveys(config, facts):
         if facts.model_sizes is not None and found.largest_id >= facts.model_sizes.vocab_size:
             yield Problem(
                 key,
@@ -90,7 +90,7 @@ def _prompt_token_ids(config: Config, facts: Facts) -> Iterator[Problem]:
 def _prompt_lengths(config: Config, facts: Facts) -> Iterator[Problem]:
     """The share of prompts that are too long is at most the share of samples that a rollout may drop."""
     longest, limit = config.data.max_prompt_tokens, config.rollout.max_dropped_fraction
-    for key, path, found in surveyed(config, facts):
+    for key, path, found in iterate_surveys(config, facts):
         if found.num_too_long > limit * found.num_prompts:
             yield Problem(
                 key,
@@ -145,7 +145,7 @@ def gives_rewards(config: Config) -> bool:
 def _reward_reads_answers(config: Config, facts: Facts) -> Iterator[Problem]:
     """Prompts ask for an answer in the form that their reward reads."""
     own = {f"evaluation.sets.{name}": each.reward for name, each in config.evaluation.used_sets.items()}
-    for key, path, found in surveyed(config, facts, is_once=False):
+    for key, path, found in iterate_surveys(config, facts, is_once=False):
         where = "data.reward" if key == TRAINING else f"{key.removesuffix('.prompts')}.reward"
         reward = own.get(key.removesuffix(".prompts")) or config.data.reward
         for name in RewardChoice(reward).weights:
@@ -173,7 +173,7 @@ def rewards_of(config: Config, key: str) -> list[str]:
 @rule("prompt_answers", needs="data")
 def _prompt_answers(config: Config, facts: Facts) -> Iterator[Problem]:
     """Most answers are not texts: a registered reward compares a response's answer with the complete cell."""
-    for key, path, found in surveyed(config, facts, is_once=False):
+    for key, path, found in iterate_surveys(config, facts, is_once=False):
         num_texts, names = found.num_answers.get("prose", 0), rewards_of(config, key)
         if names and 2 * num_texts > found.num_prompts:
             first = found.odd_answers["prose"][0]
@@ -190,11 +190,11 @@ def _prompt_answers(config: Config, facts: Facts) -> Iterator[Problem]:
 def _reward_thinking(config: Config, facts: Facts) -> Iterator[Problem]:
     """If thinking is required, a response can end it: prompts leave it open, and texts keep `</think>`."""
     tokenizer = facts.tokenizer
-    files = [each for each in surveyed(config, facts, is_once=False) if rewards_of(config, each[0])]
+    files = [each for each in iterate_surveys(config, facts, is_once=False) if rewards_of(config, each[0])]
     if config.data.thinking != "require" or not files or tokenizer is None or isinstance(tokenizer, Problem):
         return
     ignore = "data.thinking = 'ignore'"
-    if THINKING_ENDS not in _written(tokenizer, f"1{THINKING_ENDS}1"):
+    if THINKING_ENDS not in _decode_again(tokenizer, f"1{THINKING_ENDS}1"):
         is_special = tokenizer.convert_tokens_to_ids(THINKING_ENDS) in special_ids(tokenizer)
         why = "is a special token, which responses omit" if is_special else "cannot be written"
         action = f'Give it "special": false in the tokenizer\'s files, or set {ignore}.'
@@ -211,7 +211,7 @@ def _reward_thinking(config: Config, facts: Facts) -> Iterator[Problem]:
             )
 
 
-def _written(tokenizer: Any, text: str) -> str:
+def _decode_again(tokenizer: Any, text: str) -> str:
     """Return a text as it comes back from token ids, without special tokens; "" if none can encode it."""
     try:
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -229,7 +229,9 @@ def _overlong_buffer(config: Config, facts: Facts) -> Iterator[Problem]:
         yield Problem("data.overlong_buffer_tokens", str(buffer), expected, "Lower it.")
 
 
-def surveyed(config: Config, facts: Facts, *, is_once: bool = True) -> Iterator[tuple[str, Path, Survey]]:
+def iterate_surveys(
+    config: Config, facts: Facts, *, is_once: bool = True
+) -> Iterator[tuple[str, Path, Survey]]:
     """Yield the key of each file of prompts, its path and its survey; once if several keys name the file."""
     seen: set[Path] = set()
     for key, path in prompt_files(config).items():
@@ -259,16 +261,16 @@ def _reward_trial(config: Config, facts: Facts) -> Iterator[Problem]:
                 pools.start({reward: found.first})
             except RewardError as error:
                 action = "Correct the function; megatron_dppo/rewards/README.md documents its signature."
-                yield _told(where, "data.reward", error, "a reward that scores a response", action)
+                yield _worker_problem(where, "data.reward", error, "a reward that scores a response", action)
 
 
 @rule("reward_answer_trial", needs="trial")
 def _reward_answer_trial(config: Config, facts: Facts) -> Iterator[Problem]:
     """If most answers are texts around a final answer, a response with this answer is right."""
-    for key, path, found in surveyed(config, facts, is_once=False):
+    for key, path, found in iterate_surveys(config, facts, is_once=False):
         num_texts = found.num_answers.get("marked", 0)
         for reward in rewards_of(config, key) if 2 * num_texts > found.num_prompts else ():
-            wrong = misread(config, reward, found.odd_answers["marked"])
+            wrong = find_misread(config, reward, found.odd_answers["marked"])
             if wrong is not None and 2 * wrong.num_wrong > wrong.num_tried:
                 cell, row = excerpt(wrong.row.prompt.answer), wrong.row.number
                 yield Problem(
@@ -296,7 +298,7 @@ def _environment_trial(config: Config, facts: Facts) -> Iterator[Problem]:
         except EnvironmentFailedError as error:
             action = "Correct the class; megatron_dppo/environments/README.md documents its methods."
             key = "rollout.environment"
-            yield _told(key, key, error, "an environment that replies to a response", action)
+            yield _worker_problem(key, key, error, "an environment that replies to a response", action)
 
 
 @rule("generate_import", needs="trial")
@@ -309,7 +311,7 @@ def _generate_import(config: Config, facts: Facts) -> Iterator[Problem]:
             yield problem
 
 
-def _told(where: str, key: str, error: Exception, expected: str, action: str) -> Problem:
+def _worker_problem(where: str, key: str, error: Exception, expected: str, action: str) -> Problem:
     """Return a worker's error as a problem; the error may include the expected value and the action."""
     said = str(error).removeprefix(f"{key}: ")
     whole = _WHOLE.fullmatch(said)
@@ -329,7 +331,7 @@ class Misread:
     response: str  # to it
 
 
-def misread(config: Config, reward: str, rows: Sequence[PromptRow]) -> Misread | None:
+def find_misread(config: Config, reward: str, rows: Sequence[PromptRow]) -> Misread | None:
     """Score each cell's final answer, or the number before its words, as a response; None if all are right.
 
     Args:

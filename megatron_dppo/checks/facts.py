@@ -99,7 +99,7 @@ class Facts:
     @property
     def free_bytes(self) -> int:
         """Free bytes on the disk of the run folder."""
-        return shutil.disk_usage(existing(self.config.run.folder)).free
+        return shutil.disk_usage(nearest_folder(self.config.run.folder)).free
 
 
 def gather_facts(config: Config, world_size: int, *, accepts_changes: bool = False) -> Facts:
@@ -138,7 +138,7 @@ def prompt_files(config: Config) -> dict[str, Path]:
     return {TRAINING: config.data.prompts, **held_out}
 
 
-def existing(folder: Path) -> Path:
+def nearest_folder(folder: Path) -> Path:
     """Return the folder, or the nearest one above it that exists."""
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if path.is_dir())

@@ -16,7 +16,7 @@ from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.architectures.sizes import config_file, end_tokens
 from megatron_dppo.checks.algorithm_rules import objective_of, problems_with_own_rule, shadow_of
-from megatron_dppo.checks.data_rules import THINKING_ENDS, misread, rewards_of, surveyed
+from megatron_dppo.checks.data_rules import THINKING_ENDS, find_misread, iterate_surveys, rewards_of
 from megatron_dppo.checks.facts import TRAINING, Facts, prompt_files
 from megatron_dppo.checks.run_rules import checkpoint_bytes
 from megatron_dppo.checks.sampling_rules import rounding_remarks
@@ -167,8 +167,8 @@ _MAY_EARN_NOTHING = "a response with only the right answer may be scored as wron
 
 def doubts(config: Config, facts: Facts) -> list[str]:
     """Return doubts about the files of prompts and the tokenizer, as sentences."""
-    found = [doubt for _, path, each in surveyed(config, facts) for doubt in _of_prompts(path, each)]
-    for key, path, each in surveyed(config, facts, is_once=False):
+    found = [doubt for _, path, each in iterate_surveys(config, facts) for doubt in _of_prompts(path, each)]
+    for key, path, each in iterate_surveys(config, facts, is_once=False):
         found += _of_answers(config, key, path, each)
     return list(dict.fromkeys([*found, *_of_turn_ends(config, facts)]))
 
@@ -194,7 +194,7 @@ def _of_answers(config: Config, key: str, path: Path, found: Survey) -> Iterator
         for row in untried[:1]:
             yield f"{share}, such as {excerpt(row.prompt.answer)} in row {row.number}: {_MAY_EARN_NOTHING}"
         for reward in rewards if not untried else ():
-            wrong = misread(config, reward, rows)
+            wrong = find_misread(config, reward, rows)
             if wrong is not None:
                 cell, number = excerpt(wrong.row.prompt.answer), wrong.row.number
                 yield f"{share}: {reward!r} scores {wrong.response!r} as wrong for {cell} in row {number}."

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.checkpoints.checkpoint_folder import is_megatron_checkpoint
 from megatron_dppo.checks.data_rules import reward_problems
-from megatron_dppo.checks.facts import Facts, existing, rule
+from megatron_dppo.checks.facts import Facts, nearest_folder, rule
 from megatron_dppo.config.load import flat
 from megatron_dppo.config.resuming import change_table, experiment_changes
 from megatron_dppo.config.schema import Config
@@ -185,10 +185,10 @@ def _run_folder(config: Config, facts: Facts) -> Iterator[Problem]:
         yield Problem("run.folder", found, "a folder, or a new name", "Choose another folder.")
         return
     try:
-        with tempfile.TemporaryDirectory(prefix=".check_", dir=existing(folder)):
+        with tempfile.TemporaryDirectory(prefix=".check_", dir=nearest_folder(folder)):
             pass
     except OSError as error:
-        found = f"{folder}: nothing can be written in {existing(folder)} ({error.strerror})"
+        found = f"{folder}: nothing can be written in {nearest_folder(folder)} ({error.strerror})"
         yield Problem("run.folder", found, "a place that can be written", "Choose another folder.")
 
 

@@ -20,7 +20,7 @@ from megatron_dppo.checks import (
     remarks,
     require_evaluable,
     require_valid,
-    untested,
+    version_notes,
 )
 from megatron_dppo.checks.notes import lines_of, summary
 from megatron_dppo.cli.options import (
@@ -135,7 +135,7 @@ def check(
     notes = not_checked(config)
     for note in notes:
         typer.echo(f"not checked: {note}", err=True)
-    for note in untested(config):
+    for note in version_notes(config):
         typer.echo(f"untested version: {note}", err=True)
     noted = [*remarks(config), *period_remarks(config), *doubts(config, facts), *folder_remarks(config)]
     for remark in noted:

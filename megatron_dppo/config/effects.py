@@ -265,7 +265,7 @@ def free_settings() -> Mapping[str, list[str]]:
     return reasons
 
 
-def evaluated(key: str) -> Evaluated:
+def effect_on_evaluation(key: str) -> Evaluated:
     """Return whether results of `evaluate` depend on a setting, and the place that records it."""
     return "all sets" if key.startswith("sglang.") else _effect(key).evaluated
 

@@ -68,7 +68,7 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
         layer = _parse_override(override)
         if isinstance(layer, Problem):
             problems.append(layer)
-        elif (name := _taken_away(override)) is not None:
+        elif (name := _removed_key(override)) is not None:
             problems.extend(_unset(merged, [name], f"--set {override}", origins))
         else:
             _merge(merged, layer, f"--set {override}", origins, empties=True)
@@ -131,7 +131,7 @@ def _parse_override(override: str) -> Table | Problem:
     return cast(Table, value)
 
 
-def _taken_away(override: str) -> str | None:
+def _removed_key(override: str) -> str | None:
     """Return the setting that `section.key=none` takes away; none for any other override."""
     name, _, text = override.partition("=")
     return ".".join(key.strip() for key in name.split(".")) if text.strip() == NONE else None

@@ -14,7 +14,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
-def _named_or_weighted(value: Any) -> str | dict[str, float]:
+def _parse_reward(value: Any) -> str | dict[str, float]:
     if isinstance(value, str):
         return value
     weights = cast("dict[str, Any]", value) if isinstance(value, dict) else None
@@ -23,7 +23,7 @@ def _named_or_weighted(value: Any) -> str | dict[str, float]:
     return {name: float(weight) for name, weight in weights.items()}
 
 
-RewardSetting = Annotated[str | dict[str, float], PlainValidator(_named_or_weighted)]
+RewardSetting = Annotated[str | dict[str, float], PlainValidator(_parse_reward)]
 """One reward by name, or weights by name."""
 
 

@@ -140,7 +140,7 @@ def _speed() -> float:
 
 
 def _layer_seconds(job: Job, layout: Layout, layer: _Layer, *, is_forward: bool) -> _Seconds:
-    attention_again, mlp_again = _recomputed(job.options.recompute)
+    attention_again, mlp_again = _recomputed_shares(job.options.recompute)
     passes = 1 if is_forward else 2 + max(attention_again, mlp_again)
     operations = layer.attention * (1 + BACKWARD + attention_again) + layer.mlp * (1 + BACKWARD + mlp_again)
     if is_forward:
@@ -202,7 +202,7 @@ def _latent_columns(shape: ModelShape) -> int:
     return of_queries + latent.rank + latent.rotary_head_dim
 
 
-def _recomputed(recompute: Recompute) -> tuple[float, float]:
+def _recomputed_shares(recompute: Recompute) -> tuple[float, float]:
     """Return the recomputed shares of the forward pass: (attention, feed-forward)."""
     if recompute.granularity == "none":
         return 0.0, 0.0

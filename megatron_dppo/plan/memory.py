@@ -25,7 +25,7 @@ from megatron_dppo.plan.job import (
     Machine,
 )
 from megatron_dppo.plan.stages import RankStates, StagePart, rank_states, stage_activations, stage_parts
-from megatron_dppo.plan.units import GIB, counted
+from megatron_dppo.plan.units import GIB, format_count
 
 MOMENTS = ("loss", "backward", "step", "rollout", "sync")
 OF_STATES = ("step", "rollout", "sync")
@@ -163,7 +163,9 @@ def _sglang(config: Config, shape: ModelShape, machine: Machine) -> EngineMemory
     weights = -(-_sglang_parameters(shape) * weight_bytes // size)
     cache = max(int(machine.gpu_bytes * fraction) - weights, 0)
     held = _sglang_cache_bytes_per_token(shape, size)
-    text = f"SGLang on the trainer's GPUs, over {counted(size, 'GPU')} each, mem_fraction_static {fraction:g}"
+    text = (
+        f"SGLang on the trainer's GPUs, over {format_count(size, 'GPU')} each, mem_fraction_static {fraction:g}"
+    )
     beside = SGLANG_WORKSPACE_BYTES, ENGINE_RESIDUE_BYTES
     return EngineMemory(weights, cache, *beside, False, cache // held, size, False, text)
 

@@ -29,7 +29,7 @@ from megatron_dppo.plan.search import (
     numbers_to_try,
     propose,
 )
-from megatron_dppo.plan.units import Settings, counted, in_gib, in_seconds
+from megatron_dppo.plan.units import Settings, format_count, in_gib, in_seconds
 
 _NOT_COUNTED = (
     *("cpu_offloading", "fine_grained_activation_offloading", "distribute_saved_activations"),
@@ -89,7 +89,7 @@ class Plan:
     def conclusion(self) -> str:
         """One sentence: whether the layout is accepted and fits, and the largest component."""
         if self.memory is None:
-            gpus = counted(self.job.machine.num_gpus, "GPU")
+            gpus = format_count(self.job.machine.num_gpus, "GPU")
             return f"Refused: train does not start with this config on {gpus}."
         return conclusion_of(self.job, self.memory)
 
@@ -209,16 +209,16 @@ def _remedy(job: Job) -> Advice | None:
     for count in range(1, MAX_CHANGES + 1):
         working: list[tuple[float, str, Settings]] = []
         for chosen in combinations(changes, count):
-            working.extend(_tried(job, chosen))
+            working.extend(_try_changes(job, chosen))
         for chosen in combinations(changes, count - 1):
-            working.extend(_tried(job, (*chosen, _smaller_microbatch)))
+            working.extend(_try_changes(job, (*chosen, _smaller_microbatch)))
         if working:
             _, text, settings = min(working, key=lambda each: round(each[0], 2))  # of equals the first
             return Advice(text, settings)
     return None
 
 
-def _tried(job: Job, chosen: Sequence[Changer]) -> Iterator[tuple[float, str, Settings]]:
+def _try_changes(job: Job, chosen: Sequence[Changer]) -> Iterator[tuple[float, str, Settings]]:
     """Yield (seconds of a step, sentence, settings) if all the changes apply and make the layout fit."""
     texts: list[str] = []
     settings: dict[str, object] = {}
@@ -298,7 +298,7 @@ def _wider_engine(job: Job) -> Change | None:
     size = min(job.machine.num_gpus, job.machine.gpus_per_node)
     if not job.has_colocated_sglang or job.config.sglang.get("tp_size", 1) == size:
         return None
-    return f"split the engine over {counted(size, 'GPU')}", {"sglang.tp_size": size}
+    return f"split the engine over {format_count(size, 'GPU')}", {"sglang.tp_size": size}
 
 
 def _other_engine(job: Job) -> Change | None:

@@ -12,7 +12,7 @@ from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.memory import COMPONENTS, MOMENTS, Memory
 from megatron_dppo.plan.plan import Advice, Plan
 from megatron_dppo.plan.search import HEADROOM, NODES, Fewest, Proposal
-from megatron_dppo.plan.units import as_overrides, counted, in_billions, in_gib, in_seconds, layout_text
+from megatron_dppo.plan.units import as_overrides, format_count, in_billions, in_gib, in_seconds, layout_text
 
 LOSS_KEYS = ("loss_from", "logits_chunk_bytes", "logits_dtype")  # of [algorithm]
 _NAME, _NUMBER = 24, 10  # column widths
@@ -29,10 +29,10 @@ def as_text(plan: Plan, num_proposals: int = 5) -> str:
     has_times = bool(plan.found and plan.found.proposals) or bool(plan.fewest and plan.fewest.proposal)
     if plan.time is None and has_times:
         blocks.append(list(_ASSUMED_OF_TIMES))
-    return "\n\n".join("\n".join(map(wrapped, lines)) for lines in blocks if lines) + "\n"
+    return "\n\n".join("\n".join(map(wrap_line, lines)) for lines in blocks if lines) + "\n"
 
 
-def wrapped(line: str) -> str:
+def wrap_line(line: str) -> str:
     """Break a line that is too long, never between --set and its value, and indent the rest."""
     if len(line) <= WIDTH:
         return line
@@ -52,7 +52,7 @@ def _conclusion(plan: Plan) -> Iterator[str]:
     yield from (f"- {problem}" for problem in plan.problems)
     if plan.time is not None:
         steps, seconds = steps_per_rollout(plan.job), plan.time.total
-        of_rollout = f"{counted(steps, 'step')} to a rollout, {in_seconds(steps * seconds)}"
+        of_rollout = f"{format_count(steps, 'step')} to a rollout, {in_seconds(steps * seconds)}"
         yield f"A gradient step: about {in_seconds(seconds)}; {of_rollout}. Sampling is not estimated."
         if anchor := plan.time.anchor:
             share = f"{in_seconds(anchor)}, {anchor / seconds:.0%} of it"
@@ -82,7 +82,7 @@ def _heading(plan: Plan) -> Iterator[str]:
     total = in_billions(shape.num_parameters)
     yield f"{sizes.architecture}, {total} parameters{experts}, {job.config.model.dtype}"
     host = "" if machine.host_bytes is None else f", hosts of {in_gib(machine.host_bytes)} GiB"
-    gpus = counted(machine.num_gpus, "GPU")
+    gpus = format_count(machine.num_gpus, "GPU")
     yield f"{gpus}, {machine.ranks_per_node} to a node, {in_gib(machine.gpu_bytes)} GiB each{host}"
     if plan.memory is not None:
         yield f"layout: {layout_text(plan.memory.layout)}; {plan.memory.options}"
@@ -121,7 +121,7 @@ def _host_table(memory: Memory) -> Iterator[str]:
     yield "Host memory of a rank, GiB:"
     for name, num_bytes in memory.host.per_rank.items():
         yield _row(name, [in_gib(num_bytes, 2)])
-    yield _row(f"a node, {counted(memory.host.ranks_per_node, 'rank')}", [in_gib(memory.host.per_node, 2)])
+    yield _row(f"a node, {format_count(memory.host.ranks_per_node, 'rank')}", [in_gib(memory.host.per_node, 2)])
 
 
 def _row(name: str, values: Sequence[str]) -> str:
@@ -129,14 +129,14 @@ def _row(name: str, values: Sequence[str]) -> str:
 
 
 def _proposals(plan: Plan, num_proposals: int) -> Iterator[str]:
-    found, gpus = plan.found, counted(plan.job.machine.num_gpus, "GPU")
+    found, gpus = plan.found, format_count(plan.job.machine.num_gpus, "GPU")
     if found is None:
         yield "No layout helps before this is solved; then plan again."
         return
     if not found.num_admitted:
         yield f"train admits no layout on {gpus} with the rest of the config."
         return
-    admitted = f"{counted(found.num_admitted, 'layout')} that train admits on {gpus}"
+    admitted = f"{format_count(found.num_admitted, 'layout')} that train admits on {gpus}"
     if not found.proposals:
         yield f"Of {admitted}, none fits with {HEADROOM:.0%} of a GPU to spare."
         return
@@ -160,11 +160,11 @@ def _fewest(plan: Plan) -> Iterator[str]:
         return
     tried = f"tried: 1 to {machine.gpus_per_node}, then {', '.join(map(str, NODES[:4]))} ... {NODES[-1]} nodes"
     if fewest.proposal is None:
-        yield f"Nothing fits on up to {counted(fewest.num_gpus, 'GPU')} ({tried}). {fewest.why_not}"
+        yield f"Nothing fits on up to {format_count(fewest.num_gpus, 'GPU')} ({tried}). {fewest.why_not}"
         return
     enough = "is the fewest that is enough" if fewest.num_gpus == 1 else "are the fewest that are enough"
     condition = f" if you {fewest.condition}" if fewest.condition else ""
-    yield f"{counted(fewest.num_gpus, 'GPU')} {enough}{condition} ({tried}), with:"
+    yield f"{format_count(fewest.num_gpus, 'GPU')} {enough}{condition} ({tried}), with:"
     yield from _table([fewest.proposal])
 
 

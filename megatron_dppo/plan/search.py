@@ -20,7 +20,7 @@ from megatron_dppo.plan.job import (
     recompute_problems,
 )
 from megatron_dppo.plan.memory import OF_STATES, EngineMemory, Memory, engine_memory, memory_of
-from megatron_dppo.plan.units import Settings, counted, in_gib, layout_text
+from megatron_dppo.plan.units import Settings, format_count, in_gib, layout_text
 
 MAX_PIPELINE, MAX_CONTEXT = 16, 8
 HEADROOM = 0.02
@@ -221,7 +221,7 @@ def conclusion_of(job: Job, memory: Memory) -> str:
     if worst.peak > machine.gpu_bytes:
         return f"Does not fit: {detail}."
     if engine.num_gpus > machine.num_gpus:
-        found = f"an engine over {counted(engine.num_gpus, 'GPU')} (sglang.tp_size) on {machine.num_gpus}"
+        found = f"an engine over {format_count(engine.num_gpus, 'GPU')} (sglang.tp_size) on {machine.num_gpus}"
         return f"Does not fit: {found}. The rest would: {detail}."
     if not engine.holds(job.workload.sequence_tokens):
         tokens = f"{engine.cached_tokens} tokens, and the longest sequence has {job.workload.sequence_tokens}"
@@ -320,7 +320,7 @@ def _why_not(job: Job, closest: tuple[Job, Memory] | None) -> str:
         return f"{alone} Lower sglang.mem_fraction_static, or raise sglang.tp_size."
     if closest is None:
         return f"train admits no layout on any of them with the rest of the config.{_first_problem(job)}"
-    where = f"{layout_text(closest[1].layout)} on {counted(closest[0].machine.num_gpus, 'GPU')}"
+    where = f"{layout_text(closest[1].layout)} on {format_count(closest[0].machine.num_gpus, 'GPU')}"
     tight = f" A proposal leaves {HEADROOM:.0%} of a GPU free." if fits(*closest) else ""
     component = largest_component(closest[1])
     helps = f" What decides {component}: {keys}." if (keys := keys_of(component)) else ""

@@ -24,9 +24,9 @@ from megatron_dppo.plan.cost import step_time
 from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.memory import memory_of
 from megatron_dppo.plan.rates import WORDS, Rates, gather_rates, parse_assumptions
-from megatron_dppo.plan.report import wrapped
+from megatron_dppo.plan.report import wrap_line
 from megatron_dppo.plan.search import conclusion_of, fits
-from megatron_dppo.plan.units import Settings, as_overrides, counted, in_seconds
+from megatron_dppo.plan.units import Settings, as_overrides, format_count, in_seconds
 from megatron_dppo.run_folder.reader import read_run
 
 SYNCHRONOUS: dict[str, Any] = {
@@ -229,7 +229,7 @@ def _best(
 def split_as_text(split: Split) -> str:
     """Format the three ways as a table, with the smallest S and every number that they depend on."""
     lines = [*_table(split), *_conclusion(split), *_numbers(split.rates)]
-    return "\n".join(map(wrapped, lines)) + "\n"
+    return "\n".join(map(wrap_line, lines)) + "\n"
 
 
 def split_as_json(split: Split) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def split_as_json(split: Split) -> dict[str, Any]:
 
 
 def _table(split: Split) -> Iterator[str]:
-    yield f"How to divide {split.num_gpus} GPUs, with servers of {counted(split.server_gpus, 'GPU')}:"
+    yield f"How to divide {split.num_gpus} GPUs, with servers of {format_count(split.server_gpus, 'GPU')}:"
     yield f"  {'':<26}{'serve':>7}{'train':>7}{'a rollout':>12}  asynchronous is"
     best = split.ahead.rollout_s
     for way in split.ways:
@@ -268,7 +268,7 @@ def _conclusion(split: Split) -> Iterator[str]:
     )
     yield f"  --gpus {ahead.training} {as_overrides(split.settings)}".rstrip()
     if idle := split.num_gpus - ahead.serving - ahead.training:
-        yield f"{counted(idle, 'GPU')} stay idle: no server or layout takes them."
+        yield f"{format_count(idle, 'GPU')} stay idle: no server or layout takes them."
 
 
 def _numbers(rates: Rates) -> Iterator[str]:

@@ -36,7 +36,7 @@ def parse_bytes(text: str, where: str) -> int:
     return int(amount * factor)
 
 
-def counted(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """Format the number with its noun, as in "1 GPU" and "2 GPUs"."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
 

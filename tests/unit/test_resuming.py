@@ -11,7 +11,13 @@ from typer.testing import CliRunner
 
 from megatron_dppo.cli import app
 from megatron_dppo.config import dump_config
-from megatron_dppo.config.effects import EFFECTS, OPTION_MAY_CHANGE, evaluated, free_settings, may_change
+from megatron_dppo.config.effects import (
+    EFFECTS,
+    OPTION_MAY_CHANGE,
+    effect_on_evaluation,
+    free_settings,
+    may_change,
+)
 from megatron_dppo.config.load import flat
 from megatron_dppo.config.resuming import SettingChange, experiment_changes, setting_changes
 from megatron_dppo.config.schema import Config
@@ -88,7 +94,7 @@ def test_every_setting_is_classified_once() -> None:
     assert not free & experiment
     assert free | experiment == set(EFFECTS) == {*KEYS, "evaluation.sets", "tracking.shadow_options"}
     assert {key for key in EFFECTS if may_change(key)} == free
-    assert {key for key in EFFECTS if evaluated(key) != "no"} == keys_of(OF_AN_EVALUATION)
+    assert {key for key in EFFECTS if effect_on_evaluation(key) != "no"} == keys_of(OF_AN_EVALUATION)
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -20,7 +20,7 @@ from megatron_dppo.plan.plan import Plan
 from megatron_dppo.plan.stages import chunks_in_flight, chunks_of
 from megatron_dppo.plan.trace.step import StepSettings, TracedStep, run_step
 from megatron_dppo.plan.trace.tensors import BACKWARD, LOSS, STEP, Count
-from megatron_dppo.plan.units import counted
+from megatron_dppo.plan.units import format_count
 
 BETWEEN = "between steps"
 MOMENTS = (BETWEEN, LOSS, BACKWARD, STEP)
@@ -202,7 +202,9 @@ def _depths(job: Job, layout: Layout, stage: int, num_layers: int | None) -> tup
     shallow = next((depth for depth in depths if _kinds(job, layout, stage, depth) == kinds), None)
     if shallow is None or _kinds(job, layout, stage, deep) != kinds:
         found = f"{num_layers} of a model with {len(job.shape.sizes.moe_layers)} MoE layers among {whole}"
-        expected = f"so many that half of them have this rank's {counted(kinds[0], 'dense layer')}, and others"
+        expected = (
+            f"so many that half of them have this rank's {format_count(kinds[0], 'dense layer')}, and others"
+        )
         raise ConfigError(Problem("--trace-layers", found, expected, "Give more, or leave it out."))
     return shallow, deep
 

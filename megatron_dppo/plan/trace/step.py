@@ -198,7 +198,7 @@ def _replace_functions(ledger: Ledger) -> None:
     actor.load_weights = lambda *_: None
     to_device: Any = forward._move
     forwarding: Any = forward
-    forwarding._move = lambda value, device: _marked(to_device(value, device))
+    forwarding._move = lambda value, device: _mark(to_device(value, device))
     attention_form = forward.attention_form
     forwarding.attention_form = lambda _, *model: attention_form("cuda", *model)
 
@@ -254,7 +254,7 @@ def _replace_reads(ledger: Ledger) -> None:
     """Count tensor reads from Python without an operator, which copy nothing on a CPU."""
     tensor_class: Any = torch.Tensor
     for name in ("tolist", "numpy", "cpu"):
-        setattr(tensor_class, name, _counted(ledger, name, getattr(torch.Tensor, name)))
+        setattr(tensor_class, name, _count_reads(ledger, name, getattr(torch.Tensor, name)))
     library: Any = torch
     make = torch.tensor
 
@@ -266,7 +266,7 @@ def _replace_reads(ledger: Ledger) -> None:
     library.tensor = cast(Any, cpu._torch_on_cpu()).tensor = tensor
 
 
-def _counted(ledger: Ledger, name: str, read: Callable[..., Any]) -> Callable[..., Any]:
+def _count_reads(ledger: Ledger, name: str, read: Callable[..., Any]) -> Callable[..., Any]:
     def counted(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not is_on_device(self):
             return read(self, *args, **kwargs)
@@ -309,18 +309,18 @@ def _replace_memory(ledger: Ledger) -> None:
         for storage in offload._storages([*kept, *dropped]):
             self._away[storage._cdata] = (storage, storage.nbytes(), True)
             storage.resize_(0)
-            ledger.resized(storage)
+            ledger.resize(storage)
 
     def come_back(self: Any) -> None:
         for storage, num_bytes, _ in self._away.values():
             storage.resize_(num_bytes)
-            ledger.resized(storage)
+            ledger.resize(storage)
         self._away.clear()
 
     residence.leave, residence.come_back = leave, come_back
 
 
-def _marked(value: Any) -> Any:
+def _mark(value: Any) -> Any:
     """Return a host tensor as a device tensor, and any other object unchanged."""
     if not isinstance(value, Tensor) or is_on_device(value):
         return value

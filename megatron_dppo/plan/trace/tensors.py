@@ -109,7 +109,7 @@ class Ledger:
         self._live[key] = gone, size, line
         self._change(line, size)
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
+    def resize(self, storage: torch.UntypedStorage) -> None:
         """Count a storage of the model again after its memory was freed or restored."""
         known = self._live.get(storage._cdata)
         if known is not None:
@@ -252,9 +252,9 @@ class FakeFloats(TorchDispatchMode):
 
     def _run(self, name: str, func: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         if not tensors and func._schema.returns:
-            return self._made(name, func, args, kwargs)
+            return self._make(name, func, args, kwargs)
         if name == "empty_like" and args[0].is_floating_point():
-            return self._faked(func, args, kwargs)
+            return self._run_fake(func, args, kwargs)
         if not any(isinstance(x, FakeTensor) for x in tensors):
             return func(*args, **kwargs)
         first = args[0]
@@ -269,7 +269,7 @@ class FakeFloats(TorchDispatchMode):
         if name == "masked_select":
             is_known = not isinstance(args[1], FakeTensor)
             num = int(args[1].expand(first.shape).sum()) if is_known else first.numel()
-            return self._faked(torch.ops.aten.empty.memory_format, ([num],), {"dtype": first.dtype})
+            return self._run_fake(torch.ops.aten.empty.memory_format, ([num],), {"dtype": first.dtype})
         if name in _WITH_MASKS:
             args = (first, [place for index in args[1] for place in _places(index)], *args[2:])
         if name in _LIKE and not (dtype := kwargs.get("dtype") or first.dtype).is_floating_point:
@@ -278,7 +278,7 @@ class FakeFloats(TorchDispatchMode):
         if name == "_to_copy" and hasattr(first, "is_zeros") and not _is_float(kwargs):
             return torch.zeros(first.shape, dtype=kwargs["dtype"])  # how Megatron begins its routing map
         self._refuse_unknown(name, func, args)
-        result = self._faked(func, args, kwargs)
+        result = self._run_fake(func, args, kwargs)
         if name == "topk" and first.dim() == 2:
             num, k, size = first.shape[0], args[1], first.shape[1]
             return result[0], (torch.arange(num * k) % size).view(num, k)
@@ -286,13 +286,13 @@ class FakeFloats(TorchDispatchMode):
             result.is_zeros = True
         return result
 
-    def _made(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    def _make(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a factory."""
         is_float = name not in ("arange", "full") or any(isinstance(x, float) for x in args)
         dtype = kwargs.get("dtype") or (torch.get_default_dtype() if is_float else torch.int64)
-        return self._faked(func, args, kwargs) if dtype.is_floating_point else func(*args, **kwargs)
+        return self._run_fake(func, args, kwargs) if dtype.is_floating_point else func(*args, **kwargs)
 
-    def _faked(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_fake(self, func: Any, args: Any, kwargs: Any) -> Any:
         with self._fake:
             return func(*args, **kwargs)
 

@@ -1,8 +1,6 @@
 """GLM-4.5 and GLM-4.6, with and without "Air": experts with a sigmoid router, half of each head rotated."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from megatron_dppo.architectures.deepseek_v3 import (
     SIGMOID_DEFAULTS,
@@ -38,10 +36,6 @@ def _sizes(hf: HFConfig) -> ModelSizes:
     return replace(sizes, rotary_percent=rotary_part(hf, _HALF), options=frozenset(options))
 
 
-def _transformer_config(hf: HFConfig, sizes: ModelSizes) -> Mapping[str, Any]:
-    return sigmoid_router(hf)
-
-
 GLM4_MOE = ModelFamily(
     architecture="Glm4MoeForCausalLM",
     sizes=_sizes,
@@ -67,6 +61,6 @@ GLM4_MOE = ModelFamily(
     problems=router_problems,
     rope_types=("default",),
     partial_rotary=_HALF,
-    transformer_config=_transformer_config,
+    transformer_config=lambda hf, sizes: sigmoid_router(hf),
     sglang=SglangFacts(has_dense_layers=True, has_own_output=True, arguments=SHARED_EXPERTS_APART),
 )

@@ -25,7 +25,7 @@ from megatron_dppo.architectures.weight_map import (
     SHARED_EXPERTS,
     SHARED_GATE,
     SHARED_MLP,
-    WeightRule,
+    rename,
 )
 
 _NAMES = {".mlp.shared_experts.": ".mlp.shared_expert."}
@@ -44,14 +44,18 @@ def _transformer_config(hf: HFConfig, sizes: ModelSizes) -> Mapping[str, Any]:
     }
 
 
-def _rename(rule: WeightRule) -> WeightRule:
-    return replace(rule, hf=tuple(name.replace(*pair) for name in rule.hf for pair in _NAMES.items()))
-
-
 QWEN2_MOE = ModelFamily(
     architecture="Qwen2MoeForCausalLM",
     sizes=_sizes,
-    rules=(*BACKBONE, OUTPUT, *QKV_BIAS, *DENSE_MLP, *MOE_MLP, *map(_rename, SHARED_MLP), SHARED_GATE),
+    rules=(
+        *BACKBONE,
+        OUTPUT,
+        *QKV_BIAS,
+        *DENSE_MLP,
+        *MOE_MLP,
+        *(rename(rule, _NAMES) for rule in SHARED_MLP),
+        SHARED_GATE,
+    ),
     variants={**SILU_ONLY, "use_sliding_window": (False, False), "qkv_bias": (True, True)},
     defaults={
         **DEFAULTS,

@@ -153,8 +153,11 @@ def _topk_vocabulary(config: Config, facts: Facts) -> Iterator[Problem]:
     """The number of top-K columns is at most the vocabulary's size."""
     if facts.model_sizes is None:
         return
-    asked = {"algorithm.top_k": _top_k(config), "rollout.num_topk_log_probs": config.rollout.num_topk_log_probs}
-    for key, columns in asked.items():
+    wanted = {
+        "algorithm.top_k": _top_k(config),
+        "rollout.num_topk_log_probs": config.rollout.num_topk_log_probs,
+    }
+    for key, columns in wanted.items():
         if columns is not None and columns > facts.model_sizes.vocab_size:
             expected = f"at most the vocabulary, {facts.model_sizes.vocab_size}"
             yield Problem(key, str(columns), expected, "Lower it.")

@@ -24,7 +24,7 @@ from megatron_dppo.runtime.user_code import problem_with_import, problem_with_pa
 from megatron_dppo.types import AnswerForm
 
 THINKING_ENDS = "</think>"
-_ASKED: dict[AnswerForm, str] = {
+_FORMS: dict[AnswerForm, str] = {
     "boxed": "an answer in \\boxed{}",
     "answer_line": "a last line 'Answer: ...'",
 }
@@ -150,13 +150,13 @@ def _reward_reads_answers(config: Config, facts: Facts) -> Iterator[Problem]:
         reward = own.get(key.removesuffix(".prompts")) or config.data.reward
         for name in RewardChoice(reward).weights:
             form = answer_form(name)
-            for asked, count in found.num_asking.items():
-                if form is not None and asked != form:
-                    fits = [other for other in REWARDS if answer_form(other) == asked]
+            for requested, count in found.num_asking.items():
+                if form is not None and requested != form:
+                    fits = [other for other in REWARDS if answer_form(other) == requested]
                     yield Problem(
                         where,
-                        f"{name!r}, which reads {_ASKED[form]}, but {count} of {found.num_prompts} prompts "
-                        f"of {path} ask for {_ASKED[asked]}: nearly all of their responses are wrong",
+                        f"{name!r}, which reads {_FORMS[form]}, but {count} of {found.num_prompts} prompts "
+                        f"of {path} ask for {_FORMS[requested]}: nearly all of their responses are wrong",
                         f"a reward and prompts that fit: {' or '.join(map(repr, fits))} for these",
                         "Set the reward, or make the prompts with another --template "
                         "of megatron-dppo prepare-data.",

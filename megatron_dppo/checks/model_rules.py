@@ -189,7 +189,7 @@ def _model_code(config: Config, facts: Facts) -> Iterator[Problem]:
     except (OSError, ValueError, AttributeError) as error:
         yield Problem("model.load", f"{file}: {error}", "a JSON object", "Copy or download the model again.")
         return
-    # Any other class that transformers finds by this name would be asked, and may run the folder's code.
+    # Any other class that transformers finds by this name would be used, and may run the folder's code.
     is_usual = "Tokenizer" in str(name) or name is None
     if (tokenizer.get("auto_map") or not is_usual) and not _has_tokenizer_class(name):
         found = f"tokenizer_class = {name!r}{' and auto_map' * ('auto_map' in tokenizer)} in {path.parent}"

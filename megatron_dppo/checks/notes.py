@@ -111,9 +111,9 @@ def _algorithm(config: Config) -> str:
 def _rollout(config: Config) -> str:
     options = config.rollout
     num_samples = options.prompts_per_rollout * options.samples_per_prompt
-    asked = f"{options.prompts_per_rollout} prompts x {options.samples_per_prompt} = {num_samples} responses"
+    prompts = f"{options.prompts_per_rollout} prompts x {options.samples_per_prompt} = {num_samples} responses"
     routes = f", routing replay {options.routing_replay}" if options.routing_replay != "off" else ""
-    return f"{options.engine}, {asked} of up to {options.max_response_tokens} tokens{routes}"
+    return f"{options.engine}, {prompts} of up to {options.max_response_tokens} tokens{routes}"
 
 
 def _training(config: Config) -> str:

@@ -166,8 +166,9 @@ def _sglang(config: Config, shape: ModelShape, machine: Machine) -> EngineMemory
     text = (
         f"SGLang on the trainer's GPUs, over {format_count(size, 'GPU')} each, mem_fraction_static {fraction:g}"
     )
-    beside = SGLANG_WORKSPACE_BYTES, ENGINE_RESIDUE_BYTES
-    return EngineMemory(weights, cache, *beside, False, cache // held, size, False, text)
+    return EngineMemory(
+        weights, cache, SGLANG_WORKSPACE_BYTES, ENGINE_RESIDUE_BYTES, False, cache // held, size, False, text
+    )
 
 
 def _sglang_parameters(shape: ModelShape) -> int:
@@ -201,8 +202,8 @@ def stage_moments(
     """Return the bytes of each component at each moment, on one rank of a stage; zeros are left out."""
     trainer = {"parameters": states.parameters, "gradients": states.gradients}
     trainer["optimizer"] = states.optimizer_between
-    beside = {"reserve": RESERVE_BYTES + engine.residue, "engine weights": engine.weights * engine.is_resident}
-    moments = _training(job, layout, part, states, trainer | beside)
+    rest = {"reserve": RESERVE_BYTES + engine.residue, "engine weights": engine.weights * engine.is_resident}
+    moments = _training(job, layout, part, states, trainer | rest)
     of_engine = {} if job.config.rollout.takes_turns else trainer
     at_work = {"engine weights": engine.weights, "engine cache": engine.cache}
     moments["rollout"] = of_engine | at_work | {"reserve": RESERVE_BYTES + engine.workspace}

@@ -310,8 +310,8 @@ def _why_not(job: Job, closest: tuple[Job, Memory] | None) -> str:
     engine = engine_alone(job)
     if not engine.holds(job.workload.sequence_tokens):
         longest = job.workload.sequence_tokens
-        beside = f"{engine.cached_tokens} tokens next to {in_gib(engine.weights)} GiB of weights"
-        enough = f"The engine's cache holds {beside}, and the longest sequence has {longest}."
+        cached = f"{engine.cached_tokens} tokens next to {in_gib(engine.weights)} GiB of weights"
+        enough = f"The engine's cache holds {cached}, and the longest sequence has {longest}."
         keys = "Raise sglang.mem_fraction_static or sglang.tp_size, or lower rollout.max_response_tokens."
         return f"{enough} {keys}"
     if not has_room(job, engine):

@@ -173,12 +173,12 @@ def divisions(num_gpus: int, server_gpus: int, gpus_per_node: int) -> Iterator[t
         if training > gpus_per_node and training % gpus_per_node:
             continue
         left = num_gpus - training
-        beside = min(-training % gpus_per_node, left)  # on the trainer's last node
-        nodes, rest = divmod(left - beside, gpus_per_node)
+        own_node = min(-training % gpus_per_node, left)  # on the trainer's last node
+        nodes, rest = divmod(left - own_node, gpus_per_node)
         if server_gpus > gpus_per_node:
             servers = 0 if server_gpus % gpus_per_node else nodes // (server_gpus // gpus_per_node)
         else:
-            servers = beside // server_gpus + nodes * (gpus_per_node // server_gpus) + rest // server_gpus
+            servers = own_node // server_gpus + nodes * (gpus_per_node // server_gpus) + rest // server_gpus
         if servers:
             yield servers * server_gpus, training
 

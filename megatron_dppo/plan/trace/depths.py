@@ -188,9 +188,9 @@ def _depths(job: Job, layout: Layout, stage: int, num_layers: int | None) -> tup
     number of MoE layers differs between the two, and from the full model.
     """
     whole, chunks = job.shape.sizes.num_layers, layout.pipeline * layout.virtual_pipeline
-    asked = whole if num_layers is None else num_layers
-    is_whole = asked >= whole
-    deep = whole if is_whole else asked // chunks * chunks
+    wanted = whole if num_layers is None else num_layers
+    is_whole = wanted >= whole
+    deep = whole if is_whole else wanted // chunks * chunks
     if len(_own_layers(layout, stage, deep)) < 2 * layout.virtual_pipeline:
         found = f"{num_layers or whole} over {chunks} pipeline stages"
         expected = f"at least {2 * chunks}: two layers on each"

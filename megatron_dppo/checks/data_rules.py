@@ -23,6 +23,9 @@ from megatron_dppo.rollout.trajectories import environment_pool, try_environment
 from megatron_dppo.runtime.user_code import problem_with_import, problem_with_path
 from megatron_dppo.types import AnswerForm
 
+_WHOLE = re.compile(r"(.*?)found (.*?); expected (.*?)\. (.*)", re.DOTALL)
+"""A sentence of `Problem`, without its location, and the text before it."""
+
 THINKING_ENDS = "</think>"
 _FORMS: dict[AnswerForm, str] = {
     "boxed": "an answer in \\boxed{}",
@@ -238,10 +241,6 @@ def iterate_surveys(
         if key in facts.surveys and not (is_once and path in seen):
             seen.add(path)
             yield key, path, facts.surveys[key]
-
-
-_WHOLE = re.compile(r"(.*?)found (.*?); expected (.*?)\. (.*)", re.DOTALL)
-"""A sentence of `Problem`, without its location, and the text before it."""
 
 
 @rule("reward_trial", needs="trial")

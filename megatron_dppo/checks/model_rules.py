@@ -23,6 +23,10 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.memory import rollout_bytes_bound
 from megatron_dppo.errors import ConfigError, ConversionError, Problem, did_you_mean
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_REFERENCE = "model.reference"
+_MAY_DIFFER = ("max_position_embeddings",)
+
 
 @rule("layer_spec", needs="machine")
 def _layer_spec(config: Config, facts: Facts) -> Iterator[Problem]:
@@ -81,9 +85,6 @@ def _lora_experts(config: Config, facts: Facts) -> Iterator[Problem]:
         found = f"{named} on a model that has {' and '.join(others)}"
         expected = "only attention's linears: peft would not read the other adapters"
         yield Problem("lora.targets", found, expected, f"Leave out {', '.join(known[:-1])} and {known[-1]}.")
-
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 @rule("rollout_memory")
@@ -260,17 +261,13 @@ def _expert_rows(config: Config, facts: Facts) -> Iterator[Problem]:
             yield Problem("model.load", found, expected, "Split experts less, or use another model.")
 
 
-_KEY = "model.reference"
-_MAY_DIFFER = ("max_position_embeddings",)
-
-
 @rule("reference_in_use")
 def _reference_in_use(config: Config, facts: Facts) -> Iterator[Problem]:
     """A reference policy or an estimator is named only if the loss has the KL term."""
     if config.algorithm.ref_kl_coef:
         return
     action = "Set algorithm.ref_kl_coef (GRPO was published with 0.04), or remove this."
-    for key, value in ((_KEY, config.model.reference), ("algorithm.ref_kl", config.algorithm.ref_kl)):
+    for key, value in ((_REFERENCE, config.model.reference), ("algorithm.ref_kl", config.algorithm.ref_kl)):
         if value is not None:
             found = f"{str(value)!r}, which is not used: algorithm.ref_kl_coef is 0"
             yield Problem(key, found, "nothing, or a coefficient above 0", action)
@@ -290,22 +287,22 @@ def _reference_model(config: Config, facts: Facts) -> Iterator[Problem]:
         read_hf_config(folder)
         differing = _differing(read_model_sizes(folder), sizes)
     except ConfigError as error:
-        yield from (replace(problem, where=_KEY) for problem in error.problems)
+        yield from (replace(problem, where=_REFERENCE) for problem in error.problems)
         return
     if differing:
         found = ", ".join(f"{name} {value}" for name, (value, _) in differing.items())
         expected = ", ".join(f"{name} {value}" for name, (_, value) in differing.items())
         action = "Name a model that differs from model.load only in its weights."
-        yield Problem(_KEY, f"{folder} of {found}", f"{expected}, as in model.load", action)
+        yield Problem(_REFERENCE, f"{folder} of {found}", f"{expected}, as in model.load", action)
     path = config_file(folder)
     is_hugging_face = path is not None and path.parent == folder
     if is_hugging_face and not any(folder.glob("*.safetensors")):
         action = "Download the weights, or save the model again with save_pretrained."
-        yield Problem(_KEY, f"{folder} without *.safetensors", "weights in safetensors format", action)
+        yield Problem(_REFERENCE, f"{folder} without *.safetensors", "weights in safetensors format", action)
     if config.lora.rank and not is_hugging_face:
         found = f"{folder}, a Megatron checkpoint, with lora.rank = {config.lora.rank}"
         action = "Use megatron-dppo convert to-hf; without it, the model without adapters is the reference."
-        yield Problem(_KEY, found, "a Hugging Face folder", action)
+        yield Problem(_REFERENCE, found, "a Hugging Face folder", action)
 
 
 def _differing(found: ModelSizes, expected: ModelSizes) -> dict[str, tuple[object, object]]:

@@ -26,6 +26,11 @@ from megatron_dppo.rollout.evaluation import evaluation_sets
 from megatron_dppo.run_folder.folder import SUBFOLDERS
 from megatron_dppo.run_folder.lock import LOCK, holder
 
+_GIB = 1 << 30
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_MASTER_BYTES = 4  # the optimizer's own copy, which it has of float32 parameters too
+_MOMENTS_BYTES = 8
+
 _WRITTEN = {
     "samples_every": "no samples are written",
     "batches_every": "no mini-batches are kept",
@@ -163,12 +168,6 @@ def _tracking_backends(config: Config, facts: Facts) -> Iterator[Problem]:
             found = f"{name!r}, which is not installed"
             action = "Install it with pip install 'megatron_dppo[track]', or remove it from the list."
             yield Problem("tracking.backends", found, "an installed tracker", action)
-
-
-_GIB = 1 << 30
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-_MASTER_BYTES = 4  # the optimizer's own copy, which it has of float32 parameters too
-_MOMENTS_BYTES = 8
 
 
 @rule("run_folder", needs="machine")

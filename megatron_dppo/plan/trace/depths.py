@@ -38,13 +38,10 @@ class Trace:
     """The traced gradient step of one rank, with its plan.
 
     Attributes:
-        layout: Layout of the simulated processes.
-        rank: Traced rank, the first of its pipeline stage.
+        settings: Settings of `deep`, on the first rank of a pipeline stage.
         stage: 0-based pipeline stage of the rank.
         num_layers: Number of the model's layers.
         own_layers: Number of this rank's layers.
-        num_tokens: Number of tokens in each micro-batch.
-        num_microbatches: Number of micro-batches that ran.
         shallow: Step of a model with fewer layers than `deep`.
         deep: Step of a model with at most `num_layers` layers.
         planned: Planned bytes at each of `MOMENTS`, of the traced components.
@@ -54,13 +51,10 @@ class Trace:
         seconds: Duration of the trace.
     """
 
-    layout: Layout
-    rank: int
+    settings: StepSettings
     stage: int
     num_layers: int
     own_layers: int
-    num_tokens: int
-    num_microbatches: int
     shallow: TracedStep
     deep: TracedStep
     planned: Mapping[str, int]
@@ -144,13 +138,10 @@ def trace_run(plan: Plan, announce: Announce, num_layers: int | None = None) -> 
     )
     planned, not_traced = planned_bytes(job, stage)
     return Trace(
-        layout=layout,
-        rank=settings.rank,
+        settings=settings,
         stage=stage,
         num_layers=job.shape.sizes.num_layers,
         own_layers=len(_own_layers(layout, stage, job.shape.sizes.num_layers)),
-        num_tokens=settings.num_tokens,
-        num_microbatches=settings.num_microbatches,
         shallow=_in_own_process(replace(settings, num_layers=shallow), announce),
         deep=_in_own_process(settings, announce),
         planned=planned,

@@ -6,7 +6,6 @@ stays the same.
 
 import json
 import tempfile
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +74,6 @@ class TracedStep:
         held: Live bytes between steps.
         peaks: Most live bytes in each phase.
         count: Operators after the build.
-        seconds: Duration of the trace.
     """
 
     num_layers: int
@@ -83,7 +81,6 @@ class TracedStep:
     held: Peak
     peaks: dict[str, Peak]
     count: Count
-    seconds: float
 
 
 def run_step(settings: StepSettings, announce: Callable[[str, int], None]) -> TracedStep:
@@ -97,7 +94,6 @@ def run_step(settings: StepSettings, announce: Callable[[str, int], None]) -> Tr
         MegatronDppoError: Any error of `Actor`.
         TraceError: The step's shapes depend on values that a trace does not compute.
     """
-    started = time.perf_counter()
     layout, config = settings.layout, settings.config
     hf = read_hf_config(config.model.load) | {"num_hidden_layers": settings.num_layers}
     ledger = Ledger(announce)
@@ -121,8 +117,7 @@ def run_step(settings: StepSettings, announce: Callable[[str, int], None]) -> Tr
                 actor.train_step(batch, is_first=False)
     chunks: list[Any] = actor.chunks
     own_layers = sum(len(chunk.decoder.layers) for chunk in chunks)
-    seconds = time.perf_counter() - started
-    return TracedStep(settings.num_layers, own_layers, held, ledger.peaks, ledger.count, seconds)
+    return TracedStep(settings.num_layers, own_layers, held, ledger.peaks, ledger.count)
 
 
 def _watch(actor: Actor, ledger: Ledger) -> None:

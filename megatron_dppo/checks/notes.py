@@ -118,11 +118,10 @@ def _rollout(config: Config) -> str:
 
 def _training(config: Config) -> str:
     algorithm, optimizer = config.algorithm, config.optimizer
-    steps = algorithm.minibatches_per_rollout * algorithm.epochs_per_rollout
     schedule = optimizer.schedule if optimizer.warmup_steps == 0 else f"{optimizer.schedule} after warm-up"
     return (
-        f"{config.run.num_rollouts} rollouts x {steps} gradient steps = {config.num_gradient_steps}, "
-        f"learning rate {optimizer.lr:g} ({schedule})"
+        f"{config.run.num_rollouts} rollouts x {algorithm.steps_per_rollout} gradient steps = "
+        f"{config.num_gradient_steps}, learning rate {optimizer.lr:g} ({schedule})"
     )
 
 
@@ -299,7 +298,7 @@ def findings_against(config: Config, objective: Objective) -> Iterator[str]:
 
 def _about_the_trust_region(config: Config, objective: Objective) -> Iterator[str]:
     name = config.algorithm.preset
-    num_steps = config.algorithm.minibatches_per_rollout * config.algorithm.epochs_per_rollout
+    num_steps = config.algorithm.steps_per_rollout
     bounds_negative, bounds_positive = _bounded_signs(objective)
     if bounds_negative and num_steps == 1 and _compares_with_itself(objective):
         yield (

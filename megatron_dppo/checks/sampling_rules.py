@@ -210,7 +210,7 @@ def rounding_remarks(config: Config) -> list[str]:
     except (ConfigError, TypeError, ValueError):
         size = _USUAL_SIZE
     spacing = _SPACING[served] * 2.0 ** math.floor(math.log2(size))
-    num_steps = config.algorithm.minibatches_per_rollout * config.algorithm.epochs_per_rollout
+    num_steps = config.algorithm.steps_per_rollout
     moved = config.optimizer.lr * num_steps
     if moved >= spacing / 2:
         return []

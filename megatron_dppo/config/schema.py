@@ -289,6 +289,11 @@ class AlgorithmConfig(Section):
     logits_dtype: Literal["model", "float32"] = "model"
     """hidden_states: type of the logits. float32 avoids rounding the logits of a bfloat16 model."""
 
+    @property
+    def steps_per_rollout(self) -> int:
+        """Gradient steps on each rollout."""
+        return self.minibatches_per_rollout * self.epochs_per_rollout
+
 
 class OptimizerConfig(Section):
     """[optimizer]: AdamW and its schedule, in gradient steps."""
@@ -374,6 +379,4 @@ class Config(Section):
     @property
     def num_gradient_steps(self) -> int:
         """Gradient steps of the run: the horizon of the learning-rate schedule."""
-        return (
-            self.run.num_rollouts * self.algorithm.minibatches_per_rollout * self.algorithm.epochs_per_rollout
-        )
+        return self.run.num_rollouts * self.algorithm.steps_per_rollout

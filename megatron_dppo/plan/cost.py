@@ -113,7 +113,7 @@ def _reference(job: Job, layout: Layout, tokens: float, num: float) -> float:
     if not job.has_reference_weights:
         return forward
     largest = max(part.weights for part in stage_parts(job, layout)) * job.workload.dtype_bytes
-    steps = job.config.algorithm.minibatches_per_rollout * job.config.algorithm.epochs_per_rollout
+    steps = job.config.algorithm.steps_per_rollout
     return forward + 4 * largest / (figures.PCIE_BYTES_PER_S * figures.LINK_EFFICIENCY) / steps
 
 

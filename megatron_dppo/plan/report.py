@@ -8,7 +8,6 @@ from typing import Any
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.plan import job as figures
 from megatron_dppo.plan.cost import StepTime
-from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.memory import COMPONENTS, MOMENTS, Memory
 from megatron_dppo.plan.plan import Advice, Plan
 from megatron_dppo.plan.search import HEADROOM, NODES, Fewest, Proposal
@@ -51,7 +50,7 @@ def _conclusion(plan: Plan) -> Iterator[str]:
     yield plan.conclusion
     yield from (f"- {problem}" for problem in plan.problems)
     if plan.time is not None:
-        steps, seconds = steps_per_rollout(plan.job), plan.time.total
+        steps, seconds = plan.job.config.algorithm.steps_per_rollout, plan.time.total
         of_rollout = f"{format_count(steps, 'step')} to a rollout, {in_seconds(steps * seconds)}"
         yield f"A gradient step: about {in_seconds(seconds)}; {of_rollout}. Sampling is not estimated."
         if anchor := plan.time.anchor:
@@ -68,11 +67,6 @@ _ASSUMED_OF_TIMES = (
     f"Times are estimates that no GPU has confirmed: responses of full length, {figures.GPU_NAME}s at",
     f"{_PRODUCTS}, transfers at {figures.LINK_EFFICIENCY:.0%} of {_NVLINK} in a node and {_NETWORK} between.",
 )
-
-
-def steps_per_rollout(job: Job) -> int:
-    """Return the number of gradient steps on each rollout."""
-    return job.config.algorithm.minibatches_per_rollout * job.config.algorithm.epochs_per_rollout
 
 
 def _heading(plan: Plan) -> Iterator[str]:
@@ -204,7 +198,7 @@ def as_json(plan: Plan, num_proposals: int = 5) -> dict[str, Any]:
         "not_counted": list(plan.notes),
         "configured": None if plan.memory is None else _memory_json(plan.memory),
         "configured_step_s": None if plan.time is None else _time_json(plan.time),
-        "steps_per_rollout": steps_per_rollout(job),
+        "steps_per_rollout": job.config.algorithm.steps_per_rollout,
         "proposals": [_proposal_json(proposal) for proposal in proposals[:num_proposals]],
         "num_admitted_layouts": 0 if plan.found is None else plan.found.num_admitted,
         "num_fitting_layouts": len(proposals),

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def make_split(job: Job, num_gpus: int, rates: Rates) -> Split:
             Problem("--split", found, f"at least {size + 1}: a server and a trainer", "Add GPUs.")
         )
     samples = job.config.rollout.prompts_per_rollout * job.config.rollout.samples_per_prompt
-    tokens, seconds = samples * rates["response_tokens"], _Seconds(job, rates)
+    tokens, seconds = samples * rates["response_tokens"], partial(_training_s, job, rates)
     work, tail, push = tokens / rates["serving_rate"], rates.tail_s, rates["push_s"]
 
     def in_turns(serving: int, training_s: float) -> float:
@@ -183,30 +184,24 @@ def divisions(num_gpus: int, server_gpus: int, gpus_per_node: int) -> Iterator[t
             yield servers * server_gpus, training
 
 
-@dataclass(frozen=True)
-class _Seconds:
-    """Seconds of training on a rollout by number of GPUs, from the rate or the plan's estimate."""
+def _training_s(job: Job, rates: Rates, num_gpus: int) -> float:
+    """Return the seconds of training on a rollout, from the rate or the plan's estimate.
 
-    job: Job
-    rates: Rates
-
-    def on(self, num_gpus: int) -> float:
-        """Return the seconds; the estimate is for responses of full length, so it is scaled by tokens."""
-        options = self.job.config.rollout
-        mean = self.rates["response_tokens"]
-        if "training_rate" in self.rates.by_name:
-            samples = options.prompts_per_rollout * options.samples_per_prompt
-            return samples * mean / self.rates["training_rate"] / num_gpus
-        own, algorithm = self.job.on(num_gpus), self.job.config.algorithm
-        steps = algorithm.minibatches_per_rollout * algorithm.epochs_per_rollout
-        return steps * step_time(own, own.layout).total * mean / options.max_response_tokens
+    The estimate is for responses of full length, so it is scaled by tokens.
+    """
+    options, mean = job.config.rollout, rates["response_tokens"]
+    if "training_rate" in rates.by_name:
+        samples = options.prompts_per_rollout * options.samples_per_prompt
+        return samples * mean / rates["training_rate"] / num_gpus
+    own, steps = job.on(num_gpus), job.config.algorithm.steps_per_rollout
+    return steps * step_time(own, own.layout).total * mean / options.max_response_tokens
 
 
 def _best(
     name: str,
     job: Job,
     divided: Sequence[tuple[int, int]],
-    seconds: _Seconds,
+    seconds: Callable[[int], float],
     total: Callable[[int, float], float],
 ) -> Way:
     """Return the fastest division that `train` accepts and that fits, preferring fewer servers if equal."""
@@ -220,7 +215,7 @@ def _best(
         if not fits(own, memory):
             refused.append((0, -training, f"{training} training GPUs: {conclusion_of(own, memory)}"))
             continue
-        found.append(Way(name, serving, training, total(serving, seconds.on(training))))
+        found.append(Way(name, serving, training, total(serving, seconds(training))))
     if not found:
         return Way(name, 0, 0, None, min(refused)[2] if refused else "no whole servers fit")
     return min(found, key=lambda way: (way.rollout_s, way.serving))

@@ -183,13 +183,7 @@ def _problems(hf: HFConfig) -> Iterator[Problem]:
 
 
 def _family(architecture: str, defaults: Mapping[str, Any], sglang: SglangFacts) -> ModelFamily:
-    """Build a family.
-
-    Args:
-        architecture: Name in config.json's `architectures`.
-        defaults: Defaults of transformers' config class that differ from `SIGMOID_DEFAULTS`.
-        sglang: Facts about SGLang's model.
-    """
+    """Build a family; `defaults` are transformers' values that differ from `SIGMOID_DEFAULTS`."""
     return ModelFamily(
         architecture=architecture,
         sizes=_sizes,

@@ -206,12 +206,6 @@ class ModelFamily:
     ) -> None:
         """Compare a checkpoint's tensor names and shapes with its config.json, before any tensor is read.
 
-        Args:
-            hf: Content of config.json.
-            found: Shapes of the tensors by name.
-            folder: Folder of the checkpoint.
-            file_of: Function that returns the file of a tensor.
-
         Raises:
             ConversionError: A tensor is missing, left over, or of another shape.
         """

@@ -272,9 +272,7 @@ _WITHOUT_TRUST_REGION = (
 def findings_against(config: Config, objective: Objective) -> Iterator[str]:
     """Yield a sentence on each finding of the paper that a config goes against.
 
-    Args:
-        config: The run's.
-        objective: The objective that the config trains with. Shadow presets train nothing and get no remark.
+    Shadow presets train nothing and get no remark.
     """
     yield from _about_the_trust_region(config, objective)
     yield from _about_the_anchor(objective)

@@ -34,10 +34,6 @@ def setting_changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Sett
 
     A setting that is left out has its default: of the schema, of the preset, or of the setting that it follows.
     Files and folders are compared by their absolute path.
-
-    Args:
-        was: Nested settings, as config.toml holds them.
-        now: Likewise.
     """
     before, after = _alike(_with_defaults(was), _with_defaults(now))
     if before[_PRECISION] != after[_PRECISION]:  # "model" is another name of the model's type

@@ -235,13 +235,7 @@ class Kept:
 
 
 def kept_by_layers(model: LayerModel, layers: range, recompute: Recompute) -> Kept:
-    """Return the bytes that the layers of one chunk keep of one micro-batch.
-
-    Args:
-        model: Sizes and options of the layers.
-        layers: 0-based indices of the layers.
-        recompute: Activations that are dropped and recomputed.
-    """
+    """Return the bytes that the layers of one chunk keep of one micro-batch."""
     kinds = [model.shape.is_moe(layer) for layer in layers]
     if not kinds:
         return Kept(0, 0)

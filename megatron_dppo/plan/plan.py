@@ -97,10 +97,6 @@ class Plan:
 def make_plan(config: Config, machine: Machine) -> Plan:
     """Plan a run, reading only config.json of `model.load`.
 
-    Args:
-        config: Config of the run.
-        machine: Available GPUs and hosts.
-
     Raises:
         ConfigError: The model's parameters are not known, or an option is invalid.
     """
@@ -144,13 +140,7 @@ def _not_counted(job: Job) -> Iterator[str]:
 
 
 def advise(job: Job, memory: Memory, found: Found) -> list[Advice]:
-    """Return the advice for a layout that `train` accepts.
-
-    Args:
-        job: Configured job.
-        memory: Memory of the configured layout.
-        found: Layouts that fit.
-    """
+    """Return the advice for a layout that `train` accepts."""
     if fits(job, memory):
         return [_when_it_fits(job, memory, found)]
     remedy = _remedy(job)

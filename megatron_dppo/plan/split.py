@@ -105,11 +105,7 @@ class Split:
 def divide(job: Job, num_gpus: int, measured: Path | None = None, assume: Sequence[str] = ()) -> Split:
     """Divide `num_gpus` GPUs, with the rates measured in a run's folder or given by `assume`.
 
-    Args:
-        job: Job with the configured `[parallel]` sizes.
-        num_gpus: Total number of GPUs for servers and training.
-        measured: Folder of a run.
-        assume: NAME=VALUE strings, see `rates.WORDS`.
+    `[parallel]` stays as configured. `assume` has NAME=VALUE strings, see `rates.WORDS`.
 
     Raises:
         ConfigError: The sampling rate is unknown, or a number is invalid.

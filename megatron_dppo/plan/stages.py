@@ -83,10 +83,7 @@ class StagePart:
 def chunks_of(stage: int, layout: Layout, num_layers: int) -> tuple[Chunk, ...]:
     """Return the model chunks of a stage, in order: one, or with interleaving several of equal size.
 
-    Args:
-        stage: 0-based pipeline stage.
-        layout: Layout with pipeline and virtual_pipeline; with interleaving they divide the layers.
-        num_layers: Number of the model's layers.
+    Stages count from 0. With interleaving, the chunks divide the layers.
     """
     if layout.virtual_pipeline == 1:
         of_stages = layers_of_stages(num_layers, layout.pipeline)
@@ -113,14 +110,7 @@ def stage_parts(job: Job, layout: Layout) -> tuple[StagePart, ...]:
 def partition(
     shape: ModelShape, layout: Layout, is_distributed: bool, adapters: Adapters | None = None
 ) -> tuple[StagePart, ...]:
-    """Return the parts of all pipeline stages.
-
-    Args:
-        shape: Shape of the model.
-        layout: Layout that splits it.
-        is_distributed: Whether the distributed optimizer is in use.
-        adapters: Adapters that are trained instead of the model's weights.
-    """
+    """Return the parts of all pipeline stages; `adapters`, if any, are trained instead of the weights."""
     parts: list[StagePart] = []
     alike: dict[tuple[tuple[bool | int, ...], ...], StagePart] = {}
     for stage in range(layout.pipeline):
@@ -273,13 +263,7 @@ def stage_activations(job: Job, layout: Layout, part: StagePart) -> StageActivat
 
 
 def chunks_in_flight(stage: int, layout: Layout, num_microbatches: int) -> int:
-    """Return the number of forward passes with kept activations: Megatron's warm-up, and the current one.
-
-    Args:
-        stage: 0-based pipeline stage.
-        layout: Layout with pipeline and virtual_pipeline.
-        num_microbatches: Number of micro-batches in one gradient step.
-    """
+    """Return the number of forward passes with kept activations: Megatron's warm-up, and the current one."""
     ahead = layout.pipeline - stage - 1
     virtual = layout.virtual_pipeline
     warm_up = ahead if virtual == 1 else 2 * ahead + (virtual - 1) * layout.pipeline
@@ -296,14 +280,7 @@ class LossTokens:
 
 
 def loss_bytes(shape: ModelShape, layout: Layout, options: AlgorithmConfig, tokens: LossTokens) -> int:
-    """Return the peak bytes of the loss of a micro-batch; they are freed before backward of the layers.
-
-    Args:
-        shape: Shape of the model.
-        layout: Layout; its tensor size splits the vocabulary.
-        options: LayerOptions of the loss.
-        tokens: Tokens of the micro-batch.
-    """
+    """Return the peak bytes of the loss of a micro-batch; they are freed before backward of the layers."""
     columns, hidden = padded_vocab(shape, layout) // layout.tensor, shape.sizes.hidden_size
     states = tokens.num_tokens * hidden * tokens.dtype_bytes  # of all tokens: hidden states, or their gradient
     gathered = states * (layout.tensor > 1)  # hidden states are split over tensor ranks

@@ -86,10 +86,6 @@ class TracedStep:
 def run_step(settings: StepSettings, announce: Callable[[str, int], None]) -> TracedStep:
     """Build the actor of one rank and take one gradient step.
 
-    Args:
-        settings: Settings of the step.
-        announce: Callback with the phase and the live bytes, after every operator.
-
     Raises:
         MegatronDppoError: Any error of `Actor`.
         TraceError: The step's shapes depend on values that a trace does not compute.

@@ -16,9 +16,9 @@ from megatron_dppo.checkpoints.checkpoint_folder import STATE
 from megatron_dppo.checkpoints.convert.stored_weights import StoredWeights
 from megatron_dppo.checkpoints.megatron_folder import hf_files
 from megatron_dppo.checks import BEFORE_LOADING, require_evaluable
-from megatron_dppo.config.effects import evaluated
+from megatron_dppo.config.effects import effect_on_evaluation
+from megatron_dppo.config.load import flat
 from megatron_dppo.config.schema import Config, RolloutConfig
-from megatron_dppo.config.settings import flat
 from megatron_dppo.engines.sglang.server import own_servers
 from megatron_dppo.engines.weight_sync.factory import build_sync
 from megatron_dppo.errors import CheckpointError, ConfigError, Problem
@@ -127,7 +127,7 @@ def _wanted(config: Config, weights: str, rollout: int) -> Results:
         "settings": {
             key: value
             for key, value in flat(config.model_dump(mode="json")).items()
-            if evaluated(key) == "all sets" and not key.startswith(unused)
+            if effect_on_evaluation(key) == "all sets" and not key.startswith(unused)
         },
     }
     sets = evaluation_sets(config)

@@ -27,9 +27,9 @@ from megatron_dppo.actor.router_losses import RouterLosses
 from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.algorithms.presets import overrides_in
 from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.architectures.megatron_options import RouterCoefficients
 from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.architectures.registry import model_sizes, read_hf_config
-from megatron_dppo.architectures.router_losses import RouterCoefficients
 from megatron_dppo.checkpoints.megatron_folder import load_weights
 from megatron_dppo.checkpoints.megatron_weights import describe_hf_weights, export_hf_weights
 from megatron_dppo.config.schema import Config

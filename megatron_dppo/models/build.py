@@ -11,11 +11,9 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from megatron_dppo.architectures.layout import layers_of_stages
-from megatron_dppo.architectures.refusals import rope_scaling_factor
+from megatron_dppo.architectures.megatron_options import LayerSpecName, RouterCoefficients, choose_layer_spec
 from megatron_dppo.architectures.registry import family_of, model_sizes
-from megatron_dppo.architectures.router_losses import RouterCoefficients
-from megatron_dppo.architectures.sizes import HFConfig, ModelSizes
-from megatron_dppo.architectures.spec_choice import LayerSpecName, choose_layer_spec
+from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, rope_scaling_factor
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.mcore.rotary import share_rotary_table

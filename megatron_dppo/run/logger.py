@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from megatron_dppo.architectures.megatron_options import choose_layer_spec
 from megatron_dppo.architectures.registry import read_model_sizes
 from megatron_dppo.architectures.sizes import config_file
-from megatron_dppo.architectures.spec_choice import choose_layer_spec
-from megatron_dppo.config.measuring import is_due
 from megatron_dppo.config.resuming import experiment_changes
 from megatron_dppo.config.schema import Config
+from megatron_dppo.config.sections import is_due
 from megatron_dppo.data.batches.batch_file import write_group
 from megatron_dppo.data.batches.gradient_steps import BatchReport
 from megatron_dppo.data.batches.memory import bytes_of_samples

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_dppo.config.measuring import is_due
 from megatron_dppo.config.schema import Config
+from megatron_dppo.config.sections import is_due
 from megatron_dppo.runtime.process import Runtime, Stopwatch
 from megatron_dppo.types import DataCursor, OpenRollout, RunState, SampledRollout, TrainBatch
 

@@ -29,7 +29,7 @@ from megatron_dppo.analysis.report.stability import (
 )
 from megatron_dppo.analysis.report.summary import LAST
 from megatron_dppo.config.effects import may_change
-from megatron_dppo.config.settings import shown
+from megatron_dppo.config.load import shown
 from megatron_dppo.run_folder.reader import Run
 
 Verdict = Literal["decided", "open", "warning", "note"]

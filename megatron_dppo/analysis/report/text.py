@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_dppo.analysis.report.plots import over_rollouts
 from megatron_dppo.analysis.report.summary import LAST, paired_kl_k3, summary
-from megatron_dppo.config.settings import flat, shown
+from megatron_dppo.config.load import flat, shown
 from megatron_dppo.metrics.alarms import NOISE_LIMIT
 from megatron_dppo.run_folder.reader import Run
 

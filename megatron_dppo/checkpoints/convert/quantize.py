@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.architectures.published_names import STACKS
-from megatron_dppo.architectures.refusals import QUANTIZED
-from megatron_dppo.architectures.registry import family_of, read_hf_config
+from megatron_dppo.architectures.registry import QUANTIZED, family_of, read_hf_config
 from megatron_dppo.architectures.sizes import architecture_of, read_model_config
 from megatron_dppo.architectures.weight_map import OUTPUT
 from megatron_dppo.checkpoints.convert.quantized_folder import QUANTIZATION

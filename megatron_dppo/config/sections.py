@@ -1,12 +1,31 @@
-"""The sections [evaluation] and [tracking]."""
+"""The base class of all config sections, and the sections [evaluation] and [tracking]."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PlainValidator, PositiveInt
+from pydantic_core import PydanticCustomError
 
-from megatron_dppo.config.section import RewardSetting, Section
+
+class Section(BaseModel):
+    """Base of all sections: frozen, and a misspelt key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def _parse_reward(value: Any) -> str | dict[str, float]:
+    if isinstance(value, str):
+        return value
+    weights = cast("dict[str, Any]", value) if isinstance(value, dict) else None
+    if weights is None or not all(type(weight) in (int, float) for weight in weights.values()):
+        raise PydanticCustomError("reward", "a name in quotes, or a table of names and their weights")
+    return {name: float(weight) for name, weight in weights.items()}
+
+
+RewardSetting = Annotated[str | dict[str, float], PlainValidator(_parse_reward)]
+"""One reward by name, or weights by name."""
+
 
 ShadowOption = bool | int | float | str | dict[str, bool | int | float | str]
 

@@ -14,15 +14,13 @@ from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.registry import model_sizes
 from megatron_dppo.errors import ConfigError, MegatronDppoError, Problem, TraceError
 from megatron_dppo.plan.activations import Assumptions
-from megatron_dppo.plan.job import Job
-from megatron_dppo.plan.machine import FRAGMENTATION
+from megatron_dppo.plan.job import FRAGMENTATION, Job
 from megatron_dppo.plan.memory import memory_of
-from megatron_dppo.plan.partition import chunks_of
 from megatron_dppo.plan.plan import Plan
-from megatron_dppo.plan.stage_activations import chunks_in_flight
-from megatron_dppo.plan.units import counted
-from megatron_dppo.trace.ledger import BACKWARD, LOSS, STEP, Count
-from megatron_dppo.trace.step import StepSettings, TracedStep, run_step
+from megatron_dppo.plan.stages import chunks_in_flight, chunks_of
+from megatron_dppo.plan.trace.step import StepSettings, TracedStep, run_step
+from megatron_dppo.plan.trace.tensors import BACKWARD, LOSS, STEP, Count
+from megatron_dppo.plan.units import format_count
 
 BETWEEN = "between steps"
 MOMENTS = (BETWEEN, LOSS, BACKWARD, STEP)
@@ -40,13 +38,10 @@ class Trace:
     """The traced gradient step of one rank, with its plan.
 
     Attributes:
-        layout: Layout of the simulated processes.
-        rank: Traced rank, the first of its pipeline stage.
+        settings: Settings of `deep`, on the first rank of a pipeline stage.
         stage: 0-based pipeline stage of the rank.
         num_layers: Number of the model's layers.
         own_layers: Number of this rank's layers.
-        num_tokens: Number of tokens in each micro-batch.
-        num_microbatches: Number of micro-batches that ran.
         shallow: Step of a model with fewer layers than `deep`.
         deep: Step of a model with at most `num_layers` layers.
         planned: Planned bytes at each of `MOMENTS`, of the traced components.
@@ -56,13 +51,10 @@ class Trace:
         seconds: Duration of the trace.
     """
 
-    layout: Layout
-    rank: int
+    settings: StepSettings
     stage: int
     num_layers: int
     own_layers: int
-    num_tokens: int
-    num_microbatches: int
     shallow: TracedStep
     deep: TracedStep
     planned: Mapping[str, int]
@@ -146,13 +138,10 @@ def trace_run(plan: Plan, announce: Announce, num_layers: int | None = None) -> 
     )
     planned, not_traced = planned_bytes(job, stage)
     return Trace(
-        layout=layout,
-        rank=settings.rank,
+        settings=settings,
         stage=stage,
         num_layers=job.shape.sizes.num_layers,
         own_layers=len(_own_layers(layout, stage, job.shape.sizes.num_layers)),
-        num_tokens=settings.num_tokens,
-        num_microbatches=settings.num_microbatches,
         shallow=_in_own_process(replace(settings, num_layers=shallow), announce),
         deep=_in_own_process(settings, announce),
         planned=planned,
@@ -190,9 +179,9 @@ def _depths(job: Job, layout: Layout, stage: int, num_layers: int | None) -> tup
     number of MoE layers differs between the two, and from the full model.
     """
     whole, chunks = job.shape.sizes.num_layers, layout.pipeline * layout.virtual_pipeline
-    asked = whole if num_layers is None else num_layers
-    is_whole = asked >= whole
-    deep = whole if is_whole else asked // chunks * chunks
+    wanted = whole if num_layers is None else num_layers
+    is_whole = wanted >= whole
+    deep = whole if is_whole else wanted // chunks * chunks
     if len(_own_layers(layout, stage, deep)) < 2 * layout.virtual_pipeline:
         found = f"{num_layers or whole} over {chunks} pipeline stages"
         expected = f"at least {2 * chunks}: two layers on each"
@@ -204,7 +193,9 @@ def _depths(job: Job, layout: Layout, stage: int, num_layers: int | None) -> tup
     shallow = next((depth for depth in depths if _kinds(job, layout, stage, depth) == kinds), None)
     if shallow is None or _kinds(job, layout, stage, deep) != kinds:
         found = f"{num_layers} of a model with {len(job.shape.sizes.moe_layers)} MoE layers among {whole}"
-        expected = f"so many that half of them have this rank's {counted(kinds[0], 'dense layer')}, and others"
+        expected = (
+            f"so many that half of them have this rank's {format_count(kinds[0], 'dense layer')}, and others"
+        )
         raise ConfigError(Problem("--trace-layers", found, expected, "Give more, or leave it out."))
     return shallow, deep
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from megatron_dppo.plan.trace.depths import BETWEEN, MOMENTS, Trace
+from megatron_dppo.plan.trace.tensors import BACKWARD, FORWARD
 from megatron_dppo.plan.units import in_gib
-from megatron_dppo.trace.depths import BETWEEN, MOMENTS, Trace
-from megatron_dppo.trace.ledger import BACKWARD, FORWARD
 
 _NUM_LINES = 12
 """Number of source lines in the report."""
@@ -20,10 +20,10 @@ def as_text(trace: Trace) -> str:
 
 
 def _heading(trace: Trace) -> Iterator[str]:
-    where = f"rank {trace.rank} of {trace.layout.world_size}"
-    if trace.layout.pipeline > 1:
+    where = f"rank {trace.settings.rank} of {trace.settings.layout.world_size}"
+    if trace.settings.layout.pipeline > 1:
         where += f", of pipeline stage {trace.stage}"
-    batches = f"{trace.num_microbatches} x {trace.num_tokens} tokens"
+    batches = f"{trace.settings.num_microbatches} x {trace.settings.num_tokens} tokens"
     yield f"Traced: the gradient step of {where} on {batches}, in {trace.seconds:.0f} s."
     if trace.is_extrapolated:
         depths = f"{trace.shallow.num_layers} and {trace.deep.num_layers}"
@@ -68,20 +68,21 @@ def _lines(trace: Trace) -> Iterator[str]:
 
 
 def _operators(trace: Trace) -> Iterator[str]:
-    added, whole, num = trace.per_layer, trace.deep.count, trace.layers_between * trace.num_microbatches
+    added, whole, num = (
+        trace.per_layer,
+        trace.deep.count,
+        trace.layers_between * trace.settings.num_microbatches,
+    )
     forward, backward = (added.launches[phase] / num for phase in (FORWARD, BACKWARD))
+    collectives, waits = added.collectives.total() / num, added.waits.total() / num
     yield (
         f"A layer: {forward:.0f} launches forward and {backward:.0f} backward, "
-        f"{sum(added.collectives.values()) / num:.0f} collectives, {_waits(trace, num):.1f} waits of the host."
+        f"{collectives:.0f} collectives, {waits:.1f} waits of the host."
     )
     yield from _most(Counter({key: n for key, n in added.waits.items() if n > 0}), num)
     total = f"{whole.launches.total()} launches, {whole.waits.total()} waits of the host:"
     yield f"The whole step of {trace.deep.num_layers} layers: {total}"
     yield from _most(whole.waits, 1)
-
-
-def _waits(trace: Trace, num: int) -> float:
-    return trace.per_layer.waits.total() / num
 
 
 def _most(waits: Counter[tuple[str, str]], num: int) -> Iterator[str]:
@@ -92,16 +93,16 @@ def _most(waits: Counter[tuple[str, str]], num: int) -> Iterator[str]:
 def as_json(trace: Trace) -> dict[str, Any]:
     """Return the trace as plain values with stable keys."""
     moment, peak = trace.peak
-    num = trace.layers_between * trace.num_microbatches
+    num = trace.layers_between * trace.settings.num_microbatches
     return {
-        "layout": asdict(trace.layout),
-        "rank": trace.rank,
+        "layout": asdict(trace.settings.layout),
+        "rank": trace.settings.rank,
         "stage": trace.stage,
         "num_layers": trace.num_layers,
         "traced_layers": [trace.shallow.num_layers, trace.deep.num_layers],
         "is_extrapolated": trace.is_extrapolated,
-        "microbatch_tokens": trace.num_tokens,
-        "num_microbatches": trace.num_microbatches,
+        "microbatch_tokens": trace.settings.num_tokens,
+        "num_microbatches": trace.settings.num_microbatches,
         "traced_bytes": trace.traced,
         "planned_bytes": dict(trace.planned),
         "not_traced_bytes": dict(trace.not_traced),

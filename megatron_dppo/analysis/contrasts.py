@@ -82,6 +82,15 @@ def pooled_change(weights: Sequence[float], before: Sequence[float], after: Sequ
     return PooledChange(change, float(low), float(high), w.size)
 
 
+def mean_intervals(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return [P] ends of the intervals of the means of values [S, P] over S seeds: `estimate`'s at each point."""
+    num_seeds = len(values)
+    chosen = np.random.default_rng(_SEED).integers(num_seeds, size=(NUM_RESAMPLES, num_seeds))
+    shares = np.stack([(chosen == seed).mean(axis=1) for seed in range(num_seeds)], axis=1)
+    low, high = np.percentile(shares @ values, _PERCENTS, axis=0)
+    return low, high
+
+
 def _interval(values: np.ndarray) -> tuple[float, float]:
     if values.size < 2 or not np.isfinite(values).all():
         return math.nan, math.nan

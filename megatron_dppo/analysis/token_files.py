@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dppo.errors import ConfigError, DataError, Problem
-from megatron_dppo.metrics.clipped_tokens import ACTIVE, MEANS, TOP
+from megatron_dppo.metrics.masked_tokens import ACTIVE, MEANS, TOP
 from megatron_dppo.run_folder.reader import Run
 from megatron_dppo.runtime.jsonl import read_jsonl
 

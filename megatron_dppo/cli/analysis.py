@@ -49,7 +49,7 @@ def compare(
     """
     with user_errors():
         from megatron_dppo.analysis.report.report import compare as write_report
-        from megatron_dppo.analysis.report.watch import watch as write_reports
+        from megatron_dppo.analysis.report.report import watch as write_reports
 
         if watch:
             found = write_reports(runs, out, every, typer.echo, tokens_at=tokens_at)

@@ -31,7 +31,7 @@ def measure_layouts(
     """By layout: the statistics of both ways of forwarding, and the rows of tokens.jsonl."""
     from megatron_dppo.analysis.mismatch.forwards import measure
     from megatron_dppo.analysis.mismatch.settings import measured_config
-    from megatron_dppo.metrics.token_mismatch import token_rows
+    from megatron_dppo.metrics.engine_comparison import token_rows
 
     results: dict[str, dict[str, Any]] = {}
     for name, parallel in layouts.items():

@@ -10,8 +10,16 @@ import plotly.graph_objects as go
 import pytest
 from typer.testing import CliRunner
 
-from megatron_dppo.analysis.report.timeline import cycles, hidden, sentence, shares
-from megatron_dppo.analysis.report.timeline_plot import BINS, DETAILED, MOST_RUNS, time_line
+from megatron_dppo.analysis.report.timeline import (
+    BINS,
+    DETAILED,
+    MOST_RUNS,
+    cycles,
+    hidden,
+    sentence,
+    shares,
+    time_line,
+)
 from megatron_dppo.cli import app
 from megatron_dppo.run_folder.folder import RunFolder
 from megatron_dppo.run_folder.reader import read_run

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from megatron_dppo.analysis.report.context import farthest
 from megatron_dppo.analysis.report.report import compare
-from megatron_dppo.analysis.report.tokens import token_lists, visible
+from megatron_dppo.analysis.report.tokens import farthest, token_lists, visible
 from megatron_dppo.cli import app
 from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.run.token_lists import remove_undone

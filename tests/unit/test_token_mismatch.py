@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_dppo.analysis.mismatch.measure import in_words, other_weights
 from megatron_dppo.analysis.report.mismatch_plot import NUM_BINS, token_counts, write_plot
 from megatron_dppo.config.schema import Config
-from megatron_dppo.metrics.token_mismatch import (
+from megatron_dppo.metrics.engine_comparison import (
     MeasuredResponse,
     Routes,
     are_of_other_weights,

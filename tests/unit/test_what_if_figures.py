@@ -14,16 +14,22 @@ from megatron_dppo.algorithms import PRESETS, PolicyLossInputs, preset
 from megatron_dppo.analysis.what_if.measures import (
     PROB_EDGES,
     PolicyTokens,
+    described_threshold,
     evaluate_variants,
     mismatch_by_routes,
+    with_scaled_threshold,
 )
-from megatron_dppo.analysis.what_if.page import page
-from megatron_dppo.analysis.what_if.question import parse_options, parse_sweeps, rollouts_of
-from megatron_dppo.analysis.what_if.table import as_text
-from megatron_dppo.analysis.what_if.thresholds import described_threshold, with_scaled_threshold
-from megatron_dppo.analysis.what_if.variants import Variant, require_own_rules, variants
+from megatron_dppo.analysis.what_if.question import (
+    Variant,
+    parse_options,
+    parse_sweeps,
+    require_own_rules,
+    rollouts_of,
+    variants,
+)
+from megatron_dppo.analysis.what_if.results import as_text, page
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.metrics.token_mismatch import Routes
+from megatron_dppo.metrics.engine_comparison import Routes
 
 CLOSE = 1e-9
 

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 from megatron_dppo.algorithms import Objective
 from megatron_dppo.analysis.figures.canvas import Drawing
-from megatron_dppo.analysis.figures.curves import MOST_BANDS, CurvePanel, on_one_scale
-from megatron_dppo.analysis.figures.experiment_figures import (
+from megatron_dppo.analysis.figures.curves import (
+    MOST_BANDS,
     REWARD,
+    CurvePanel,
     drawings_of,
+    on_one_scale,
     one_figure,
     per_experiment,
     plain,
@@ -19,8 +21,7 @@ from megatron_dppo.analysis.figures.experiment_figures import (
     scores,
     six,
 )
-from megatron_dppo.analysis.figures.material import Kind, Lacking, Material
-from megatron_dppo.analysis.figures.runs import Experiment, Line
+from megatron_dppo.analysis.figures.material import AlgorithmLine, Experiment, Kind, Lacking, Material
 
 _NO_PAIR = Lacking(
     "no algorithm was trained with R3 and without it",
@@ -46,7 +47,7 @@ def draw_overview(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     )
 
 
-def _overview(lines: Sequence[Line]) -> tuple[Line, ...]:
+def _overview(lines: Sequence[AlgorithmLine]) -> tuple[AlgorithmLine, ...]:
     """Return the lines of one clipped ratio and one divergence that have R3 and lack it; none unless both.
 
     Binary-TV is the paper's divergence here, and comes before others.
@@ -85,7 +86,7 @@ def _of_side(panel: CurvePanel, *, is_replayed: bool) -> CurvePanel:
     return replace(panel, title=f"{panel.title} {_SIDES[is_replayed]}", lines=lines)
 
 
-def _of_replay(lines: Sequence[Line]) -> tuple[Line, ...]:
+def _of_replay(lines: Sequence[AlgorithmLine]) -> tuple[AlgorithmLine, ...]:
     has_topk = any(line.objective.needs_topk and line.is_replayed for line in lines)
     return tuple(line for line in lines if has_topk or not line.objective.needs_topk)
 
@@ -115,12 +116,12 @@ def draw_replay_by_algorithm(kind: Kind, material: Material) -> list[Drawing] | 
     return per_experiment(kind, experiments, "Routing replay (R3), by algorithm", panels, notes, columns=4)
 
 
-def _twin(line: Line, among: Sequence[Line]) -> bool:
+def _twin(line: AlgorithmLine, among: Sequence[AlgorithmLine]) -> bool:
     """Whether the same algorithm is there with R3, if this line is without, or the other way round."""
     return any(o.objective == line.objective and o.is_replayed != line.is_replayed for o in among)
 
 
-def _title(title: str, lines: Sequence[Line], among: Sequence[Sequence[Line]]) -> str:
+def _title(title: str, lines: Sequence[AlgorithmLine], among: Sequence[Sequence[AlgorithmLine]]) -> str:
     return title if len(among) == 1 else f"{title}, {lines[0].label.removesuffix(' + R3')}"
 
 
@@ -186,7 +187,7 @@ def draw_metrics(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     return per_experiment(kind, split, "Evolution of metrics", six)
 
 
-def _without_topk(lines: tuple[Line, ...]) -> tuple[Line, ...]:
+def _without_topk(lines: tuple[AlgorithmLine, ...]) -> tuple[AlgorithmLine, ...]:
     return tuple(line for line in lines if not line.objective.needs_topk) or lines
 
 
@@ -223,7 +224,7 @@ def _is_plain_clip(own: Objective) -> bool:
     return own.rule == "ratio" and own.relax == "none" and own.anchor == "rollout"
 
 
-def _is_clip_or_binary_tv(line: Line) -> bool:
+def _is_clip_or_binary_tv(line: AlgorithmLine) -> bool:
     own = line.objective
     is_tv = own.rule == "divergence" and own.divergence == "binary_tv" and own.anchor == "rollout"
     return (_is_plain_clip(own) or is_tv) and not line.is_replayed
@@ -233,7 +234,7 @@ def draw_sensitivity(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     """Draw Figure 19 of the third version: one algorithm with several thresholds."""
     drawings: list[Drawing] = []
     for experiment in material.experiments:
-        families: dict[tuple[object, ...], list[Line]] = {}
+        families: dict[tuple[object, ...], list[AlgorithmLine]] = {}
         for line in experiment.lines:
             own = line.objective
             if own.rule in ("ratio", "divergence", "own") and own.relax == "none":
@@ -255,10 +256,10 @@ def draw_sensitivity(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     )
 
 
-def _thresholds(line: Line) -> tuple[object, ...]:
+def _thresholds(line: AlgorithmLine) -> tuple[object, ...]:
     own = line.objective
     return (own.delta_low, own.delta_high, own.eps_low, own.eps_high, *own.rule_options.items())
 
 
-def _family(lines: Sequence[Line]) -> str:
+def _family(lines: Sequence[AlgorithmLine]) -> str:
     return lines[0].label.partition(",")[0]

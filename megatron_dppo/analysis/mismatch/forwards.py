@@ -17,13 +17,13 @@ from megatron_dppo.engines.base import RolloutEngine
 from megatron_dppo.engines.weight_sync.factory import build_sync
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.mcore.groups import speaks_for_its_group
-from megatron_dppo.metrics.metrics import Metrics
-from megatron_dppo.metrics.token_mismatch import (
+from megatron_dppo.metrics.engine_comparison import (
     MeasuredResponse,
     Routes,
     measured_responses,
     token_statistics,
 )
+from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.rollout.counts import RolloutCounts, refuse_if_too_many_dropped
 from megatron_dppo.rollout.rollouts import Rollouts, build_engine
 from megatron_dppo.runtime.process import Runtime, Stopwatch

@@ -25,7 +25,7 @@ from megatron_dppo.engines.sglang.server import API_KEY, registered
 from megatron_dppo.engines.weight_sync.factory import served_dtype
 from megatron_dppo.engines.weight_sync.temperature import require_temperature
 from megatron_dppo.errors import ConfigError, Problem, RolloutError
-from megatron_dppo.metrics.token_mismatch import (
+from megatron_dppo.metrics.engine_comparison import (
     MeasuredResponse,
     Routes,
     are_of_other_weights,

@@ -16,20 +16,26 @@ from typing import Literal
 
 from megatron_dppo.algorithms.advantages import SUM_TO_ZERO, TOLERANCE
 from megatron_dppo.analysis.contrasts import contrast, pooled_change
-from megatron_dppo.analysis.report.advice import sampling_advice
-from megatron_dppo.analysis.report.names import R3, changed_keys, places_of_settings, setting_names
-from megatron_dppo.analysis.report.plots import finite_mean, over_rollouts
-from megatron_dppo.analysis.report.speed import anchor_cost, why_not_comparable
-from megatron_dppo.analysis.report.stability import (
+from megatron_dppo.analysis.lines import (
+    R3,
+    Line,
+    changed_keys,
+    finite_mean,
+    lines_of,
+    over_rollouts,
+)
+from megatron_dppo.analysis.report.diagnostics import (
     Alarm,
     alarms_of,
+    anchor_cost,
     num_roll_backs,
     num_skipped_steps,
+    sampling_advice,
     warnings_of,
+    why_not_comparable,
 )
 from megatron_dppo.analysis.report.summary import LAST
 from megatron_dppo.config.effects import may_change
-from megatron_dppo.config.settings import shown
 from megatron_dppo.run_folder.reader import Run
 
 Verdict = Literal["decided", "open", "warning", "note"]
@@ -62,14 +68,6 @@ class Measure:
     format: Callable[[float], str]
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Runs that differ in their seed alone; of two with one seed, the later counts."""
-
-    label: str
-    by_seed: dict[str, Run]
-
-
 def findings(runs: Sequence[Run], names: Sequence[str]) -> list[Finding]:
     """Return the findings, differences between runs first. Empty if no run has a finished rollout."""
     begun = [(run, name) for run, name in zip(runs, names, strict=True) if run.rollouts]
@@ -85,11 +83,6 @@ def findings(runs: Sequence[Run], names: Sequence[str]) -> list[Finding]:
         *_speed(finished, labels),
         *_unfinished(finished, labels),
     ]
-
-
-def sentences(found: Sequence[Finding]) -> list[str]:
-    """Return the findings' texts, for a terminal."""
-    return [finding.text for finding in found]
 
 
 def incomparable_keys(runs: Sequence[Run]) -> list[str]:
@@ -140,7 +133,7 @@ def _paired_rows(run: Run) -> list[list[float]]:
 
 def _comparisons(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]:
     """Yield each other setting's difference from the first, by measure."""
-    settings = settings_of_runs(runs, names)
+    settings = lines_of(runs, names)
     if len(settings) < 2:
         return
     if keys := incomparable_keys(runs):
@@ -171,14 +164,6 @@ def _comparisons(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]
     yield from found
 
 
-def settings_of_runs(runs: Sequence[Run], names: Sequence[str]) -> list[Setting]:
-    """Return the settings in the runs' order, each under the name that `setting_names` gives it."""
-    return [
-        Setting(name, {shown(runs[place].option("run.seed")): runs[place] for place in places})
-        for name, places in zip(setting_names(runs, names), places_of_settings(runs), strict=True)
-    ]
-
-
 def measures(runs: Sequence[Run]) -> list[Measure]:
     """Return the measures to compare, the ones that R3 changes first if the runs differ in R3.
 
@@ -204,7 +189,7 @@ def _is_score(name: str) -> bool:
     return name.startswith("eval/") and "/avg_at_" in name and not name.endswith(("_low", "_high"))
 
 
-def _compared(measure: Measure, first: Setting, other: Setting, shared: int) -> Finding | None:
+def _compared(measure: Measure, first: Line, other: Line, shared: int) -> Finding | None:
     """Return the sentence on two settings, or `None` if a run of either lacks the number."""
     seeds = [seed for seed in first.by_seed if seed in other.by_seed]
     is_paired = bool(seeds)

@@ -12,7 +12,7 @@ import numpy as np
 import plotly.io
 from torch import Tensor
 
-from megatron_dppo.metrics.token_mismatch import MeasuredResponse, Routes, pairs
+from megatron_dppo.metrics.engine_comparison import MeasuredResponse, Routes, pairs
 
 NUM_BINS = 100  # along each axis
 _GAP = 0.12  # of the width, between two panels

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-from megatron_dppo.analysis.report.plots import over_rollouts
+from megatron_dppo.analysis.lines import (
+    WITHOUT_EFFECT,
+    differing_keys,
+    experiment_of,
+    over_rollouts,
+    places_of_equal,
+)
 from megatron_dppo.analysis.report.summary import LAST, paired_kl_k3, summary
 from megatron_dppo.config.settings import flat, shown
 from megatron_dppo.metrics.alarms import NOISE_LIMIT
@@ -18,10 +22,6 @@ PAIRED = ("mismatch_live/", "mismatch_replayed/")
 SEEDS_FOR_A_CLAIM = 10
 BOOKKEEPING = (  # differ in every run, or say in words what another key holds
     *("run.folder", "versions.argv", "versions.layer_spec_reason"),
-)
-WITHOUT_EFFECT = (  # on what is learnt, but for chance
-    *("run.folder", "run.seed", "run.num_threads", "versions.host"),
-    *("tracking.", "checkpoint.", "evaluation."),
 )
 
 
@@ -33,21 +33,6 @@ class Difference:
     values: tuple[str, ...]  # one per run
 
 
-def distinct_names(runs: Sequence[Run]) -> list[str]:
-    """Return folder names, with as much of the path before them as makes them distinct."""
-    return distinct_folders([run.path for run in runs])
-
-
-def distinct_folders(folders: Sequence[Path]) -> list[str]:
-    """Return the folders' names, with as much of the path before them as makes them distinct."""
-    parts = [folder.resolve().parts for folder in folders]
-    for depth in range(1, max(map(len, parts), default=1) + 1):
-        names = ["/".join(part[-depth:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return list(map(str, folders))
-
-
 def differences(runs: Sequence[Run]) -> list[Difference]:
     """Return config keys and versions with different values across runs, without bookkeeping."""
     of_runs = [flat(run.config) | flat(run.versions, "versions.") for run in runs]
@@ -56,20 +41,6 @@ def differences(runs: Sequence[Run]) -> list[Difference]:
         for key in differing_keys(of_runs)
         if key not in BOOKKEEPING
     ]
-
-
-def differing_keys(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys whose values, as text, are not the same in all settings."""
-    keys = sorted({key for own in settings for key in own})
-    return [key for key in keys if len({shown(own.get(key)) for own in settings}) > 1]
-
-
-def places_of_equal(settings: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Return the indices of equal settings, group by group, in the order in which groups begin."""
-    groups: dict[str, list[int]] = {}
-    for index, own in enumerate(settings):
-        groups.setdefault(repr(sorted(own.items())), []).append(index)
-    return list(groups.values())
 
 
 def changes_of(run: Run) -> list[str]:
@@ -126,7 +97,7 @@ def caveats(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
 def _seeds(runs: Sequence[Run]) -> str:
     """Return a note on runs that differ in the seed alone, which repeat one setting."""
     seeds = [shown(run.option("run.seed")) for run in runs]
-    alike = places_of_equal([settings_of(run) for run in runs])
+    alike = places_of_equal([experiment_of(run) for run in runs])
     fewest = min(len({seeds[index] for index in indices}) for indices in alike)
     if fewest >= SEEDS_FOR_A_CLAIM:
         return (
@@ -272,8 +243,3 @@ def _odd_files(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
                 f"{name}: {num_non_finite} values are not finite; plots show gaps, and means skip them."
             )
     return texts
-
-
-def settings_of(run: Run) -> dict[str, Any]:
-    """Return a run's settings as dotted keys, without those that differ between repetitions."""
-    return {key: value for key, value in flat(run.config).items() if not key.startswith(WITHOUT_EFFECT)}

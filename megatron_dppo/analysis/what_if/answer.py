@@ -19,15 +19,14 @@ from megatron_dppo.analysis.what_if.measures import (
     evaluate_variants,
     mismatch_by_routes,
 )
-from megatron_dppo.analysis.what_if.page import write_page
 from megatron_dppo.analysis.what_if.question import Question
-from megatron_dppo.analysis.what_if.table import as_text
+from megatron_dppo.analysis.what_if.results import as_text, write_page
 from megatron_dppo.checkpoints.megatron_folder import load_weights
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.kept_batches import read_share
 from megatron_dppo.mcore.groups import data_parallel_place, speaks_for_its_group
+from megatron_dppo.metrics.engine_comparison import Routes
 from megatron_dppo.metrics.metrics import Metrics
-from megatron_dppo.metrics.token_mismatch import Routes
 from megatron_dppo.run.session import joined_processes
 from megatron_dppo.run_folder.folder import json_values
 from megatron_dppo.run_folder.versions import versions

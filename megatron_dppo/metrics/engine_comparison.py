@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_dppo.algorithms.divergence import TopKLogProbs, binary_tv, topk_partition, topk_tv
 from megatron_dppo.metrics.metrics import REPORTED_QUANTILES, Metrics
-from megatron_dppo.metrics.mismatch import LOG_RATIO_LIMIT, add_mismatch
+from megatron_dppo.metrics.step_metrics import LOG_RATIO_LIMIT, add_mismatch
 from megatron_dppo.run_folder.folder import json_number
 from megatron_dppo.types import Microbatch
 

@@ -83,7 +83,7 @@ def pooled_change(weights: Sequence[float], before: Sequence[float], after: Sequ
 
 
 def mean_intervals(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return [P] ends of the intervals of the means of values [S, P] over S seeds: `estimate`'s at each point."""
+    """Return [P] ends of the intervals of means over S seeds of values [S, P], as `estimate` does."""
     num_seeds = len(values)
     chosen = np.random.default_rng(_SEED).integers(num_seeds, size=(NUM_RESAMPLES, num_seeds))
     shares = np.stack([(chosen == seed).mean(axis=1) for seed in range(num_seeds)], axis=1)

@@ -48,7 +48,7 @@ def seed_of(run: Run) -> str:
 
 
 def experiment_of(run: Run) -> dict[str, Any]:
-    """Return the settings that distinguish lines; the planned length is one only if the learning rate decays."""
+    """Return the settings that distinguish lines; the planned length does only if the learning rate decays."""
     own = {key: value for key, value in flat(run.config).items() if not key.startswith(WITHOUT_EFFECT)}
     if run.option("optimizer.schedule") in (None, "constant"):
         own.pop("run.num_rollouts", None)
@@ -75,7 +75,7 @@ def places_of_equal(settings: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 
 
 def lines_of(runs: Sequence[Run], names: Sequence[str]) -> list[Line]:
-    """Return the lines in the order of their first runs, named by what differs, else by their runs without seeds."""
+    """Return the lines in their runs' order, named by what differs, else by their runs without seeds."""
     settings = [experiment_of(run) for run in runs]
     groups, labels = places_of_equal(settings), setting_labels(settings)
     if len(groups) == 1:

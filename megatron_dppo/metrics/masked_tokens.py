@@ -1,4 +1,4 @@
-"""Counts which tokens a trust region masks, by sign of the advantage."""
+"""Collects the tokens that a trust region masks: the most frequent, and the farthest with their text."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ MEANS = ("mu", "pi", "entropy", "tv")  # quantities summed for each token, after
 
 Sums = list[float]  # a count, and the sum of each of MEANS
 State = dict[tuple[str, str], dict[int, Sums]]  # by preset and sign ("+" or "-"), by token id
+FARTHEST = 20  # tokens listed for each gradient step and sign
+TOKENS_BEFORE, TOKENS_AFTER = 48, 16  # maximum tokens of context
+SIGNS = {"+": 1, "-": -1}
 
 
 class ClippedTokens:
@@ -101,15 +104,6 @@ class ClippedTokens:
         for token_id, sums in of_ids:
             before = own.get(token_id, [0.0] * len(sums))
             own[token_id] = [a + b for a, b in zip(before, sums, strict=True)]
-
-
-# From masked_tokens.py: Collects the masked tokens with the largest divergence, each with the text around it.
-
-
-FARTHEST = 20  # tokens listed for each gradient step and sign
-TOKENS_BEFORE, TOKENS_AFTER = 48, 16  # maximum tokens of context
-
-SIGNS = {"+": 1, "-": -1}
 
 
 @dataclass(frozen=True)

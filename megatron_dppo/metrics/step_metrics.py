@@ -1,8 +1,18 @@
-"""Measures the distance of the trainer's policy pi from the rollout policy mu, and the tokens that are masked.
+"""Computes a gradient step's metrics from its tokens: mismatch, masks, the performance bound, and staleness.
 
 The functions take detached tensors and add to a `Metrics`. All arithmetic is in float64. Ratios and both KL
 estimators clamp the log-ratio log pi - log mu to +-LOG_RATIO_LIMIT, so that one extreme token gives a
 huge but finite number, also in float32 trackers. A NaN on a learning token is reported, never dropped.
+
+`theory/*` estimates the paper's performance bound from a mini-batch (`tests/unit/exact_bounds.py` computes it
+exactly on problems with enumerable responses). The mean over the mini-batch estimates the expectation over mu.
+Advantages replace rewards: a baseline changes no term of Theorem 3.1, subtracting the group mean scales the
+surrogate by 1 - 1/G, and `normalize_advantage_std` rescales all terms. xi is the largest |A| of the mini-batch,
+and T its longest response. The linear term needs the mean of the total variation. |r - 1| / 2 of the sampled
+token is an unbiased estimate (Eq. 10), if mu can sample every token. Binary-TV has less noise, but its mean is
+too small. The quadratic term needs the maximum of the total variation, and uses the largest Binary-TV, |A| and
+length of the mini-batch. Each is at most the true maximum, so the term is too small, and the smaller of both
+terms may be too. Nothing here is a guarantee.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +29,7 @@ from megatron_dppo.types import Microbatch, Sample, TrainBatch
 
 LOG_RATIO_LIMIT = 80.0  # exp(80) = 5.5e34 fits float32
 OLDEST_AGE = 8  # weight versions; older tokens are counted here too
+_PER_RESPONSE = ("theory/surrogate", "theory/sum_tv", "theory/sum_tv_ratio")
 
 
 def add_mismatch(
@@ -283,12 +294,6 @@ def add_shadow_masks(
         metrics.add_mean(f"shadow/{name}/dropped_mass_fraction", dropped_mass, whole_mass)
 
 
-# From bound.py: Estimates the paper's performance bound from a run's batches: the surrogate and the error terms. `tests/unit/exact_bounds.py` computes the same terms exactly on problems with enumerable responses. This module estimates them from a mini-batch: - The mean over the mini-batch estimates the expectation over mu. - Advantages replace rewards. A baseline changes no term of Theorem 3.1. Subtracting the group mean scales the surrogate by 1 - 1/G, and `normalize_advantage_std` rescales all terms. - xi is the largest |A| of the mini-batch, and T its longest response. The linear term needs the mean of the total variation. |r - 1| / 2 of the sampled token is an unbiased estimate (Eq. 10), if mu can sample every token. Binary-TV, |pi - mu| of the sampled token, has less noise, but its mean is too small. The quadratic term needs the maximum of the total variation, which a single token cannot estimate. It uses the largest Binary-TV, |A| and length of the mini-batch. Each is at most the true maximum, so the quadratic term is too small. The smaller of both terms may also be too small. Nothing here is a guarantee.
-
-
-_PER_RESPONSE = ("theory/surrogate", "theory/sum_tv", "theory/sum_tv_ratio")
-
-
 @torch.no_grad()
 def add_bound_of_tokens(
     metrics: Metrics,
@@ -340,9 +345,6 @@ def bound_terms(merged: Mapping[str, float]) -> dict[str, float]:
         "theory/quadratic_term": quadratic,
         "theory/composite_term": min(linear, quadratic),
     }
-
-
-# From staleness.py: Measures staleness: weight versions between sampling a token and training on it.
 
 
 def add_staleness(metrics: Metrics, steps: Sequence[TrainBatch], weight_version: int) -> None:

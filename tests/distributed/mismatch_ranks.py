@@ -29,7 +29,7 @@ def measure_layouts(
     runtime: Runtime, tables: dict[str, Any], folder: str, layouts: dict[str, dict[str, int]]
 ) -> dict[str, dict[str, Any]]:
     """By layout: the statistics of both ways of forwarding, and the rows of tokens.jsonl."""
-    from megatron_dppo.analysis.mismatch.forwards import measure
+    from megatron_dppo.analysis.mismatch.measure import measure
     from megatron_dppo.analysis.mismatch.settings import measured_config
     from megatron_dppo.metrics.engine_comparison import token_rows
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.analysis.mismatch.measure import in_words, other_weights
-from megatron_dppo.analysis.report.mismatch_plot import NUM_BINS, token_counts, write_plot
+from megatron_dppo.analysis.mismatch.measure import other_weights
+from megatron_dppo.analysis.mismatch.results import NUM_BINS, in_words, token_counts, write_plot
 from megatron_dppo.config.schema import Config
 from megatron_dppo.metrics.engine_comparison import (
     MeasuredResponse,

@@ -1,4 +1,4 @@
-"""Draws curves over training: the mean of a line's seeds, its 95 % interval, the raw mean behind a smoothed one."""
+"""Draws curves over training: means of a line's seeds, 95 % intervals, and raw means behind smoothed ones."""
 
 from __future__ import annotations
 
@@ -211,9 +211,6 @@ def reading_said(panels: Sequence[CurvePanel]) -> list[str]:
     if plain:
         said.append(f"Not smoothed: {'; '.join(plain)}.")
     return said
-
-
-# From experiment_figures.py: Draws figures whose panels are curves over training: one for each experiment, or one of all.
 
 
 def plain(lines: Sequence[AlgorithmLine], *named: tuple[str, str]) -> list[CurvePanel]:

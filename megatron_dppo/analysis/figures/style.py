@@ -1,4 +1,4 @@
-"""Style of all figures: one colour for each algorithm, distinct for colour-blind readers."""
+"""Names, colours and titles of figures. Each algorithm has one colour, distinct for colour-blind readers."""
 
 from __future__ import annotations
 
@@ -146,6 +146,13 @@ _REPLAYED: Mapping[Any, Any] = MappingProxyType(
 )
 _REPLAYED_COLOURS = ("#d55e00", "#0072b2")  # next to cold colours, next to warm colours
 _WARM = ("#d55e00", "#e69f00", "#cc79a7", "#882255", "#aa4499", "#999933", "#cc6677", "#ddcc77")
+Settings = Mapping[str, str]
+USUAL = "usual settings"
+_LONGEST = 48  # characters of a label that lists every unusual setting
+_TELLING = ("rollout.environment", "model.load", "data.prompts")  # say more than any number, in this order
+_PLAIN = "single_turn"  # the environment without a task in its name
+_MOST_KEYS = 3  # in a label that does not list every unusual setting
+_MOST_CANDIDATES = 24  # of the keys that such a label may have, the shortest
 
 
 def objective_label(objective: Objective, alike: Sequence[Objective]) -> str:
@@ -209,18 +216,6 @@ def look(
     tint = _TINTS[shade % len(_TINTS)]
     mixed = (1 - abs(tint)) * np.asarray(to_rgb(colour)) + max(tint, 0.0)
     return {"color": to_hex(tuple(mixed)), "linestyle": _REPLAYED[dash] if is_replayed else dash}
-
-
-# From titles.py: Names experiments in titles: by the settings on which they differ, never by a folder, no two alike.
-
-
-Settings = Mapping[str, str]
-USUAL = "usual settings"
-_LONGEST = 48  # characters of a label that lists every unusual setting
-_TELLING = ("rollout.environment", "model.load", "data.prompts")  # say more than any number, in this order
-_PLAIN = "single_turn"  # the environment without a task in its name
-_MOST_KEYS = 3  # in a label that does not list every unusual setting
-_MOST_CANDIDATES = 24  # of the keys that such a label may have, the shortest
 
 
 def labels_of(settings: Sequence[Settings]) -> list[tuple[str, str]]:

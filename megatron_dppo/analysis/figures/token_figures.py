@@ -1,4 +1,4 @@
-"""Draws Figure 2: the distance of two engines with the same weights, by the probability of the token."""
+"""Draws figures of single tokens: two engines (Figure 2), the lists of Appendix E, and the regions of masks."""
 
 from __future__ import annotations
 
@@ -23,6 +23,17 @@ _SEED = 0
 RATIOS, DIFFERENCES = (0.6, 1.4), (0.0, 0.1)  # the paper's y axes
 _LARGEST_LOG_RATIO = 700.0  # of what float64 can hold
 _LEAST_SHOWN = 0.95  # share of the tokens that the paper's axes must hold; else other ones hold as many
+_SIGNS = {"+": "tokens with A > 0", "-": "tokens with A < 0"}
+_BAR_HEIGHT = 0.15  # inches
+_AXIS_HEIGHT = 0.8  # inches, of a panel without its bars
+NUM_POINTS = 241  # along each axis
+LARGEST_RATIO = 2.0
+_RAREST = 1e-4  # of the logarithmic axes
+_SHOWN = (0.05, 0.5, 0.9)  # mu of the surrogates
+_MOST_OBJECTIVES = 4
+_COLOURS = ("#ffffff", "#f2b48c", "#9ac3e0", "#c3b5d6")  # kept; dropped where A > 0; where A < 0; either way
+_TOKEN_MASKS = ("ratio", "divergence", "negative", "distance")  # rules that drop a token by itself, or keep it
+_LINES = ("#000000", "#009e73", "#cc79a7")
 
 
 def draw_engine_differences(kind: Kind, material: Material) -> list[Drawing] | Lacking:
@@ -153,14 +164,6 @@ def _scatter(
     return panel
 
 
-# From clipped_list.py: Draws the lists of Appendix E: the tokens that a mask drops most often in one rollout.
-
-
-_SIGNS = {"+": "tokens with A > 0", "-": "tokens with A < 0"}
-_BAR_HEIGHT = 0.15  # inches
-_AXIS_HEIGHT = 0.8  # inches, of a panel without its bars
-
-
 def draw_clipped_tokens(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     """Draw for each line the list of its first run that has lists, of the rollout that the material names.
 
@@ -222,19 +225,6 @@ def _bars(heading: str, rows: Sequence[ClippedRow], colour: str) -> Callable[[Ax
         axes.grid(visible=False, axis="y")
 
     return panel
-
-
-# From mask_regions.py: Draws the surrogate objectives of PPO and DPPO, and the regions in which their masks drop tokens. The left of the paper's Figure 1 prints these masks as formulas; no figure of it draws them.
-
-
-NUM_POINTS = 241  # along each axis
-LARGEST_RATIO = 2.0
-_RAREST = 1e-4  # of the logarithmic axes
-_SHOWN = (0.05, 0.5, 0.9)  # mu of the surrogates
-_MOST_OBJECTIVES = 4
-_COLOURS = ("#ffffff", "#f2b48c", "#9ac3e0", "#c3b5d6")  # kept; dropped where A > 0; where A < 0; either way
-_TOKEN_MASKS = ("ratio", "divergence", "negative", "distance")  # rules that drop a token by itself, or keep it
-_LINES = ("#000000", "#009e73", "#cc79a7")
 
 
 @dataclass(frozen=True)

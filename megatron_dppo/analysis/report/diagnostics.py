@@ -1,4 +1,4 @@
-"""Finds what went wrong in a run: alarms, by the rules that raise them while it trains, and skipped steps."""
+"""Judges runs by their rows: alarms, warnings, skipped steps, advice on sampling, comparable seconds."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from megatron_dppo.config.settings import shown
 from megatron_dppo.metrics.alarms import AlarmWatch, noise_warning
 from megatron_dppo.metrics.sampling_advice import WINDOW, Limits, advice, means_of
 from megatron_dppo.run_folder.reader import Run
+
+MIN_REPEATS = 6  # runs of each setting, as many as seeds that decide
+_ANCHOR = ("time/anchor_s", "time/train_s", "time/total_s")
+_KEYS = ("prompts_per_rollout", "max_staleness", "over_sampling", "max_response_tokens")
 
 
 @dataclass(frozen=True)
@@ -68,13 +72,6 @@ def alarm_table(runs: Sequence[Run]) -> list[dict[str, object]]:
     return [{"run": place, "alarm": alarm} for place, run in enumerate(runs) for alarm in alarms_of(run)]
 
 
-# From speed.py: Decides whether the seconds of runs may be compared, and finds what a recomputed anchor costs.
-
-
-MIN_REPEATS = 6  # runs of each setting, as many as seeds that decide
-_ANCHOR = ("time/anchor_s", "time/train_s", "time/total_s")
-
-
 def anchor_cost(run: Run) -> str | None:
     """Return a sentence on the time in which log-probs are recomputed; none if the run does not do that."""
     rows = [
@@ -110,12 +107,6 @@ def why_not_comparable(runs: Sequence[Run]) -> str:
         few = f"fewer than {MIN_REPEATS} runs of a setting"
         return f"{few} cannot tell it from what else the machine did meanwhile"
     return ""
-
-
-# From advice.py: Gives advice on asynchronous sampling, by the same rules as a run's log.
-
-
-_KEYS = ("prompts_per_rollout", "max_staleness", "over_sampling", "max_response_tokens")
 
 
 def sampling_advice(run: Run) -> str | None:

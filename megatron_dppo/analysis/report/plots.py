@@ -146,7 +146,7 @@ def figure(
 
 
 def _panel_traces(panel: Panel, runs: Sequence[Run], names: Sequence[str], looks: Sequence[int]) -> list[Trace]:
-    """Return the traces of each run and metric that has points; `meta` is the run's index, which sets its colour."""
+    """Return the traces of each run and metric that has points; `meta` is the run's index."""
     metrics = panel.metrics[:1] if panel.points else panel.metrics
     found = [
         (index, position, points)
@@ -174,7 +174,7 @@ def _panel_traces(panel: Panel, runs: Sequence[Run], names: Sequence[str], looks
 
 
 def _marks(runs: Sequence[Run], axis: str) -> list[dict[str, Any]]:
-    """Return lines before rollouts after a changed setting, and short marks at alarms; `name` is the run's index."""
+    """Return lines where a setting changed, and short marks at alarms; `name` is the run's index."""
     changes = sorted({(index, row.rollout + 0.5) for index, run in enumerate(runs) for row in run.changes})
     alarms = sorted({(index, alarm.rollout) for index, run in enumerate(runs) for alarm in alarms_of(run)})
     shapes = [(index, x, 0.0, 1.0, {"width": 1.5, "dash": "dot"}) for index, x in changes]
@@ -306,6 +306,3 @@ def _title(panel: Panel, runs: Sequence[Run]) -> str:
         for metric in panel.metrics
     )
     return f"{panel.title}, mean of gradient steps" if has_steps_only else panel.title
-
-
-# From axes.py: Axes and titles of the report's panels, as plain dictionaries for plotly.js.

@@ -45,6 +45,7 @@ from megatron_dppo.runtime.jsonl import write_whole
 __all__ = ["compare", "summary"]
 
 FEW = 4  # runs that are each named in the title, and toggled one by one
+MOST_FAULTS = 3  # in a row: a file that is just being replaced reads as damaged for a moment
 
 
 def compare(runs: Sequence[Path], out: Path, refresh_s: float = 0, tokens_at: int | None = None) -> list[str]:
@@ -232,12 +233,6 @@ def title(names: Sequence[str], toggled: Sequence[Line]) -> str:
         return " · ".join(names)
     settings = "" if len(toggled) == len(names) else f" of {len(toggled)} settings"
     return f"{len(names)} runs{settings}"
-
-
-# From watch.py: Rewrites the report while its runs go on, and ends with them.
-
-
-MOST_FAULTS = 3  # in a row: a file that is just being replaced reads as damaged for a moment
 
 
 def watch(

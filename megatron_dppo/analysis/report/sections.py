@@ -138,6 +138,7 @@ BOUND = Section(
         Panel("quadratic term", ("theory/quadratic_term",), log=True),
     ),
 )
+_EVALUATED = re.compile(r"shadow/(.+)/masked_fraction$")
 
 
 def sections(runs: Sequence[Run]) -> list[Section]:
@@ -190,12 +191,6 @@ def _eval_panels(names: Set[str]) -> Iterator[Panel]:
 
 def _eval_rows(run: Run) -> list[set[str]]:
     return [set(row.values) for row in (*run.rollouts, *run.evaluations)]
-
-
-# From shadow.py: The report's section on shadow masks.
-
-
-_EVALUATED = re.compile(r"shadow/(.+)/masked_fraction$")
 
 
 def shadow_presets(runs: Sequence[Run]) -> list[str]:

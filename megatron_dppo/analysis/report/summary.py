@@ -1,4 +1,4 @@
-"""Summarises a run in some twenty numbers."""
+"""Summarises a run in some twenty numbers, and runs of several seeds by means and contrasts."""
 
 from __future__ import annotations
 

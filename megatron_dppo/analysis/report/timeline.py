@@ -1,4 +1,4 @@
-"""Reads from a run's rows what the trainer did with its time, and how much of it overlapped with sampling.
+"""Draws what the trainer did with its time, and what was sampled meanwhile.
 
 A row has the seconds of its phases, not when they were, so that the order is the loop's: evaluation,
 checkpoint, rollout, training, push. Time between rows (a start, a resume) is in no row, and left out.
@@ -28,6 +28,21 @@ WORDS: Mapping[Phase, str] = {
 
 _TRAINING = ("time/batch_s", "time/paired_forward_s", "time/train_s")
 _NEEDED = ("time/rollout_s", "time/train_s")
+DETAILED = 20  # rollouts drawn over time; all of them are in the shares
+BINS = 50  # bars of shares, whatever the run's length
+MOST_RUNS = 4  # that are drawn; of more, the sentences stand alone
+GENERATION, BUSY = "generation", "busy"  # names of their colours; a phase's is the phase
+_TRAINER_LANE, _GENERATION_LANE, _THICK = 1, 0, 0.8
+_LANES_HEIGHT, _SHARES_HEIGHT, _GAP = 110, 150, 78  # pixels
+_MARGINS = {"l": 78, "r": 8, "t": 28, "b": 44}
+SECTION = Section(
+    "time-line",
+    "Time line",
+    f"What the trainer did over wall time, for the last {DETAILED} rollouts and, as shares, for the whole run. "
+    "The bar of generation beneath is as thick as the share of the time with requests on their way; lines are "
+    "pushes. Where both lanes are full, generation hides behind training; where they take turns, one waits "
+    "for the other. Time between rows, as of a resume, is left out.",
+)
 
 
 @dataclass(frozen=True)
@@ -202,27 +217,6 @@ def _percent(share: float) -> str:
 def _listed(texts: Sequence[str]) -> str:
     *most, last = texts
     return f"{', '.join(most)} and {last}" if most else last
-
-
-# From timeline_plot.py: Draws runs over their wall time: what the trainer did and, beneath, what was sampled meanwhile.
-
-
-DETAILED = 20  # rollouts drawn over time; all of them are in the shares
-BINS = 50  # bars of shares, whatever the run's length
-MOST_RUNS = 4  # that are drawn; of more, the sentences stand alone
-GENERATION, BUSY = "generation", "busy"  # names of their colours; a phase's is the phase
-_TRAINER_LANE, _GENERATION_LANE, _THICK = 1, 0, 0.8
-_LANES_HEIGHT, _SHARES_HEIGHT, _GAP = 110, 150, 78  # pixels
-_MARGINS = {"l": 78, "r": 8, "t": 28, "b": 44}
-
-SECTION = Section(
-    "time-line",
-    "Time line",
-    f"What the trainer did over wall time, for the last {DETAILED} rollouts and, as shares, for the whole run. "
-    "The bar of generation beneath is as thick as the share of the time with requests on their way; lines are "
-    "pushes. Where both lanes are full, generation hides behind training; where they take turns, one waits "
-    "for the other. Time between rows, as of a resume, is left out.",
-)
 
 
 def time_line(runs: Sequence[Run], names: Sequence[str]) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Builds the report's section on masked tokens: those that each preset drops most often, by sign."""
+"""Builds the report's section on masked tokens: the most frequent ones, and the farthest ones in their text."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from megatron_dppo.run_folder.reader import Run
 from megatron_dppo.runtime.jsonl import read_jsonl
 
 _SPACES = {" ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍"}
+_NUMBERS = ("mu", "pi", "divergence", "advantage")
 
 
 def token_lists(
@@ -76,7 +77,7 @@ def _presets(run: Run, found: TokenList) -> Iterator[dict[str, Any]]:
         trained = f"{run.option('algorithm.preset') or 'preset not set'} (trained)"
         yield {
             "name": trained if preset == ACTIVE else f"{preset} (shadow)",
-            **{sign: [_shown(row) for row in rows] for sign, rows in signs.items()},
+            **{sign: [_list_row(row) for row in rows] for sign, rows in signs.items()},
             **{f"num_{sign}": _total(rows) for sign, rows in signs.items()},
         }
 
@@ -86,7 +87,7 @@ def _total(rows: Sequence[ClippedRow]) -> int:
     return round(rows[0].count / rows[0].share) if rows else 0
 
 
-def _shown(row: ClippedRow) -> list[Any]:
+def _list_row(row: ClippedRow) -> list[Any]:
     means = [rounded(row.means[name]) for name in MEANS]
     return [visible(row.token), row.token_id, row.count, rounded(row.share), *means]
 
@@ -115,12 +116,6 @@ def _sign(char: str) -> str:
     return f"\N{DOTTED CIRCLE}{char}" if category[0] == "M" else char
 
 
-# From context.py: Shows masked tokens with the largest divergence in their text, with the file and line of their sample.
-
-
-_NUMBERS = ("mu", "pi", "divergence", "advantage")
-
-
 def farthest(run: Run, beside: Path, rollout: int) -> list[dict[str, Any]]:
     """Return the masked tokens of largest divergence in one rollout, by sign, as plain values.
 
@@ -141,7 +136,7 @@ def farthest(run: Run, beside: Path, rollout: int) -> list[dict[str, Any]]:
     kept = [row for sign in SIGNS for row in [row for row in found if row["sign"] == sign][:FARTHEST]]
     samples = _Samples(run.path / "samples", beside)
     samples.find(kept)
-    return [_shown(row) | samples.place(row) for row in kept]
+    return [_excerpt(row) | samples.place(row) for row in kept]
 
 
 def _rows(step: int, file: Path) -> list[dict[str, Any]]:
@@ -159,7 +154,7 @@ def _rows(step: int, file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
+def _excerpt(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "sign": row["sign"],
         "before": ("… " if row["position"] > TOKENS_BEFORE else "") + readable(row["before"]),

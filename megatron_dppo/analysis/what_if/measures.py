@@ -21,6 +21,28 @@ PROB_EDGES = (0.0, 0.01, 0.1, 0.5, 0.9, 1.0)
 """Bins of mu: from each edge up to the next, the last with its own upper edge."""
 REFERENCES = ("dppo_topk_tv", "dppo_topk_kl")
 """Nearest that a kept rollout has to DPPO on the divergence of the full vocabulary."""
+FACTORS = (0.5, 1.0, 2.0)
+"""What the main threshold is multiplied by."""
+_DELTAS = ("delta_low", "delta_high")
+_EPS = ("eps_low", "eps_high")
+_RHOS = ("rho_low", "rho_high")  # bounds of a ratio around 1: their logarithms are scaled
+MAIN: Mapping[Rule, tuple[str, ...]] = MappingProxyType(
+    {
+        "ratio": _EPS,
+        "divergence": _DELTAS,
+        "negative": ("delta_low",),
+        "distance": _DELTAS,
+        "linear": _DELTAS,
+        "prediction": _DELTAS,
+        "band": _RHOS,
+        "sigmoid": ("tau_low", "tau_high"),
+        "response_ratio": _EPS,
+        "response_mismatch": _RHOS,
+        "response_divergence": ("token_kl", "response_kl"),
+        "prefix": (*_DELTAS, "prefix_delta", "prefix_delta_max"),
+    }
+)
+"""Fields of each rule's main threshold. "none" has no threshold. `main_thresholds` handles "own"."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,34 +288,6 @@ def mismatch_by_routes(tokens: TokensByRoutes) -> dict[Routes, dict[str, float]]
         add_mismatch(metrics, inputs.log_probs, inputs.rollout_log_probs, is_learning)
         found[routes] = {name.removeprefix("mismatch/"): value for name, value in metrics.values().items()}
     return found
-
-
-# From thresholds.py: Scales the main threshold of a trust region, for its sensitivity to it.
-
-
-FACTORS = (0.5, 1.0, 2.0)
-"""What the main threshold is multiplied by."""
-
-_DELTAS = ("delta_low", "delta_high")
-_EPS = ("eps_low", "eps_high")
-_RHOS = ("rho_low", "rho_high")  # bounds of a ratio around 1: their logarithms are scaled
-MAIN: Mapping[Rule, tuple[str, ...]] = MappingProxyType(
-    {
-        "ratio": _EPS,
-        "divergence": _DELTAS,
-        "negative": ("delta_low",),
-        "distance": _DELTAS,
-        "linear": _DELTAS,
-        "prediction": _DELTAS,
-        "band": _RHOS,
-        "sigmoid": ("tau_low", "tau_high"),
-        "response_ratio": _EPS,
-        "response_mismatch": _RHOS,
-        "response_divergence": ("token_kl", "response_kl"),
-        "prefix": (*_DELTAS, "prefix_delta", "prefix_delta_max"),
-    }
-)
-"""Fields of each rule's main threshold. "none" has no threshold. `main_thresholds` handles "own"."""
 
 
 def main_thresholds(objective: Objective) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Validates a what-if question about a run's kept mini-batches before any model loads."""
+"""Validates a what-if question before any model loads: rollouts, weights, presets, rules and sweeps."""
 
 import itertools
 import logging
@@ -11,7 +11,6 @@ from megatron_dppo.algorithms import PRESETS, Objective, preset
 from megatron_dppo.algorithms.objective import OWN_FIELDS
 from megatron_dppo.algorithms.presets import overrides_in
 from megatron_dppo.algorithms.trial import doubts
-from megatron_dppo.analysis.what_if.question import Value, Variant
 from megatron_dppo.architectures.sizes import config_file
 from megatron_dppo.checkpoints.checkpoint_folder import complete
 from megatron_dppo.checks import RULES, check
@@ -32,6 +31,48 @@ _RULES = (
     "model_variant",
     "layout",
 )
+logger = logging.getLogger(__name__)
+Value = float | int | str | bool
+OPTION = "rule_options."  # before the name of an own rule's option
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A preset, or an own rule, and the fields of it that are set; an option's name has `OPTION` before it."""
+
+    preset: str
+    fields: Mapping[str, Value] = field(default_factory=dict[str, Value])
+
+    @property
+    def objective(self) -> Objective:
+        """The objective of the variant, without an entropy bonus: that is no part of a trust region.
+
+        Raises:
+            ConfigError: The preset is invalid, or the module of a custom rule fails.
+        """
+        options = {name.removeprefix(OPTION): value for name, value in self.fields.items() if _is_option(name)}
+        given = {name: value for name, value in self.fields.items() if not _is_option(name)}
+        try:
+            found = preset(self.preset, **given, **({"rule_options": options} if options else {}))
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever the module raises
+            fails, action = f"{self.preset!r}, which fails ({described(error)})", "Correct the module."
+            raise ConfigError(Problem("--preset", fails, "what can be imported", action)) from error
+        return replace(found, entropy_coef=0.0)
+
+    @property
+    def name(self) -> str:
+        """Name of the preset, then its fields."""
+        words = (f"{key.removeprefix(OPTION)}={value}" for key, value in self.fields.items())
+        return " ".join([self.preset, *words])
+
+    def uses(self, name: str) -> bool:
+        """Return whether a field changes what the objective does; a custom rule declares its options."""
+        objective = self.objective
+        if objective.own is not None and _is_option(name):
+            return objective.own.takes(name.removeprefix(OPTION))
+        return name in objective.fields_in_use
 
 
 @dataclass(frozen=True)
@@ -209,54 +250,6 @@ def _value(text: str) -> Value:
     except tomllib.TOMLDecodeError:
         return text
     return value if isinstance(value, float | int | str | bool) else text
-
-
-# From variants.py: Names the trust regions of a what-if question: presets, custom rules, and sweeps over their fields.
-
-
-logger = logging.getLogger(__name__)
-
-Value = float | int | str | bool
-OPTION = "rule_options."  # before the name of an own rule's option
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A preset, or an own rule, and the fields of it that are set; an option's name has `OPTION` before it."""
-
-    preset: str
-    fields: Mapping[str, Value] = field(default_factory=dict[str, Value])
-
-    @property
-    def objective(self) -> Objective:
-        """The objective of the variant, without an entropy bonus: that is no part of a trust region.
-
-        Raises:
-            ConfigError: The preset is invalid, or the module of a custom rule fails.
-        """
-        options = {name.removeprefix(OPTION): value for name, value in self.fields.items() if _is_option(name)}
-        given = {name: value for name, value in self.fields.items() if not _is_option(name)}
-        try:
-            found = preset(self.preset, **given, **({"rule_options": options} if options else {}))
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever the module raises
-            fails, action = f"{self.preset!r}, which fails ({described(error)})", "Correct the module."
-            raise ConfigError(Problem("--preset", fails, "what can be imported", action)) from error
-        return replace(found, entropy_coef=0.0)
-
-    @property
-    def name(self) -> str:
-        """Name of the preset, then its fields."""
-        words = (f"{key.removeprefix(OPTION)}={value}" for key, value in self.fields.items())
-        return " ".join([self.preset, *words])
-
-    def uses(self, name: str) -> bool:
-        """Return whether a field changes what the objective does; a custom rule declares its options."""
-        objective = self.objective
-        if objective.own is not None and _is_option(name):
-            return objective.own.takes(name.removeprefix(OPTION))
-        return name in objective.fields_in_use
 
 
 def _is_option(name: str) -> bool:

@@ -1,4 +1,7 @@
-"""Formats what-if results as tables for a terminal of 100 columns."""
+"""Formats what-if results as tables for a terminal of 100 columns, and as `what_if.html`.
+
+The page's drawings are SVG and shaded cells without a script, in the colours of the report.
+"""
 
 import itertools
 import math
@@ -15,6 +18,9 @@ _CELL = 8  # columns of the terminal
 _MAX_NAME = WIDTH - 9 * _CELL
 
 Row = Mapping[str, Any]
+_WIDTH, _HEIGHT = 260, 132  # of a panel, in pixels
+_LEFT, _RIGHT, _TOP, _BOTTOM = 42, 6, 16, 24
+_SMALLEST_TOP = 0.01  # of an axis of shares
 
 
 def at_factor(row: Row, factor: float, figure: str) -> float | None:
@@ -118,9 +124,6 @@ SPREAD: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
 )
 
 
-# From page.py: Writes `what_if.html`: the table, masked shares by probability, agreement of all pairs, sensitivity. The drawings are SVG and shaded cells without a script, in the colours of the report.
-
-
 # (heading, what it is, text of a row)
 PAGE_COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
     (
@@ -180,9 +183,6 @@ PAGE_SPREAD: tuple[tuple[str, str, Callable[[float | None], str]], ...] = (
     ("gradient mass kept [%]", "gradient_mass_kept", share),
     ("cosine with no mask", "cosine_unmasked", number),
 )
-_WIDTH, _HEIGHT = 260, 132  # of a panel, in pixels
-_LEFT, _RIGHT, _TOP, _BOTTOM = 42, 6, 16, 24
-_SMALLEST_TOP = 0.01  # of an axis of shares
 
 
 def write_page(file: Path, found: Mapping[str, Any]) -> None:

@@ -52,71 +52,39 @@ RC: Mapping[RcKeyType, Any] = MappingProxyType(
 )
 SOLID, DASHED, DOTTED = "-", (0, (4, 1.6)), (0, (1, 1.2))
 
-# Colours of Okabe and Ito, then of Paul Tol's muted scheme. Kin share a colour; the dash tells them apart.
-LOOKS: Mapping[str, tuple[str, Any]] = MappingProxyType(
-    {
-        "pg_is": ("#000000", SOLID),
-        "pg_tis": ("#e69f00", DASHED),
-        "cispo": ("#e69f00", SOLID),
-        "grpo": ("#d55e00", DASHED),
-        "grpo_clip_higher": ("#d55e00", SOLID),
-        "minirl": ("#cc79a7", SOLID),
-        "minirl_tis": ("#cc79a7", DASHED),
-        "dppo_binary_tv": ("#0072b2", SOLID),
-        "dppo_binary_kl": ("#56b4e9", SOLID),
-        "dppo_topk_tv": ("#009e73", SOLID),
-        "dppo_topk_kl": ("#009e73", DASHED),
-        "dppo_binary_tv_decoupled": ("#0072b2", DOTTED),
-        "dppo_binary_kl_decoupled": ("#56b4e9", DOTTED),
-        "negative_mask": ("#882255", SOLID),
-        "negative_mask_recomputed": ("#882255", DASHED),
-        "relax_both": ("#117733", SOLID),
-        "relax_high": ("#999933", SOLID),
-        "relax_low": ("#aa4499", SOLID),
-        "ipo": ("#332288", SOLID),
-        "drpo": ("#332288", DASHED),
-        "cppo": ("#44aa99", SOLID),
-        "cppo_topk": ("#44aa99", DASHED),
-        "trm": ("#44aa99", DOTTED),
-        "sapo": ("#ddcc77", SOLID),
-        "gspo": ("#cc6677", SOLID),
-        "icepop": ("#cc6677", DASHED),
-        "mis": ("#cc6677", DOTTED),
-        "dppo_topk_kl_predictive": ("#009e73", DOTTED),
-    }
-)
-NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "pg_is": "PG-IS",
-        "pg_tis": "PG-TIS (CISPO)",
-        "cispo": "CISPO",
-        "grpo": "GRPO",
-        "grpo_clip_higher": "GRPO-ClipHigher",
-        "minirl": "MiniRL",
-        "minirl_tis": "MiniRL-TIS",
-        "dppo_binary_tv": "DPPO-Binary-TV",
-        "dppo_binary_kl": "DPPO-Binary-KL",
-        "dppo_topk_tv": "DPPO-TopK-TV",
-        "dppo_topk_kl": "DPPO-TopK-KL",
-        "dppo_binary_tv_decoupled": "DPPO-Binary-TV-Recompute",
-        "dppo_binary_kl_decoupled": "DPPO-Binary-KL-Recompute",
-        "negative_mask": "Mask-Rollout",
-        "negative_mask_recomputed": "Mask-Recompute",
-        "relax_both": "Relax-both",
-        "relax_high": "Relax-high",
-        "relax_low": "Relax-low",
-        "ipo": "IPO",
-        "drpo": "DRPO",
-        "cppo": "CPPO",
-        "cppo_topk": "CPPO-TopK",
-        "trm": "TRM",
-        "sapo": "SAPO",
-        "gspo": "GSPO",
-        "icepop": "IcePop",
-        "mis": "MIS",
-        "dppo_topk_kl_predictive": "DPPO-TopK-KL, predictive",
-    }
-)
+# Colours of Okabe and Ito, then of Paul Tol's muted scheme. Variants share a colour and differ in the dash.
+_ALGORITHMS: Mapping[str, tuple[str, str, Any]] = {  # name, colour, dash
+    "pg_is": ("PG-IS", "#000000", SOLID),
+    "pg_tis": ("PG-TIS (CISPO)", "#e69f00", DASHED),
+    "cispo": ("CISPO", "#e69f00", SOLID),
+    "grpo": ("GRPO", "#d55e00", DASHED),
+    "grpo_clip_higher": ("GRPO-ClipHigher", "#d55e00", SOLID),
+    "minirl": ("MiniRL", "#cc79a7", SOLID),
+    "minirl_tis": ("MiniRL-TIS", "#cc79a7", DASHED),
+    "dppo_binary_tv": ("DPPO-Binary-TV", "#0072b2", SOLID),
+    "dppo_binary_kl": ("DPPO-Binary-KL", "#56b4e9", SOLID),
+    "dppo_topk_tv": ("DPPO-TopK-TV", "#009e73", SOLID),
+    "dppo_topk_kl": ("DPPO-TopK-KL", "#009e73", DASHED),
+    "dppo_binary_tv_decoupled": ("DPPO-Binary-TV-Recompute", "#0072b2", DOTTED),
+    "dppo_binary_kl_decoupled": ("DPPO-Binary-KL-Recompute", "#56b4e9", DOTTED),
+    "negative_mask": ("Mask-Rollout", "#882255", SOLID),
+    "negative_mask_recomputed": ("Mask-Recompute", "#882255", DASHED),
+    "relax_both": ("Relax-both", "#117733", SOLID),
+    "relax_high": ("Relax-high", "#999933", SOLID),
+    "relax_low": ("Relax-low", "#aa4499", SOLID),
+    "ipo": ("IPO", "#332288", SOLID),
+    "drpo": ("DRPO", "#332288", DASHED),
+    "cppo": ("CPPO", "#44aa99", SOLID),
+    "cppo_topk": ("CPPO-TopK", "#44aa99", DASHED),
+    "trm": ("TRM", "#44aa99", DOTTED),
+    "sapo": ("SAPO", "#ddcc77", SOLID),
+    "gspo": ("GSPO", "#cc6677", SOLID),
+    "icepop": ("IcePop", "#cc6677", DASHED),
+    "mis": ("MIS", "#cc6677", DOTTED),
+    "dppo_topk_kl_predictive": ("DPPO-TopK-KL, predictive", "#009e73", DOTTED),
+}
+LOOKS = MappingProxyType({preset: (colour, dash) for preset, (_, colour, dash) in _ALGORITHMS.items()})
+NAMES = MappingProxyType({preset: name for preset, (name, _, _) in _ALGORITHMS.items()})
 _SYMBOLS = {
     "delta_low": "δ₋",
     "delta_high": "δ₊",
@@ -133,14 +101,8 @@ _SYMBOLS = {
     "ref_kl_coef": "β",
 }
 OWN_COLOURS = ("#661100", "#6699cc", "#aa4466", "#777711", "#888888")  # of users' rules, none of a preset's
-_TINTS = (
-    0.0,
-    0.45,
-    0.25,
-    0.65,
-    -0.35,
-    -0.6,
-)  # shares of white in the shades, or of black; those in turn far apart
+# Shares of white in the shades, or of black. Successive shades are far apart.
+_TINTS = (0.0, 0.45, 0.25, 0.65, -0.35, -0.6)
 _REPLAYED: Mapping[Any, Any] = MappingProxyType(
     {SOLID: (0, (6, 1, 1, 1)), DASHED: (0, (4, 1.2, 1, 1.2, 1, 1.2)), DOTTED: (0, (1, 1, 1, 1, 1, 3.5))}
 )

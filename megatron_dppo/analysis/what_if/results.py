@@ -7,6 +7,8 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +45,47 @@ def number(value: float | None) -> str:
     return "-" if value is None or math.isnan(value) else f"{value:.3f}"
 
 
-# (first line of the heading, second line, text of a row)
-COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
-    ("masked", "A>0", lambda row: share(row["masked_fraction_positive"])),
-    ("share", "A<0", lambda row: share(row["masked_fraction_negative"])),
-    ("mean", "M", lambda row: number(mean_weight(row))),
-    ("grad.", "mass", lambda row: share(row["gradient_mass_kept"])),
-    ("cosine", "no mask", lambda row: number(row["cosine_unmasked"])),
-    ("with", "TopK TV", lambda row: number(row["cosine_dppo_topk_tv"])),
-    ("agrees", "w. run", lambda row: share(row["agreement"])),
-    ("masked", "at 1/2", lambda row: share(at_factor(row, 0.5, "masked_fraction"))),
-    ("share", "at 2x", lambda row: share(at_factor(row, 2.0, "masked_fraction"))),
+@dataclass(frozen=True)
+class Column:
+    """A number of each variant: its format, and its headings in the terminal and on the page."""
+
+    terminal: tuple[str, str] | None  # two lines; None: on the page only
+    heading: str
+    explanation: str
+    form: Callable[[float | None], str]
+    value: str | Callable[[Row], float | None]  # key of the row, or a function of it
+
+    def text(self, row: Row) -> str:
+        """Return the number of a variant as text."""
+        return self.form(row[self.value] if isinstance(self.value, str) else self.value(row))
+
+
+_OF_SIGN = "Share of these tokens with M = 0"
+_OTHER = "The other is {} with its usual delta and all columns that were kept"
+_SAME = "Share of tokens with A other than 0 that both mask or both keep"
+_MASS = "Sum of |M| min(r, C) |A| over the same sum with M = 1"
+_NO_MASK = "Gradients by the last hidden states; the other is pg_is with the same cap"
+_MU = "Probability of the masked tokens under the rollout policy"
+_HALF, _TWICE = (partial(at_factor, factor=factor, figure="masked_fraction") for factor in (0.5, 2.0))
+_TV, _KL = (_OTHER.format(f"dppo_topk_{divergence}") for divergence in ("tv", "kl"))
+COLUMNS = (
+    Column(("masked", "A>0"), "masked, A\u00a0>\u00a00 [%]", _OF_SIGN, share, "masked_fraction_positive"),
+    Column(("share", "A<0"), "masked, A\u00a0<\u00a00 [%]", _OF_SIGN, share, "masked_fraction_negative"),
+    Column(("mean", "M"), "mean M", "Over tokens with A other than 0", number, mean_weight),
+    Column(("grad.", "mass"), "gradient mass kept [%]", _MASS, share, "gradient_mass_kept"),
+    Column(("cosine", "no mask"), "cosine with no mask", _NO_MASK, number, "cosine_unmasked"),
+    Column(("with", "TopK TV"), "cosine with Top\u2011K TV", _TV, number, "cosine_dppo_topk_tv"),
+    Column(None, "cosine with Top\u2011K KL", _KL, number, "cosine_dppo_topk_kl"),
+    Column(("agrees", "w. run"), "agrees with the run's [%]", _SAME, share, "agreement"),
+    Column(None, "mean μ of masked", _MU, number, "rollout_prob_masked"),
+    Column(("masked", "at 1/2"), "masked at half the threshold [%]", "Main threshold halved", share, _HALF),
+    Column(("share", "at 2x"), "at twice [%]", "Main threshold doubled", share, _TWICE),
+)
+# Columns of means and standard deviations over rollouts: the terminal's headings, the page's, key, format.
+SPREAD = (
+    ("masked", "share", "masked [%]", "masked_fraction", share),
+    ("grad.", "mass", "gradient mass kept [%]", "gradient_mass_kept", share),
+    ("cosine", "no mask", "cosine with no mask", "cosine_unmasked", number),
 )
 
 
@@ -71,19 +103,21 @@ def as_text(found: Mapping[str, Any]) -> str:
             f"{routes} routes: mean |pi-mu| {values['abs_prob_diff_mean']:.2e}  k3 {values['kl_k3']:.2e}  "
             f"pi/mu {values['ratio_min']:.3g} .. {values['ratio_max']:.3g}"
         )
-        lines += _table([row["variant"] for row in rows], COLUMNS, rows)
+        shown = [column for column in COLUMNS if column.terminal is not None]
+        cells = [[column.text(row) for column in shown] for row in rows]
+        lines += _table(rows, [column.terminal for column in shown if column.terminal], cells)
         if len(found["rollouts"]) > 1 and routes == found["trained_routes"]:
+            headings = [pair for first, second, *_ in SPREAD for pair in ((first, "mean"), (second, "sd"))]
+            cells = [[form(part) for *_, key, form in SPREAD for part in spread(row, key)] for row in rows]
             lines += ["", f"{routes} routes, mean and standard deviation over rollouts"]
-            lines += _table([row["variant"] for row in rows], SPREAD, rows)
+            lines += _table(rows, headings, cells)
     if found["left_out"]:
         lines.append("")
         lines += [f"left out: {name}, {why}" for name, why in found["left_out"].items()]
     lines += [
         "",
         "M: weight of a token's update, 0 where masked. grad. mass: sum of |M| min(r, C) |A| over that",
-    ]
-    lines += [
-        "of M = 1. cosine: of the gradients by the last hidden states. at 1/2, 2x: of the main threshold."
+        "of M = 1. cosine: of the gradients by the last hidden states. at 1/2, 2x: of the main threshold.",
     ]
     return "\n".join(lines)
 
@@ -97,92 +131,18 @@ def spread(row: Row, figure: str) -> tuple[float, float]:
 
 
 def _table(
-    names: Sequence[str], columns: Sequence[tuple[str, str, Callable[[Row], str]]], rows: Sequence[Row]
+    rows: Sequence[Row], headings: Sequence[tuple[str, str]], cells: Sequence[Sequence[str]]
 ) -> list[str]:
     """Return the lines of a table; a name that is too long gets its own line."""
-    width = min(max(map(len, names)), _MAX_NAME)
-    lines = [" " * width + "".join(f"{column[part]:>{_CELL}}" for column in columns) for part in (0, 1)]
-    for name, row in zip(names, rows, strict=True):
+    width = min(max(len(row["variant"]) for row in rows), _MAX_NAME)
+    lines = [" " * width + "".join(f"{heading[part]:>{_CELL}}" for heading in headings) for part in (0, 1)]
+    for row, texts in zip(rows, cells, strict=True):
+        name = row["variant"]
         if len(name) > width:
             lines.append(name)
             name = ""
-        lines.append(f"{name:{width}}" + "".join(f"{text(row):>{_CELL}}" for _, _, text in columns))
+        lines.append(f"{name:{width}}" + "".join(f"{text:>{_CELL}}" for text in texts))
     return [line.rstrip() for line in lines]
-
-
-def _of_spread(figure: str, part: int, form: Callable[[float | None], str]) -> Callable[[Row], str]:
-    return lambda row: form(spread(row, figure)[part])
-
-
-SPREAD: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
-    ("masked", "mean", _of_spread("masked_fraction", 0, share)),
-    ("share", "sd", _of_spread("masked_fraction", 1, share)),
-    ("grad.", "mean", _of_spread("gradient_mass_kept", 0, share)),
-    ("mass", "sd", _of_spread("gradient_mass_kept", 1, share)),
-    ("cosine", "mean", _of_spread("cosine_unmasked", 0, number)),
-    ("no mask", "sd", _of_spread("cosine_unmasked", 1, number)),
-)
-
-
-# (heading, what it is, text of a row)
-PAGE_COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
-    (
-        "masked, A\u00a0>\u00a00 [%]",
-        "Share of these tokens with M = 0",
-        lambda r: share(r["masked_fraction_positive"]),
-    ),
-    (
-        "masked, A\u00a0<\u00a00 [%]",
-        "Share of these tokens with M = 0",
-        lambda r: share(r["masked_fraction_negative"]),
-    ),
-    ("mean M", "Over tokens with A other than 0", lambda r: number(mean_weight(r))),
-    (
-        "gradient mass kept [%]",
-        "Sum of |M| min(r, C) |A| over the same sum with M = 1",
-        lambda r: share(r["gradient_mass_kept"]),
-    ),
-    (
-        "cosine with no mask",
-        "Gradients by the last hidden states; the other is pg_is with the same cap",
-        lambda r: number(r["cosine_unmasked"]),
-    ),
-    (
-        "cosine with Top\u2011K TV",
-        "The other is dppo_topk_tv with its usual delta and all columns that were kept",
-        lambda r: number(r["cosine_dppo_topk_tv"]),
-    ),
-    (
-        "cosine with Top\u2011K KL",
-        "The other is dppo_topk_kl with its usual delta and all columns that were kept",
-        lambda r: number(r["cosine_dppo_topk_kl"]),
-    ),
-    (
-        "agrees with the run's [%]",
-        "Share of tokens with A other than 0 that both mask or both keep",
-        lambda r: share(r["agreement"]),
-    ),
-    (
-        "mean μ of masked",
-        "Probability of the masked tokens under the rollout policy",
-        lambda r: number(r["rollout_prob_masked"]),
-    ),
-    (
-        "masked at half the threshold [%]",
-        "Main threshold halved",
-        lambda r: share(at_factor(r, 0.5, "masked_fraction")),
-    ),
-    (
-        "at twice [%]",
-        "Main threshold doubled",
-        lambda r: share(at_factor(r, 2.0, "masked_fraction")),
-    ),
-)
-PAGE_SPREAD: tuple[tuple[str, str, Callable[[float | None], str]], ...] = (
-    ("masked [%]", "masked_fraction", share),
-    ("gradient mass kept [%]", "gradient_mass_kept", share),
-    ("cosine with no mask", "cosine_unmasked", number),
-)
 
 
 def write_page(file: Path, found: Mapping[str, Any]) -> None:
@@ -206,7 +166,7 @@ def page(found: Mapping[str, Any]) -> str:
         .render(
             found=found,
             style=style,
-            columns=PAGE_COLUMNS,
+            columns=COLUMNS,
             tables=[(routes, [row for row in found["rows"] if row["routes"] == routes]) for routes in kinds],
             spread=_spread(rows) if len(found["rollouts"]) > 1 else None,
             bars=_bar_panels(drawn),
@@ -310,10 +270,9 @@ def _spread(rows: Sequence[Row]) -> dict[str, Any]:
     """Return mean and standard deviation of some figures over the rollouts, as texts."""
     texts: list[tuple[str, list[str]]] = []
     for row in rows:
-        pairs = [(form, spread(row, figure)) for _, figure, form in PAGE_SPREAD]
-        texts.append((row["variant"], [_with_spread(form, mean, sd) for form, (mean, sd) in pairs]))
-    return {"headings": [heading for heading, _, _ in PAGE_SPREAD], "rows": texts}
-
-
-def _with_spread(form: Callable[[float | None], str], mean: float, deviation: float) -> str:
-    return form(mean) if math.isnan(deviation) else f"{form(mean)} \u00b1 {form(deviation)}"
+        cells: list[str] = []
+        for *_, key, form in SPREAD:
+            mean, deviation = spread(row, key)
+            cells.append(form(mean) if math.isnan(deviation) else f"{form(mean)} \u00b1 {form(deviation)}")
+        texts.append((row["variant"], cells))
+    return {"headings": [heading for _, _, heading, *_ in SPREAD], "rows": texts}

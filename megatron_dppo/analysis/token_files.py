@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dppo.errors import ConfigError, DataError, Problem
-from megatron_dppo.metrics.masked_tokens import ACTIVE, MEANS, TOP
+from megatron_dppo.metrics.masked_tokens import MEANS, TOP
 from megatron_dppo.run_folder.reader import Run
 from megatron_dppo.runtime.jsonl import read_jsonl
 
@@ -43,7 +43,7 @@ class TokenList:
         return [row for row in self.rows if (row.preset, row.sign) == (preset, sign)]
 
 
-def listed_rollouts(run: Run) -> dict[int, tuple[Path, ...]]:
+def list_files(run: Run) -> dict[int, tuple[Path, ...]]:
     """Return the files of each listed rollout, by the rollout counted from 1, in order.
 
     Earlier versions wrote a file for each gradient step, so a rollout may have several. Files of rollouts and
@@ -92,12 +92,12 @@ def read_list(files: Sequence[Path]) -> TokenList:
     Raises:
         DataError: A file is no list of clipped tokens.
     """
-    lists = [read_clipped(file) for file in files]
+    lists = [[_row(file, number, row) for number, row in read_jsonl(file)] for file in files]
     num_steps = sum(max((row.num_steps for row in rows), default=0) for rows in lists)
-    return TokenList(lists[0] if len(lists) == 1 else _merged(lists), num_steps)
+    return TokenList(lists[0] if len(lists) == 1 else _merge(lists), num_steps)
 
 
-def _merged(lists: Sequence[Sequence[ClippedRow]]) -> list[ClippedRow]:
+def _merge(lists: Sequence[Sequence[ClippedRow]]) -> list[ClippedRow]:
     """Return lists as one: counts and totals of masked tokens add up, and means are weighted by counts."""
     of_token: dict[tuple[str, str], dict[int, list[ClippedRow]]] = {}
     totals: Counter[tuple[str, str]] = Counter()
@@ -125,24 +125,6 @@ def step_files(run: Run, folder: str) -> dict[int, Path]:
     names = sorted((run.path / folder).glob("step_*.jsonl"))
     found = {int(match[1]): file for file in names if (match := _STEP_FILE.fullmatch(file.name))}
     return {step: found[step] for step in sorted(found) if step in steps}
-
-
-def read_clipped(file: Path) -> list[ClippedRow]:
-    """Read a list, all presets.
-
-    Raises:
-        DataError: The file is no list of clipped tokens.
-    """
-    return [_row(file, number, row) for number, row in read_jsonl(file)]
-
-
-def own_rows(file: Path) -> list[ClippedRow]:
-    """Return the rows of the mask that trained.
-
-    Raises:
-        DataError: The file is no list of clipped tokens.
-    """
-    return [row for row in read_clipped(file) if row.preset == ACTIVE]
 
 
 def _mean(rows: Sequence[ClippedRow], name: str) -> float:

@@ -40,7 +40,7 @@ class MeasuredResponse:
     topk_tv: Mapping[Routes, Tensor]  # [R] float32; empty without the rollout's top-K
 
 
-def measured_responses(microbatch: Microbatch, columns: Mapping[Routes, Tensor]) -> Iterator[MeasuredResponse]:
+def split_responses(microbatch: Microbatch, columns: Mapping[Routes, Tensor]) -> Iterator[MeasuredResponse]:
     """Yield the responses of a micro-batch that have a learning token.
 
     Args:

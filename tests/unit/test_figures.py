@@ -27,10 +27,10 @@ from megatron_dppo.analysis.figures.material import (
 from megatron_dppo.analysis.figures.style import LOOKS, NAMES, labels_of, look, without_paths
 from megatron_dppo.analysis.figures.token_figures import (
     MOST_TOKENS,
-    drawn_tokens,
+    evaluate_mask,
     is_drawable,
-    kept,
     region,
+    sample_tokens,
     surrogate,
 )
 from megatron_dppo.analysis.lines import smooth
@@ -233,8 +233,8 @@ def test_the_ratio_s_surrogate_is_ppo_s_clipped_objective(advantage: float) -> N
 
 def test_a_mask_keeps_the_token_on_its_edge() -> None:
     mu, pi = np.asarray([0.5]), np.asarray([0.625])
-    assert kept(preset("dppo_binary_tv", delta=0.125001), mu, pi, 1.0).all()
-    assert not kept(preset("dppo_binary_tv", delta=0.124999), mu, pi, 1.0).any()
+    assert evaluate_mask(preset("dppo_binary_tv", delta=0.125001), mu, pi, 1.0).all()
+    assert not evaluate_mask(preset("dppo_binary_tv", delta=0.124999), mu, pi, 1.0).any()
 
 
 def test_anchors_are_paired_with_their_twins(tmp_path: Path) -> None:
@@ -431,7 +431,7 @@ def test_tokens_of_a_measurement_are_drawn_as_they_are(tmp_path: Path) -> None:
 def test_a_sample_of_many_tokens_is_always_the_same() -> None:
     values = np.linspace(-5, 0, 3 * MOST_TOKENS)
     pairs = TokenPairs(Path("run"), "live routes", values, values)
-    first, second = drawn_tokens(pairs), drawn_tokens(pairs)
+    first, second = sample_tokens(pairs), sample_tokens(pairs)
     assert first[0].size == MOST_TOKENS and (first[0] == second[0]).all()
 
 

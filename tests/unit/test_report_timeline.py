@@ -15,7 +15,7 @@ from megatron_dppo.analysis.report.timeline import (
     DETAILED,
     MOST_RUNS,
     cycles,
-    hidden,
+    hidden_share,
     sentence,
     shares,
     time_line,
@@ -116,8 +116,8 @@ def test_shares_are_those_of_the_rows(tmp_path: Path) -> None:
     found = cycles(read_run(_write(tmp_path / "run", 4, ONE_ROW | AHEAD, max_staleness=1)))
     assert shares(found)["train"] == pytest.approx(24 / (4 * 10 + 3 * 3 + 0.5))
     assert sum(shares(found).values()) == pytest.approx(1)
-    assert hidden(found) == pytest.approx(0.75 * 7 / (0.75 * 7 + 2))
-    assert shares([]) == {} and hidden([]) is None
+    assert hidden_share(found) == pytest.approx(0.75 * 7 / (0.75 * 7 + 2))
+    assert shares([]) == {} and hidden_share([]) is None
 
 
 def test_a_synchronous_run_takes_turns(tmp_path: Path) -> None:

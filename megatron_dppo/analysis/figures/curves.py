@@ -155,7 +155,7 @@ def _draw_last_interval(axes: Axes, curve: Curve, own: Mapping[str, Any], place:
     axes.plot([x, x], [curve.low[-1], curve.high[-1]], color=own["color"], linewidth=2, gid="interval")
 
 
-def seeds_said(lines: Sequence[AlgorithmLine]) -> list[str]:
+def describe_seeds(lines: Sequence[AlgorithmLine]) -> list[str]:
     """Return a caption's sentences on each line: its runs and their seeds."""
     found: list[str] = []
     for line in lines:
@@ -186,7 +186,7 @@ def _lacking(panels: Sequence[CurvePanel]) -> Iterator[str]:
             yield f"Without {panel.title}, which was not measured: {', '.join(without)}."
 
 
-def reading_said(panels: Sequence[CurvePanel]) -> list[str]:
+def describe_reading(panels: Sequence[CurvePanel]) -> list[str]:
     """Return a caption's sentences on means, intervals and smoothing in these panels."""
     curves = [(panel, curve) for panel in panels for _, _, curve in panel.curves]
     said: list[str] = [*_lacking(panels)]
@@ -251,7 +251,7 @@ def six(experiment: Experiment) -> list[CurvePanel]:
     return [*plain(lines, REWARD), *scores(lines), *plain(lines, MISMATCH, LENGTH, ENTROPY)]
 
 
-def narrowed(
+def keep_lines(
     experiments: Iterable[Experiment],
     keeps: Callable[[AlgorithmLine], bool],
     shows: Callable[[AlgorithmLine], bool],
@@ -306,13 +306,13 @@ def one_figure(
     drawn = curve_panels(panels)
     if not drawn:
         return NOTHING_YET
-    caption = [*notes, *reading_said(panels)]
+    caption = [*notes, *describe_reading(panels)]
     if any(panel.metric == MISMATCH[1] for panel in panels):
         caption.append(_FIRST_STEP)
     for experiment in experiments:
         if experiment.settings:
             caption.append(f"Settings of {experiment.label}: {experiment.settings}.")
-        caption += seeds_said(experiment.lines)
+        caption += describe_seeds(experiment.lines)
     lines = [line for experiment in experiments for line in experiment.lines]
     runs = tuple(name for line in lines for name in (*(run.name for run in line.runs), *line.left_out))
     return [Drawing(kind.name, kind.paper, title, drawn, caption, columns, runs=runs)]

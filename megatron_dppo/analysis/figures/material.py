@@ -25,7 +25,7 @@ from megatron_dppo.analysis.lines import (
     places_of_equal,
     seed_of,
 )
-from megatron_dppo.analysis.token_files import listed_rollouts
+from megatron_dppo.analysis.token_files import list_files
 from megatron_dppo.config.settings import shown
 from megatron_dppo.data.batches.kept_batches import group_files, kept_rollouts, read_share
 from megatron_dppo.errors import DataError
@@ -162,7 +162,7 @@ def read_curves(paths: Sequence[Path]) -> list[RunCurves]:
         points |= {curve: over_clipped_tokens(run, name) for curve, name in CLIPPED.items()}
         bare = replace(run, steps=(), rollouts=(), evaluations=())
         curves = {metric: known for metric, known in points.items() if known[0]}
-        found.append(RunCurves(bare, path.name, objective_of(run), curves, listed_rollouts(run)))
+        found.append(RunCurves(bare, path.name, objective_of(run), curves, list_files(run)))
     names = folder_names([each.run for each in found])
     return [replace(each, name=name) for each, name in zip(found, names, strict=True)]
 

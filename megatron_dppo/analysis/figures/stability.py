@@ -14,7 +14,7 @@ from megatron_dppo.analysis.figures.curves import (
     REWARD,
     CurvePanel,
     extremes,
-    narrowed,
+    keep_lines,
     per_experiment,
     plain,
     score_of_paper,
@@ -73,7 +73,7 @@ def draw_anchor(kind: Kind, material: Material) -> list[Drawing] | Lacking:
             "no two runs have the same trust region around the rollout's and around recomputed log-probs",
             "train dppo_binary_kl and dppo_binary_kl_decoupled, or grpo_clip_higher and minirl",
         )
-    of_divergence = narrowed(pairs, _is_divergence, _is_divergence)
+    of_divergence = keep_lines(pairs, _is_divergence, _is_divergence)
     return per_experiment(
         kind,
         of_divergence or pairs,
@@ -108,7 +108,7 @@ def draw_bad_updates(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     notes = [
         "Bad updates: tokens with A < 0 and mu - pi of at least 0.5, of all learning tokens; masked ones count."
     ]
-    experiments = narrowed(
+    experiments = keep_lines(
         material.experiments, _is_minimal_or_unmasked, lambda line: line.objective.rule == "negative"
     )
     if not experiments:
@@ -130,7 +130,7 @@ def _is_minimal_or_unmasked(line: AlgorithmLine) -> bool:
 
 def draw_relaxation_threshold(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     """Draw Figure 6: both sides of the clip lifted for ever more tokens, and the tokens still clipped."""
-    experiments = narrowed(
+    experiments = keep_lines(
         material.experiments, _is_clip_or_relaxed_both, lambda line: line.objective.relax == "both"
     )
     if not experiments:
@@ -172,7 +172,7 @@ def draw_relaxation_side(kind: Kind, material: Material) -> list[Drawing] | Lack
     def is_one_sided(line: AlgorithmLine) -> bool:
         return line.objective.relax in ("high", "low")
 
-    experiments = [_of_equal_alpha(e) for e in narrowed(material.experiments, is_clip, is_one_sided)]
+    experiments = [_of_equal_alpha(e) for e in keep_lines(material.experiments, is_clip, is_one_sided)]
     if not experiments:
         return Lacking(
             "no run relaxes one side of the clip",

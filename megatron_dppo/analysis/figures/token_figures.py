@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -107,7 +108,7 @@ def limits(values: np.ndarray, of_paper: tuple[float, float]) -> tuple[float, fl
     return min(low, float(quantiles[0])), max(high, float(quantiles[1]))
 
 
-def drawn_tokens(pairs: TokenPairs) -> tuple[np.ndarray, np.ndarray]:
+def sample_tokens(pairs: TokenPairs) -> tuple[np.ndarray, np.ndarray]:
     """Return a sample of log mu and log pi, [at most MOST_TOKENS] each; the same tokens each time."""
     size = pairs.log_mu.size
     if size <= MOST_TOKENS:
@@ -121,7 +122,7 @@ def _panels_of_rows(of: Sequence[TokenPairs], *, is_mu_logarithmic: bool) -> lis
     of_ratio, of_difference = _axes(of)
     panels: list[Callable[[Axes], None]] = []
     for pairs in of:
-        log_mu, log_pi = drawn_tokens(pairs)
+        log_mu, log_pi = sample_tokens(pairs)
         ratio, difference = _values(replace(pairs, log_mu=log_mu, log_pi=log_pi))
         for title, y_label, values, ends, preset in (
             ("ratio", "π / μ", ratio, of_ratio, "grpo_clip_higher"),
@@ -243,7 +244,7 @@ def draw_mask_regions(kind: Kind, material: Material) -> list[Drawing] | Lacking
     if not objectives:
         return Lacking("no run has a mask that π and μ of a token decide", "train grpo or dppo_binary_tv")
     labels = [_label(objective, objectives) for objective in objectives]
-    rows = (_surrogate, _linear, _logarithmic)
+    rows = (_surrogate, partial(_plane, is_logarithmic=False), partial(_plane, is_logarithmic=True))
     return [
         Drawing(
             name=kind.name,
@@ -289,7 +290,7 @@ def _label(objective: Objective, among: Sequence[Objective]) -> str:
     return objective_label(objective, [o for o in among if o.name == objective.name])
 
 
-def kept(objective: Objective, mu: np.ndarray, pi: np.ndarray, advantage: float) -> np.ndarray:
+def evaluate_mask(objective: Objective, mu: np.ndarray, pi: np.ndarray, advantage: float) -> np.ndarray:
     """Return M of single tokens with these probabilities, bool of their shape."""
     log_mu, log_pi = (torch.from_numpy(np.log(values)).flatten() for values in np.broadcast_arrays(mu, pi))
     inputs = PolicyLossInputs(log_pi, log_mu, torch.full_like(log_pi, advantage))
@@ -300,7 +301,7 @@ def region(objective: Objective, *, is_logarithmic: bool) -> Region:
     """Return the region in which the objective's mask drops a token."""
     space = np.geomspace if is_logarithmic else np.linspace
     mu = pi = space(_RAREST, 1 - 1e-6, NUM_POINTS)
-    positive, negative = (~kept(objective, mu[None, :], pi[:, None], sign) for sign in (1.0, -1.0))
+    positive, negative = (~evaluate_mask(objective, mu[None, :], pi[:, None], sign) for sign in (1.0, -1.0))
     return Region(mu, pi, positive, negative)
 
 
@@ -308,7 +309,7 @@ def surrogate(objective: Objective, mu: float, advantage: float) -> tuple[np.nda
     """Return ratios, and the integral of M A from ratio 1 on: PPO's clipped objective, less its value there."""
     ratio = np.linspace(0.0, min(LARGEST_RATIO, 1 / mu), 2 * NUM_POINTS + 1)
     middle = (ratio[1:] + ratio[:-1]) / 2
-    slope = advantage * kept(objective, np.full_like(middle, mu), mu * middle, advantage)
+    slope = advantage * evaluate_mask(objective, np.full_like(middle, mu), mu * middle, advantage)
     value = np.concatenate([[0.0], np.cumsum(slope * np.diff(ratio))])
     return ratio, value - np.interp(1.0, ratio, value)
 
@@ -326,14 +327,6 @@ def _surrogate(objective: Objective, label: str) -> Callable[[Axes], None]:
         axes.set_ylim(-1.1, 1.1)  # of all alike: ratios go from 0 to 2
 
     return panel
-
-
-def _linear(objective: Objective, label: str) -> Callable[[Axes], None]:
-    return _plane(objective, label, is_logarithmic=False)
-
-
-def _logarithmic(objective: Objective, label: str) -> Callable[[Axes], None]:
-    return _plane(objective, label, is_logarithmic=True)
 
 
 def _plane(objective: Objective, label: str, *, is_logarithmic: bool) -> Callable[[Axes], None]:

@@ -33,8 +33,8 @@ from megatron_dppo.metrics.engine_comparison import (
     MeasuredResponse,
     Routes,
     are_of_other_weights,
-    measured_responses,
     pairs,
+    split_responses,
     token_statistics,
 )
 from megatron_dppo.metrics.metrics import Metrics
@@ -181,7 +181,7 @@ def measure(config: Config, runtime: Runtime, *, is_pushing: bool = False) -> Me
     del groups
     kinds: list[Routes] = ["live"] if config.rollout.routing_replay == "off" else ["live", "replayed"]
     with timer.time("forward"):
-        responses, agreement = _forwarded(actor, steps, kinds, runtime)
+        responses, agreement = _forward_all(actor, steps, kinds, runtime)
     statistics: dict[Routes, Mapping[str, float]] = {
         routes: token_statistics(responses, routes) | agreement[routes] for routes in kinds
     }
@@ -215,7 +215,7 @@ def _steps(groups: list[SampleGroup], config: Config, actor: Actor) -> list[Trai
     return gradient_steps(groups, 0, config, actor.data_parallel, routing=routing)[0]
 
 
-def _forwarded(
+def _forward_all(
     actor: Actor, steps: list[TrainBatch], kinds: list[Routes], runtime: Runtime
 ) -> tuple[list[MeasuredResponse], dict[Routes, dict[str, float]]]:
     """Gather all ranks' responses, and the routers' agreement, for each way of forwarding them."""
@@ -229,7 +229,7 @@ def _forwarded(
         if speaks_for_its_group():
             for index, microbatch in enumerate(step.microbatches):
                 of_microbatch: dict[Routes, Tensor] = {routes: columns[routes][index] for routes in kinds}
-                own += measured_responses(microbatch, of_microbatch)
+                own += split_responses(microbatch, of_microbatch)
     responses = [response for several in runtime.all_gather(own) for response in several]
     responses.sort(key=lambda response: (response.prompt.tolist(), response.tokens.tolist()))
     agreement: dict[Routes, dict[str, float]] = {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Literal
 
@@ -34,7 +35,7 @@ from megatron_dppo.analysis.report.diagnostics import (
     warnings_of,
     why_not_comparable,
 )
-from megatron_dppo.analysis.report.summary import LAST
+from megatron_dppo.analysis.report.summary import LAST, format_number
 from megatron_dppo.config.effects import may_change
 from megatron_dppo.run_folder.reader import Run
 
@@ -46,6 +47,7 @@ MIN_ROLLOUTS = 2 * LAST  # else the closing mean still holds what a run began wi
 SAME = 0.01  # a smaller relative difference is none
 MOST_COMPARISONS = 3  # settings besides the first; with more, only decided findings are shown
 MOST_PLACES = 4  # rollouts named for one alarm
+_percent, _count = (partial(format_number, style=style) for style in ("share", "count"))
 _PAIRED = ("mismatch_live/num_tokens", "mismatch_live/kl_k3", "mismatch_replayed/kl_k3")
 
 
@@ -347,14 +349,6 @@ def _fraction(value: float) -> str:
 def _small(value: float) -> str:
     text = f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.2g}"
     return text.replace("e-0", "e-")
-
-
-def _percent(value: float) -> str:
-    return f"{value:.2%}".replace("%", " %")
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}".replace(",", "\N{NARROW NO-BREAK SPACE}")
 
 
 def _with_minus(text: str) -> str:

@@ -144,7 +144,7 @@ def busy_in_training(of: Sequence[Cycle]) -> float | None:
     return _mean((cycle.busy, cycle.training_s) for cycle in of)
 
 
-def hidden(of: Sequence[Cycle]) -> float | None:
+def hidden_share(of: Sequence[Cycle]) -> float | None:
     """Return the share of generation's time that overlapped training, or `None` if unknown."""
     known = [cycle for cycle in of if cycle.busy is not None]
     beside = sum(cycle.busy * cycle.training_s for cycle in known if cycle.busy is not None)
@@ -166,7 +166,7 @@ def sentence(run: Run) -> str:
         texts["push"] += f" ({_percent(hold)} until nothing was on its way)"
     order: tuple[Phase, ...] = ("train", "rollout", "push", "evaluation", "checkpoint", "other")
     first, *others = [texts[phase] for phase in order if phase in texts]
-    parts = [f"The trainer spent {_listed([first.replace(' %', ' % of its time', 1), *others])}."]
+    parts = [f"The trainer spent {_enumerate([first.replace(' %', ' % of its time', 1), *others])}."]
     mean = _mean((cycle.age_mean, 1.0) for cycle in found)
     largest = max((cycle.age_max for cycle in found if cycle.age_max is not None), default=None)
     if mean is not None and largest is not None:
@@ -177,7 +177,7 @@ def sentence(run: Run) -> str:
 def _overlap(run: Run, found: Sequence[Cycle]) -> str:
     if not run.option("rollout.max_staleness"):
         return "Generation and training took turns (rollout.max_staleness = 0)."
-    busy, share = busy_in_training(found), hidden(found)
+    busy, share = busy_in_training(found), hidden_share(found)
     if busy is None or share is None:
         return "How much generation overlapped training is not in its rows."
     requests = _mean((cycle.requests, cycle.training_s) for cycle in found)
@@ -197,7 +197,7 @@ def why_absent(run: Run) -> str:
     return "its rows in metrics.jsonl have no time/rollout_s and time/train_s"
 
 
-def binned(of: Sequence[Cycle], num: int) -> list[Sequence[Cycle]]:
+def split_cycles(of: Sequence[Cycle], num: int) -> list[Sequence[Cycle]]:
     """Return at most `num` runs of successive cycles, all of one length but the last."""
     length = max(-(-len(of) // num), 1)
     return [of[start : start + length] for start in range(0, len(of), length)]
@@ -214,7 +214,7 @@ def _percent(share: float) -> str:
     return f"{value:.1f} %" if 0 < value < 9.95 else f"{value:.0f} %"
 
 
-def _listed(texts: Sequence[str]) -> str:
+def _enumerate(texts: Sequence[str]) -> str:
     *most, last = texts
     return f"{', '.join(most)} and {last}" if most else last
 
@@ -351,7 +351,7 @@ def _load(cycle: Cycle) -> str:
 
 def _bars_of_shares(of: Sequence[Cycle]) -> Iterator[Trace]:
     """Yield each phase's share of the time as a stack of bars over rollouts, and servers' share of training."""
-    bins = binned(of, BINS)
+    bins = split_cycles(of, BINS)
     places = [(part[0].rollout + part[-1].rollout) / 2 + 1 for part in bins]
     widths = [part[-1].rollout - part[0].rollout + 1 for part in bins]
     stacks = [shares(part) for part in bins]

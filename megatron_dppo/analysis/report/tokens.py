@@ -14,7 +14,7 @@ from megatron_dppo.algorithms import PRESETS
 from megatron_dppo.analysis.token_files import (
     ClippedRow,
     TokenList,
-    listed_rollouts,
+    list_files,
     read_list,
     rollouts_to_show,
     step_files,
@@ -46,7 +46,7 @@ def token_lists(
         DataError: A file of the list has the wrong format.
     """
     shown: list[dict[str, Any]] = []
-    listed = {name: listed_rollouts(run) for run, name in zip(runs, names, strict=True)}
+    listed = {name: list_files(run) for run, name in zip(runs, names, strict=True)}
     rollouts = rollouts_to_show(listed, tokens_at)
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         if name not in rollouts:
@@ -88,21 +88,21 @@ def _total(rows: Sequence[ClippedRow]) -> int:
 
 
 def _list_row(row: ClippedRow) -> list[Any]:
-    means = [rounded(row.means[name]) for name in MEANS]
-    return [visible(row.token), row.token_id, row.count, rounded(row.share), *means]
+    means = [round_to_table(row.means[name]) for name in MEANS]
+    return [make_visible(row.token), row.token_id, row.count, round_to_table(row.share), *means]
 
 
-def rounded(value: float) -> float | None:
+def round_to_table(value: float) -> float | None:
     """Round to four digits, for a table; None for values that are not finite."""
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
-def visible(text: str) -> str:
+def make_visible(text: str) -> str:
     """Return a token with its white space as signs, and invisible characters as their code points."""
     return "".join(map(_sign, text)) or "⟨empty⟩"
 
 
-def readable(text: str) -> str:
+def make_readable(text: str) -> str:
     """Return text around a token: white space stays, line ends get a sign, the rest is as in `visible`."""
     return "".join("↵\n" if char == "\n" else char if char in " \t" else _sign(char) for char in text)
 
@@ -134,9 +134,21 @@ def farthest(run: Run, beside: Path, rollout: int) -> list[dict[str, Any]]:
     found = [row for place, step in enumerate(steps, 1) if step in files for row in _rows(place, files[step])]
     found.sort(key=lambda row: (-float(row["divergence"]), row["step"], row["sample"], row["position"]))
     kept = [row for sign in SIGNS for row in [row for row in found if row["sign"] == sign][:FARTHEST]]
-    samples = _Samples(run.path / "samples", beside)
-    samples.find(kept)
-    return [_excerpt(row) | samples.place(row) for row in kept]
+    folder = run.path / "samples"
+    samples = _find_samples(folder, kept)
+    shown: list[dict[str, Any]] = []
+    for row in kept:
+        shown.append(_excerpt(row))
+        if (row["rollout"], row["sample"]) in samples:
+            line, prompt_length = samples[row["rollout"], row["sample"]]
+            file = _samples_file(folder, row["rollout"])
+            shown[-1] |= {
+                "link": quote(os.path.relpath(file.resolve(), beside.resolve())),
+                "file": f"{folder.name}/{file.name}",
+                "line": line,
+                "place": row["position"] - prompt_length + 1,  # in the response, from 1
+            }
+    return shown
 
 
 def _rows(step: int, file: Path) -> list[dict[str, Any]]:
@@ -157,48 +169,30 @@ def _rows(step: int, file: Path) -> list[dict[str, Any]]:
 def _excerpt(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "sign": row["sign"],
-        "before": ("… " if row["position"] > TOKENS_BEFORE else "") + readable(row["before"]),
-        "token": visible(row["token"]),
-        "after": readable(row["after"]),
+        "before": ("… " if row["position"] > TOKENS_BEFORE else "") + make_readable(row["before"]),
+        "token": make_visible(row["token"]),
+        "after": make_readable(row["after"]),
         **{name: row[name] for name in ("sample", "position")},
         "step": row["step"],
         "rollout": row["rollout"] + 1,
-        **{name: rounded(row[name]) for name in _NUMBERS},
+        **{name: round_to_table(row[name]) for name in _NUMBERS},
     }
 
 
-class _Samples:
-    """Index of the responses in `samples/`."""
+def _find_samples(folder: Path, rows: Iterable[Mapping[str, Any]]) -> dict[tuple[int, str], tuple[int, int]]:
+    """Return line and prompt length of the rows' samples in `samples/`, by rollout and id."""
+    wanted: dict[int, set[str]] = {}
+    for row in rows:
+        wanted.setdefault(row["rollout"], set()).add(row["sample"])
+    found: dict[tuple[int, str], tuple[int, int]] = {}
+    for rollout, ids in wanted.items():
+        file = _samples_file(folder, rollout)
+        for number, sample in read_jsonl(file) if file.is_file() else ():
+            values: dict[str, Any] = sample
+            if values.get("id") in ids:
+                found[rollout, values["id"]] = number, int(values.get("prompt_length", 0))
+    return found
 
-    def __init__(self, folder: Path, beside: Path) -> None:
-        self._folder, self._beside = folder, beside
-        self._lines: dict[tuple[int, str], tuple[int, int]] = {}  # line and prompt length
 
-    def find(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Read the existing files of the rows' rollouts."""
-        wanted: dict[int, set[str]] = {}
-        for row in rows:
-            wanted.setdefault(row["rollout"], set()).add(row["sample"])
-        for rollout, ids in wanted.items():
-            file = self._file(rollout)
-            for number, sample in read_jsonl(file) if file.is_file() else ():
-                values: dict[str, Any] = sample
-                if values.get("id") in ids:
-                    self._lines[rollout, values["id"]] = number, int(values.get("prompt_length", 0))
-
-    def place(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a link, the line, and the token's place in the response from 1; empty without such a line."""
-        found = self._lines.get((row["rollout"], row["sample"]))
-        if found is None:
-            return {}
-        file, (line, prompt_length) = self._file(row["rollout"]), found
-        link = quote(os.path.relpath(file.resolve(), self._beside.resolve()))
-        return {
-            "link": link,
-            "file": f"{self._folder.name}/{file.name}",
-            "line": line,
-            "place": row["position"] - prompt_length + 1,
-        }
-
-    def _file(self, rollout: int) -> Path:
-        return self._folder / f"rollout_{rollout:06d}.jsonl"
+def _samples_file(folder: Path, rollout: int) -> Path:
+    return folder / f"rollout_{rollout:06d}.jsonl"

@@ -67,7 +67,7 @@ def answer(config: Config, question: Question, runtime: Runtime) -> dict[str, An
     columns = _columns(actor, steps, kinds, "forward", runtime, has_score_norms=True)
     own = _learning(steps, numbers, columns, old, kinds)
     parts = [part for of_rank in runtime.all_gather(own) for part in of_rank]
-    tokens: TokensByRoutes = {routes: _joined([part[routes] for part in parts]) for routes in kinds}
+    tokens: TokensByRoutes = {routes: _concatenate([part[routes] for part in parts]) for routes in kinds}
     rows, agreement = evaluate_variants(question.variants, tokens)
     return {
         "run": str(question.run),
@@ -165,7 +165,7 @@ def learning_lengths(m: Microbatch) -> Tensor:
     return before[m.cu_seqlens.long()].diff()
 
 
-def _joined(parts: Sequence[Any]) -> Any:
+def _concatenate(parts: Sequence[Any]) -> Any:
     """Concatenate records of tokens field by field, without fields that one of them lacks."""
     values: dict[str, Any] = {}
     for field in fields(parts[0]):
@@ -173,7 +173,7 @@ def _joined(parts: Sequence[Any]) -> Any:
         if any(value is None for value in own):
             values[field.name] = None
         else:
-            values[field.name] = torch.cat(own) if isinstance(own[0], Tensor) else _joined(own)
+            values[field.name] = torch.cat(own) if isinstance(own[0], Tensor) else _concatenate(own)
     return replace(parts[0], **values)
 
 

@@ -238,7 +238,7 @@ def evaluate_variants(
             weights.append(updates.weight)
             row: dict[str, Any] = {"variant": variant.name, "preset": variant.preset, **variant.fields}
             row |= {"routes": routes} | bench.figures(objective, updates, weights[0])
-            rows.append(row | {"threshold": described_threshold(objective)} | sensitivity(objective, of_routes))
+            rows.append(row | {"threshold": describe_threshold(objective)} | sensitivity(objective, of_routes))
         pairs[routes] = agreement(weights, of_routes.inputs.advantages != 0)
     return rows, pairs
 
@@ -248,7 +248,7 @@ def sensitivity(objective: Objective, tokens: PolicyTokens) -> dict[str, Any]:
 
     Empty if the rule has no threshold.
     """
-    scaled = {str(factor): with_scaled_threshold(objective, factor) for factor in FACTORS}
+    scaled = {str(factor): scale_threshold(objective, factor) for factor in FACTORS}
     objectives = {name: each for name, each in scaled.items() if each is not None}
     acts = tokens.inputs.advantages != 0
     weights = shadow_weights(objectives, tokens.inputs) if objectives else {}
@@ -305,7 +305,7 @@ def main_thresholds(objective: Objective) -> dict[str, float]:
     return found if any(math.isfinite(value) for value in found.values()) else {}
 
 
-def with_scaled_threshold(objective: Objective, factor: float) -> Objective | None:
+def scale_threshold(objective: Objective, factor: float) -> Objective | None:
     """Return the objective with its main threshold multiplied by a factor, or `None` without a threshold."""
     found = main_thresholds(objective)
     if not found:
@@ -317,7 +317,7 @@ def with_scaled_threshold(objective: Objective, factor: float) -> Objective | No
     return replace(objective, own=replace(objective.own, options=options))
 
 
-def described_threshold(objective: Objective) -> str:
+def describe_threshold(objective: Objective) -> str:
     """Return the main threshold in words: "delta 0.2", "eps_low 0.2, eps_high 0.28", or nothing."""
     found = main_thresholds(objective)
     if len(found) == 2 and found.keys() == set(_DELTAS) and len(set(found.values())) == 1:

@@ -300,14 +300,14 @@ def variants(
         otherwise = "Name a field that one of the presets uses; an own rule's option is rule_options.NAME."
         key = "--sweep" if unused[0] in sweeps else "--rule-options"
         raise ConfigError(Problem(key, found, known, did_you_mean(unused[0], fields, otherwise)))
-    found = list(_swept(chosen, sweeps))
+    found = list(_sweep(chosen, sweeps))
     for variant in found:
         _ = variant.objective  # raises if a value is out of range
     own = base.objective
     return [base, *(variant for variant in found if replace(variant.objective, name=own.name) != own)]
 
 
-def _swept(chosen: Sequence[Variant], sweeps: Mapping[str, Sequence[Value]]) -> Iterator[Variant]:
+def _sweep(chosen: Sequence[Variant], sweeps: Mapping[str, Sequence[Value]]) -> Iterator[Variant]:
     for variant in chosen:
         own = {name: values for name, values in sweeps.items() if variant.uses(name)}
         for values in itertools.product(*own.values()):

@@ -74,10 +74,16 @@ def places_of_equal(settings: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     return list(groups.values())
 
 
-def lines_of(runs: Sequence[Run], names: Sequence[str]) -> list[Line]:
-    """Return the lines in their runs' order, named by what differs, else by their runs without seeds."""
+def lines_of(runs: Sequence[Run], names: Sequence[str], longest: float = LONGEST_NAME) -> list[Line]:
+    """Return the lines in their runs' order, named by what differs, else by their runs without seeds.
+
+    Args:
+        runs: Runs.
+        names: Their names.
+        longest: Most characters of a label that lists what differs.
+    """
     settings = [experiment_of(run) for run in runs]
-    groups, labels = places_of_equal(settings), setting_labels(settings)
+    groups, labels = places_of_equal(settings), setting_labels(settings, longest)
     if len(groups) == 1:
         found = ["all runs"]
     elif labels is not None:
@@ -119,8 +125,8 @@ def run_names(runs: Sequence[Run]) -> list[str]:
     return names if len(set(names)) == len(names) else folders
 
 
-def setting_labels(settings: Sequence[Mapping[str, Any]]) -> list[str] | None:
-    """Return the values of the settings that differ, in words; empty if none does, None if they are long."""
+def setting_labels(settings: Sequence[Mapping[str, Any]], longest: float = LONGEST_NAME) -> list[str] | None:
+    """Return the values of the settings that differ, in words; empty if none does, None if they are longer."""
     keys = differing_keys(settings)
     if not keys:
         return ["" for _ in settings]
@@ -133,7 +139,7 @@ def setting_labels(settings: Sequence[Mapping[str, Any]]) -> list[str] | None:
     labels = [", ".join(parts) for parts in zip(*columns, strict=True)]
     different = {tuple(shown(own.get(key)) for key in keys) for own in settings}
     is_distinct = len(set(labels)) == len(different)
-    return labels if is_distinct and max(map(len, labels)) <= LONGEST_NAME else None
+    return labels if is_distinct and max(map(len, labels)) <= longest else None
 
 
 def _r3(value: Any, values: Sequence[Any]) -> str:

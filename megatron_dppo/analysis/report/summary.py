@@ -205,7 +205,7 @@ def seed_tables(runs: Sequence[Run], names: Sequence[str]) -> dict[str, Any] | N
 
     Both are over the rollouts that all runs have. A row has a `label`, and `cells` in the order of `columns`.
     """
-    lines = lines_of(up_to_shared(runs), names)
+    lines = lines_of(up_to_shared(runs), names, longest=math.inf)
     if max((len(line.by_seed) for line in lines), default=0) < MIN_PAIRS:
         return None
     known = [(line.label, {seed: summary(run) for seed, run in line.by_seed.items()}) for line in lines]

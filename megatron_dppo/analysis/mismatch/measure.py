@@ -44,7 +44,7 @@ from megatron_dppo.run.session import joined_processes
 from megatron_dppo.run_folder.lock import locked
 from megatron_dppo.runtime.full_disk import full_disk_explained
 from megatron_dppo.runtime.process import Runtime, Stopwatch
-from megatron_dppo.types import SampleGroup, TrainBatch
+from megatron_dppo.types import TrainBatch
 
 logger = logging.getLogger(__name__)
 
@@ -177,9 +177,12 @@ def measure(config: Config, runtime: Runtime, *, is_pushing: bool = False) -> Me
         groups, own_counts = rollouts.next(0)
     counts = _require_responses(own_counts, config, runtime)
     logger.info("%d tokens in %.1f s", counts.num_response_tokens, timer.seconds["rollout"])
-    steps = _steps(with_advantages(groups, normalize_std=False), config, actor)
+    has_routes = config.rollout.routing_replay != "off"
+    groups = with_advantages(groups, normalize_std=False)
+    routing = actor.routing if has_routes else None
+    steps, *_ = gradient_steps(groups, 0, config, actor.data_parallel, routing=routing)
     del groups
-    kinds: list[Routes] = ["live"] if config.rollout.routing_replay == "off" else ["live", "replayed"]
+    kinds: list[Routes] = ["live", "replayed"] if has_routes else ["live"]
     with timer.time("forward"):
         responses, agreement = _forward_all(actor, steps, kinds, runtime)
     statistics: dict[Routes, Mapping[str, float]] = {
@@ -208,11 +211,6 @@ def _require_responses(own: RolloutCounts, config: Config, runtime: Runtime) -> 
             "it, or measure more prompts."
         )
     return counts
-
-
-def _steps(groups: list[SampleGroup], config: Config, actor: Actor) -> list[TrainBatch]:
-    routing = actor.routing if config.rollout.routing_replay != "off" else None
-    return gradient_steps(groups, 0, config, actor.data_parallel, routing=routing)[0]
 
 
 def _forward_all(

@@ -67,6 +67,16 @@ def num_roll_backs(run: Run) -> int:
     return int(max((row.values.get("alarms/roll_backs", 0.0) for row in run.rollouts), default=0.0))
 
 
+def unfinished(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
+    """Return a sentence on each run that has fewer rollouts than planned."""
+    planned = [run.option("run.num_rollouts") for run in runs]
+    return [
+        f"{name} has {len(run.rollouts)} of {num} rollouts: it is still running, or it stopped."
+        for run, name, num in zip(runs, names, planned, strict=True)
+        if isinstance(num, int) and len(run.rollouts) < num
+    ]
+
+
 def alarm_table(runs: Sequence[Run]) -> list[dict[str, object]]:
     """Return the run's place and the alarm, in the order of runs and rollouts."""
     return [{"run": place, "alarm": alarm} for place, run in enumerate(runs) for alarm in alarms_of(run)]

@@ -32,10 +32,11 @@ from megatron_dppo.analysis.report.diagnostics import (
     num_roll_backs,
     num_skipped_steps,
     sampling_advice,
+    unfinished,
     warnings_of,
     why_not_comparable,
 )
-from megatron_dppo.analysis.report.summary import LAST, format_number
+from megatron_dppo.analysis.report.summary import LAST, format_number, paired_rows
 from megatron_dppo.config.effects import may_change
 from megatron_dppo.run_folder.reader import Run
 
@@ -48,7 +49,6 @@ SAME = 0.01  # a smaller relative difference is none
 MOST_COMPARISONS = 3  # settings besides the first; with more, only decided findings are shown
 MOST_PLACES = 4  # rollouts named for one alarm
 _percent, _count = (partial(format_number, style=style) for style in ("share", "count"))
-_PAIRED = ("mismatch_live/num_tokens", "mismatch_live/kl_k3", "mismatch_replayed/kl_k3")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def findings(runs: Sequence[Run], names: Sequence[str]) -> list[Finding]:
         *_warnings(finished, labels),
         *_stability(finished, labels),
         *_speed(finished, labels),
-        *_unfinished(finished, labels),
+        *(Finding("length of the run", text, "note") for text in unfinished(finished, labels)),
     ]
 
 
@@ -94,13 +94,13 @@ def incomparable_keys(runs: Sequence[Run]) -> list[str]:
 
 def _routing_replay(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]:
     """Yield what R3 does, or would do, to the KL of the same tokens: of all runs together, else of each."""
-    having = [(run, name) for run, name in zip(runs, names, strict=True) if _paired_rows(run)]
+    having = [(run, name) for run, name in zip(runs, names, strict=True) if paired_rows(run)]
     if not having:
         return
     together = not incomparable_keys([run for run, _ in having])
     groups = [having] if together else [[one] for one in having]
     for group in groups:
-        rows = [row for run, _ in group for row in _paired_rows(run)]
+        rows = [row for run, _ in group for row in paired_rows(run)]
         where = f"{len(rows)} forwards" + (f" of {len(group)} runs" if len(group) > 1 else "")
         found = pooled_change(*zip(*rows, strict=True))
         if math.isnan(found.change):
@@ -126,11 +126,6 @@ def _routing_replay(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Findi
                 interval += "; no run replayed" if len(group) > 1 else "; the run did not replay"
             text = f"R3 {word} {change} by {amount} ({where}, 95 % interval {interval})."
             yield Finding("mismatch", text, "decided")
-
-
-def _paired_rows(run: Run) -> list[list[float]]:
-    rows = [[row.values.get(name, math.nan) for name in _PAIRED] for row in run.rollouts]
-    return [row for row in rows if all(map(math.isfinite, row)) and row[0] > 0]
 
 
 def _comparisons(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]:
@@ -296,14 +291,6 @@ def _places(raised: Sequence[Alarm]) -> str:
         f"{', …' if len(places) > MOST_PLACES else ''}"
         for name, places in by_name.items()
     )
-
-
-def _unfinished(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]:
-    for run, name in zip(runs, names, strict=True):
-        planned = run.option("run.num_rollouts")
-        if isinstance(planned, int) and len(run.rollouts) < planned:
-            text = f"{name} has {len(run.rollouts)} of {planned} rollouts: it is still running, or it stopped."
-            yield Finding("length of the run", text, "note")
 
 
 def _closing(metric: str) -> Callable[[Run, int], float | None]:

@@ -17,6 +17,7 @@ Format = Literal["count", "fraction", "share", "number", "length", "change", "se
 LAST = 10  # rollouts in the closing mean: one rollout's reward is too noisy
 Summary = dict[str, float | None]
 MIN_PAIRS = 2
+_PAIRED = ("mismatch_live/num_tokens", "mismatch_live/kl_k3", "mismatch_replayed/kl_k3")
 _FIGURES: Mapping[str, str] = {  # keys of `summary` in the tables over seeds
     "reward_last": f"reward, last {LAST}",
     "response_length_last": f"response length, last {LAST}",
@@ -133,14 +134,18 @@ def up_to_shared(runs: Sequence[Run]) -> list[Run]:
     ]
 
 
+def paired_rows(run: Run) -> list[list[float]]:
+    """Return tokens, k3 with live routes, and k3 with replayed ones, for each rollout with both forwards."""
+    rows = [[row.values.get(name, math.nan) for name in _PAIRED] for row in run.rollouts]
+    return [row for row in rows if all(map(math.isfinite, row)) and row[0] > 0]
+
+
 def paired_kl_k3(run: Run) -> tuple[float | None, float | None, int]:
     """Return k3 with live and with replayed routes on the same tokens, pooled by tokens, and their number."""
-    names = ("mismatch_live/num_tokens", "mismatch_live/kl_k3", "mismatch_replayed/kl_k3")
-    rows = [[row.values[name] for name in names] for row in run.rollouts if all(n in row.values for n in names)]
-    rows = [row for row in rows if all(map(math.isfinite, row))]
-    num_tokens = sum(row[0] for row in rows)
-    if num_tokens == 0:
+    rows = paired_rows(run)
+    if not rows:
         return None, None, 0
+    num_tokens = sum(row[0] for row in rows)
     live, replayed = (sum(row[0] * row[column] for row in rows) / num_tokens for column in (1, 2))
     return live, replayed, int(num_tokens)
 

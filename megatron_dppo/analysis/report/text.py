@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean
 
 from megatron_dppo.analysis.lines import (
@@ -13,6 +12,7 @@ from megatron_dppo.analysis.lines import (
     over_rollouts,
     places_of_equal,
 )
+from megatron_dppo.analysis.report.diagnostics import unfinished
 from megatron_dppo.analysis.report.summary import LAST, paired_kl_k3, summary
 from megatron_dppo.config.settings import flat, shown
 from megatron_dppo.metrics.alarms import NOISE_LIMIT
@@ -25,22 +25,11 @@ BOOKKEEPING = (  # differ in every run, or say in words what another key holds
 )
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A config key, or a version, on which runs differ."""
-
-    key: str
-    values: tuple[str, ...]  # one per run
-
-
-def differences(runs: Sequence[Run]) -> list[Difference]:
-    """Return config keys and versions with different values across runs, without bookkeeping."""
+def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Return config keys and versions that differ, without bookkeeping, and each run's value."""
     of_runs = [flat(run.config) | flat(run.versions, "versions.") for run in runs]
-    return [
-        Difference(key, tuple(shown(values.get(key)) for values in of_runs))
-        for key in differing_keys(of_runs)
-        if key not in BOOKKEEPING
-    ]
+    keys = [key for key in differing_keys(of_runs) if key not in BOOKKEEPING]
+    return {key: [shown(values.get(key)) for values in of_runs] for key in keys}
 
 
 def changes_of(run: Run) -> list[str]:
@@ -117,13 +106,7 @@ def _seeds(runs: Sequence[Run]) -> str:
 
 
 def _lengths(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
-    texts: list[str] = []
-    for run, name in zip(runs, names, strict=True):
-        planned = run.option("run.num_rollouts")
-        if isinstance(planned, int) and len(run.rollouts) < planned:
-            texts.append(
-                f"{name} has {len(run.rollouts)} of {planned} rollouts: it is still running, or it stopped."
-            )
+    texts = unfinished(runs, names)
     counts = [len(run.rollouts) for run in runs]
     if min(counts) != max(counts):
         texts.append(
@@ -152,7 +135,7 @@ def _size(runs: Sequence[Run]) -> str:
 
 
 def _several_causes(runs: Sequence[Run]) -> list[str]:
-    keys = [row.key for row in differences(runs) if not row.key.startswith(WITHOUT_EFFECT)]
+    keys = [key for key in differences(runs) if not key.startswith(WITHOUT_EFFECT)]
     if len(keys) < 2:
         return []
     return [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 from megatron_dppo.analysis.report.plots import Section, Trace, panel_title
@@ -34,6 +35,14 @@ MOST_RUNS = 4  # that are drawn; of more, the sentences stand alone
 GENERATION, BUSY = "generation", "busy"  # names of their colours; a phase's is the phase
 _TRAINER_LANE, _GENERATION_LANE, _THICK = 1, 0, 0.8
 _LANES_HEIGHT, _SHARES_HEIGHT, _GAP = 110, 150, 78  # pixels
+_LANE_AXIS = {
+    "range": [-0.5, 1.5],
+    "showgrid": False,
+    "zeroline": False,
+    "tickvals": [_GENERATION_LANE, _TRAINER_LANE],
+    "ticktext": ["generation", "trainer"],
+}
+_SHARE_AXIS = {"range": [0, 100], "nticks": 6}
 _MARGINS = {"l": 78, "r": 8, "t": 28, "b": 44}
 SECTION = Section(
     "time-line",
@@ -81,7 +90,8 @@ class Cycle:
 def cycles(run: Run) -> list[Cycle]:
     """Return the run's rollouts in order, with an evaluation after the last; empty without seconds in rows."""
     evaluated = {row.rollout: _seconds(row.values, "time/evaluation_s") for row in run.evaluations}
-    is_ahead, is_saving_inside = bool(run.option("rollout.max_staleness")), _saves_between_steps(run)
+    is_ahead = bool(run.option("rollout.max_staleness"))
+    is_saving_inside = bool(run.option("checkpoint.every_steps"))
     found = [
         _cycle(row.rollout, row.values, evaluated.pop(row.rollout, 0.0), is_ahead, is_saving_inside)
         for row in run.rollouts
@@ -115,10 +125,6 @@ def _cycle(
         age_mean=_finite(row, "rollout/staleness_mean"),
         age_max=_finite(row, "rollout/staleness_max"),
     )
-
-
-def _saves_between_steps(run: Run) -> bool:
-    return bool(run.option("checkpoint.every_steps"))
 
 
 def _seconds(row: Mapping[str, float], name: str) -> float:
@@ -197,12 +203,6 @@ def why_absent(run: Run) -> str:
     return "its rows in metrics.jsonl have no time/rollout_s and time/train_s"
 
 
-def split_cycles(of: Sequence[Cycle], num: int) -> list[Sequence[Cycle]]:
-    """Return at most `num` runs of successive cycles, all of one length but the last."""
-    length = max(-(-len(of) // num), 1)
-    return [of[start : start + length] for start in range(0, len(of), length)]
-
-
 def _mean(weighted: Iterable[tuple[float | None, float]]) -> float | None:
     known = [(value, weight) for value, weight in weighted if value is not None]
     total = sum(weight for _, weight in known)
@@ -271,8 +271,10 @@ def figure(drawn: Sequence[Sequence[Cycle]], names: Sequence[str]) -> dict[str, 
         traces = list(_lanes(last) if is_lanes else _bars_of_shares(of))
         data += [{**trace, "meta": index, "xaxis": f"x{axis}", "yaxis": f"y{axis}"} for trace in traces]
         title = f"last {len(last)} rollouts" if is_lanes else "% of the time, whole run"
-        layout[f"xaxis{axis}"] = _x_axis("seconds" if is_lanes else "rollout", f"y{axis}")
-        layout[f"yaxis{axis}"] = _lane_axis(f"x{axis}", domain) if is_lanes else _share_axis(f"x{axis}", domain)
+        x_title = {"text": "seconds" if is_lanes else "rollout", "font": {"size": 12}, "standoff": 6}
+        layout[f"xaxis{axis}"] = {"anchor": f"y{axis}", "title": x_title, "nticks": 9, "zeroline": False}
+        y_axis = _LANE_AXIS if is_lanes else _SHARE_AXIS
+        layout[f"yaxis{axis}"] = {"anchor": f"x{axis}", "domain": list(domain), **y_axis}
         layout["annotations"].append(panel_title(f"{who}{title}", domain[1]))
         top -= height + _GAP
     return {"data": data, "layout": layout}
@@ -310,14 +312,8 @@ def _lanes(of: Sequence[Cycle]) -> Iterator[Trace]:
 
 def _starts(of: Sequence[Cycle]) -> list[dict[Phase, float]]:
     """Return when each phase of each cycle begins, in seconds after the first."""
-    now, found = 0.0, list[dict[Phase, float]]()
-    for cycle in of:
-        at: dict[Phase, float] = {}
-        for phase in WORDS:
-            at[phase] = now
-            now += cycle.seconds[phase]
-        found.append(at)
-    return found
+    times = accumulate((cycle.seconds[phase] for cycle in of for phase in WORDS), initial=0.0)
+    return [dict(zip(WORDS, times, strict=False)) for _ in of]
 
 
 def _lane(
@@ -351,7 +347,8 @@ def _load(cycle: Cycle) -> str:
 
 def _bars_of_shares(of: Sequence[Cycle]) -> Iterator[Trace]:
     """Yield each phase's share of the time as a stack of bars over rollouts, and servers' share of training."""
-    bins = split_cycles(of, BINS)
+    length = max(-(-len(of) // BINS), 1)  # of successive cycles in one bar
+    bins = [of[start : start + length] for start in range(0, len(of), length)]
     places = [(part[0].rollout + part[-1].rollout) / 2 + 1 for part in bins]
     widths = [part[-1].rollout - part[0].rollout + 1 for part in bins]
     stacks = [shares(part) for part in bins]
@@ -381,26 +378,6 @@ def _bars_of_shares(of: Sequence[Cycle]) -> Iterator[Trace]:
             "marker": {"size": 4},
             "hovertemplate": "servers had requests for %{y:.3g} % of training<extra></extra>",
         }
-
-
-def _x_axis(title: str, anchor: str) -> dict[str, Any]:
-    text = {"text": title, "font": {"size": 12}, "standoff": 6}
-    return {"anchor": anchor, "title": text, "nticks": 9, "zeroline": False}
-
-
-def _lane_axis(anchor: str, domain: tuple[float, float]) -> dict[str, Any]:
-    lanes = {"tickvals": [_GENERATION_LANE, _TRAINER_LANE], "ticktext": ["generation", "trainer"]}
-    return {
-        "anchor": anchor,
-        "domain": list(domain),
-        "range": [-0.5, 1.5],
-        "showgrid": False,
-        "zeroline": False,
-    } | lanes
-
-
-def _share_axis(anchor: str, domain: tuple[float, float]) -> dict[str, Any]:
-    return {"anchor": anchor, "domain": list(domain), "range": [0, 100], "nticks": 6}
 
 
 def _short(value: float) -> float:

@@ -42,7 +42,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def contrast(values: Sequence[float], others: Sequence[float]) -> Contrast:
-    """Return `values` minus `others`, pair by pair: runs of equal seeds, whose common part cancels.
+    """Return `values` minus `others` by pairs of runs with equal seeds, so that their common part cancels.
 
     A percentile bootstrap is too narrow with few pairs: treat an interval of five pairs as a hint.
     """

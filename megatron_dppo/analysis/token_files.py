@@ -60,30 +60,30 @@ def list_files(run: Run) -> dict[int, tuple[Path, ...]]:
     return {index + 1: found[index] for index in sorted(found)}
 
 
-def rollouts_to_show(listed: Mapping[str, Collection[int]], asked: int | None) -> dict[str, int]:
+def rollouts_to_show(listed: Mapping[str, Collection[int]], requested: int | None) -> dict[str, int]:
     """Return the rollout to show the list of, for each run that has lists; rollouts are counted from 1.
 
     Args:
         listed: Listed rollouts by the run's name.
-        asked: Rollout, from 1. `None` means the last one that all runs list, or each run's last one.
+        requested: Rollout, from 1. `None` means the last one that all runs list, or each run's last one.
 
     Raises:
-        ConfigError: No run has lists, or one that has lists does not list the asked rollout.
+        ConfigError: No run has lists, or a run with lists does not list the rollout.
     """
     having = {name: sorted(of) for name, of in listed.items() if of}
     shared = sorted(set[int].intersection(*map(set, having.values()))) if having else []
-    if asked is None:
+    if requested is None:
         return {name: shared[-1] if shared else of[-1] for name, of in having.items()}
-    if asked in shared:
-        return dict.fromkeys(having, asked)
+    if requested in shared:
+        return dict.fromkeys(having, requested)
     if not having:
-        found, expected = f"{asked}, and no run that lists masked tokens", "a listed rollout"
+        found, expected = f"{requested}, and no run that lists masked tokens", "a listed rollout"
         action = "Train with tracking.clipped_tokens_every, or leave the option out."
         raise ConfigError(Problem("--tokens-at", found, expected, action))
     each = "; ".join(f"{name} lists {', '.join(map(str, of))}" for name, of in having.items())
     action = f"Name {' or '.join(map(str, shared))}." if shared else "Compare runs that share a listed rollout."
     expected = "a rollout, counted from 1, that each run with lists has listed"
-    raise ConfigError(Problem("--tokens-at", f"{asked}, but {each}", expected, action))
+    raise ConfigError(Problem("--tokens-at", f"{requested}, but {each}", expected, action))
 
 
 def read_list(files: Sequence[Path]) -> TokenList:

@@ -48,7 +48,7 @@ def draw_overview(kind: Kind, material: Material) -> list[Drawing] | Lacking:
 
 
 def _overview(lines: Sequence[AlgorithmLine]) -> tuple[AlgorithmLine, ...]:
-    """Return the lines of one clipped ratio and one divergence that have R3 and lack it; none unless both.
+    """Return a clipped ratio and a divergence, each with and without R3, or nothing if one is missing.
 
     Binary-TV is the paper's divergence here, and comes before others.
     """

@@ -47,7 +47,7 @@ class Drawing:
     caption: Sequence[str]  # sentences
     columns: int = 3  # on a wide page
     panel_height: float = 1.75  # inches
-    runs: tuple[str, ...] = ()  # names of those that are curves of it, or were replaced by a later seed
+    runs: tuple[str, ...] = ()  # names of the runs that it draws, and of runs that a later seed replaced
 
 
 def build(drawing: Drawing, page: Page = WIDE, headline: str = "") -> Figure:

@@ -141,7 +141,7 @@ def _with_left_out(drawings: Sequence[Drawing], material: Material) -> Iterator[
 
 
 def _distinct(drawings: Sequence[Drawing]) -> list[Drawing]:
-    """Number the files of drawings whose names are one: none may overwrite another."""
+    """Number the files of drawings with equal names: no file may overwrite another."""
     seen: Counter[str] = Counter()
     found: list[Drawing] = []
     for drawing in drawings:

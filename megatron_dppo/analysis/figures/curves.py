@@ -23,7 +23,7 @@ _FEW_POINTS = 15  # of which each one is marked
 _LEAST_RANGE = 0.1  # of the largest value: noise does not fill an axis
 _LOG_TICKS, _MOST_LOG_TICKS = (1.0, 2.0, 5.0), 12  # less than a decade has labels, too
 _LEVEL_COLOUR = "#cc0000"
-MOST_BANDS = 4  # in a panel; of more, the interval of the last rollout alone is drawn
+MOST_BANDS = 4  # in a panel; with more curves, only the interval of the last rollout is drawn
 _OF_PAPER = re.compile(r"aime[-_ ]?(20)?24", re.IGNORECASE)  # the set of Figures 1 and 3
 _FIRST_STEP = (
     "mean |π − μ| is measured on a rollout's first mini-batch, before its gradient step: both engines have the "
@@ -256,7 +256,7 @@ def keep_lines(
     keeps: Callable[[AlgorithmLine], bool],
     shows: Callable[[AlgorithmLine], bool],
 ) -> list[Experiment]:
-    """Return the experiments that have a line that `shows`, with no other lines than those that `keeps`."""
+    """Return the experiments with a line that `shows`, reduced to the lines that `keeps`."""
     kept = [replace(each, lines=tuple(filter(keeps, each.lines))) for each in experiments]
     return [each for each in kept if any(map(shows, each.lines))]
 

@@ -1,4 +1,4 @@
-"""Reads folders as the material of figures: lines of runs that differ in their seed alone, and token pairs."""
+"""Reads folders as the material of figures: lines of runs that differ only in their seed, and token pairs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CLIPPED = {"clipped/mu_mean": "mu", "clipped/entropy_mean": "entropy"}  # curve 
 SCORE = re.compile(r"eval/([^/]+)/avg_at_(\d+)")
 OBJECTIVE_FIELDS = ("preset", *OVERRIDABLE)
 _OF_OWN_RULES = "algorithm.rule_options."  # before each option
-_NOT_OF_THE_EXPERIMENT = (  # what tells its lines apart, and what is only recorded
+_NOT_OF_THE_EXPERIMENT = (  # settings that distinguish its lines, or that only record
     *(f"algorithm.{name}" for name in OBJECTIVE_FIELDS),
     "rollout.routing_replay",
     "rollout.num_topk_log_probs",
@@ -83,9 +83,9 @@ class Kind:
     """One of the paper's figures, or one that completes them."""
 
     name: str
-    paper: str  # its numbers, as captions say them; empty without a counterpart
+    paper: str  # its numbers in captions; empty without a counterpart
     draw: Callable[[Kind, Material], list[Drawing] | Lacking]
-    needs_runs: bool = True  # or can be drawn of formulas alone
+    needs_runs: bool = True  # False: drawn from formulas
 
 
 def scores_of(lines: Sequence[AlgorithmLine]) -> list[str]:
@@ -123,14 +123,14 @@ class RunCurves:
 
 @dataclass(frozen=True)
 class AlgorithmLine:
-    """Runs of one algorithm, with R3 or without, that differ in their seed alone."""
+    """Runs of one algorithm, with R3 or without, that differ only in their seed."""
 
     label: str
     objective: Objective
     is_replayed: bool
     runs: tuple[RunCurves, ...]  # each with another seed
     shade: int  # index of the objective among its preset's objectives, from 0
-    left_out: tuple[str, ...] = ()  # names of runs in whose place a later one of the same seed stands
+    left_out: tuple[str, ...] = ()  # names of runs that a later run with the same seed replaced
     own_place: int = 0  # index of a custom rule among the custom rules of all runs
 
     def points(self, metric: str) -> list[Points]:
@@ -140,7 +140,7 @@ class AlgorithmLine:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Lines whose runs differ in the trust region, in R3 and in their seeds, and in nothing else."""
+    """Lines that differ only in the trust region and in R3."""
 
     label: str  # empty for a single experiment
     settings: str  # on which experiments differ, in words

@@ -111,7 +111,11 @@ _WARM = ("#d55e00", "#e69f00", "#cc79a7", "#882255", "#aa4499", "#999933", "#cc6
 Settings = Mapping[str, str]
 USUAL = "usual settings"
 _LONGEST = 48  # characters of a label that lists every unusual setting
-_TELLING = ("rollout.environment", "model.load", "data.prompts")  # say more than any number, in this order
+_TELLING = (
+    "rollout.environment",
+    "model.load",
+    "data.prompts",
+)  # more informative than any number, in this order
 _PLAIN = "single_turn"  # the environment without a task in its name
 _MOST_KEYS = 3  # in a label that does not list every unusual setting
 _MOST_CANDIDATES = 24  # of the keys that such a label may have, the shortest
@@ -205,7 +209,7 @@ def labels_of(settings: Sequence[Settings]) -> list[tuple[str, str]]:
 
 
 def _texts(settings: Sequence[Settings], differing: Sequence[str]) -> list[dict[str, str]]:
-    """Return each experiment's differing settings as `name value`, paths by the parts that tell them apart."""
+    """Return each experiment's differing settings as `name value`, with paths cut to what differs."""
     last = Counter(key.rpartition(".")[2] for key in differing)
     found: list[dict[str, str]] = [{} for _ in settings]
     for key in differing:
@@ -221,7 +225,7 @@ def _texts(settings: Sequence[Settings], differing: Sequence[str]) -> list[dict[
 def without_paths(values: Sequence[str]) -> dict[str, str]:
     """Return paths as the one part, near their end, in which all of them differ; other values as they are.
 
-    Paths that no single part tells apart keep as many words of their end as do.
+    If no single part differs everywhere, paths keep the last parts that do.
     """
     parts = {value: value.strip("/").split("/") for value in dict.fromkeys(values)}
     deepest = max(map(len, parts.values()), default=0)

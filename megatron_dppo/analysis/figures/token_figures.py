@@ -269,7 +269,7 @@ def draw_mask_regions(kind: Kind, material: Material) -> list[Drawing] | Lacking
 
 
 def _chosen(of_runs: Sequence[Objective]) -> tuple[list[Objective], list[str]]:
-    """Choose the runs' objectives whose masks mu and pi of the token decide, and say which others there are."""
+    """Choose the objectives with masks that mu and pi of the token decide, and name the others in a note."""
     masks = [o for o in dict.fromkeys(of_runs) if o.rule != "none"]
     drawable = [o for o in masks if is_drawable(o)]
     chosen = drawable[:_MOST_OBJECTIVES]

@@ -73,7 +73,7 @@ def run(config: Config, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _held(config: Config, runtime: Runtime) -> Iterator[None]:
-    """Lock the folder of a run whose servers may get weights here, against a run that would push others."""
+    """Lock the folder of a run with servers that may get weights here, so that no run pushes other weights."""
     with contextlib.ExitStack() as stack:
         if config.rollout.engine == "sglang":
             runtime.on_main(lambda: stack.enter_context(locked(config.run.folder)))

@@ -83,7 +83,7 @@ def alarm_table(runs: Sequence[Run]) -> list[dict[str, object]]:
 
 
 def anchor_cost(run: Run) -> str | None:
-    """Return a sentence on the time in which log-probs are recomputed; none if the run does not do that."""
+    """Return a sentence on the time that recomputing log-probs took, or `None` if nothing is recomputed."""
     rows = [
         row.values for row in run.rollouts if all(math.isfinite(row.values.get(k, math.nan)) for k in _ANCHOR)
     ]

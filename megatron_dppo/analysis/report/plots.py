@@ -1,7 +1,7 @@
 """Builds the report's figures as plain dictionaries for plotly.js. The page adds the colours.
 
 A point is a number of metrics.jsonl. A smoothed curve is drawn in front of it, as `lines.curve_of` decides.
-Metrics of step rows are averaged over a rollout's gradient steps, and bars over the run, as titles say.
+Metrics of step rows are averaged over a rollout's gradient steps, and bars over the run.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def _widen(low: float, high: float, least: float) -> list[float]:
 
 
 def _log_ticks(lowest: float, highest: float) -> dict[str, Any]:
-    """Return powers of ten, with 2 and 5 times them where few decades are shown, and more within one."""
+    """Return powers of ten as ticks, with 2 and 5 times them if decades are few, and more ticks within one."""
     first, last = math.floor(math.log10(lowest)), math.ceil(math.log10(highest))
     digits = (1, 2, 5) if last - first <= 2 else (1,)
     digits = (1, 1.5, 2, 3, 4, 5, 6, 8) if highest < 4 * lowest else digits
@@ -240,7 +240,7 @@ def _log_ticks(lowest: float, highest: float) -> dict[str, Any]:
 
 
 def panel_title(text: str, top: float) -> dict[str, Any]:
-    """Return the annotation that stands over a panel whose axes end at `top`."""
+    """Return the title annotation of a panel with axes that end at `top`."""
     place = {"xref": "paper", "yref": "paper", "x": 0, "y": top, "xanchor": "left", "yanchor": "bottom"}
     return {"text": text, **place, "yshift": 3, "showarrow": False}
 

@@ -167,7 +167,7 @@ def sections(runs: Sequence[Run]) -> list[Section]:
 
 
 def _time(runs: Sequence[Run]) -> Section:
-    """Return the section on seconds; of runs whose seconds may not be compared, on the shares of phases."""
+    """Return the section on seconds, or on shares of phases if seconds may not be compared."""
     why = why_not_comparable(runs)
     if not why:
         return TIME

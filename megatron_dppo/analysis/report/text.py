@@ -20,7 +20,7 @@ from megatron_dppo.run_folder.reader import Run
 
 PAIRED = ("mismatch_live/", "mismatch_replayed/")
 SEEDS_FOR_A_CLAIM = 10
-BOOKKEEPING = (  # differ in every run, or say in words what another key holds
+BOOKKEEPING = (  # differ in every run, or repeat another key in words
     *("run.folder", "versions.argv", "versions.layer_spec_reason"),
 )
 
@@ -84,7 +84,7 @@ def caveats(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
 
 
 def _seeds(runs: Sequence[Run]) -> str:
-    """Return a note on runs that differ in the seed alone, which repeat one setting."""
+    """Return a note on the number of seeds of each setting."""
     seeds = [shown(run.option("run.seed")) for run in runs]
     alike = places_of_equal([experiment_of(run) for run in runs])
     fewest = min(len({seeds[index] for index in indices}) for indices in alike)
@@ -144,7 +144,7 @@ def _several_causes(runs: Sequence[Run]) -> list[str]:
 
 
 def _changed(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
-    """Return a note on runs whose config holds for their last part only."""
+    """Return a note on runs with a config that holds only for their last part."""
     return [
         f"{name} is not one experiment: {'; '.join(changes_of(run))}. Its config and its label hold for what "
         "came after, and means over its rollouts mix both."
@@ -165,7 +165,7 @@ def _mismatch(runs: Sequence[Run]) -> str:
 
 
 def _noise(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
-    """Return a note on runs whose trust region masked more than the noise limit before any update."""
+    """Return a note on trust regions that masked more than the noise limit before any update."""
     texts: list[str] = []
     for run, name in zip(runs, names, strict=True):
         masked = over_rollouts(run, "trust_region/noise_masked_fraction")[1]

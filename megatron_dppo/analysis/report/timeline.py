@@ -31,7 +31,7 @@ _TRAINING = ("time/batch_s", "time/paired_forward_s", "time/train_s")
 _NEEDED = ("time/rollout_s", "time/train_s")
 DETAILED = 20  # rollouts drawn over time; all of them are in the shares
 BINS = 50  # bars of shares, whatever the run's length
-MOST_RUNS = 4  # that are drawn; of more, the sentences stand alone
+MOST_RUNS = 4  # that are drawn; more runs have only the sentences
 GENERATION, BUSY = "generation", "busy"  # names of their colours; a phase's is the phase
 _TRAINER_LANE, _GENERATION_LANE, _THICK = 1, 0, 0.8
 _LANES_HEIGHT, _SHARES_HEIGHT, _GAP = 110, 150, 78  # pixels
@@ -153,9 +153,9 @@ def busy_in_training(of: Sequence[Cycle]) -> float | None:
 def hidden_share(of: Sequence[Cycle]) -> float | None:
     """Return the share of generation's time that overlapped training, or `None` if unknown."""
     known = [cycle for cycle in of if cycle.busy is not None]
-    beside = sum(cycle.busy * cycle.training_s for cycle in known if cycle.busy is not None)
+    overlapping = sum(cycle.busy * cycle.training_s for cycle in known if cycle.busy is not None)
     waited = sum(cycle.seconds["rollout"] for cycle in known)
-    return beside / (beside + waited) if beside + waited else None
+    return overlapping / (overlapping + waited) if overlapping + waited else None
 
 
 def sentence(run: Run) -> str:
@@ -288,14 +288,14 @@ def _lanes(of: Sequence[Cycle]) -> Iterator[Trace]:
         if any(seconds for _, seconds, _ in bars):
             yield _lane(WORDS[phase], phase, _TRAINER_LANE, bars, lambda _: 1.0)
     sampled: list[tuple[float, float, Cycle]] = []
-    beside: list[tuple[float, float, Cycle]] = []
+    overlapping: list[tuple[float, float, Cycle]] = []
     for at, cycle in zip(starts, of, strict=True):
         sampled += [(at[phase], cycle.seconds[phase], cycle) for phase in ("evaluation", "rollout")]
-        beside.append((at["train"], cycle.training_s, cycle))
+        overlapping.append((at["train"], cycle.training_s, cycle))
     yield _lane("sampling", GENERATION, _GENERATION_LANE, sampled, lambda _: 1.0)
     if any(cycle.busy for cycle in of):
         name = "sampling during training, %{customdata[1]}"
-        yield _lane(name, GENERATION, _GENERATION_LANE, beside, lambda cycle: cycle.busy or 0.0)
+        yield _lane(name, GENERATION, _GENERATION_LANE, overlapping, lambda cycle: cycle.busy or 0.0)
     ends = [at["push"] + cycle.seconds["push"] for at, cycle in zip(starts, of, strict=True)]
     pushes = [end for end, cycle in zip(ends, of, strict=True) if cycle.seconds["push"]]
     yield {

@@ -116,14 +116,14 @@ def _sign(char: str) -> str:
     return f"\N{DOTTED CIRCLE}{char}" if category[0] == "M" else char
 
 
-def farthest(run: Run, beside: Path, rollout: int) -> list[dict[str, Any]]:
+def farthest(run: Run, report_folder: Path, rollout: int) -> list[dict[str, Any]]:
     """Return the masked tokens of largest divergence in one rollout, by sign, as plain values.
 
     `rollout` of a row counts from 1, and so does `step`, the place of the gradient step in the rollout.
 
     Args:
         run: Which ran with `tracking.clipped_tokens_every`; of others there are none.
-        beside: Folder of the report, for links to samples.
+        report_folder: Folder of the report, for links to samples.
         rollout: Counted from 1.
 
     Raises:
@@ -143,7 +143,7 @@ def farthest(run: Run, beside: Path, rollout: int) -> list[dict[str, Any]]:
             line, prompt_length = samples[row["rollout"], row["sample"]]
             file = _samples_file(folder, row["rollout"])
             shown[-1] |= {
-                "link": quote(os.path.relpath(file.resolve(), beside.resolve())),
+                "link": quote(os.path.relpath(file.resolve(), report_folder.resolve())),
                 "file": f"{folder.name}/{file.name}",
                 "line": line,
                 "place": row["position"] - prompt_length + 1,  # in the response, from 1

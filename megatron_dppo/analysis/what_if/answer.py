@@ -45,7 +45,7 @@ def answer(config: Config, question: Question, runtime: Runtime) -> dict[str, An
 
     Returns:
         Contents of `what_if.json`: `rows` and `agreement` of `evaluate_variants`, the variants' names in that
-        order, those that were left out and why, `mismatch` by routes, and their source.
+        order, variants that were left out and why, `mismatch` by routes, and their source.
 
     Raises:
         DataError: A rollout was not kept, or cannot be shared out over these processes.
@@ -122,7 +122,7 @@ def _learning(
     old: Sequence[Mapping[Routes, Tensor]] | None,
     kinds: Sequence[Routes],
 ) -> list[TokensByRoutes]:
-    """Return the learning tokens of this rank's micro-batches; empty on ranks whose group another reports."""
+    """Return the learning tokens of this rank's micro-batches; empty unless it reports for its group."""
     if not speaks_for_its_group():
         return []
     microbatches = [m for step in steps for m in step.microbatches]

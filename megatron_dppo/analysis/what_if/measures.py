@@ -51,7 +51,7 @@ class PolicyTokens:
 
     inputs: PolicyLossInputs  # with the token_weights of the run's loss; all tokens learn
     score_norms: Tensor  # [N] |d log pi(y) / dh|, h the input of the output layer
-    rollouts: Tensor  # [N] int64: whose tokens they are, counted from 1
+    rollouts: Tensor  # [N] int64: rollout of each token, from 1
 
 
 TokensByRoutes = Mapping[Routes, PolicyTokens]

@@ -85,7 +85,7 @@ class Asked:
     before: Path | None = None  # weights that the rollouts were sampled with
     rollouts: Sequence[str] = ()  # kept rollouts, counted from 1, or "all"; the default is the last one
     presets: Sequence[str] = ()  # besides the run's own; by default that one is swept
-    is_all: bool = False  # all presets as well, but those whose inputs were not kept
+    is_all: bool = False  # all presets with kept inputs as well
     sweeps: Sequence[str] = ()  # "field=value,value"
     rule_options: str = ""  # "name=value,name=value" of own rules
     overrides: Sequence[str] = ()  # "section.key=value" on top of the run's config
@@ -111,12 +111,12 @@ def question_of(asked: Asked, world_size: int) -> tuple[Config, Question]:
     """Return the config to build the actor from, and the question; makes the output folder.
 
     Args:
-        asked: Options of the user.
+        asked: Options of the command line.
         world_size: Processes; with one, the run's layout is left aside.
 
     Raises:
         ConfigError: Some options are invalid. The message lists every problem.
-        DataError: A rollout was not kept whole.
+        DataError: A rollout was not kept completely.
     """
     run, before = asked.run, asked.before
     if not (run / "config.toml").is_file():
@@ -142,7 +142,7 @@ def question_of(asked: Asked, world_size: int) -> tuple[Config, Question]:
 
 
 def rollouts_of(asked: Sequence[str], kept: Sequence[int]) -> tuple[int, ...]:
-    """Return the rollouts that are meant, each once: of numbers, "all" of those kept, or none for the last.
+    """Return the requested rollouts, each once; the last kept rollout if none is requested.
 
     Args:
         asked: Numbers of rollouts, or "all".
@@ -277,7 +277,7 @@ def variants(
 
     Args:
         base: The run's own.
-        presets: Names, and "module:function" of own rules; none means the run's own.
+        presets: Names, and "module:function" of custom rules. Empty means the run's preset.
         sweeps: Values of fields.
         own_fields: Set for each own rule that uses them. The run's rule has the run's otherwise.
 
@@ -333,7 +333,7 @@ def inputs_lacking(variant: Variant, *, num_columns: int, has_old_log_probs: boo
 
 
 def require_inputs(asked: Sequence[Variant], *, num_columns: int, has_old_log_probs: bool) -> None:
-    """Refuse variants whose inputs the kept tokens lack, before any model loads.
+    """Refuse variants with inputs that the kept tokens lack, before any model loads.
 
     Raises:
         ConfigError: There are problems. The message lists all of them.

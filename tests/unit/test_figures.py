@@ -12,7 +12,6 @@ from matplotlib.patches import Rectangle
 from typer.testing import CliRunner
 
 from megatron_dppo.algorithms import PRESETS, preset
-from megatron_dppo.analysis.contrasts import estimate, mean_intervals
 from megatron_dppo.analysis.figures.canvas import NARROW, Drawing, build
 from megatron_dppo.analysis.figures.command import KINDS, Written, draw_figures
 from megatron_dppo.analysis.figures.material import (
@@ -140,14 +139,6 @@ def test_scores_are_not_smoothed_and_stand_at_their_rollouts(runs: list[Path]) -
     for line in axes.lines:
         assert list(np.asarray(line.get_xdata())) == [0, 4, 8]
         assert list(np.asarray(line.get_ydata())) == [0.0, 0.04, 0.08]
-
-
-def test_the_interval_is_that_of_the_contrasts() -> None:
-    values = np.random.default_rng(0).random((4, 5))
-    low, high = mean_intervals(values)
-    for place, column in enumerate(values.T):
-        expected = estimate(column.tolist())
-        assert (low[place], high[place]) == pytest.approx((expected.low, expected.high))
 
 
 def test_a_caption_names_runs_seeds_and_smoothing(runs: list[Path]) -> None:

@@ -5,7 +5,6 @@ import json
 import math
 import random
 import re
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -189,22 +188,6 @@ def test_every_curve_is_smoothed_in_front_of_itself(report: Path, runs: list[Pat
     of_rollouts = [t for id in ("entropy", "masked", "response-length", "paired") for t in figures[id]["data"]]
     names = {trace["name"] for trace in of_rollouts if len(trace["x"]) >= 10}
     assert all(f"{name.removesuffix(', smoothed')}, smoothed" in names for name in names) and names
-
-
-def test_smoothing_keeps_levels_and_lines_from_the_first_point_on() -> None:
-    places = [0.0, 2.0, 3.0, 7.0, 8.0, 9.0, 15.0, 16.0, 20.0, 21.0, 30.0]
-    line = [0.5 + 0.03 * x for x in places]
-    assert smooth(line, places) == pytest.approx(line, rel=1e-12)
-    assert smooth(len(places) * [0.7]) == pytest.approx(len(places) * [0.7], rel=1e-12)
-    exponential = [math.exp(y) for y in line]
-    assert smooth(exponential, places, is_log=True) == pytest.approx(exponential, rel=1e-12)
-    gap = [*line[:4], math.nan, *line[5:]]
-    assert smooth(gap, places) == pytest.approx(line, rel=1e-12), "a gap is bridged"
-    noise = random.Random(1)
-    noisy = [noise.random() for _ in range(50)]
-    assert min(noisy) <= min(smooth(noisy)) and max(smooth(noisy)) <= max(noisy)
-    assert sum(abs(b - a) for a, b in pairwise(smooth(noisy))) < sum(abs(b - a) for a, b in pairwise(noisy)) / 3
-    assert smooth([math.nan, math.nan])[0] != smooth([1.0, math.nan])[0] == 1.0
 
 
 def test_noise_does_not_fill_an_axis(report: Path) -> None:

@@ -1,6 +1,6 @@
 """Compares single tokens between the rollout engine and the trainer, with the same weights.
 
-`step_metrics.py` sums over tokens while a run trains. This module keeps the tokens: quantiles are exact, and the
+`step_metrics.py` sums over tokens while a run trains. This module keeps them, so quantiles are exact, and the
 two probabilities of a token can be plotted against each other.
 """
 

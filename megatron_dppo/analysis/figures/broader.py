@@ -19,6 +19,7 @@ from megatron_dppo.analysis.figures.curves import (
     score_notes,
     score_of_paper,
     scores,
+    scores_or_reward,
     six,
 )
 from megatron_dppo.analysis.figures.material import AlgorithmLine, Experiment, Kind, Lacking, Material
@@ -27,6 +28,7 @@ _NO_PAIR = Lacking(
     "no algorithm was trained with R3 and without it",
     'train one with rollout.routing_replay = "replay", and with "measure" or "off"',
 )
+_NO_TOPK = Lacking("no run has a Top-K trust region", "train dppo_topk_tv or dppo_topk_kl, too")
 _SIDES = {False: "w/o R3", True: "w/ R3"}
 
 
@@ -74,7 +76,7 @@ def draw_replay(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     def panels(experiment: Experiment) -> list[CurvePanel]:
         return [
             side
-            for panel in scores(experiment.lines) or plain(experiment.lines, REWARD)
+            for panel in scores_or_reward(experiment.lines)
             for side in on_one_scale([_of_side(panel, is_replayed=is_replayed) for is_replayed in _SIDES])
         ]
 
@@ -106,7 +108,7 @@ def draw_replay_by_algorithm(kind: Kind, material: Material) -> list[Drawing] | 
         of_each = [[line for line in experiment.lines if line.objective == own] for own in algorithms]
         return [
             side
-            for panel in scores(experiment.lines) or plain(experiment.lines, REWARD)
+            for panel in scores_or_reward(experiment.lines)
             for side in on_one_scale(
                 [replace(panel, title=_title(panel.title, lines, of_each), lines=lines) for lines in of_each]
             )
@@ -135,7 +137,7 @@ def draw_models(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     panels = [
         replace(panel, title=f"{panel.title}, {experiment.label}")
         for experiment in material.experiments
-        for panel in scores(experiment.lines) or plain(experiment.lines, REWARD)
+        for panel in scores_or_reward(experiment.lines)
     ]
     return one_figure(
         kind, material.experiments, "Models and settings", panels, score_notes(material.experiments)
@@ -145,23 +147,20 @@ def draw_models(kind: Kind, material: Material) -> list[Drawing] | Lacking:
 def draw_topk_scores(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     """Draw Figure 10: Top-K divergences, binary ones and the baselines."""
     experiments = _with_topk(material.experiments)
-    if not experiments:
-        return Lacking("no run has a Top-K trust region", "train dppo_topk_tv or dppo_topk_kl, too")
-    return per_experiment(
-        kind,
-        experiments,
-        "Binary and Top-K divergences",
-        lambda e: scores(e.lines) or plain(e.lines, REWARD),
-        score_notes(experiments),
+    notes = score_notes(experiments)
+    title = "Binary and Top-K divergences"
+    return (
+        per_experiment(kind, experiments, title, lambda e: scores_or_reward(e.lines), notes)
+        if experiments
+        else _NO_TOPK
     )
 
 
 def draw_topk_metrics(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     """Draw Figure 16: the six metrics of the same runs."""
     experiments = _with_topk(material.experiments)
-    if not experiments:
-        return Lacking("no run has a Top-K trust region", "train dppo_topk_tv or dppo_topk_kl, too")
-    return per_experiment(kind, experiments, "Binary and Top-K divergences, all metrics", six)
+    title = "Binary and Top-K divergences, all metrics"
+    return per_experiment(kind, experiments, title, six) if experiments else _NO_TOPK
 
 
 def _with_topk(experiments: Iterable[Experiment]) -> list[Experiment]:

@@ -228,6 +228,11 @@ def scores(lines: Sequence[AlgorithmLine]) -> list[CurvePanel]:
     return found
 
 
+def scores_or_reward(lines: Sequence[AlgorithmLine]) -> list[CurvePanel]:
+    """Return the panels of the scores, or of the reward if nothing was evaluated."""
+    return scores(lines) or plain(lines, REWARD)
+
+
 def score_of_paper(lines: Sequence[AlgorithmLine]) -> list[CurvePanel]:
     """Return the panel of AIME24, the one score of Figures 1 and 3; all scores without such a set."""
     all_scores = scores(lines)

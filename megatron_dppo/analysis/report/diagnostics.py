@@ -67,7 +67,7 @@ def num_roll_backs(run: Run) -> int:
     return int(max((row.values.get("alarms/roll_backs", 0.0) for row in run.rollouts), default=0.0))
 
 
-def unfinished(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
+def describe_unfinished(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
     """Return a sentence on each run that has fewer rollouts than planned."""
     planned = [run.option("run.num_rollouts") for run in runs]
     return [

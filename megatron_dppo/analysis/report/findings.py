@@ -29,10 +29,10 @@ from megatron_dppo.analysis.report.diagnostics import (
     Alarm,
     alarms_of,
     anchor_cost,
+    describe_unfinished,
     num_roll_backs,
     num_skipped_steps,
     sampling_advice,
-    unfinished,
     warnings_of,
     why_not_comparable,
 )
@@ -83,7 +83,7 @@ def findings(runs: Sequence[Run], names: Sequence[str]) -> list[Finding]:
         *_warnings(finished, labels),
         *_stability(finished, labels),
         *_speed(finished, labels),
-        *(Finding("length of the run", text, "note") for text in unfinished(finished, labels)),
+        *(Finding("length of the run", text, "note") for text in describe_unfinished(finished, labels)),
     ]
 
 

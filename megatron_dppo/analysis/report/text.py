@@ -12,7 +12,7 @@ from megatron_dppo.analysis.lines import (
     over_rollouts,
     places_of_equal,
 )
-from megatron_dppo.analysis.report.diagnostics import unfinished
+from megatron_dppo.analysis.report.diagnostics import describe_unfinished
 from megatron_dppo.analysis.report.summary import LAST, paired_kl_k3, summary
 from megatron_dppo.config.settings import flat, shown
 from megatron_dppo.metrics.alarms import NOISE_LIMIT
@@ -106,7 +106,7 @@ def _seeds(runs: Sequence[Run]) -> str:
 
 
 def _lengths(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
-    texts = unfinished(runs, names)
+    texts = describe_unfinished(runs, names)
     counts = [len(run.rollouts) for run in runs]
     if min(counts) != max(counts):
         texts.append(

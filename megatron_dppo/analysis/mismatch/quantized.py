@@ -22,6 +22,8 @@ from megatron_dppo.engines.embedded.sampling import log_softmax
 from megatron_dppo.errors import ConversionError
 from megatron_dppo.metrics.token_mismatch import MeasuredResponse, token_statistics
 from megatron_dppo.routing_replay.routes import overlap
+from megatron_dppo.metrics.engine_comparison import MeasuredResponse, token_statistics
+from megatron_dppo.routing_replay.agreement import overlap
 
 BATCH = 16  # prompts sampled at a time
 
@@ -59,11 +61,11 @@ def measure(
     fill(model, folder.weights(), quantized)
     with rounding_inputs(model, folder.weight_format, folder.input_scales()):
         ends = end_tokens(hf, model.config.eos_token_id)
-        responses = sampled(model, prompts, max_tokens, ends)
-        of_mu = forwarded(model, prompts, responses, "quantised")
+        responses = sample_responses(model, prompts, max_tokens, ends)
+        of_mu = forward(model, prompts, responses, "quantised")
     original = HFWeights(hf)
     fill(model, ((name, original.tensor(name)) for name in sorted(original.names)), hf)
-    of_pi = forwarded(model, prompts, responses, "original")
+    of_pi = forward(model, prompts, responses, "original")
     return figures(prompts, responses, of_mu, of_pi, read_model_sizes(hf).num_experts or 0)
 
 
@@ -138,7 +140,7 @@ def _then(first: Any, second: Any) -> Any:
 
 
 @torch.no_grad()
-def sampled(
+def sample_responses(
     model: Any, prompts: Sequence[Tensor], max_tokens: int, end_token_ids: Sequence[int]
 ) -> list[Tensor]:
     """Sample a response to each prompt from the model's distribution; the same for the same seed and batch.
@@ -178,7 +180,7 @@ def _until_end(tokens: Tensor, end_token_ids: Sequence[int]) -> Tensor:
 
 
 @torch.no_grad()
-def forwarded(model: Any, prompts: Sequence[Tensor], responses: Sequence[Tensor], which: str) -> list[Forward]:
+def forward(model: Any, prompts: Sequence[Tensor], responses: Sequence[Tensor], which: str) -> list[Forward]:
     """Forward each prompt with its response, one at a time."""
     blocks = [layer.mlp for layer in model.base_model.layers]
     gates = {layer: block.gate for layer, block in enumerate(blocks) if hasattr(block, "gate")}

@@ -1,6 +1,6 @@
 """Compares single tokens between the rollout engine and the trainer, with the same weights.
 
-`mismatch.py` sums over tokens while a run trains. This module keeps the tokens, so quantiles are exact and the
+`step_metrics.py` sums over tokens while a run trains. This module keeps them, so quantiles are exact, and the
 two probabilities of a token can be plotted against each other.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_dppo.algorithms.divergence import TopKLogProbs, binary_tv, topk_partition, topk_tv
 from megatron_dppo.metrics.metrics import REPORTED_QUANTILES, Metrics
-from megatron_dppo.metrics.mismatch import LOG_RATIO_LIMIT, add_mismatch
+from megatron_dppo.metrics.step_metrics import LOG_RATIO_LIMIT, add_mismatch
 from megatron_dppo.run_folder.folder import json_number
 from megatron_dppo.types import Microbatch
 
@@ -40,7 +40,7 @@ class MeasuredResponse:
     topk_tv: Mapping[Routes, Tensor]  # [R] float32; empty without the rollout's top-K
 
 
-def measured_responses(microbatch: Microbatch, columns: Mapping[Routes, Tensor]) -> Iterator[MeasuredResponse]:
+def split_responses(microbatch: Microbatch, columns: Mapping[Routes, Tensor]) -> Iterator[MeasuredResponse]:
     """Yield the responses of a micro-batch that have a learning token.
 
     Args:

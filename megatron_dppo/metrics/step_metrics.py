@@ -1,11 +1,22 @@
-"""Measures the distance of the trainer's policy pi from the rollout policy mu, and the tokens that are masked.
+"""Computes a gradient step's metrics from its tokens: mismatch, masks, the performance bound, and staleness.
 
 The functions take detached tensors and add to a `Metrics`. All arithmetic is in float64. Ratios and both KL
 estimators clamp the log-ratio log pi - log mu to +-LOG_RATIO_LIMIT, so that one extreme token gives a
 huge but finite number, also in float32 trackers. A NaN on a learning token is reported, never dropped.
+
+`theory/*` estimates the paper's performance bound from a mini-batch (`tests/unit/exact_bounds.py` computes it
+exactly on problems with enumerable responses). The mean over the mini-batch estimates the expectation over mu.
+Advantages replace rewards: a baseline changes no term of Theorem 3.1, subtracting the group mean scales the
+surrogate by 1 - 1/G, and `normalize_advantage_std` rescales all terms. xi is the largest |A| of the mini-batch,
+and T its longest response. The linear term needs the mean of the total variation. |r - 1| / 2 of the sampled
+token is an unbiased estimate (Eq. 10), if mu can sample every token. Binary-TV has less noise, but its mean is
+too small. The quadratic term needs the maximum of the total variation, and uses the largest Binary-TV, |A| and
+length of the mini-batch. Each is at most the true maximum, so the term is too small, and the smaller of both
+terms may be too. Nothing here is a guarantee.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,9 +26,11 @@ from megatron_dppo.algorithms.divergence import TopKLogProbs, topk_partition, to
 from megatron_dppo.algorithms.loss_terms import terms_in_use
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.types import RolloutTokens
+from megatron_dppo.types import Microbatch, Sample, TrainBatch
 
 LOG_RATIO_LIMIT = 80.0  # exp(80) = 5.5e34 fits float32
 OLDEST_AGE = 8  # weight versions; older tokens are counted here too
+_PER_RESPONSE = ("theory/surrogate", "theory/sum_tv", "theory/sum_tv_ratio")
 
 
 def add_mismatch(
@@ -288,3 +301,93 @@ def add_shadow_masks(
         metrics.add_mean(f"shadow/{name}/masked_fraction_negative", negative, num_tokens - num_positive)
         metrics.add_mean(f"shadow/{name}/agreement", agreeing, num_tokens)
         metrics.add_mean(f"shadow/{name}/dropped_mass_fraction", dropped_mass, whole_mass)
+
+
+@torch.no_grad()
+def add_bound_of_tokens(
+    metrics: Metrics,
+    log_probs: Tensor,  # [T] log pi(y_t)
+    rollout_log_probs: Tensor,  # [T] log mu(y_t)
+    advantages: Tensor,  # [T]
+    loss_mask: Tensor,  # [T] bool
+) -> None:
+    """Add the sums over learning tokens. `add_bound_of_responses` adds the number of responses."""
+    rows = loss_mask.bool().nonzero()[:, 0]
+    if rows.numel() == 0:
+        return
+    log_pi, log_mu, advantages = (x[rows].double() for x in (log_probs, rollout_log_probs, advantages))
+    ratio_less_1 = torch.expm1((log_pi - log_mu).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    tv = (log_pi.exp() - log_mu.exp()).abs()
+    per_response = [(advantages * ratio_less_1).sum(), tv.sum(), ratio_less_1.abs().sum() / 2]
+    *totals, max_tv, max_advantage = torch.stack([*per_response, tv.max(), advantages.abs().max()]).tolist()
+    for name, total in zip(_PER_RESPONSE, totals, strict=True):
+        metrics.add_mean(name, total, 0)
+    metrics.add_max("theory/max_tv", max_tv)
+    metrics.add_max("theory/max_advantage", max_advantage)
+
+
+def add_bound_of_responses(metrics: Metrics, microbatches: Sequence[Microbatch]) -> None:
+    """Count the responses with a learning token in a data-parallel group's complete micro-batches."""
+    for microbatch in microbatches:
+        lengths = [
+            int(microbatch.loss_mask[start:stop].sum())
+            for start, stop in pairwise(microbatch.cu_seqlens.tolist())
+        ]
+        for name in _PER_RESPONSE:
+            metrics.add_mean(name, 0, sum(length > 0 for length in lengths))
+        metrics.add_max("theory/longest_response", max(lengths))
+
+
+def bound_terms(merged: Mapping[str, float]) -> dict[str, float]:
+    """Return `theory/linear_term`, `quadratic_term` and `composite_term` from a step's metrics over all ranks.
+
+    They are 4 xi times the mean over responses of the sum of TV (App. B.3), 2 xi T (T - 1) max TV^2
+    (Theorem 3.2), and the smaller of both (App. B.3). Empty if no token learnt.
+    """
+    if "theory/sum_tv_ratio" not in merged or "theory/max_tv" not in merged:
+        return {}
+    horizon, max_reward = merged["theory/longest_response"], merged["theory/max_advantage"]
+    linear = 4 * max_reward * merged["theory/sum_tv_ratio"]
+    quadratic = 2 * max_reward * horizon * (horizon - 1) * merged["theory/max_tv"] ** 2
+    return {
+        "theory/linear_term": linear,
+        "theory/quadratic_term": quadratic,
+        "theory/composite_term": min(linear, quadratic),
+    }
+
+
+def add_staleness(metrics: Metrics, steps: Sequence[TrainBatch], weight_version: int) -> None:
+    """Add `rollout/staleness_mean` and `_max`: versions between a token's weights and the current ones.
+
+    The mean is over tokens with a known weight version. Without such a token, nothing is added. Epochs, and
+    ranks that hold the same tokens, repeat every token equally often, so the mean does not change.
+
+    Args:
+        metrics: Metrics to add to.
+        steps: This rank's gradient steps on the rollout.
+        weight_version: Version of the trainer's weights before these steps.
+    """
+    for step in steps:
+        for microbatch in step.microbatches:
+            if microbatch.weight_versions is None:
+                continue
+            versions = microbatch.weight_versions[microbatch.weight_versions >= 0]
+            if versions.numel():
+                ages = weight_version - versions.long()
+                metrics.add_mean("rollout/staleness_mean", float(ages.sum()), ages.numel())
+                metrics.add_max("rollout/staleness_max", int(ages.max()))
+
+
+def add_ages(metrics: Metrics, samples: Iterable[Sample], weight_version: int, max_staleness: int) -> None:
+    """Add `staleness/<n>`: the share of samples whose oldest token was sampled n versions ago.
+
+    Args:
+        metrics: Metrics to add to.
+        samples: This rank's samples, before training on them.
+        weight_version: Version of the trainer's weights.
+        max_staleness: Largest n.
+    """
+    for sample in samples:
+        oldest = min((span.version for span in sample.weight_versions), default=weight_version)
+        for age in range(max_staleness + 1):
+            metrics.add_mean(f"staleness/{age}", weight_version - oldest == age, 1)

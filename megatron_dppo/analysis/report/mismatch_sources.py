@@ -4,17 +4,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_dppo.analysis.report.plots import (
-    Panel,
-    Points,
-    Section,
-    by_mini_step,
-    finite_mean,
-    over_rollouts,
-    place_in_rollout,
-    points_of,
-)
-from megatron_dppo.analysis.report.summary import formatted
+from megatron_dppo.analysis.lines import Points, finite_mean, over_rollouts, points_of
+from megatron_dppo.analysis.report.plots import Panel, Section, by_mini_step, place_in_rollout
+from megatron_dppo.analysis.report.summary import format_number
 from megatron_dppo.run_folder.reader import MetricsRow, Run
 
 _COLUMNS = {
@@ -179,8 +171,8 @@ def _sources(run: Run) -> list[Source]:
 
 
 def _table_row(source: Source) -> dict[str, object]:
-    numbers = [formatted(source.summary(name), "number") for name in _COLUMNS]
-    return {"label": source.label, "cells": [*numbers, formatted(source.summary("num_tokens"), "count")]}
+    numbers = [format_number(source.summary(name), "number") for name in _COLUMNS]
+    return {"label": source.label, "cells": [*numbers, format_number(source.summary("num_tokens"), "count")]}
 
 
 def _cost(run: Run) -> str:

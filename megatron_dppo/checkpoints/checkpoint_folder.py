@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.runtime.full_disk import byte_count, free_bytes
+from megatron_dppo.runtime.files import byte_count, free_bytes
 
 logger = logging.getLogger(__name__)
 

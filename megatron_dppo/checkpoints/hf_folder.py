@@ -27,7 +27,7 @@ from megatron_dppo.checkpoints.model_files import copy_model_files, main_dtype, 
 from megatron_dppo.checkpoints.weight_files import INDEX as INDEX
 from megatron_dppo.checkpoints.weight_files import WeightFiles, weight_files
 from megatron_dppo.errors import ConversionError
-from megatron_dppo.runtime.tensor_files import save_tensors
+from megatron_dppo.runtime.files import save_tensors
 
 _NOT_WEIGHTS = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_dppo.checkpoints.hf_folder import whole_folder
 from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.models.lora import Adapter, adapters
-from megatron_dppo.runtime.tensor_files import save_tensors
+from megatron_dppo.runtime.files import save_tensors
 
 
 @torch.no_grad()

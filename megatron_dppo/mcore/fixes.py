@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from megatron_dppo.errors import CheckpointError, ConfigError, Problem
 from megatron_dppo.mcore import exact_combine, optimizer_shards, rotary
-from megatron_dppo.runtime.tested_versions import TESTED
+from megatron_dppo.runtime.libraries import TESTED
 
 # A module that its package hides behind the function of the same name.
 _finalize: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")

@@ -21,7 +21,7 @@ from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.plan import Machine, Plan, make_plan
 from megatron_dppo.plan.units import in_seconds
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.files import write_jsonl
 from megatron_dppo.trace import Trace, as_json, as_text, trace_run
 from megatron_dppo.trace.depths import BETWEEN
 

@@ -25,7 +25,7 @@ from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.checkpoints.weight_formats import WeightFormat, is_linear, round_linears
 from megatron_dppo.cli import app
 from megatron_dppo.errors import ConversionError
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.files import write_jsonl
 
 DENSE, MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 CASES: list[tuple[str, WeightFormat]] = [(DENSE, "fp8"), (DENSE, "nvfp4"), (MOE, "fp8"), (MOE, "nvfp4")]

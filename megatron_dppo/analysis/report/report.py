@@ -48,7 +48,7 @@ from megatron_dppo.errors import ConfigError, Problem, writing_to
 from megatron_dppo.metrics.clipped_tokens import TOP
 from megatron_dppo.metrics.masked_tokens import FARTHEST
 from megatron_dppo.run_folder.reader import Run, read_run
-from megatron_dppo.runtime.jsonl import write_whole
+from megatron_dppo.runtime.files import write_whole
 
 __all__ = ["compare", "summary"]
 

@@ -24,7 +24,7 @@ from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.checkpoints.model_files import copy_model_files
 from megatron_dppo.checkpoints.weight_formats import BLOCK, WeightFormat, fused_linears, is_linear
 from megatron_dppo.errors import ConfigError, ConversionError, Problem
-from megatron_dppo.runtime.tensor_files import make_readable
+from megatron_dppo.runtime.files import make_readable
 
 _OLDER = "hf_quant_config.json"  # same content as config.json's quantization_config
 _EXPERTS = ".mlp.experts."

@@ -14,8 +14,8 @@ from megatron_dppo.checkpoints.convert.sources import Source
 from megatron_dppo.checkpoints.convert.unfinished import UnfinishedOutput, disk_errors, fingerprint
 from megatron_dppo.checkpoints.model_files import main_dtype
 from megatron_dppo.checkpoints.weight_files import INDEX
+from megatron_dppo.runtime.files import save_tensors
 from megatron_dppo.runtime.process import Runtime
-from megatron_dppo.runtime.tensor_files import save_tensors
 
 
 @dataclass

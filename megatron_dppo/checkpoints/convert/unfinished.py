@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from megatron_dppo.checkpoints.checkpoint_folder import sync
 from megatron_dppo.errors import ConversionError
-from megatron_dppo.runtime.full_disk import byte_count, free_bytes
+from megatron_dppo.runtime.files import byte_count, free_bytes
 
 _PLAN = "conversion.json"
 

@@ -15,7 +15,7 @@ from megatron_dppo.data.prompts.final_answer import excerpt
 from megatron_dppo.data.prompts.prepare import Options, Prepared, prepare
 from megatron_dppo.data.prompts.sources import Source, open_source
 from megatron_dppo.errors import DataError, Problem
-from megatron_dppo.runtime.jsonl import write_jsonl, write_whole
+from megatron_dppo.runtime.files import write_jsonl, write_whole
 
 
 @dataclass(frozen=True)

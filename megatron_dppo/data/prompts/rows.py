@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron_dppo.errors import DataError, Problem, did_you_mean
-from megatron_dppo.runtime.jsonl import each_line
+from megatron_dppo.runtime.files import each_line
 
 SUFFIXES = (".jsonl", ".parquet")
 _NUM_ROWS_WITH_COLUMNS = 100  # rows of a .jsonl file that are searched for columns

@@ -5,9 +5,8 @@ NAME is the name of a reward, or a `RewardChoice` as JSON. `workers.worker` is i
 
 import sys
 
-from megatron_dppo.rewards.base import checked
-from megatron_dppo.rewards.choice import RewardChoice, chosen
-from megatron_dppo.rewards.wire import decode_request, encode_result
+from megatron_dppo.rewards.base import RewardChoice, checked, chosen
+from megatron_dppo.rewards.pool import decode_request, encode_result
 from megatron_dppo.workers.worker import Answer, run_worker
 
 

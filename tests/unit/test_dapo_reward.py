@@ -5,7 +5,7 @@ from hostile_answers import HOSTILE
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards import RewardResult, dapo_reward
-from megatron_dppo.rewards.dapo import normalized
+from megatron_dppo.rewards.text import normalized
 from megatron_dppo.types import Prompt
 
 RIGHT = RewardResult(1.0, {"has_answer": 1.0})

@@ -18,7 +18,7 @@ from megatron_dppo.config.schema import DataConfig
 from megatron_dppo.environments import Episode
 from megatron_dppo.errors import ConfigError, RewardError
 from megatron_dppo.rewards import REWARDS, RewardChoice, RewardPool, RewardRequest, RewardResult, problems_with
-from megatron_dppo.rewards.choice import after_thinking, chosen
+from megatron_dppo.rewards.base import after_thinking, chosen
 from megatron_dppo.rollout.scoring import Fault, OverlongShaping, RewardPools, Scorer
 from megatron_dppo.runtime.concurrency import all_of
 from megatron_dppo.types import FinishReason, Prompt, Sample

@@ -6,7 +6,6 @@ variant spellings first.
 
 from fractions import Fraction
 
-from megatron_dppo.rewards.math.tokens import Tokens
 from megatron_dppo.rewards.math.tree import (
     ACCENTS,
     EMPTY,
@@ -19,6 +18,7 @@ from megatron_dppo.rewards.math.tree import (
     Node,
     NotUnderstoodError,
     Number,
+    Tokens,
     Tree,
     first_factor,
     negative,

@@ -5,8 +5,7 @@ import re
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.base import RewardResult, register
-from megatron_dppo.rewards.math.bounds import MAX_LENGTH, is_small
-from megatron_dppo.rewards.math.text import integer, spelled_out, tidy, without_spaces
+from megatron_dppo.rewards.math.text import MAX_LENGTH, integer, is_small, spelled_out, tidy, without_spaces
 from megatron_dppo.rewards.math.tree import NotUnderstoodError
 from megatron_dppo.rewards.math.words import (
     Parts,

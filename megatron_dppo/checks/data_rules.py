@@ -8,9 +8,8 @@ from megatron_dppo.checks.facts import TRAINING, Facts, prompt_files
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts.final_answer import excerpt
-from megatron_dppo.data.prompts.schemas import TRAINING_SCHEMAS, detect, has
-from megatron_dppo.data.prompts.special_tokens import special_ids
-from megatron_dppo.data.prompts.survey import Survey
+from megatron_dppo.data.prompts.rows import TRAINING_SCHEMAS, detect, has
+from megatron_dppo.data.prompts.survey import Survey, special_ids
 from megatron_dppo.errors import Problem, did_you_mean
 from megatron_dppo.rewards import REWARDS, RewardChoice, answer_form, problems_with
 from megatron_dppo.types import AnswerForm

@@ -9,9 +9,7 @@ from typing import Literal
 
 from megatron_dppo.data.prompts.final_answer import final_answer, last_boxed
 from megatron_dppo.data.prompts.messages import Asked, PromptCell, prompt_cell
-from megatron_dppo.data.prompts.rows import fault, missing_column, text_of
-from megatron_dppo.data.prompts.schemas import Schema, cell, with_roots
-from megatron_dppo.data.prompts.sources import Row
+from megatron_dppo.data.prompts.rows import Row, Schema, cell, fault, missing_column, text_of, with_roots
 from megatron_dppo.data.prompts.survey import NUM_SHOWN
 from megatron_dppo.data.prompts.templates import with_instruction, without_dapo_instruction
 from megatron_dppo.errors import DataError, Problem

@@ -15,19 +15,17 @@ import torch
 from megatron_dppo.data.prompts.messages import READ_COLUMNS, PromptCell, prompt_cell
 from megatron_dppo.data.prompts.rows import (
     CONFIG_KEYS,
-    each_row,
-    fault,
-    missing_column,
-    read_columns,
-    text_of,
-)
-from megatron_dppo.data.prompts.schemas import (
     TRAINING_SCHEMAS,
     Schema,
     cell,
     detect,
+    each_row,
+    fault,
     has,
+    missing_column,
+    read_columns,
     spellings,
+    text_of,
     with_roots,
 )
 from megatron_dppo.errors import DataError

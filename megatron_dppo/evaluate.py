@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from megatron_dppo.checkpoints.checkpoint_folder import STATE
-from megatron_dppo.checkpoints.convert.stored_weights import StoredWeights
+from megatron_dppo.checkpoints.convert.sources import StoredWeights
 from megatron_dppo.checkpoints.megatron_folder import hf_files
 from megatron_dppo.checks import BEFORE_LOADING, require_evaluable
 from megatron_dppo.config.effects import evaluated

@@ -23,9 +23,14 @@ from megatron_dppo.architectures.published_names import (
 )
 from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.architectures.sizes import HFConfig, architecture_of, read_model_config
-from megatron_dppo.checkpoints.model_files import copy_model_files, main_dtype, name_dtype
-from megatron_dppo.checkpoints.weight_files import INDEX as INDEX
-from megatron_dppo.checkpoints.weight_files import WeightFiles, weight_files
+from megatron_dppo.checkpoints.model_files import INDEX as INDEX
+from megatron_dppo.checkpoints.model_files import (
+    WeightFiles,
+    copy_model_files,
+    main_dtype,
+    name_dtype,
+    weight_files,
+)
 from megatron_dppo.errors import ConversionError
 from megatron_dppo.runtime.files import save_tensors
 

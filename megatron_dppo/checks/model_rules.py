@@ -9,7 +9,7 @@ from megatron_dppo.architectures.refusals import architecture_problem
 from megatron_dppo.architectures.registry import FAMILIES, variant_problems
 from megatron_dppo.architectures.sizes import config_file
 from megatron_dppo.checkpoints.hf_folder import require_one_set
-from megatron_dppo.checkpoints.weight_files import WeightFilesError
+from megatron_dppo.checkpoints.model_files import WeightFilesError
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.schema import Config

@@ -22,15 +22,16 @@ from megatron_dppo.checkpoints.checkpoint_folder import STATE, Kept, Retention
 from megatron_dppo.checkpoints.megatron_folder import (
     HF,
     WEIGHTS,
-    PendingSave,
-    bytes_to_write,
+    fit_to_chain,
     hf_files,
+    is_resharded,
     load_model_states,
     load_sharded,
     model_states,
+    require_reshardable,
 )
+from megatron_dppo.checkpoints.megatron_save import PendingSave, bytes_to_write
 from megatron_dppo.checkpoints.model_files import copy_model_files
-from megatron_dppo.checkpoints.resharding import fit_to_chain, is_resharded, require_reshardable
 from megatron_dppo.config.schema import CheckpointConfig
 from megatron_dppo.data.batches.batch_file import bytes_of, read_batches, write_batches
 from megatron_dppo.errors import CheckpointError

@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from megatron_dppo.architectures.registry import read_model_sizes
 from megatron_dppo.architectures.sizes import end_tokens
-from megatron_dppo.checkpoints.convert.quantized_folder import QuantizedFolder
 from megatron_dppo.checkpoints.hf_folder import HFWeights
-from megatron_dppo.checkpoints.weight_formats import WeightFormat, rounded
+from megatron_dppo.checkpoints.weight_formats import QuantizedFolder, WeightFormat, rounded
 from megatron_dppo.engines.embedded.engine import checkpoint_targets
 from megatron_dppo.engines.embedded.sampling import log_softmax
 from megatron_dppo.errors import ConversionError

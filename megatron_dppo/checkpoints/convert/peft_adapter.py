@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron_dppo.checkpoints.convert.sources import HuggingFaceSource
 from megatron_dppo.checkpoints.hf_folder import HFWeights
-from megatron_dppo.checkpoints.weight_files import ADAPTER_CONFIG as CONFIG
-from megatron_dppo.checkpoints.weight_files import ADAPTER_WEIGHTS as WEIGHTS
+from megatron_dppo.checkpoints.model_files import ADAPTER_CONFIG as CONFIG
+from megatron_dppo.checkpoints.model_files import ADAPTER_WEIGHTS as WEIGHTS
 from megatron_dppo.errors import ConversionError
 
 _PREFIX = "base_model.model."

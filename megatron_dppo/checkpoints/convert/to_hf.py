@@ -3,17 +3,15 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
-from megatron_dppo.checkpoints.convert.description import write_description
-from megatron_dppo.checkpoints.convert.jobs import run_jobs
 from megatron_dppo.checkpoints.convert.options import Options
 from megatron_dppo.checkpoints.convert.sources import Source
-from megatron_dppo.checkpoints.convert.unfinished import UnfinishedOutput, disk_errors, fingerprint
-from megatron_dppo.checkpoints.model_files import main_dtype
-from megatron_dppo.checkpoints.weight_files import INDEX
+from megatron_dppo.checkpoints.convert.unfinished import UnfinishedOutput, disk_errors, fingerprint, run_jobs
+from megatron_dppo.checkpoints.model_files import INDEX, main_dtype, write_description
 from megatron_dppo.runtime.files import save_tensors
 from megatron_dppo.runtime.process import Runtime
 
@@ -54,9 +52,8 @@ def write_hf(source: Source, template: Path, out: Path, options: Options, runtim
         "files": [[name for group in shard.groups for name in group] for shard in shards],
     }
     output = runtime.on_main(lambda: UnfinishedOutput(out, plan, sum(sizes.values())))
-    writer = _ShardWriter(source, output, options)
     jobs = list(zip(files, shards, strict=True))[runtime.rank :: runtime.world_size]
-    run_jobs(runtime, jobs, writer.write, options.num_writers)
+    run_jobs(runtime, jobs, partial(_write_shard, source, output, options), options.num_writers)
 
     def publish() -> None:
         file_of = {
@@ -105,24 +102,17 @@ def _divided(group: tuple[str, ...], sizes: Mapping[str, int], file_bytes: int) 
     yield tuple(part)
 
 
-class _ShardWriter:
-    """Writes the files that no earlier start has written."""
-
-    def __init__(self, source: Source, output: UnfinishedOutput, options: Options) -> None:
-        self._source, self._output, self._options = source, output, options
-
-    def write(self, job: tuple[str, Shard]) -> None:
-        """Read a file's tensors, then write them."""
-        file, shard = job
-        if self._output.file(file).is_file():
-            self._options.on_bytes(shard.num_bytes)
-            return
-        tensors: dict[str, Tensor] = {}
-        for group in shard.groups:
-            base = self._options.rounding.base_tensors(group, self._options.dtype is not None)
-            for name, tensor in self._source.read(group):
-                dtype = self._options.dtype_of(name, tensor)
-                own = self._options.rounding.cast(tensor, dtype, base.get(name))
-                tensors[name] = (own.clone() if own is tensor else own).contiguous()
-                self._options.on_bytes(own.nbytes)
-        self._output.write(file, lambda path: save_tensors(tensors, path, metadata={"format": "pt"}))
+def _write_shard(source: Source, output: UnfinishedOutput, options: Options, job: tuple[str, Shard]) -> None:
+    """Read a file's tensors, then write them, unless an earlier start has written the file."""
+    file, shard = job
+    if output.file(file).is_file():
+        options.on_bytes(shard.num_bytes)
+        return
+    tensors: dict[str, Tensor] = {}
+    for group in shard.groups:
+        base = options.rounding.base_tensors(group, options.dtype is not None)
+        for name, tensor in source.read(group):
+            own = options.rounding.cast(tensor, options.dtype_of(name, tensor), base.get(name))
+            tensors[name] = (own.clone() if own is tensor else own).contiguous()
+            options.on_bytes(own.nbytes)
+    output.write(file, lambda path: save_tensors(tensors, path, metadata={"format": "pt"}))

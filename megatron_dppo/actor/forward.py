@@ -11,7 +11,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_dppo.mcore.fixes import release_last_microbatch
-from megatron_dppo.models.packed_sequences import PackedSequences, attention_form, head_dim_of
+from megatron_dppo.models.attention import PackedSequences, attention_form, head_dim_of
 from megatron_dppo.types import Microbatch
 
 # From the logits [T, V] of a micro-batch: (sum of the loss, number of learning tokens, what to report).

@@ -237,10 +237,10 @@ def fit_to_chain(state: dict[Any, Any], num_members: int) -> dict[Any, Any]:
     if num_members == 1:
         return {
             **{key: value for key, value in state.items() if not isinstance(key, int)},
-            **_unsharded(common),
+            **_drop_sharded(common),
         }
-    return {index: {**state[index], **_unsharded(common)} for index in range(num_members)}
+    return {index: {**state[index], **_drop_sharded(common)} for index in range(num_members)}
 
 
-def _unsharded(common: dict[Any, Any]) -> dict[Any, Any]:
+def _drop_sharded(common: dict[Any, Any]) -> dict[Any, Any]:
     return {key: value for key, value in common.items() if key != "param_state"}

@@ -47,7 +47,7 @@ class PendingSave:
         if self._request.async_fn is not None:
             self._buckets = self._request.async_fn_args[1]
         if is_copied and self._buckets:
-            self._buckets = _copied(self._request.preload_fn(), live)
+            self._buckets = _copy(self._request.preload_fn(), live)
 
     def write(self) -> list[Path]:
         """Write and sync this rank's files, in any thread, without communicating with other ranks.
@@ -105,15 +105,15 @@ def _storages(state: Any) -> set[int]:
     return {each.data.untyped_storage().data_ptr() for each in nested_values(sharded)}
 
 
-def _copied(buckets: Sequence[Any], live: set[int]) -> list[Any]:
+def _copy(buckets: Sequence[Any], live: set[int]) -> list[Any]:
     """Copy the tensors that share memory with the model or its optimizer; tensors from a device share none."""
     return [
-        (path, key, (objects, [(item, _apart(tensor, live)) for item, tensor in tensors]))
+        (path, key, (objects, [(item, _copy_if_live(tensor, live)) for item, tensor in tensors]))
         for path, key, (objects, tensors) in buckets
     ]
 
 
-def _apart(tensor: Tensor, live: set[int]) -> Tensor:
+def _copy_if_live(tensor: Tensor, live: set[int]) -> Tensor:
     return tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
 
 

@@ -70,7 +70,7 @@ def weight_files(folder: Path, named: Iterable[str] | None) -> WeightFiles:
     if adapter:
         expected = "a model's weights alone: an adapter is not applied when a model is read"
         action = "Move the adapter to another folder, or add it with megatron-dppo convert merge-adapter."
-        raise WeightFilesError(Problem(str(folder), f"{_listed(adapter)}, an adapter,", expected, action))
+        raise WeightFilesError(Problem(str(folder), f"{_list(adapter)}, an adapter,", expected, action))
     found = _without_index(folder, there) if named is None else _of_index(folder, there, sorted(set(named)))
     if isinstance(found, Problem):
         raise WeightFilesError(found)
@@ -84,18 +84,18 @@ def _of_index(folder: Path, there: Sequence[str], named: Sequence[str]) -> Seque
     others = [files for files in _sets(name for name in there if name not in named) if not _lacking(files)]
     if missing:
         are = "is" if len(missing) == 1 else "are"
-        found = f"{INDEX}, which names {_listed(missing)}: {len(missing)} of {len(named)} files {are} not there"
+        found = f"{INDEX}, which names {_list(missing)}: {len(missing)} of {len(named)} files {are} not there"
         action = "Download the missing files."
         if others:
-            found += f", and {_listed(others[0])} is, which it does not name"
+            found += f", and {_list(others[0])} is, which it does not name"
             action = (
-                f"Remove {INDEX} if {_listed(others[0])} has the model. Otherwise download the missing files."
+                f"Remove {INDEX} if {_list(others[0])} has the model. Otherwise download the missing files."
             )
         return Problem(str(folder), found, "the files of the index", action)
     if others:
-        found = f"two sets of weights, {_dated(folder, others[0])} and {_dated(folder, named)}"
+        found = f"two sets of weights, {_date(folder, others[0])} and {_date(folder, named)}"
         expected = "one, because programs differ in the set that they read"
-        action = f"Remove {_listed(others[0])}, or remove {INDEX} and the files that it names."
+        action = f"Remove {_list(others[0])}, or remove {INDEX} and the files that it names."
         return Problem(str(folder), found, expected, action)
     return named
 
@@ -110,12 +110,12 @@ def _without_index(folder: Path, there: Sequence[str]) -> Sequence[str] | Proble
     sets = _sets(there)
     whole = [files for files in sets if not _lacking(files)]
     if len(whole) > 1:
-        found = f"{len(whole)} sets of weights and no {INDEX}: {' and '.join(_dated(folder, x) for x in whole)}"
+        found = f"{len(whole)} sets of weights and no {INDEX}: {' and '.join(_date(folder, x) for x in whole)}"
         return Problem(str(folder), found, "one set", "Remove the files of the others.")
     torn = next((files for files in sets if _lacking(files)), None)
     if torn is not None:
-        action = f"Remove {_listed(torn)} if {_listed(whole[0])} has the model." if whole else "Download them."
-        found = f"{_listed(torn)} without {_listed(_lacking(torn))}"
+        action = f"Remove {_list(torn)} if {_list(whole[0])} has the model." if whole else "Download them."
+        found = f"{_list(torn)} without {_list(_lacking(torn))}"
         return Problem(str(folder), found, "all files of a set", action)
     return there
 
@@ -142,13 +142,13 @@ def _lacking(files: Sequence[str]) -> list[str]:
     return [f"{prefix}-{number:0{width}d}-of-{count}.safetensors" for number in numbers]
 
 
-def _listed(names: Sequence[str]) -> str:
+def _list(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]} ({len(names)} files)"
 
 
-def _dated(folder: Path, names: Sequence[str]) -> str:
+def _date(folder: Path, names: Sequence[str]) -> str:
     newest = max((folder / name).stat().st_mtime for name in names)
-    return f"{_listed(names)} (written {datetime.fromtimestamp(newest).isoformat(' ', 'minutes')})"
+    return f"{_list(names)} (written {datetime.fromtimestamp(newest).isoformat(' ', 'minutes')})"
 
 
 _DTYPES = ("dtype", "torch_dtype")  # as transformers 5 and 4 spell it

@@ -23,7 +23,7 @@ from megatron_dppo.checkpoints.metadata_pickle import (
     StoredBytes,
     StoredMetadata,
     StoredPlace,
-    StoredTensor,
+    TensorEntry,
     TensorKey,
     read_metadata,
 )
@@ -86,7 +86,7 @@ def _objects(folder: Path, metadata: StoredMetadata) -> Iterator[tuple[str, Path
     kinds, places = metadata.state_dict_metadata, metadata.storage_data
     source = folder / ".metadata"
     for name, kind in kinds.items():
-        is_item = type(kind) is StoredBytes or (type(kind) is StoredTensor and kind.is_filled)
+        is_item = type(kind) is StoredBytes or (type(kind) is TensorEntry and kind.is_filled)
         if type(name) is not str or not is_item:
             raise _refusal(source, f"an item {str(name)[:200]!a} that is neither tensor nor object")
     sizes: dict[str, int] = {}

@@ -90,7 +90,7 @@ def dequantize_nvfp4(packed: Tensor, block_scales: Tensor, scale: Tensor) -> Ten
     return (table[codes].unflatten(-1, (-1, BLOCK)) * scales.unsqueeze(-1)).flatten(-2)
 
 
-def rounded(values: Tensor, weight_format: WeightFormat, scale: Tensor) -> Tensor:
+def round_values(values: Tensor, weight_format: WeightFormat, scale: Tensor) -> Tensor:
     """Round values to the format, as float32."""
     if weight_format == "fp8":
         return dequantize_fp8(quantize_fp8(values, scale), scale)
@@ -124,7 +124,7 @@ def round_linears(weights: Mapping[str, Tensor], weight_format: WeightFormat) ->
         largest = torch.stack([weights[name].abs().amax() for name in group]).amax()
         scale = scale_for(weight_format, largest)
         for name in group:
-            weights[name].copy_(rounded(weights[name], weight_format, scale))
+            weights[name].copy_(round_values(weights[name], weight_format, scale))
 
 
 _FORMATS: Mapping[str, WeightFormat] = {"FP8": "fp8", "NVFP4": "nvfp4"}
@@ -167,13 +167,13 @@ class QuantizedFolder:
         """
         for name in sorted(self._files):
             if not name.endswith((_SCALE, _OUTER_SCALE)):
-                yield name, self._dequantized(name) if name + _SCALE in self._files else self._plain(name)
+                yield name, self._dequantize(name) if name + _SCALE in self._files else self._plain(name)
 
     def input_scales(self) -> dict[str, Tensor]:
         """Return the float32 scale `[]` of each quantised linear's input, by the linear's weight."""
         return {name: self._tensor(name.removesuffix("weight") + _INPUT_SCALE) for name in self.quantized}
 
-    def _dequantized(self, name: str) -> Tensor:
+    def _dequantize(self, name: str) -> Tensor:
         values, scale = self._tensor(name), self._tensor(name + _SCALE)
         if self.weight_format == "fp8" and values.dtype == torch.float8_e4m3fn and scale.numel() == 1:
             return dequantize_fp8(values, scale)

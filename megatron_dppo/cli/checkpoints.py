@@ -20,8 +20,8 @@ from megatron_dppo.runtime import process as runtime
 from megatron_dppo.runtime.tables import show_table
 
 if TYPE_CHECKING:  # so that --help loads none of it
-    from megatron_dppo.checkpoints.convert.options import Options
-    from megatron_dppo.checkpoints.convert.sources import Source
+    from megatron_dppo.checkpoints.convert.options import WriteOptions
+    from megatron_dppo.checkpoints.convert.sources import WeightSource
 
 logger = logging.getLogger(__name__)
 app = typer.Typer()
@@ -237,7 +237,7 @@ def quantize(
     """
     with _process() as this:
         from megatron_dppo.analysis.mismatch.quantized import measure as distance
-        from megatron_dppo.checkpoints.convert.quantize import plan, tokenized, write_quantized
+        from megatron_dppo.checkpoints.convert.quantize import plan, tokenize_prompts, write_quantized
         from megatron_dppo.checkpoints.convert.unfinished import refuse_existing
         from megatron_dppo.data.prompts.prompts import load_prompts
 
@@ -245,7 +245,7 @@ def quantize(
         questions = load_prompts(prompts, prompt_column, answer_column)
         with _named("--hf"):
             quantization = plan(hf, weight_format, exclude or ())
-        tokens = tokenized(hf, questions, num_prompts, max_tokens)
+        tokens = tokenize_prompts(hf, questions, num_prompts, max_tokens)
         place = torch.device(device) if device else this.device
         compare = distance if measure else None
         found = write_quantized(
@@ -303,7 +303,7 @@ def _named(option: str) -> Iterator[None]:
 
 
 @contextmanager
-def _progress(source: "Source", num_sharers: int) -> Iterator[Callable[[int], object]]:
+def _progress(source: "WeightSource", num_sharers: int) -> Iterator[Callable[[int], object]]:
     """Show a progress bar of bytes with the remaining time, and yield the function that advances it.
 
     Args:
@@ -317,19 +317,19 @@ def _progress(source: "Source", num_sharers: int) -> Iterator[Callable[[int], ob
 
 @contextmanager
 def _options(
-    source: "Source",
+    source: "WeightSource",
     this: runtime.Runtime,
     dtype: str | None,
     shard_size: str,
     writers: int,
-    base: "Source | None" = None,
-) -> Iterator["Options"]:
+    base: "WeightSource | None" = None,
+) -> Iterator["WriteOptions"]:
     """Yield the options of a conversion, and log the loss of a rounding at its end."""
-    from megatron_dppo.checkpoints.convert.options import Loss, Options, Rounding, dtype_of
+    from megatron_dppo.checkpoints.convert.options import Loss, Rounding, WriteOptions, dtype_of
 
     rounded, file_bytes = dtype_of(dtype), parse_bytes(shard_size, "--shard-size")
     with _progress(source, this.world_size if this.is_main else 0) as on_bytes:
-        options = Options(rounded, file_bytes, writers, on_bytes, Rounding(base))
+        options = WriteOptions(rounded, file_bytes, writers, on_bytes, Rounding(base))
         yield options
     if rounded is not None:
         loss = Loss()

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from megatron_dppo.environments.base import Maker, Observation, Turn, opened, register
+from megatron_dppo.environments.base import Maker, Observation, Turn, append_to_prompt, register
 from megatron_dppo.errors import ConfigError, Problem, did_you_mean
 from megatron_dppo.types import FinishReason, Prompt
 
@@ -54,7 +54,7 @@ class Sudoku:
         self._solution = solved_board(generator)
         self._empty = sorted(generator.sample(range(_SIZE * _SIZE), int(prompt.answer)))
         self._share = 1 / len(self._empty)
-        return opened(prompt, self._board())
+        return append_to_prompt(prompt, self._board())
 
     def step(self, response: str, finish_reason: FinishReason) -> Turn:
         """See `Environment.step`."""
@@ -104,7 +104,7 @@ class GemEnvironment:
         """See `Environment.reset`."""
         self._env = self._gem.make(self._task)
         observation, info = self._alone(lambda: self._env.reset(seed=seed))
-        return opened(prompt, _text(observation, info))
+        return append_to_prompt(prompt, _text(observation, info))
 
     def step(self, response: str, finish_reason: FinishReason) -> Turn:
         """See `Environment.step`."""

@@ -169,7 +169,7 @@ def share_rotary_table(model: Any) -> None:
 class PackedRotary(torch.nn.Module):
     """Gives all layers of a model one table for each micro-batch: [T, 1, 2, D] float32, cosines and sines.
 
-    Sines are negative in the first half of a row, as `rotated` expects. D is the rotated part of a head.
+    Sines are negative in the first half of a row, as `rotate` expects. D is the rotated part of a head.
     """
 
     def __init__(self, angles: Any) -> None:
@@ -231,7 +231,7 @@ def apply_rotary_pos_emb(
     return _Rotation.apply(t, freqs)
 
 
-def rotated(t: Tensor, table: Tensor, *, is_back: bool = False) -> Tensor:
+def rotate(t: Tensor, table: Tensor, *, is_back: bool = False) -> Tensor:
     """Rotate [T, heads, D] by a table [T, 1, 2, R], or back, in float32; rounded once to the dtype of `t`.
 
     The first R columns are rotated, and others returned as they are.
@@ -252,9 +252,9 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Tensor, table: Tensor) -> Tensor:
         ctx.save_for_backward(table)
-        return rotated(t, table)
+        return rotate(t, table)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (table,) = ctx.saved_tensors
-        return rotated(gradients[0], table, is_back=True), None
+        return rotate(gradients[0], table, is_back=True), None

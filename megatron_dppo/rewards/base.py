@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol, SupportsFloat, TypeVar, cast
 
 from megatron_dppo.errors import ConfigError, Problem, RewardError
-from megatron_dppo.runtime.user_code import described, imported, problem_with_path
+from megatron_dppo.runtime.user_code import describe_error, import_named, problem_with_path
 from megatron_dppo.types import AnswerForm, FinishReason, Prompt
 
 RewardFaultKind = Literal["reward_failed", "reward_timed_out", "reward_out_of_memory"]
@@ -130,13 +130,13 @@ def reward(name: str) -> Reward:
     if problem is not None:
         raise ConfigError(problem)
     if name not in _registered:
-        return imported("data.reward", name)
+        return import_named("data.reward", name)
     if name in _loads:
         importlib.import_module(_loads[name])
     return _registered[name]
 
 
-def checked(function: Reward, request: RewardRequest) -> RewardResult:
+def call_reward(function: Reward, request: RewardRequest) -> RewardResult:
     """Call the reward, check that all its numbers are finite, and return its result.
 
     Raises:
@@ -149,7 +149,7 @@ def checked(function: Reward, request: RewardRequest) -> RewardResult:
     except (MemoryError, RewardError):
         raise
     except (Exception, SystemExit) as error:  # a reward is the user's code and may raise anything
-        raise RewardError(f"{where}: the reward raised {described(error)}") from error
+        raise RewardError(f"{where}: the reward raised {describe_error(error)}") from error
     if not isinstance(result, RewardResult):
         found = type(cast(object, result)).__name__
         raise RewardError(f"{where}: found a {found}; expected a RewardResult. Correct the reward.")
@@ -157,7 +157,7 @@ def checked(function: Reward, request: RewardRequest) -> RewardResult:
         value, info = _number(result.value), {str(key): _number(number) for key, number in result.info.items()}
     except (AttributeError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         expected = "expected a number, and numbers by name in `info`. Correct the reward."
-        raise RewardError(f"{where}: found a RewardResult with {described(error)}; {expected}") from error
+        raise RewardError(f"{where}: found a RewardResult with {describe_error(error)}; {expected}") from error
     wrong = {key: number for key, number in {**info, "value": value}.items() if not math.isfinite(number)}
     if wrong:
         raise RewardError(f"{where}: found {wrong}; expected finite numbers. Correct the reward.")
@@ -244,7 +244,7 @@ def problems_with(choice: RewardChoice) -> Iterator[Problem]:
             yield Problem("data.thinking", repr(choice.thinking), expected, action.format(default))
 
 
-def chosen(choice: RewardChoice) -> Reward:
+def build_reward(choice: RewardChoice) -> Reward:
     """Return the reward of a choice. A user's modules are imported, and their exceptions are passed on.
 
     Raises:
@@ -257,7 +257,7 @@ def chosen(choice: RewardChoice) -> Reward:
     def weighted_sum(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
         """Return the weighted sum. Info has each part's value by its name, and its info as `part/key`."""
         request = RewardRequest(prompt, response, finish_reason)
-        results = {label: checked(part, request) for label, (_, part) in parts.items()}
+        results = {label: call_reward(part, request) for label, (_, part) in parts.items()}
         value = math.fsum(parts[label][0] * result.value for label, result in results.items())
         info = {label: result.value for label, result in results.items()}
         for label, result in results.items():

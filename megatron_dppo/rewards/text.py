@@ -43,18 +43,18 @@ def dapo_reward(prompt: Prompt, response: str, finish_reason: FinishReason) -> R
     Raises:
         RewardError: The prompt's reference answer is empty.
     """
-    reference = normalized(prompt.answer)
+    reference = normalize(prompt.answer)
     if not reference:
         raise RewardError(
             f"prompt {prompt.id}: found answer {prompt.answer!r}; expected text or LaTeX. "
             "Correct the answer column, or remove the prompt."
         )
     found = _ANSWER.findall(response[-_LAST:]) if finish_reason == "stop" else []
-    is_right = bool(found) and normalized(found[-1]) == reference
+    is_right = bool(found) and normalize(found[-1]) == reference
     return RewardResult(float(is_right), {"has_answer": float(bool(found))})
 
 
-def normalized(answer: str) -> str:
+def normalize(answer: str) -> str:
     r"""Return an answer's normalised text for the comparison.
 
     It keeps only the text after the last `=` and, if there are dollar signs, only the text between them. It

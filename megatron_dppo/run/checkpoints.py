@@ -260,7 +260,7 @@ class Checkpoints:
                 kept.append(Kept(folder, content["state"]["rollout"], content["score"]))
             except (CheckpointError, KeyError, TypeError):
                 logger.warning("%s/%s cannot be read; the folder is left alone", folder, STATE)
-        return retention.deleted(kept)
+        return retention.choose_deleted(kept)
 
     def _fail(self, unfinished: Path, reason: str) -> None:
         self._failed_in_a_row += 1

@@ -156,11 +156,11 @@ def _version_fault(package: str) -> str | None:
 
 def installed_versions() -> dict[str, str | None]:
     """Return the installed versions of the packages in `TESTED`, without local parts; None if missing."""
-    packages = {name: installed(name) for name in TESTED if name != "python"}
+    packages = {name: installed_version(name) for name in TESTED if name != "python"}
     return {"python": ".".join(platform.python_version_tuple()[:2]), **packages}
 
 
-def installed(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     """Return the version of a package, without a local part such as +cpu; None if it is missing."""
     try:
         return metadata.version(name).partition("+")[0]

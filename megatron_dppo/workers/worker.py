@@ -23,7 +23,7 @@ from types import FrameType
 from typing import BinaryIO
 
 from megatron_dppo.errors import MegatronDppoError
-from megatron_dppo.runtime.user_code import described
+from megatron_dppo.runtime.user_code import describe_error
 from megatron_dppo.workers.service import Fields
 from megatron_dppo.workers.wire import OUT_OF_MEMORY, answer_line, fault_line, hello_line, read_request
 
@@ -66,7 +66,7 @@ def run_worker(key: str, load: Callable[[str], Answer], name: str, memory_mb: in
         problem = str(error)
     except BaseException as error:  # noqa: BLE001 - the user's module may raise anything while it is imported
         traceback.print_exc()
-        problem = f"{key}: {name!r} cannot be imported: it raised {described(error)}"
+        problem = f"{key}: {name!r} cannot be imported: it raised {describe_error(error)}"
     if answer is not None:
         _limit_memory(memory_mb)
     _write(replies, hello_line(problem))

@@ -207,7 +207,7 @@ def test_a_converted_checkpoint_trains_as_the_original_does(tmp_path: Path) -> N
 
 def convert_together(runtime: Runtime, folder: str) -> None:
     """Both ways, as the tool does under torchrun."""
-    from megatron_dppo.checkpoints.convert.options import Options
+    from megatron_dppo.checkpoints.convert.options import WriteOptions
     from megatron_dppo.checkpoints.convert.sources import HuggingFaceSource, MegatronSource
     from megatron_dppo.checkpoints.convert.to_hf import write_hf
     from megatron_dppo.checkpoints.convert.to_megatron import write_megatron
@@ -215,7 +215,7 @@ def convert_together(runtime: Runtime, folder: str) -> None:
     from megatron_dppo.checkpoints.model_files import read_convertible_config
 
     source, out = Path(folder, "Qwen3MoeForCausalLM"), Path(folder, "shared")
-    options = Options(file_bytes=20_000)
+    options = WriteOptions(file_bytes=20_000)
     config = read_convertible_config(source)
     write_megatron(HuggingFaceSource(HFWeights(source)), config, out / "megatron", options, runtime)
     write_hf(MegatronSource(out / "megatron"), source, out / "hf", options, runtime)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from megatron_dppo.analysis.mismatch.quantized import rounding_inputs
 from megatron_dppo.architectures.published_names import stays_float32
-from megatron_dppo.checkpoints.convert.quantize import MISMATCH, Quantization, calibrated
+from megatron_dppo.checkpoints.convert.quantize import MISMATCH, Quantization, calibrate
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.checkpoints.model_files import read_convertible_config
 from megatron_dppo.checkpoints.weight_formats import QuantizedFolder, WeightFormat, is_linear, round_linears
@@ -167,7 +167,7 @@ def test_inputs_are_rounded_where_modelopt_rounds_them(models: Path, architectur
         AutoModelForCausalLM.from_pretrained(models / architecture, dtype=torch.bfloat16).eval() for _ in "ab"
     )
     tokens = torch.arange(1, 25)
-    calibrated(theirs, Quantization("fp8"), [tokens], lambda: None)
+    calibrate(theirs, Quantization("fp8"), [tokens], lambda: None)
     scales: dict[str, Tensor] = {}
     for name, module in theirs.named_modules():
         if name.endswith("weight_quantizer") or "weight_quantizers." in name:

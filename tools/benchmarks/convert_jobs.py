@@ -71,7 +71,7 @@ def copy(source: Path, out: Path, watch: Watch) -> None:
 
 def through_files(source: Path, out: Path, watch: Watch) -> None:
     """Convert from folder to folder with `to-megatron`, then with `to-hf`."""
-    from megatron_dppo.checkpoints.convert.options import Options
+    from megatron_dppo.checkpoints.convert.options import WriteOptions
     from megatron_dppo.checkpoints.convert.sources import HuggingFaceSource, MegatronSource
     from megatron_dppo.checkpoints.convert.to_hf import write_hf
     from megatron_dppo.checkpoints.convert.to_megatron import write_megatron
@@ -83,7 +83,7 @@ def through_files(source: Path, out: Path, watch: Watch) -> None:
     this = runtime.start(num_threads=torch.get_num_threads())
     cpu.install()
     fixes.apply()
-    options = Options(file_bytes=GB // 2, num_writers=WRITERS)
+    options = WriteOptions(file_bytes=GB // 2, num_writers=WRITERS)
     with watch.part("to-megatron", out):
         config, weights = read_convertible_config(source), HFWeights(source)
         write_megatron(HuggingFaceSource(weights), config, out / "megatron", options, this)

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_dppo.architectures.sizes import architecture_of
 from megatron_dppo.architectures.weight_map import is_adapter
 from megatron_dppo.checkpoints.checkpoint_folder import WEIGHTS, is_megatron_checkpoint
-from megatron_dppo.checkpoints.convert.sources import HuggingFaceSource, Source
+from megatron_dppo.checkpoints.convert.sources import HuggingFaceSource, WeightSource
 from megatron_dppo.checkpoints.convert.stored_tensors import StoredTensors
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.checkpoints.model_files import read_convertible_config
@@ -32,7 +32,9 @@ class Comparison:
         return not (self.only_first or self.only_second or self.different)
 
 
-def compare(first: Source, second: Source, on_bytes: Callable[[int], object] = lambda _: None) -> Comparison:
+def compare(
+    first: WeightSource, second: WeightSource, on_bytes: Callable[[int], object] = lambda _: None
+) -> Comparison:
     """Compare every tensor bit for bit, one group at a time.
 
     Args:
@@ -100,10 +102,10 @@ def contents_of(folder: Path, *, is_listing: bool = False) -> Iterator[str]:
         tensors, files = source.outline(), source.files
         if source.weights.left_out:
             yield f"left out: {len(source.weights.left_out)} tensors that predict further tokens"
-    yield _counted("weights", {k: t for k, t in tensors.items() if not _is_beside(k)})
+    yield _count("weights", {k: t for k, t in tensors.items() if not _is_beside(k)})
     adapters = {k: t for k, t in tensors.items() if is_adapter(k) and not k.startswith(_OPTIMIZER)}
     optimizer = {k: t for k, t in tensors.items() if k.startswith(_OPTIMIZER)}
-    yield from (_counted(*pair) for pair in (("LoRA", adapters), ("optimizer", optimizer)) if pair[1])
+    yield from (_count(*pair) for pair in (("LoRA", adapters), ("optimizer", optimizer)) if pair[1])
     yield f"files: {len(files)}, {sum(file.stat().st_size for file in files) / 1e9:.3f} GB"
     if is_listing:
         for key, tensor in tensors.items():
@@ -114,7 +116,7 @@ def _is_beside(key: str) -> bool:
     return key.startswith(_OPTIMIZER) or is_adapter(key)
 
 
-def _counted(what: str, tensors: Mapping[str, Tensor]) -> str:
+def _count(what: str, tensors: Mapping[str, Tensor]) -> str:
     dtypes = Counter(_dtype(tensor) for tensor in tensors.values())
     elements = sum(tensor.numel() for tensor in tensors.values())
     size = sum(tensor.nbytes for tensor in tensors.values())

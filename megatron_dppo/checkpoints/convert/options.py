@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.architectures.published_names import stays_float32
-from megatron_dppo.checkpoints.convert.sources import Source
+from megatron_dppo.checkpoints.convert.sources import WeightSource
 from megatron_dppo.errors import ConversionError
 
 _ELEMENTS = 1 << 22
@@ -70,7 +70,7 @@ class Rounding:
         loss: Loss so far.
     """
 
-    base: Source | None = None
+    base: WeightSource | None = None
     loss: Loss = field(default_factory=Loss)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -97,7 +97,7 @@ class Rounding:
 
 
 @dataclass(frozen=True)
-class Options:
+class WriteOptions:
     """Options of writing a checkpoint.
 
     Attributes:

@@ -78,7 +78,7 @@ def plan(folder: Path, weight_format: WeightFormat, patterns: Sequence[str]) -> 
         expected = "a family whose checkpoints have the names of transformers' modules"
         raise ConfigError(Problem("--hf", architecture_of(read_hf_config(folder)), expected, action))
     shapes = HFWeights(folder).shapes()
-    excluded = _excluded([name for name in shapes if is_linear(name)], patterns)
+    excluded = _match_excluded([name for name in shapes if is_linear(name)], patterns)
     excluded |= {
         name for name in shapes if ".self_attn." in name and len(shapes[name]) > 1 and not is_linear(name)
     }
@@ -99,7 +99,7 @@ def _module_of(name: str) -> str:
     return prefix + is_expert.rstrip(".") if is_expert else name.removesuffix(".weight")
 
 
-def _excluded(linears: Sequence[str], patterns: Sequence[str]) -> set[str]:
+def _match_excluded(linears: Sequence[str], patterns: Sequence[str]) -> set[str]:
     def matches(pattern: str) -> set[str]:
         return {name for name in linears if fnmatchcase(name.removesuffix(".weight"), pattern)}
 
@@ -132,7 +132,7 @@ def _units(linears: Iterable[str]) -> dict[str, set[str]]:
 
 
 @torch.no_grad()
-def calibrated(
+def calibrate(
     model: Any, quantization: Quantization, prompts: Iterable[Tensor], on_prompt: Callable[[], Any]
 ) -> None:
     """Insert modelopt's quantisers into a transformers model, calibrated on the prompts.
@@ -240,7 +240,7 @@ def write_quantized(
         ConversionError: The folder's tensors do not match its config.json, or the disk is full.
     """
     tokens = [prompt.to(device) for prompt in prompts]
-    output = _unfinished(hf, out, quantization, tokens)
+    output = _open_output(hf, out, quantization, tokens)
     if not output.file("config.json").is_file():  # else an earlier start got this far
         quantize(hf, output, quantization, tokens, device)
     found = None
@@ -251,7 +251,9 @@ def write_quantized(
     return found
 
 
-def tokenized(hf: Path, questions: Sequence[Prompt], num_prompts: int, max_tokens: int) -> list[torch.Tensor]:
+def tokenize_prompts(
+    hf: Path, questions: Sequence[Prompt], num_prompts: int, max_tokens: int
+) -> list[torch.Tensor]:
     """Return the [P] int64 tokens of the first prompts that are short enough.
 
     Raises:
@@ -286,7 +288,7 @@ def tokenized(hf: Path, questions: Sequence[Prompt], num_prompts: int, max_token
     return found
 
 
-def _unfinished(
+def _open_output(
     hf: Path, out: Path, quantization: Quantization, tokens: Sequence[torch.Tensor]
 ) -> UnfinishedOutput:
     """Open the output under its unfinished name, with the files of an interrupted start of the same command."""
@@ -326,7 +328,7 @@ def quantize(
             f"(first: {extra[:3]}). The weights are of another config.json."
         )
     with tqdm(total=len(tokens), desc="calibrating", unit="prompt") as bar:
-        calibrated(model.to(device).eval(), quantization, tokens, bar.update)
+        calibrate(model.to(device).eval(), quantization, tokens, bar.update)
     export(model, hf, output, quantization)
 
 

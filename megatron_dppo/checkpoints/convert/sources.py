@@ -37,7 +37,7 @@ SAFETENSORS_DTYPES = {
 }
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Source of tensors under Hugging Face names; threads may share an instance."""
 
     @property
@@ -164,7 +164,7 @@ class MegatronSource:
             if linear not in adapters:
                 adapters[linear] = self._adapter(piece, linear)
             adapter = adapters[linear]
-            yield name, tensor if adapter is None else adapter.merged(tensor, index)
+            yield name, tensor if adapter is None else adapter.merge(tensor, index)
 
     def _adapter(self, piece: Piece, linear: str) -> "_Adapter | None":
         """Return the LoRA factors of a linear of the piece's layer; None if it has no adapter."""
@@ -189,7 +189,7 @@ class MegatronSource:
         return self.stored.region(key, offset, (1, *shape[1:]))[0]
 
 
-def source_of(folder: Path) -> Source:
+def source_of(folder: Path) -> WeightSource:
     """Return the source for a folder: a Megatron checkpoint or a Hugging Face folder, by its contents."""
     return MegatronSource(folder) if is_megatron_checkpoint(folder) else HuggingFaceSource(HFWeights(folder))
 
@@ -202,7 +202,7 @@ def trained_from(megatron: Path) -> Path | None:
     return Path(tomllib.loads(config.read_text(encoding="utf-8"))["model"]["load"])
 
 
-def base_of(megatron: Path, like: Source) -> Source | None:
+def base_of(megatron: Path, like: WeightSource) -> WeightSource | None:
     """Return the weights that a run's checkpoint was trained from.
 
     Args:
@@ -229,7 +229,7 @@ class _Adapter:
     lora_a: Tensor  # [(experts,) rank, in]
     lora_b: Tensor  # [(experts,) out, rank]
 
-    def merged(self, weight: Tensor, index: int) -> Tensor:
+    def merge(self, weight: Tensor, index: int) -> Tensor:
         """Return the weight plus its update, added in float32; with experts, of the `index`th expert."""
         lora_a, lora_b = (x[index] if x.dim() > 2 else x for x in (self.lora_a, self.lora_b))
         update = self.alpha / lora_a.shape[0] * (lora_b.float() @ lora_a.float())

@@ -219,7 +219,7 @@ def _of_parameter(
         offset = (first_row, *(0 for _ in whole[1:]))
         piece = Piece(rule, key, whole, offset, (rows, *whole[1:]), names, part, layer)
         first_row, index = first_row + rows, index + len(part)
-        yield from map(_named, _by_experts(piece, sizes, max_elements) if rule.is_expert else (piece,))
+        yield from map(_name_layer, _by_experts(piece, sizes, max_elements) if rule.is_expert else (piece,))
 
 
 def _by_experts(piece: Piece, sizes: ModelSizes, max_elements: int | None) -> Iterator[Piece]:
@@ -239,7 +239,7 @@ def _by_experts(piece: Piece, sizes: ModelSizes, max_elements: int | None) -> It
         )
 
 
-def _named(piece: Piece) -> Piece:
+def _name_layer(piece: Piece) -> Piece:
     return replace(piece, hf=tuple(name.format(layer=piece.layer) for name in piece.hf))
 
 

@@ -85,7 +85,7 @@ def adapter_tensors(
     for adapter in adapters(chunks):
         for index, name in enumerate(linear.split(".")[-2] for linear in adapter.entry.rule.hf):
             for factor in ("lora_A", "lora_B") if name in adapter.pairs else ():
-                whole = _gathered(adapter, factor, value(getattr(adapter.pairs[name], factor)))
+                whole = _gather(adapter, factor, value(getattr(adapter.pairs[name], factor)))
                 for expert, tensor in enumerate(whole if adapter.entry.rule.is_expert else [whole]):
                     module = adapter.entry.hf_names(expert)[index].removesuffix(".weight")
                     own[f"{module}.{factor}.weight"] = tensor.contiguous().cpu()
@@ -94,17 +94,17 @@ def adapter_tensors(
     return {name: tensor for stage in stages for name, tensor in stage.items()}
 
 
-def _gathered(adapter: Adapter, factor: str, tensor: Tensor) -> Tensor:
+def _gather(adapter: Adapter, factor: str, tensor: Tensor) -> Tensor:
     """Gather a factor of all experts and of all tensor-parallel ranks."""
     dim, is_expert = adapter.split_dim(factor), adapter.entry.rule.is_expert
     if dim is not None and is_expert:
-        tensor = _joined(tensor, 1 + dim, parallel_state.get_expert_tensor_parallel_group())
+        tensor = _join(tensor, 1 + dim, parallel_state.get_expert_tensor_parallel_group())
     elif dim is not None:
-        tensor = _joined(tensor, dim, parallel_state.get_tensor_model_parallel_group())
-    return _joined(tensor, 0, parallel_state.get_expert_model_parallel_group()) if is_expert else tensor
+        tensor = _join(tensor, dim, parallel_state.get_tensor_model_parallel_group())
+    return _join(tensor, 0, parallel_state.get_expert_model_parallel_group()) if is_expert else tensor
 
 
-def _joined(tensor: Tensor, dim: int, group: Any) -> Tensor:
+def _join(tensor: Tensor, dim: int, group: Any) -> Tensor:
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, tensor.contiguous(), group=group)
     return torch.cat(parts, dim)

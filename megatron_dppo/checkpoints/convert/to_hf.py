@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_dppo.checkpoints.convert.options import Options
-from megatron_dppo.checkpoints.convert.sources import Source
+from megatron_dppo.checkpoints.convert.options import WriteOptions
+from megatron_dppo.checkpoints.convert.sources import WeightSource
 from megatron_dppo.checkpoints.convert.unfinished import UnfinishedOutput, disk_errors, fingerprint, run_jobs
 from megatron_dppo.checkpoints.model_files import INDEX, main_dtype, write_description
 from megatron_dppo.runtime.files import save_tensors
@@ -24,7 +24,7 @@ class Shard:
     num_bytes: int = 0
 
 
-def write_hf(source: Source, template: Path, out: Path, options: Options, runtime: Runtime) -> None:
+def write_hf(source: WeightSource, template: Path, out: Path, options: WriteOptions, runtime: Runtime) -> None:
     """Write a Hugging Face folder, completely or not at all; every process calls this together.
 
     An interrupted earlier start is resumed if source and options are the same. A process holds one file's
@@ -82,7 +82,7 @@ def plan_shards(groups: Sequence[tuple[str, ...]], sizes: Mapping[str, int], fil
     shards = [Shard()]
     for group in groups:
         whole = sum(sizes[name] for name in group)
-        parts = [group] if whole <= file_bytes else list(_divided(group, sizes, file_bytes))
+        parts = [group] if whole <= file_bytes else list(_divide(group, sizes, file_bytes))
         for part in parts:
             size = sum(sizes[name] for name in part)
             if shards[-1].groups and shards[-1].num_bytes + size > file_bytes:
@@ -92,7 +92,7 @@ def plan_shards(groups: Sequence[tuple[str, ...]], sizes: Mapping[str, int], fil
     return shards
 
 
-def _divided(group: tuple[str, ...], sizes: Mapping[str, int], file_bytes: int) -> Iterator[tuple[str, ...]]:
+def _divide(group: tuple[str, ...], sizes: Mapping[str, int], file_bytes: int) -> Iterator[tuple[str, ...]]:
     part: list[str] = []
     for name in group:
         if part and sum(sizes[other] for other in part) + sizes[name] > file_bytes:
@@ -102,7 +102,9 @@ def _divided(group: tuple[str, ...], sizes: Mapping[str, int], file_bytes: int) 
     yield tuple(part)
 
 
-def _write_shard(source: Source, output: UnfinishedOutput, options: Options, job: tuple[str, Shard]) -> None:
+def _write_shard(
+    source: WeightSource, output: UnfinishedOutput, options: WriteOptions, job: tuple[str, Shard]
+) -> None:
     """Read a file's tensors, then write them, unless an earlier start has written the file."""
     file, shard = job
     if output.file(file).is_file():

@@ -14,8 +14,8 @@ from megatron_dppo.architectures.registry import family_of
 from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.architectures.weight_map import EMBEDDING, OUTPUT
 from megatron_dppo.checkpoints.checkpoint_folder import WEIGHTS
-from megatron_dppo.checkpoints.convert.options import Options
-from megatron_dppo.checkpoints.convert.sources import Source
+from megatron_dppo.checkpoints.convert.options import WriteOptions
+from megatron_dppo.checkpoints.convert.sources import WeightSource
 from megatron_dppo.checkpoints.convert.stored_tensors import pieces_of
 from megatron_dppo.checkpoints.convert.unfinished import UnfinishedOutput, disk_errors, fingerprint, run_jobs
 from megatron_dppo.checkpoints.megatron_folder import HF
@@ -32,7 +32,7 @@ _PARTS = "parts"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def require_fit(source: Source, hf: HFConfig) -> dict[str, Tensor]:
+def require_fit(source: WeightSource, hf: HFConfig) -> dict[str, Tensor]:
     """Return the outline of a source, which must contain exactly the tensors of its config.json.
 
     Raises:
@@ -53,12 +53,12 @@ def require_fit(source: Source, hf: HFConfig) -> dict[str, Tensor]:
     return found
 
 
-def _place(source: Source, name: str) -> Path:
+def _place(source: WeightSource, name: str) -> Path:
     weights: Any = getattr(source, "weights", None)
     return source.folder if weights is None else weights.file_of(name)
 
 
-def _require_tied(source: Source) -> None:
+def _require_tied(source: WeightSource) -> None:
     pair = [dict(source.read((name,)))[name] for name in (OUTPUT.hf[0], EMBEDDING.hf[0])]
     if not torch.equal(*pair):
         raise ConversionError(
@@ -83,7 +83,9 @@ def one_dtype(outline: Mapping[str, Tensor], folder: Path) -> torch.dtype:
     return next(iter(by_dtype))
 
 
-def write_megatron(source: Source, hf: HFConfig, out: Path, options: Options, runtime: Runtime) -> None:
+def write_megatron(
+    source: WeightSource, hf: HFConfig, out: Path, options: WriteOptions, runtime: Runtime
+) -> None:
     """Write a Megatron checkpoint, completely or not at all; every process calls this together.
 
     An interrupted earlier start is resumed if source and options are the same.

@@ -107,7 +107,7 @@ def prepare(source: DataSource, tokenizer: Any, options: PrepareOptions, progres
     questions = each_once(reader.read(rows, counts), counts)
     num_questions = len(questions)
     questions = _of_language(questions, options.language, counts)
-    tokenized = list(_tokenized(source.name, questions, tokenizer, options, bad_rows, progress))
+    tokenized = list(_tokenize(source.name, questions, tokenizer, options, bad_rows, progress))
     bad_rows.refuse(counts["read"])
     counts["that cannot be used"] = bad_rows.num_rows
     _require_number(source.name, num_questions, options, counts)
@@ -120,7 +120,7 @@ def prepare(source: DataSource, tokenizer: Any, options: PrepareOptions, progres
     counts["written"] = len(tokenized)
     if not tokenized:
         action = "Loosen --language, --max-prompt-tokens or --limit, or check --source."
-        raise fault(source.name, f"no prompt left ({shown(counts)})", "at least one", action)
+        raise fault(source.name, f"no prompt left ({format_counts(counts)})", "at least one", action)
     forms: set[AnswerForm | None] = {asked_form(each.prompt, options.template) for each in tokenized}
     if forms == {"boxed"}:
         answer_doubts += _doubts_of_labels([each.question for each in tokenized])
@@ -152,7 +152,7 @@ class _Tokenized:
     tokens: Sequence[int]
 
 
-def _tokenized(
+def _tokenize(
     where: str,
     questions: Sequence[Question],
     tokenizer: Any,
@@ -239,14 +239,14 @@ def schema_of(source: DataSource, options: PrepareOptions) -> Schema:
     return schema
 
 
-def shown(counts: Mapping[str, int]) -> str:
+def format_counts(counts: Mapping[str, int]) -> str:
     """Format the counts as one line."""
     return ", ".join(f"{what}: {count}" for what, count in counts.items())
 
 
 def _require_number(where: str, num_questions: int, options: PrepareOptions, counts: Counts) -> None:
     if options.num_problems not in (None, num_questions):
-        found = f"{num_questions} problems ({shown(counts)})"
+        found = f"{num_questions} problems ({format_counts(counts)})"
         action = "Check --source, --config and --split; `custom` prepares any other set."
         raise fault(where, found, f"the {options.num_problems} of {options.name}", action)
 

@@ -111,7 +111,7 @@ class QuestionReader:
         except KeyError as error:
             raise missing_column(here, str(error.args[0]), list(row), OPTION_KEYS) from None
         reference = "" if answer is None else text_of(here, "the answer", answer)
-        taken = self._taken(reference)
+        taken = self._take_answer(reference)
         if asked is None or asked in ("", []):
             counts["without a problem"] += 1
         elif not taken.strip():
@@ -124,7 +124,7 @@ class QuestionReader:
             return Question(number, read, problem.strip(), taken.strip(), problem != text, solution)
         return None
 
-    def _taken(self, reference: str) -> str:
+    def _take_answer(self, reference: str) -> str:
         """Return the answer of a cell: the final answer that its text marks, or else the complete cell."""
         if self.schema.is_solution:
             return last_boxed(reference) or final_answer(reference) or ""

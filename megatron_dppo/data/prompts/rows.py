@@ -93,7 +93,7 @@ def text_of(where: str, what: str, value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     action = "Convert the column to strings."
-    raise fault(where, f"{shown(value)} as {what}", "a string or an integer", action)
+    raise fault(where, f"{describe_cell(value)} as {what}", "a string or an integer", action)
 
 
 def missing_column(
@@ -104,7 +104,7 @@ def missing_column(
     return fault(where, f"columns {list(columns)}", f"a column {column!r}", action)
 
 
-def shown(value: Any) -> str:
+def describe_cell(value: Any) -> str:
     """Return a cell's type and the beginning of its value, for messages."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:60] + '...'}"

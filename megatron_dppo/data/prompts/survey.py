@@ -57,7 +57,7 @@ class SpecialTokens:
         """
         before, behind = self._added
         if before and list(tokens[: 2 * len(before)]) == 2 * before:
-            both = self._shown(2 * before)
+            both = self._decode(2 * before)
             yield f"begin with {both}: the text has {self._shown(before)}, and the tokenizer adds one more"
         else:
             pairs = pairwise(tokens)
@@ -65,7 +65,7 @@ class SpecialTokens:
                 first for first, second in pairs if first == second and first in self._special
             )
             yield from (f"have {self._shown([token] * 2)}, a special token twice in a row" for token in doubled)
-        last = next((token for token in reversed(tokens[-_LAST:]) if self._shown([token]).strip()), None)
+        last = next((token for token in reversed(tokens[-_LAST:]) if self._decode([token]).strip()), None)
         if last is not None and last in self._ends:
             who = "the tokenizer adds it to every text" if last in behind else "the response follows an end"
             yield f"end with {self._shown([last])}: {who}"
@@ -78,9 +78,9 @@ class SpecialTokens:
 
     def closes_thought(self, tokens: Sequence[int]) -> bool:
         """Whether a prompt ends with `</think>`."""
-        return self._shown(tokens[-_LAST:]).rstrip().endswith("</think>")
+        return self._decode(tokens[-_LAST:]).rstrip().endswith("</think>")
 
-    def _shown(self, tokens: Sequence[int]) -> str:
+    def _decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(
             list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )

@@ -104,12 +104,14 @@ def prompt_tokens(
     """
     if messages is not None:
         require_chat_template(tokenizer)
-        return tuple(cast(list[int], written(tokenizer, messages, tools, template_arguments, tokenize=True)))
+        return tuple(
+            cast(list[int], apply_chat_template(tokenizer, messages, tools, template_arguments, tokenize=True))
+        )
     assert text is not None, "a prompt is either text or messages"
-    return _encoded(tokenizer, text)
+    return _encode(tokenizer, text)
 
 
-def written(
+def apply_chat_template(
     tokenizer: Any,
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None = None,
@@ -136,7 +138,7 @@ def written(
         raise _refusal(tokenizer, list(messages), error) from error
 
 
-def _encoded(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+def _encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
     """Return the token ids of text.
 
     Raises:
@@ -196,7 +198,7 @@ def _require_r1_tokens(name: str, tokenizer: Any) -> None:
     wrong: list[str] = []
     for token in (_R1_USER, _R1_ASSISTANT):
         try:
-            num_tokens = len(_encoded(tokenizer, token, add_special_tokens=False))
+            num_tokens = len(_encode(tokenizer, token, add_special_tokens=False))
         except DataError:
             num_tokens = 0
         wrong += [f"{token} as {num_tokens} tokens"] * (num_tokens != 1)
@@ -233,7 +235,7 @@ def require_whole(tokenizer: Any, prompt: Prompt) -> None:
     """
     if prompt.messages is None:
         return
-    text = cast(str, written(tokenizer, prompt.messages, prompt.tools, prompt.template_arguments))
+    text = cast(str, apply_chat_template(tokenizer, prompt.messages, prompt.tools, prompt.template_arguments))
     missing = [
         *_missing_of_messages(text, prompt.messages),
         *_missing_tools(tokenizer, text, prompt),
@@ -263,7 +265,7 @@ def _missing_tools(tokenizer: Any, text: str, prompt: Prompt) -> Iterator[str]:
         return
     names = [str(tool.get("function", tool).get("name", "")) for tool in prompt.tools]
     assert prompt.messages is not None, "tools come with messages"
-    without = cast(str, written(tokenizer, prompt.messages, None, prompt.template_arguments))
+    without = cast(str, apply_chat_template(tokenizer, prompt.messages, None, prompt.template_arguments))
     if text == without:
         yield "no tools"
     else:
@@ -287,7 +289,7 @@ def turn_ends(tokenizer: Any) -> list[int]:
     """
     question, response = Message(role="user", content="?"), Message(role="assistant", content=_MARK)
     chats = ([question, response, question], [question, response])
-    texts = [cast(str, written(tokenizer, chat, add_generation_prompt=False)) for chat in chats]
+    texts = [cast(str, apply_chat_template(tokenizer, chat, add_generation_prompt=False)) for chat in chats]
     rests = [text.partition(_MARK)[2] for text in texts]
     added = set(cast(Mapping[int, Any], tokenizer.added_tokens_decoder))
     ids = [cast(list[int], tokenizer.encode(rest, add_special_tokens=False)) for rest in rests]

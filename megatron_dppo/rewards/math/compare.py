@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from megatron_dppo.rewards.math.equality import are_equal_trees
 from megatron_dppo.rewards.math.exact import TooLargeError, UndefinedError, rational
-from megatron_dppo.rewards.math.parser import parsed
+from megatron_dppo.rewards.math.parser import parse
 from megatron_dppo.rewards.math.tree import Node, NotUnderstoodError, Number, Tree
 
 _MAX_CPU_S = 1.0
@@ -79,7 +79,7 @@ def _hundredth(node: Node) -> Node:
 
 def _tree(text: str) -> Node | None:
     try:
-        return parsed(text)
+        return parse(text)
     except NotUnderstoodError:
         return None
 

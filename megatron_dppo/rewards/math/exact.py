@@ -52,7 +52,7 @@ def _rational(node: Node) -> Fraction:
     return value
 
 
-def _divided(above: Fraction, below: Fraction) -> Fraction:
+def _divide(above: Fraction, below: Fraction) -> Fraction:
     if below == 0:
         raise UndefinedError
     return above / below
@@ -166,7 +166,7 @@ _EXACT: Mapping[str, Any] = {
     "+": _sum,
     "-": operator.neg,
     "*": operator.mul,
-    "/": _divided,
+    "/": _divide,
     "^": _power,
     "root": _real_root,
     "factorial": _factorial,

@@ -32,7 +32,7 @@ _MATRICES = frozenset({"matrix", "pmatrix", "bmatrix", "Bmatrix", "smallmatrix"}
 _MAX_DEPTH = 40
 
 
-def parsed(text: str) -> Node:
+def parse(text: str) -> Node:
     r"""Return the tree of a tidy text without words. A list without brackets is a `Tree("list", ...)`.
 
     Raises:

@@ -115,7 +115,7 @@ def _raised(match: re.Match[str]) -> str:
     return f"^{{{'-' if match[1] else ''}{digits}}}"
 
 
-def spelled_out(text: str) -> str:
+def spell_out(text: str) -> str:
     r"""Return a tidy value with one spelling of mixed numbers, decimals, brackets and thousands."""
     if found := _SCIENTIFIC.fullmatch(text):
         return rf"{found[1]}\cdot 10^{{{found[2]}}}"

@@ -104,7 +104,7 @@ def with_both_signs(node: Node) -> list[Node]:
         raise NotUnderstoodError
     count = 1 if r"\mp" in kinds else len(kinds)
     choices = [[bool(number >> place & 1) for place in range(count)] for number in range(2**count)]
-    return [_signed(node, iter(choice * (len(kinds) // count))) for choice in choices]
+    return [_apply_signs(node, iter(choice * (len(kinds) // count))) for choice in choices]
 
 
 def _signs(node: Node) -> Iterator[str]:
@@ -115,14 +115,14 @@ def _signs(node: Node) -> Iterator[str]:
             yield from _signs(part)
 
 
-def _signed(node: Node, choices: Iterator[bool]) -> Node:
+def _apply_signs(node: Node, choices: Iterator[bool]) -> Node:
     if not isinstance(node, Tree):
         return node
     if node.kind in (r"\pm", r"\mp"):
         is_minus = next(choices) != (node.kind == r"\mp")
-        part = _signed(node.parts[0], choices)
+        part = _apply_signs(node.parts[0], choices)
         return negative(part) if is_minus else part
-    return Tree(node.kind, tuple(_signed(part, choices) for part in node.parts))
+    return Tree(node.kind, tuple(_apply_signs(part, choices) for part in node.parts))
 
 
 def is_relation(node: Node) -> bool:

@@ -172,7 +172,7 @@ def are_same_words(reference: str, answer: str) -> bool | None:
     Case matters only in a choice. Words are letters inside `\text{...}` and similar commands, or four letters
     and more.
     """
-    texts = [" ".join(unwrapped(text).removesuffix(".").split()) for text in (reference, answer)]
+    texts = [" ".join(unwrap(text).removesuffix(".").split()) for text in (reference, answer)]
     choices = [_CHOICE.fullmatch(_OPTION.sub("", text, count=1)) for text in texts]
     if choices[0] and choices[1]:
         return choices[0][1] == choices[1][1]
@@ -187,14 +187,14 @@ def are_same_words(reference: str, answer: str) -> bool | None:
     return one == other
 
 
-def unwrapped(text: str) -> str:
+def unwrap(text: str) -> str:
     r"""Return a text with `\text{...}` and similar commands replaced by their contents."""
     return WRAPPED.sub(r"\1", text)
 
 
 def as_value(text: str) -> str:
     r"""Return `\emptyset` for "no solution" and similar phrases, else the text."""
-    words = " ".join(unwrapped(text).casefold().split())
+    words = " ".join(unwrap(text).casefold().split())
     value = _SAME.get(words, text)
     return value if value.startswith("\\") else text
 
@@ -261,7 +261,7 @@ def _one(first: str | None, second: str) -> str:
 
 def _without_letter(text: str) -> tuple[str, str | None]:
     r"""Take the letter of a choice off the front, as in `\textbf{(C)}\ 12` and `\text{C. } 12`."""
-    if lone := _CHOICE.fullmatch(_OPTION.sub("", unwrapped(text).strip(), count=1)):
+    if lone := _CHOICE.fullmatch(_OPTION.sub("", unwrap(text).strip(), count=1)):
         return lone[1], lone[1]
     found = _LETTERED.match(text)
     if found and _FURTHER.match((found[3] or "") + text[found.end() :]):
@@ -372,5 +372,5 @@ def _unit_in(words: list[str], power: str | None) -> str | None:
 
 def is_same_text(reference: str, answer: str) -> bool:
     r"""Return whether two tidy answers are the same text, apart from spaces and `\text{...}`."""
-    one, other = (without_spaces(" ".join(unwrapped(text).split())) for text in (reference, answer))
+    one, other = (without_spaces(" ".join(unwrap(text).split())) for text in (reference, answer))
     return one == other and bool(one)

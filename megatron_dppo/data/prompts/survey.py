@@ -86,31 +86,77 @@ class SpecialTokens:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Survey:
-    """Statistics of a prompt file."""
+    """Statistics of the rows of a prompt file so far."""
 
-    num_rows: int
-    num_faulty: int  # rows that cannot be read or tokenised
-    faults: tuple[str, ...]  # descriptions of the first NUM_SHOWN faulty rows
-    num_too_long: int  # prompts of more than `max_prompt_tokens` tokens
-    longest: int  # tokens of the longest prompt
-    largest_id: int  # largest token id; -1 if no prompt was tokenised
-    num_asking: Mapping[AnswerForm, int]  # prompts that ask for each answer form; other prompts name no form
-    first: Prompt | None  # first prompt that can be read
-    digest: str  # PromptsDigest of the prompts that can be read
-    num_chats: int  # prompts of messages
-    num_closed_thoughts: int  # prompts that end with </think>; 0 without a tokenizer
-    oddities: Mapping[str, int]  # prompts by the unusual property of their tokens, see SpecialTokens
-    unread_columns: tuple[str, ...]  # columns that some row has and that are not read
-    num_answers: Mapping[AnswerKind, int]
-    odd_answers: Mapping[AnswerKind, Sequence[PromptRow]]  # the first NUM_TRIED of each kind except bare
-    bare_answers: Sequence[tuple[int, str]]  # row number and answer; see NUM_BARE
+    special: SpecialTokens | None  # of the tokenizer; None if prompts are not tokenised
+    max_prompt_tokens: int
+    num_rows: int = 0
+    num_faulty: int = 0  # rows that cannot be read or tokenised
+    faults: list[str] = field(default_factory=list[str])  # descriptions of the first NUM_SHOWN faulty rows
+    num_too_long: int = 0  # prompts of more than `max_prompt_tokens` tokens
+    longest: int = 0  # tokens of the longest prompt
+    largest_id: int = -1  # largest token id; -1 if no prompt was tokenised
+    num_asking: Counter[AnswerForm] = field(default_factory=Counter[AnswerForm])
+    """Prompts that ask for each answer form; other prompts name no form."""
+    first: Prompt | None = None  # first prompt that can be read
+    prompts_digest: PromptsDigest = field(default_factory=PromptsDigest)
+    num_chats: int = 0  # prompts of messages
+    num_closed_thoughts: int = 0  # prompts that end with </think>; 0 without a tokenizer
+    oddities: Counter[str] = field(default_factory=Counter[str])
+    """Prompts by the unusual property of their tokens, see SpecialTokens."""
+    unread_columns: dict[str, None] = field(default_factory=dict[str, None])
+    """Columns that some row has and that are not read, in order."""
+    num_answers: Counter[AnswerKind] = field(default_factory=Counter[AnswerKind])
+    odd_answers: dict[AnswerKind, list[PromptRow]] = field(default_factory=dict[AnswerKind, list[PromptRow]])
+    """The first NUM_TRIED of each kind except bare."""
+    bare_answers: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+    """Row number and answer; see NUM_BARE."""
+    distance: int = 1  # every n-th bare answer is kept
 
     @property
     def num_prompts(self) -> int:
         """Number of rows that can be read."""
         return self.num_rows - self.num_faulty
+
+    @property
+    def digest(self) -> str:
+        """Digest of the prompts that can be read."""
+        return self.prompts_digest.hexdigest()
+
+    def add_fault(self, fault: str) -> None:
+        """Count a row that cannot be used."""
+        self.num_faulty += 1
+        if len(self.faults) < NUM_SHOWN:
+            self.faults.append(fault)
+
+    def add(self, row: PromptRow, tokens: Sequence[int]) -> None:
+        """Count a row and the tokens of its prompt."""
+        self.first = self.first or row.prompt
+        self.prompts_digest.add(row.prompt)
+        self.num_too_long += len(tokens) > self.max_prompt_tokens
+        self.longest = max(self.longest, len(tokens))
+        self.largest_id = max(self.largest_id, *tokens, -1)
+        self.unread_columns.update(dict.fromkeys(row.unread))
+        form = asked_form(row.prompt, row.template)
+        if form is not None:
+            self.num_asking[form] += 1
+        is_chat = row.prompt.messages is not None
+        self.num_chats += is_chat
+        if self.special is not None:
+            self.oddities.update(self.special.oddities(tokens, may_be_text=is_chat))
+            self.num_closed_thoughts += self.special.closes_thought(tokens)
+        self._add_answer(row, answer_kind(row.prompt.answer))
+
+    def _add_answer(self, row: PromptRow, kind: AnswerKind) -> None:
+        if kind == "bare" and self.num_answers[kind] % self.distance == 0:
+            self.bare_answers.append((row.number, row.prompt.answer))
+        if len(self.bare_answers) > NUM_BARE:
+            self.bare_answers, self.distance = self.bare_answers[::2], 2 * self.distance
+        self.num_answers[kind] += 1
+        if kind != "bare" and len(kept := self.odd_answers.setdefault(kind, [])) < NUM_TRIED:
+            kept.append(row)
 
 
 def survey(
@@ -134,100 +180,17 @@ def survey(
     Raises:
         DataError: The file is missing, of another kind, empty, or lacks a column.
     """
-    counted = _Counted(None if tokenizer is None else SpecialTokens(tokenizer), max_prompt_tokens)
+    found = Survey(None if tokenizer is None else SpecialTokens(tokenizer), max_prompt_tokens)
     for row in progress(read_prompts(path, prompt_column, answer_column)):
-        counted.num_rows += 1
+        found.num_rows += 1
+        if isinstance(row, DataError):
+            found.add_fault(str(row))
+            continue
         try:
-            read, tokens = _with_tokens(row, tokenizer)
+            found.add(row, () if tokenizer is None else whole_tokens(tokenizer, row.prompt))
         except DataError as error:
-            known = isinstance(row, DataError)
-            counted.add_fault(str(error) if known else f"{path}, row {row.number}: {error}")
-        else:
-            counted.add(read, tokens)
-    return counted.survey()
-
-
-@dataclass
-class _Counted:
-    """Counts over the rows so far."""
-
-    special: SpecialTokens | None
-    max_prompt_tokens: int
-    num_rows: int = 0
-    num_faulty: int = 0
-    faults: list[str] = field(default_factory=list[str])
-    num_too_long: int = 0
-    longest: int = 0
-    largest_id: int = -1
-    first: Prompt | None = None
-    digest: PromptsDigest = field(default_factory=PromptsDigest)
-    asking: Counter[AnswerForm] = field(default_factory=Counter[AnswerForm])
-    prompts: Counter[str] = field(default_factory=Counter[str])
-    oddities: Counter[str] = field(default_factory=Counter[str])
-    unread: dict[str, None] = field(default_factory=dict[str, None])
-    answers: Counter[AnswerKind] = field(default_factory=Counter[AnswerKind])
-    odd_answers: dict[AnswerKind, list[PromptRow]] = field(default_factory=dict[AnswerKind, list[PromptRow]])
-    bare_answers: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
-    distance: int = 1  # every n-th bare answer is kept
-
-    def add_fault(self, fault: str) -> None:
-        """Count a row that cannot be used."""
-        self.num_faulty += 1
-        if len(self.faults) < NUM_SHOWN:
-            self.faults.append(fault)
-
-    def add(self, row: PromptRow, tokens: Sequence[int]) -> None:
-        """Count a row and the tokens of its prompt."""
-        self.first = self.first or row.prompt
-        self.digest.add(row.prompt)
-        self.num_too_long += len(tokens) > self.max_prompt_tokens
-        self.longest = max(self.longest, len(tokens))
-        self.largest_id = max(self.largest_id, *tokens, -1)
-        self.unread.update(dict.fromkeys(row.unread))
-        form = asked_form(row.prompt, row.template)
-        if form is not None:
-            self.asking[form] += 1
-        is_chat = row.prompt.messages is not None
-        self.prompts["chats"] += is_chat
-        if self.special is not None:
-            self.oddities.update(self.special.oddities(tokens, may_be_text=is_chat))
-            self.prompts["closed thoughts"] += self.special.closes_thought(tokens)
-        kind = answer_kind(row.prompt.answer)
-        if kind == "bare" and self.answers[kind] % self.distance == 0:
-            self.bare_answers.append((row.number, row.prompt.answer))
-        if len(self.bare_answers) > NUM_BARE:
-            self.bare_answers, self.distance = self.bare_answers[::2], 2 * self.distance
-        self.answers[kind] += 1
-        if kind != "bare" and len(kept := self.odd_answers.setdefault(kind, [])) < NUM_TRIED:
-            kept.append(row)
-
-    def survey(self) -> Survey:
-        """Return the statistics of the rows so far."""
-        return Survey(
-            num_rows=self.num_rows,
-            num_faulty=self.num_faulty,
-            faults=tuple(self.faults),
-            num_too_long=self.num_too_long,
-            longest=self.longest,
-            largest_id=self.largest_id,
-            num_asking=self.asking,
-            first=self.first,
-            digest=self.digest.hexdigest(),
-            num_chats=self.prompts["chats"],
-            num_closed_thoughts=self.prompts["closed thoughts"],
-            oddities=self.oddities,
-            unread_columns=tuple(self.unread),
-            num_answers=self.answers,
-            odd_answers=self.odd_answers,
-            bare_answers=self.bare_answers,
-        )
-
-
-def _with_tokens(row: PromptRow | DataError, tokenizer: Any) -> tuple[PromptRow, tuple[int, ...]]:
-    """Return the row and the tokens of its prompt; without a tokenizer the tokens are empty."""
-    if isinstance(row, DataError):
-        raise row
-    return row, () if tokenizer is None else whole_tokens(tokenizer, row.prompt)
+            found.add_fault(f"{path}, row {row.number}: {error}")
+    return found
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:

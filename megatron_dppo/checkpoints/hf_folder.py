@@ -230,12 +230,7 @@ def write_hf_checkpoint(
     """Write a Hugging Face folder that appears completely or not at all.
 
     A file is written while the tensors of the next one are produced, so memory holds the tensors of two files.
-
-    Args:
-        weights: Names and tensors in checkpoint spelling.
-        out: Folder to create.
-        template: Folder whose config, tokenizer and licence are copied.
-        shard_bytes: Most bytes per file. A new file starts when the current one would exceed this.
+    Config, tokenizer and licence are copied from `template`.
 
     Raises:
         ConversionError: `out` exists already, or a tensor comes twice.

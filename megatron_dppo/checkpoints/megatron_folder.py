@@ -92,10 +92,7 @@ def _key(chunk: int) -> str:
 def save_weights(chunks: Sequence[GPTModel], out: Path, template: Path) -> None:
     """Write a Megatron checkpoint of only weights, completely or not at all, from one process.
 
-    Args:
-        chunks: Model chunks to write.
-        out: Folder to create.
-        template: Hugging Face folder. Its config and tokenizer are copied into `hf/`.
+    Config and tokenizer are copied from `template`, a Hugging Face folder, into `hf/`.
 
     Raises:
         ConversionError: `out` exists already.

@@ -40,11 +40,6 @@ T = TypeVar("T")
 def load_hf_weights(chunks: Sequence[GPTModel], weights: HFWeights, hf: HFConfig) -> None:
     """Load this rank's parameters, cast to each parameter's dtype.
 
-    Args:
-        chunks: This rank's part of the model: one per virtual pipeline stage.
-        weights: The checkpoint.
-        hf: The model's config.json.
-
     Raises:
         ConversionError: A tensor is missing, left over, or of another shape.
     """

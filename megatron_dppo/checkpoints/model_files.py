@@ -57,9 +57,7 @@ class WeightFiles:
 def weight_files(folder: Path, named: Iterable[str] | None) -> WeightFiles:
     """Choose the files that contain a folder's weights, only by their names.
 
-    Args:
-        folder: A Hugging Face folder.
-        named: Files that the folder's index names. None if there is no index.
+    Without an index, `named` is None.
 
     Raises:
         WeightFilesError: There are no safetensors, a file is missing, there are two sets of weights, or the
@@ -256,9 +254,6 @@ def read_convertible_config(folder: Path) -> dict[str, Any]:
 
 def description_of(folder: Path) -> tuple[dict[str, Any], Path]:
     """Read the config to convert with, and find the folder with config.json and tokenizer.
-
-    Args:
-        folder: A Hugging Face folder or a Megatron checkpoint.
 
     Returns:
         Result of `read_convertible_config`, and the folder that contains config.json and tokenizer.

@@ -37,10 +37,6 @@ _COMMON_FILE = {"common_backend": "torch", "common_backend_version": 1}
 def refuse_code(folder: Path) -> None:
     """Refuse a distributed checkpoint if a pickle contains more than plain data, without reading tensors.
 
-    Args:
-        folder: Folder with `metadata.json`, `.metadata`, `*.distcp` files and, from older versions,
-            `common.pt`.
-
     Raises:
         CheckpointError: A pickle contains more than data, a file is torn or missing, or a path leaves the
             folder.

@@ -114,12 +114,7 @@ def fused_linears(names: Iterable[str]) -> list[tuple[str, ...]]:
 
 @torch.no_grad()
 def round_linears(weights: Mapping[str, Tensor], weight_format: WeightFormat) -> None:
-    """Round the linears among a model's weights in place; each group of fused linears must be complete.
-
-    Args:
-        weights: Weights by Hugging Face checkpoint name, one per expert.
-        weight_format: Format to round to.
-    """
+    """Round a model's linears in place, by Hugging Face name; each group of fused ones must be complete."""
     for group in fused_linears(weights):
         largest = torch.stack([weights[name].abs().amax() for name in group]).amax()
         scale = scale_for(weight_format, largest)

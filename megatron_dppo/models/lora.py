@@ -254,12 +254,6 @@ def add_lora(chunks: Sequence[GPTModel], hf: HFConfig, options: LoraConfig, seed
 
     Factors start as peft's do: A uniform, B zero. They depend on the seed and their own name alone, so that
     every layout starts from the same adapters.
-
-    Args:
-        chunks: This rank's part of the model, on its device, with its weights.
-        hf: The model's config.json.
-        options: `[lora]`, with a rank above 0.
-        seed: Seed of the run.
     """
     for chunk in chunks:
         chunk.requires_grad_(False)

@@ -163,11 +163,6 @@ def save_tensors(
 ) -> None:
     """Write a safetensors file with the mode that a new file has in its folder; safetensors would write 0600.
 
-    Args:
-        tensors: Contiguous tensors, by name.
-        path: File to write; an existing file is replaced.
-        metadata: Strings for the header.
-
     Raises:
         OSError, SafetensorError: The disk is full, or fails in another way.
     """

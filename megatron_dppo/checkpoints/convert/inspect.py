@@ -37,11 +37,6 @@ def compare(
 ) -> Comparison:
     """Compare every tensor bit for bit, one group at a time.
 
-    Args:
-        first: Source of the conversion.
-        second: Result of the conversion.
-        on_bytes: Callback with the bytes of each compared tensor.
-
     Raises:
         CheckpointError: One of the checkpoints is torn.
     """
@@ -80,10 +75,6 @@ _OPTIMIZER = "optimizer."
 
 def contents_of(folder: Path, *, is_listing: bool = False) -> Iterator[str]:
     """Yield kind, architecture, numbers, bytes and types of a checkpoint.
-
-    Args:
-        folder: A Hugging Face folder or a Megatron checkpoint.
-        is_listing: Whether each tensor gets a line as well.
 
     Raises:
         CheckpointError: The Megatron checkpoint is torn, or contains code.

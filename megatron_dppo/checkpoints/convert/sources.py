@@ -248,11 +248,6 @@ class StoredWeights:
     def __init__(self, folder: Path, dtype: torch.dtype, runtime: Runtime) -> None:
         """Read the headers, and compare them with the tensors that the model needs.
 
-        Args:
-            folder: A Hugging Face folder or a Megatron checkpoint.
-            dtype: Dtype of the yielded tensors, like a trainer's model.dtype.
-            runtime: Runtime of this rank.
-
         Raises:
             CheckpointError: A Megatron checkpoint is torn, belongs to another model, or contains code.
             ConversionError: A Hugging Face folder is torn.

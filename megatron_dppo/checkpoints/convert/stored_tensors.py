@@ -32,10 +32,7 @@ class StoredTensors:
     """Reads tensors of a distributed checkpoint on demand."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the metadata.
-
-        Args:
-            folder: Folder with `.metadata` and `*.distcp` files.
+        """Read the metadata of a folder with `.metadata` and `*.distcp` files.
 
         Raises:
             CheckpointError: The folder is torn, or contains code.

@@ -113,11 +113,7 @@ def _join(tensor: Tensor, dim: int, group: Any) -> Tensor:
 def write_adapter(tensors: dict[str, Tensor], options: LoraConfig, out: Path, base: str) -> None:
     """Write an adapter folder that peft loads; it appears completely or not at all.
 
-    Args:
-        tensors: Result of `adapter_tensors`.
-        options: `[lora]` of the training run.
-        out: Folder to create.
-        base: Folder or name of the adapter's base model, as information for the reader.
+    `base` names the base model for the reader of the adapter.
 
     Raises:
         ConversionError: `out` exists already.

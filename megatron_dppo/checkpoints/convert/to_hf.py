@@ -28,14 +28,7 @@ def write_hf(source: WeightSource, template: Path, out: Path, options: WriteOpti
     """Write a Hugging Face folder, completely or not at all; every process calls this together.
 
     An interrupted earlier start is resumed if source and options are the same. A process holds one file's
-    tensors per writer.
-
-    Args:
-        source: Source of the tensors.
-        template: Folder whose config, tokenizer and licence are copied.
-        out: Folder to create.
-        options: Output options.
-        runtime: Runtime of this process.
+    tensors per writer. Config, tokenizer and licence are copied from `template`.
 
     Raises:
         ConversionError: `out` exists or cannot be written.
@@ -72,13 +65,7 @@ def write_hf(source: WeightSource, template: Path, out: Path, options: WriteOpti
 
 
 def plan_shards(groups: Sequence[tuple[str, ...]], sizes: Mapping[str, int], file_bytes: int) -> list[Shard]:
-    """Assign names to files: a group is divided only if it is larger than a file.
-
-    Args:
-        groups: Names that are read together.
-        sizes: Bytes of each tensor.
-        file_bytes: Most bytes of a file, unless a single tensor is larger.
-    """
+    """Assign names to files: a group is divided only if it is larger than a file."""
     shards = [Shard()]
     for group in groups:
         whole = sum(sizes[name] for name in group)

@@ -90,13 +90,6 @@ def write_megatron(
 
     An interrupted earlier start is resumed if source and options are the same.
 
-    Args:
-        source: Source of the tensors.
-        hf: Source's config.json.
-        out: Folder to create.
-        options: Output options.
-        runtime: Runtime of this process.
-
     Raises:
         ConversionError: The source does not fit `hf`, or `out` exists or cannot be written.
         CheckpointError: The metadata cannot be written.

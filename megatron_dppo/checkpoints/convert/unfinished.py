@@ -30,10 +30,7 @@ class UnfinishedOutput:
     def __init__(self, out: Path, plan: dict[str, Any], num_bytes: int) -> None:
         """Find an earlier start's files, or create a new folder.
 
-        Args:
-            out: Folder to create.
-            plan: Description of input, output and options; equal plans write equal files.
-            num_bytes: Approximate size of the output.
+        Equal plans write equal files.
 
         Raises:
             ConversionError: `out` exists, or its parent is missing, not writable or too full.
@@ -130,13 +127,7 @@ def fingerprint(files: Iterable[Path]) -> str:
 
 
 def run_jobs(runtime: Runtime, jobs: Sequence[T], work: Callable[[T], None], num_threads: int) -> None:
-    """Run this process's jobs, and wait for the other processes; all processes call this together.
-
-    Args:
-        runtime: This process.
-        jobs: Jobs of this process.
-        work: Function that runs one job; called in several threads.
-        num_threads: Number of jobs that run at a time.
+    """Run this process's jobs in threads, and wait for the other processes; all processes call this together.
 
     Raises:
         ConversionError: A job of another process failed. An error of this process's job is raised unchanged.

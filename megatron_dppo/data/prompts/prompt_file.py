@@ -41,12 +41,6 @@ DATA_SETS = {
 def write_prompt_file(out: Path, opened: DataSource, tokenizer: Path, options: PrepareOptions) -> Prepared:
     """Prepare the prompts of a data set, and write them and their counts.
 
-    Args:
-        out: Prompt file to write.
-        opened: Data set to read.
-        tokenizer: Folder of the model that will be trained.
-        options: Filters, template and columns.
-
     Raises:
         DataError: There is no tokenizer, or the data set cannot be prepared with these options.
     """

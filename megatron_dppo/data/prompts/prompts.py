@@ -79,12 +79,6 @@ def read_prompts(
 ) -> Iterator[PromptRow | DataError]:
     """Yield the prompt of each row, or the row's error (see `load_prompts`).
 
-    Args:
-        path: Prompt file.
-        prompt_column: Column of the prompt.
-        answer_column: Column of the answer. `None` means the first of `TRAINING_SCHEMAS` that fits.
-        logs_schema: Whether to log the detected schema.
-
     Raises:
         DataError: The file is missing, of another kind, empty, or lacks a column.
     """

@@ -169,13 +169,7 @@ def survey(
 ) -> Survey:
     """Read every row, and tokenise its prompt in the same way as a rollout.
 
-    Args:
-        path: A .jsonl or .parquet file.
-        prompt_column: See `load_prompts`.
-        answer_column: See `load_prompts`.
-        tokenizer: The transformers tokenizer that training uses. With `None`, prompts are not tokenised.
-        max_prompt_tokens: Length above which a prompt counts as too long.
-        progress: Shows the progress over the rows.
+    Without a tokenizer, prompts are not tokenised.
 
     Raises:
         DataError: The file is missing, of another kind, empty, or lacks a column.

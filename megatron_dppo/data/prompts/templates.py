@@ -62,12 +62,7 @@ _ASKS_FOR_LINE = re.compile(r"""(?:the form|on its own line)[^\n]{0,20}Answer:""
 
 
 def asked_form(prompt: Prompt, template: str | None) -> AnswerForm | None:
-    """Return the answer form that a prompt's template or its words ask for, or `None` if neither names a form.
-
-    Args:
-        prompt: Prompt from a prompt file.
-        template: Template that the row names, if any.
-    """
+    """Return the answer form that a prompt's template or its words ask for, or `None` if neither does."""
     if template is not None and template in ASKS_FOR:
         return ASKS_FOR[template]
     text = prompt.text or "\n".join(message["content"] for message in prompt.messages or ())
@@ -91,13 +86,6 @@ def prompt_tokens(
     template_arguments: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
     """Tokenise a text prompt with the tokenizer's special tokens, or messages with its chat template.
-
-    Args:
-        tokenizer: A transformers tokenizer.
-        text: Text prompt; `None` for messages.
-        messages: Messages of a chat; `None` for text.
-        tools: Functions that the chat template writes.
-        template_arguments: Further arguments of the chat template.
 
     Raises:
         DataError: The tokenizer has no chat template for messages, or cannot encode the prompt.

@@ -63,7 +63,7 @@ class HFWeights:
         self._num_mapped = num_mapped
         self._mapped: OrderedDict[str, safe_open] = OrderedDict()
         self._lock = threading.Lock()
-        file_of = _read_index(folder) if files is None and (folder / INDEX).is_file() else None
+        file_of = _read_index(folder) if files is None else None
         found = (
             weight_files(folder, file_of and file_of.values()) if files is None else WeightFiles((*files,), ())
         )
@@ -186,12 +186,14 @@ def require_one_set(folder: Path) -> tuple[str, ...]:
     Raises:
         ConversionError: The files are not one complete set, by their names; see `HFWeights`.
     """
-    file_of = _read_index(folder) if (folder / INDEX).is_file() else None
+    file_of = _read_index(folder)
     return weight_files(folder, file_of and file_of.values()).ignored
 
 
-def _read_index(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor that the index names."""
+def _read_index(folder: Path) -> dict[str, str] | None:
+    """Return the file of each tensor that the index names; None if there is no index."""
+    if not (folder / INDEX).is_file():
+        return None
     try:
         weight_map: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
         file_of = {name: file for name, file in weight_map.items() if not name.endswith(_NOT_WEIGHTS)}

@@ -122,7 +122,7 @@ def _require_fit(weights: HFWeights, hf: HFConfig) -> None:
     family.require_shapes(hf, found, weights.folder, weights.file_of)
 
 
-def _of_all_stages(value: T) -> list[T]:
+def gather_stages(value: T) -> list[T]:
     """Gather every pipeline stage's value, first stage first. Only for small picklable objects."""
     gathered: list[Any] = [None] * parallel_state.get_pipeline_model_parallel_world_size()
     dist.all_gather_object(gathered, value, group=parallel_state.get_pipeline_model_parallel_group())
@@ -264,7 +264,7 @@ def _places(
     """Return the location of every parameter of the model; the first stage's location for tied layers."""
     own = {p.name: (p.shape, p.tensors[0].dtype) for p in _parameters(chunks, hf, tensors)}
     places: dict[str, _Place] = {}
-    for stage, described in enumerate(_of_all_stages(own)):
+    for stage, described in enumerate(gather_stages(own)):
         for name, (shape, dtype) in described.items():
             places.setdefault(name, _Place(stage, shape, dtype))
     return places
@@ -305,10 +305,10 @@ def _gather_piece(
         assert own is not None
         parts = own[None]
         if num_shards > 1:
-            parts = _all_gather(parts, _tensor_parallel_group(rule))
+            parts = all_gather_rows(parts, _tensor_parallel_group(rule))
         parts = parts.transpose(0, 1)
         if num_holders > 1:
-            parts = _all_gather(parts, experts)
+            parts = all_gather_rows(parts, experts)
     else:
         shape = (place.shape[0] * num_holders, num_shards, *place.shape[1:])
         parts = torch.empty(shape, dtype=place.dtype, device=device)
@@ -318,7 +318,7 @@ def _gather_piece(
     return parts
 
 
-def _all_gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather [n, ...] of each rank -> [ranks * n, ...] in rank order."""
     gathered = own.new_empty(group.size() * own.shape[0], *own.shape[1:])
     dist.all_gather_into_tensor(gathered, own.contiguous(), group=group)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
@@ -18,6 +17,7 @@ from megatron_dppo.checkpoints.checkpoint_folder import is_megatron_checkpoint
 from megatron_dppo.checkpoints.convert.sources import trained_from
 from megatron_dppo.checkpoints.hf_folder import whole_folder
 from megatron_dppo.checkpoints.megatron_folder import load_weights, stored_dtype, stored_lora
+from megatron_dppo.checkpoints.megatron_weights import all_gather_rows, gather_stages
 from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.errors import ConfigError, ConversionError, Problem
 from megatron_dppo.mcore import cpu, fixes
@@ -89,9 +89,7 @@ def adapter_tensors(
                 for expert, tensor in enumerate(whole if adapter.entry.rule.is_expert else [whole]):
                     module = adapter.entry.hf_names(expert)[index].removesuffix(".weight")
                     own[f"{module}.{factor}.weight"] = tensor.contiguous().cpu()
-    stages: list[Any] = [None] * parallel_state.get_pipeline_model_parallel_world_size()
-    dist.all_gather_object(stages, own, group=parallel_state.get_pipeline_model_parallel_group())
-    return {name: tensor for stage in stages for name, tensor in stage.items()}
+    return {name: tensor for stage in gather_stages(own) for name, tensor in stage.items()}
 
 
 def _gather(adapter: Adapter, factor: str, tensor: Tensor) -> Tensor:
@@ -105,9 +103,7 @@ def _gather(adapter: Adapter, factor: str, tensor: Tensor) -> Tensor:
 
 
 def _join(tensor: Tensor, dim: int, group: Any) -> Tensor:
-    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(parts, tensor.contiguous(), group=group)
-    return torch.cat(parts, dim)
+    return torch.cat(all_gather_rows(tensor, group).chunk(group.size()), dim)
 
 
 def write_adapter(tensors: dict[str, Tensor], options: LoraConfig, out: Path, base: str) -> None:

@@ -142,28 +142,8 @@ def _logarithm(number: Fraction, base: Fraction = Fraction(10)) -> Fraction:
     return Fraction(exponent)
 
 
-def _floor(number: Fraction) -> Fraction:
-    return Fraction(math.floor(number))
-
-
-def _sum(*terms: Fraction) -> Fraction:
-    return sum(terms, Fraction(0))
-
-
-def _gcd(*numbers: Fraction) -> Fraction:
-    return Fraction(math.gcd(*_whole(numbers)))
-
-
-def _lcm(*numbers: Fraction) -> Fraction:
-    return Fraction(math.lcm(*_whole(numbers)))
-
-
-def _ceil(number: Fraction) -> Fraction:
-    return Fraction(math.ceil(number))
-
-
 _EXACT: Mapping[str, Any] = {
-    "+": _sum,
+    "+": lambda *terms: sum(terms, Fraction(0)),
     "-": operator.neg,
     "*": operator.mul,
     "/": _divide,
@@ -172,10 +152,10 @@ _EXACT: Mapping[str, Any] = {
     "factorial": _factorial,
     "binom": _binomial,
     "abs": abs,
-    "floor": _floor,
-    "ceil": _ceil,
-    "gcd": _gcd,
-    "lcm": _lcm,
+    "floor": lambda number: Fraction(math.floor(number)),
+    "ceil": lambda number: Fraction(math.ceil(number)),
+    "gcd": lambda *numbers: Fraction(math.gcd(*_whole(numbers))),
+    "lcm": lambda *numbers: Fraction(math.lcm(*_whole(numbers))),
     "max": max,
     "min": min,
     "log": _logarithm,

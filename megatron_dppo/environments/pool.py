@@ -8,8 +8,7 @@ from megatron_dppo.environments.base import EnvironmentFault, Observation, Respo
 from megatron_dppo.errors import EnvironmentFailedError
 from megatron_dppo.types import Prompt
 from megatron_dppo.workers.pool import WorkerPool
-from megatron_dppo.workers.service import Fields, Service, WorkerFault
-from megatron_dppo.workers.wire import require_keys
+from megatron_dppo.workers.service import Fields, Service, WorkerFault, require_keys
 
 
 def encode_trajectory(trajectory: Trajectory) -> Fields:

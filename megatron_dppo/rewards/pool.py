@@ -7,8 +7,7 @@ from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.base import RewardChoice, RewardFault, RewardFaultKind, RewardRequest, RewardResult
 from megatron_dppo.types import Prompt
 from megatron_dppo.workers.pool import WorkerPool
-from megatron_dppo.workers.service import Fields, Service, WorkerFault, WorkerFaultKind
-from megatron_dppo.workers.wire import require_keys
+from megatron_dppo.workers.service import Fields, Service, WorkerFault, WorkerFaultKind, require_keys
 
 
 def encode_request(request: RewardRequest) -> Fields:

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from megatron_dppo.checkpoints.checkpoint_folder import STATE
-from megatron_dppo.checkpoints.convert.stored_weights import StoredWeights
+from megatron_dppo.checkpoints.convert.sources import StoredWeights
 from megatron_dppo.checkpoints.megatron_folder import hf_files
 from megatron_dppo.checks import BEFORE_LOADING, require_evaluable
 from megatron_dppo.config.effects import effect_on_evaluation
@@ -30,8 +30,7 @@ from megatron_dppo.rollout.scoring import RewardPools
 from megatron_dppo.rollout.trajectories import TrajectorySampler
 from megatron_dppo.run.session import joined_processes
 from megatron_dppo.run_folder.lock import locked
-from megatron_dppo.runtime.full_disk import full_disk_explained
-from megatron_dppo.runtime.jsonl import write_whole
+from megatron_dppo.runtime.files import full_disk_explained, write_whole
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.runtime.user_code import source_file
 

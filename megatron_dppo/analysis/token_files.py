@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_dppo.errors import ConfigError, DataError, Problem
 from megatron_dppo.metrics.masked_tokens import MEANS, TOP
 from megatron_dppo.run_folder.reader import Run
-from megatron_dppo.runtime.jsonl import read_jsonl
+from megatron_dppo.runtime.files import read_jsonl
 
 _STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 _ROLLOUT_FILE = re.compile(r"rollout_(\d+)\.jsonl")

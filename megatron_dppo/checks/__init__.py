@@ -24,7 +24,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang.options import installed_version, interpreter, read_options
 from megatron_dppo.engines.sglang.protocol import GENERATIONS, NEWEST
 from megatron_dppo.errors import ConfigError, Problem
-from megatron_dppo.runtime.tested_versions import installed_versions, untested_versions
+from megatron_dppo.runtime.libraries import installed_versions, untested_versions
 
 logger = logging.getLogger(__name__)
 

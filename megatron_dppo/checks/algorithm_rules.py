@@ -13,7 +13,7 @@ from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.checks.facts import Facts, rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem, did_you_mean
-from megatron_dppo.runtime.user_code import described, problem_with_path
+from megatron_dppo.runtime.user_code import describe_error, problem_with_path
 
 
 @rule("preset")
@@ -75,7 +75,7 @@ def problems_with_own_rule(
                 field, value = problem.where.removeprefix("algorithm."), problem.expected.split("'")[1]
                 yield replace(problem, where=key, action=how_to_set(field, value))
     except Exception as error:  # noqa: BLE001  whatever the function raises
-        found = f"{objective.name!r}, which fails on a small batch: {described(error)}"
+        found = f"{objective.name!r}, which fails on a small batch: {describe_error(error)}"
         action = "Correct the function; megatron_dppo/algorithms/README.md shows one."
         yield Problem(key, found, "a weight for each token", action)
 
@@ -273,7 +273,7 @@ def _named(name: str, **overrides: Any) -> Objective | ConfigError | None:
     except ConfigError as error:
         return error
     except Exception as error:  # noqa: BLE001  whatever the module raises
-        found, expected = f"{name!r}, which fails ({described(error)})", "an importable function"
+        found, expected = f"{name!r}, which fails ({describe_error(error)})", "an importable function"
         return ConfigError(Problem("algorithm.preset", found, expected, "Correct the module."))
 
 

@@ -21,6 +21,11 @@ from megatron_dppo.rollout.evaluation import evaluation_sets
 from megatron_dppo.rollout.scoring import RewardPools, training_reward
 from megatron_dppo.rollout.trajectories import environment_pool, try_environment
 from megatron_dppo.runtime.user_code import problem_with_import, problem_with_path
+from megatron_dppo.data.prompts.final_answer import excerpt
+from megatron_dppo.data.prompts.rows import TRAINING_SCHEMAS, detect, has
+from megatron_dppo.data.prompts.survey import Survey, special_ids
+from megatron_dppo.errors import Problem, did_you_mean
+from megatron_dppo.rewards import REWARDS, RewardChoice, answer_form, problems_with
 from megatron_dppo.types import AnswerForm
 
 _WHOLE = re.compile(r"(.*?)found (.*?); expected (.*?)\. (.*)", re.DOTALL)

@@ -21,7 +21,7 @@ from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.checks.facts import Facts, rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem, did_you_mean
-from megatron_dppo.runtime.cache import cache_folder, write_json
+from megatron_dppo.runtime.files import cache_folder, write_json
 
 _PRINT_FIELDS = """
 import dataclasses, json, types, typing

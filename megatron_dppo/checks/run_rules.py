@@ -20,6 +20,8 @@ from megatron_dppo.config.load import flat
 from megatron_dppo.config.resuming import change_table, experiment_changes
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts.prompts import detected_schema, read_columns
+from megatron_dppo.config.settings import flat
+from megatron_dppo.data.prompts.prompts import detect_schema, read_columns
 from megatron_dppo.errors import DataError, Problem, did_you_mean
 from megatron_dppo.rewards import RewardChoice
 from megatron_dppo.rollout.evaluation import evaluation_sets
@@ -79,7 +81,7 @@ def _with_answers(settings: dict[str, Any], config: Config) -> dict[str, Any]:
         return settings
     with contextlib.suppress(DataError):
         prompts, column = config.data.prompts, data.get("prompt_column", config.data.prompt_column)
-        found = detected_schema(prompts, column, read_columns(prompts))
+        found = detect_schema(prompts, column, read_columns(prompts))
         return {**settings, "data": {**data, "answer_column": found.answer}}
     return settings
 

@@ -106,7 +106,7 @@ class DataConfig(Section):
     reward_timeout_s: PositiveFloat = 10.0
     """Seconds to score a response or to step an environment. A slower sample is dropped and counted."""
     reward_memory_mb: NonNegativeInt = 2048
-    """Memory limit of a worker in MiB; 0 is no limit. A sample that exceeds it is dropped and counted."""
+    """MiB for a worker of rewards or environments; 0 is no limit. A sample above it is dropped and counted."""
     max_prompt_tokens: PositiveInt = 1024
     """Maximum prompt length. Longer prompts are dropped and counted."""
 

@@ -82,7 +82,7 @@ class TrainingState:
         self.run_state, self.open_rollout, self.queue = run_state, open_rollout, tuple(queue)
         self._update()
         if open_rollout is not None:
-            self.timer = Stopwatch.resumed(self._runtime, open_rollout.seconds)
+            self.timer = Stopwatch.resume(self._runtime, open_rollout.seconds)
 
     def restart_timer(self) -> Stopwatch:
         """Start the timer of a new rollout, and return it."""

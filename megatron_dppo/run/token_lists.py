@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from megatron_dppo.checkpoints.megatron_folder import hf_files
 from megatron_dppo.metrics.masked_tokens import ClippedTokens, TokenLists
 from megatron_dppo.run_folder.reader import Run
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.files import write_jsonl
 
 _FILE = re.compile(r"(rollout|step)_(\d+)\.jsonl")
 

@@ -22,6 +22,8 @@ from megatron_dppo.architectures.registry import family_of, model_sizes
 from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.checkpoints.convert.pieces import pieces_of
 from megatron_dppo.plan.stages import partition
+from megatron_dppo.checkpoints.convert.stored_tensors import pieces_of
+from megatron_dppo.plan.partition import partition
 from megatron_dppo.runtime.process import Runtime
 
 BLOCK_ELEMENTS = 1 << 25

@@ -25,7 +25,7 @@ from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.checks.facts import model_facts
 from megatron_dppo.checks.run_rules import checkpoint_bytes
 from megatron_dppo.config.schema import Config
-from megatron_dppo.runtime.jsonl import read_jsonl
+from megatron_dppo.runtime.files import read_jsonl
 from megatron_dppo.runtime.process import Runtime
 
 

@@ -37,7 +37,7 @@ from megatron_dppo.cli import app
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.run_folder.folder import RunFolder
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.files import write_jsonl
 
 NUM_ROLLOUTS = 12
 Tables = dict[str, dict[str, Any]]

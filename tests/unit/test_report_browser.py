@@ -28,7 +28,7 @@ from megatron_dppo.analysis.report.sections import TRAINING
 from megatron_dppo.analysis.what_if.question import Variant
 from megatron_dppo.analysis.what_if.results import write_page
 from megatron_dppo.run_folder.folder import RunFolder
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.files import write_jsonl
 
 NUM_SECTIONS = len(TRAINING) + 9  # reward, evaluation, sources, drift, staleness, time (2), shadows (2)
 

@@ -15,7 +15,7 @@ from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.run.token_lists import remove_undone
 from megatron_dppo.run_folder.folder import RunFolder
 from megatron_dppo.run_folder.reader import Run, read_run
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.files import write_jsonl
 
 HOSTILE = '</script><img src=x onerror="alert(1)">'
 

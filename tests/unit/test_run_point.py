@@ -11,7 +11,7 @@ from ranks_on_threads import alone
 from samples import ROUTING, make_group, make_sample
 
 from megatron_dppo.architectures.layout import Layout
-from megatron_dppo.checkpoints.resharding import require_reshardable
+from megatron_dppo.checkpoints.megatron_folder import require_reshardable
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.gradient_steps import gradient_steps
 from megatron_dppo.errors import CheckpointError, ConfigError

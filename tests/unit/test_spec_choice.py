@@ -8,7 +8,7 @@ import pytest
 from megatron_dppo.architectures.megatron_options import choose_layer_spec, transformer_engine_limits
 from megatron_dppo.config import Config
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.models.fusions import fusions
+from megatron_dppo.models.build import fusions
 from megatron_dppo.runtime.libraries import Libraries, Library
 
 USABLE, ABSENT = Library(), Library("ModuleNotFoundError: No module named 'transformer_engine'")

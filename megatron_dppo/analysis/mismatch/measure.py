@@ -47,6 +47,10 @@ from megatron_dppo.run_folder.lock import locked
 from megatron_dppo.runtime.full_disk import full_disk_explained
 from megatron_dppo.runtime.process import Runtime, Stopwatch
 from megatron_dppo.types import TrainBatch
+from megatron_dppo.run_folder.versions import versions
+from megatron_dppo.runtime.files import full_disk_explained, write_jsonl
+from megatron_dppo.runtime.process import Runtime
+from megatron_dppo.runtime.tables import show_table
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from megatron_dppo.architectures.registry import read_model_sizes
 from megatron_dppo.architectures.sizes import end_tokens
-from megatron_dppo.checkpoints.convert.quantized_folder import QuantizedFolder
 from megatron_dppo.checkpoints.hf_folder import HFWeights
-from megatron_dppo.checkpoints.weight_formats import WeightFormat, rounded
+from megatron_dppo.checkpoints.weight_formats import QuantizedFolder, WeightFormat, round_values
 from megatron_dppo.engines.embedded.engine import checkpoint_targets
 from megatron_dppo.engines.embedded.sampling import log_softmax
 from megatron_dppo.errors import ConversionError
@@ -112,7 +111,7 @@ def rounding_inputs(
     handles, wrapped = [], list[Any]()
 
     def round_input(scale: Tensor, values: Tensor) -> Tensor:
-        return rounded(values.float(), weight_format, scale.to(values.device)).to(values.dtype)
+        return round_values(values.float(), weight_format, scale.to(values.device)).to(values.dtype)
 
     def hook(scale: Tensor, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return (round_input(scale, inputs[0]), *inputs[1:])

@@ -40,7 +40,7 @@ from megatron_dppo.errors import ConfigError, DataError, Problem, writing_to
 from megatron_dppo.metrics.masked_tokens import FARTHEST, TOP
 from megatron_dppo.run_folder.lock import is_in_use
 from megatron_dppo.run_folder.reader import Run, read_run
-from megatron_dppo.runtime.jsonl import write_whole
+from megatron_dppo.runtime.files import write_whole
 
 __all__ = ["compare", "summary"]
 

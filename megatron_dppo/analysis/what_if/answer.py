@@ -30,7 +30,7 @@ from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.run.session import joined_processes
 from megatron_dppo.run_folder.folder import json_values
 from megatron_dppo.run_folder.versions import versions
-from megatron_dppo.runtime.full_disk import full_disk_explained
+from megatron_dppo.runtime.files import full_disk_explained
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import Microbatch, TrainBatch
 

@@ -1,8 +1,4 @@
-r"""DAPO's reward: is the text after the last "Answer:" the reference answer, letter for letter?
-
-This is the rule of the DAPO paper (arXiv:2503.14476) and its code. It reads the last 300 characters, takes the
-last line with "Answer:", normalises both texts like Minerva's evaluation (arXiv:2206.14858), and compares them.
-"""
+"""Rewards that compare an answer with the reference as text: DAPO's, and the sanity task's."""
 
 import re
 
@@ -40,24 +36,25 @@ _SHORT = ((re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"), (re.compile(r"sqrt([^
 def dapo_reward(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
     """Return 1.0 if the text after the last "Answer:" in the last 300 characters is the answer, otherwise 0.0.
 
-    A box without "Answer:" earns nothing. Info `has_answer` is 1.0 if the model ended the response and it
-    contains "Answer:".
+    This is the rule of the DAPO paper (arXiv:2503.14476) and its code. Both texts are normalised like Minerva's
+    evaluation (arXiv:2206.14858). A box without "Answer:" earns nothing. Info `has_answer` is 1.0 if the model
+    ended the response and it contains "Answer:".
 
     Raises:
         RewardError: The prompt's reference answer is empty.
     """
-    reference = normalized(prompt.answer)
+    reference = normalize(prompt.answer)
     if not reference:
         raise RewardError(
             f"prompt {prompt.id}: found answer {prompt.answer!r}; expected text or LaTeX. "
             "Correct the answer column, or remove the prompt."
         )
     found = _ANSWER.findall(response[-_LAST:]) if finish_reason == "stop" else []
-    is_right = bool(found) and normalized(found[-1]) == reference
+    is_right = bool(found) and normalize(found[-1]) == reference
     return RewardResult(float(is_right), {"has_answer": float(bool(found))})
 
 
-def normalized(answer: str) -> str:
+def normalize(answer: str) -> str:
     r"""Return an answer's normalised text for the comparison.
 
     It keeps only the text after the last `=` and, if there are dollar signs, only the text between them. It
@@ -75,3 +72,34 @@ def normalized(answer: str) -> str:
     text = text.replace("$", "")
     without_commas = text.replace(",", "")
     return without_commas if without_commas.isdigit() else text.strip()
+
+
+_DIGITS = frozenset("0123456789")
+
+
+@register("arithmetic")
+def arithmetic_reward(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
+    """Return 1.0 if the response ends with `#` and the answer's digits, lowest first, otherwise 0.0.
+
+    `w3 8 4 0 + w0 6 3 0 + w17 # 8 0 4 0` answers 408: zeros above the highest digit do not matter. Nothing may
+    follow the digits after the first `#`, and the model must have ended the response itself. Info `has_answer`
+    is 1.0 if there is such a number, right or wrong.
+
+    Raises:
+        RewardError: The prompt's reference answer is not a decimal number.
+    """
+    if not prompt.answer or not _DIGITS.issuperset(prompt.answer):
+        raise RewardError(
+            f"prompt {prompt.id}: found answer {prompt.answer!r}; expected a decimal number. "
+            "Correct the answer column, or choose another data.reward."
+        )
+    tokens = response.split()
+    digits = tokens[tokens.index("#") + 1 :] if "#" in tokens else []
+    has_answer = bool(digits) and _DIGITS.issuperset(digits) and finish_reason == "stop"
+    # Compare as text: a response may have more digits than int() accepts.
+    is_right = has_answer and _significant("".join(reversed(digits))) == _significant(prompt.answer)
+    return RewardResult(float(is_right), {"has_answer": float(has_answer)})
+
+
+def _significant(number: str) -> str:
+    return number.lstrip("0")

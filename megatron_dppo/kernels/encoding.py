@@ -151,7 +151,7 @@ class ArgumentChecker:
         """Raise, naming the function and its argument."""
         raise KernelError(f"{self.function}: {name}: found {found}; expected {expected}.")
 
-    def needed(self, name: str, tensor: object, is_needed: bool) -> None:
+    def needed(self, name: str, tensor: Tensor | None, is_needed: bool) -> None:
         """Refuse a call without an input that the objective reads."""
         if is_needed and tensor is None:
             self.fail(name, "none", "a tensor, for this objective")

@@ -172,7 +172,7 @@ class KernelLibrary:
         old_log_probs = tokens.old_log_probs if objective.anchor == "recomputed" else None
         top_k = 0 if topk_ids is None else check.top_k(topk_ids)
         num_shards, num_rows = (*statistics.shape, 0, 0)[:2]
-        check.needed("topk", tokens.topk, objective.needs_topk)
+        check.needed("topk_ids", topk_ids, objective.needs_topk)
         check.needed("old_log_probs", old_log_probs, objective.anchor == "recomputed")
         if objective.needs_topk and top_k > objective.top_k:
             check.fail("topk_ids", f"{top_k} columns", f"at most top_k = {objective.top_k} of {objective.name}")

@@ -8,28 +8,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.benchmarks.loss_baselines import baselines, from_library
+from tools.benchmarks.loss import prepare
 from tools.benchmarks.loss_cases import Case, Shape
 from tools.benchmarks.loss_contenders import (
     GRADIENT_LIMIT,
     LOSS_LIMIT,
     Contender,
-    Outcome,
     UnavailableError,
+    baselines,
     check,
+    from_library,
     logits_leaf,
     ours_and_floors,
 )
 from tools.benchmarks.loss_goals import FLOOR, GOALS, goal_results
-from tools.benchmarks.loss_rounds import Row, prepare
 
-TOOL = Path(__file__).parents[2] / "tools" / "benchmark_loss.py"
+TOOL = (sys.executable, "-m", "tools.benchmarks.loss")
+ROOT = Path(__file__).parents[2]
 SMALL = Shape("tp1", tp=1, num_tokens=48, num_columns=128, hidden_size=16)
 
 
 def test_it_runs_without_a_gpu() -> None:
-    command = [sys.executable, TOOL, "--json", "--quick", "--shape", "tp1", "--shape", "tp4", "--tokens", "64"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [*TOOL, "--json", "--quick", "--shape", "tp1", "--shape", "tp4", "--tokens", "64"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     assert {"machine", "device", "is_gpu", "kernels", "effort", "cases"} <= set(figures)
@@ -54,7 +55,7 @@ def test_it_runs_without_a_gpu() -> None:
     [(("--shape", "tp3"), "expected one of tp1"), (("--tokens", "100"), "expected a multiple of 8")],
 )
 def test_an_odd_shape_is_refused_in_one_line(flags: tuple[str, ...], words: str) -> None:
-    done = subprocess.run([sys.executable, TOOL, *flags], capture_output=True, text=True, check=False)
+    done = subprocess.run([*TOOL, *flags], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 2
     assert words in done.stderr and len(done.stderr.splitlines()) == 1
 
@@ -79,10 +80,10 @@ def test_a_wrong_loss_or_gradient_is_found(case: Case) -> None:
     contender = Contender("some", "logits", lambda: lambda: None, logits_leaf)
     loss = -(case.coefficients * case.log_probs).sum()
     gradient = torch.cat([rows for _, rows in case.logits_gradients(is_plain=False)])
-    assert check(contender, case, Outcome(loss, (gradient,)))[2] == ""
-    assert "value off" in check(contender, case, Outcome(loss + 5, (gradient,)))[2]
-    assert "gradient off" in check(contender, case, Outcome(loss, (gradient * 1.1,)))[2]
-    assert "gradient off" in check(contender, case, Outcome(loss, (gradient * torch.nan,)))[2]
+    assert check(contender, case, loss, (gradient,))[2] == ""
+    assert "value off" in check(contender, case, loss + 5, (gradient,))[2]
+    assert "gradient off" in check(contender, case, loss, (gradient * 1.1,))[2]
+    assert "gradient off" in check(contender, case, loss, (gradient * torch.nan,))[2]
 
 
 def test_a_library_that_is_missing_or_fails_is_a_row_with_the_reason(case: Case) -> None:
@@ -94,8 +95,8 @@ def test_a_library_that_is_missing_or_fails_is_a_row_with_the_reason(case: Case)
     def fails(*_: object) -> None:
         raise ValueError("first line\nsecond")
 
-    row = prepare(Contender("some", "logits", lambda: fails, logits_leaf), case)
-    assert isinstance(row, Row) and row.median_s is None and row.fault == "fails: ValueError: first line"
+    row, function = prepare(Contender("some", "logits", lambda: fails, logits_leaf), case)
+    assert function is None and row["median_s"] is None and row["fault"] == "fails: ValueError: first line"
     with pytest.raises(ValueError, match="first line"):
         prepare(Contender("some", "logits", lambda: fails, logits_leaf, is_ours=True), case)
 

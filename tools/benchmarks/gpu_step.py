@@ -25,13 +25,14 @@ import itertools
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 
+from megatron_dppo.actor.actor import Actor
 from megatron_dppo.architectures.spec_choice import LayerSpecName
 from megatron_dppo.checks import model_facts
 from megatron_dppo.config.schema import Config
@@ -41,40 +42,19 @@ from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.memory import memory_of
 from megatron_dppo.runtime.process import Runtime, gpu_libraries, quiet_library_warnings, start, stop
 from megatron_dppo.runtime.tables import show_table
-from tools.benchmarks.benchmarking import OUT, ROOT, cli, machine, write_json
-
-if TYPE_CHECKING:
-    from megatron_dppo.actor.actor import Actor
+from tools.benchmarks.benchmarking import OUT, ROOT, Out, cli, machine, write_json
+from tools.benchmarks.jobs import build_actor, random_samples, step_of, step_seconds, write_model
 
 # Dense bfloat16 TFLOP/s from data sheets. The first entry with a name contained in the device's name is used.
-PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
-    ("GB200", 2500.0),
-    ("B200", 2250.0),
-    ("GH200", 989.4),
-    ("H200 NVL", 835.5),
-    ("H200", 989.4),
-    ("H100 PCIe", 756.0),
-    ("H100 NVL", 835.5),
-    ("H100", 989.4),
-    ("H800", 989.4),
-    ("A100", 312.0),
-    ("A800", 312.0),
-    ("L40S", 362.0),
-)
-QWEN3_30B_A3B: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "max_position_embeddings": 40960,
-}
+PEAK_TFLOPS = {"GB200": 2500.0, "B200": 2250.0, "GH200": 989.4, "H200 NVL": 835.5, "H200": 989.4}
+PEAK_TFLOPS |= {"H100 PCIe": 756.0, "H100 NVL": 835.5, "H100": 989.4, "H800": 989.4}
+PEAK_TFLOPS |= {"A100": 312.0, "A800": 312.0, "L40S": 362.0}
+QWEN3_30B_A3B = dict(vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768)
+QWEN3_30B_A3B |= dict(num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128)
+QWEN3_30B_A3B |= dict(num_experts_per_tok=8, max_position_embeddings=40960)
 OBJECTIVES = {"dppo_binary_tv": 0, "dppo_topk_kl": 20}  # preset and its top_k; 0 for no Top-K
 DTYPE = "bfloat16"
+TOKENS = (8192, 16384, 32768)
 WARM_UP = 2  # warm-up steps
 
 
@@ -101,95 +81,63 @@ class Measured:
 
 
 def main(
-    tokens: Annotated[list[int], typer.Option(min=1, help="Tokens of a step (repeatable).")] = [  # noqa: B006
-        8192,
-        16384,
-        32768,
-    ],
+    tokens: Annotated[
+        list[int] | None, typer.Option(min=1, help=f"Tokens of a step (repeatable). [default: {TOKENS}]")
+    ] = None,
     sequence_length: Annotated[int, typer.Option(min=16, help="Tokens of each packed sequence.")] = 2048,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help=f"Measured steps, after {WARM_UP} warm-up steps.")] = 5,
     peak_tflops: Annotated[float | None, typer.Option(help="Dense bfloat16 peak. [default: by name]")] = None,
     folder: Annotated[Path | None, typer.Option(help="Folder for the temporary random checkpoint.")] = None,
-    out: Annotated[Path, typer.Option(help="JSON file for the figures, from the repository.")] = OUT
-    / "gpu_step.json",
+    out: Out = OUT / "gpu_step.json",
 ) -> None:
     """Print one table."""
-    odd = [count for count in tokens if count % sequence_length]
+    counts = sorted(tokens or TOKENS)
+    odd = [count for count in counts if count % sequence_length]
     if odd:
-        typer.echo(
-            f"--tokens: found {odd[0]}; expected a multiple of --sequence-length, {sequence_length}", err=True
-        )
+        expected = f"expected a multiple of --sequence-length, {sequence_length}"
+        typer.echo(f"--tokens: found {odd[0]}; {expected}", err=True)
         raise typer.Exit(2)
-    require_gpu()
+    if not torch.cuda.is_available():
+        typer.echo("this benchmark needs a GPU, and torch found none", err=True)
+        raise typer.Exit(2)
     quiet_library_warnings()
-    from tools.benchmarks.jobs import write_model
-
     runtime, sizes = start(), QWEN3_30B_A3B | {"num_hidden_layers": layers}
     device = torch.cuda.get_device_name()
     peak = peak_tflops or peak_tflops_of(device)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         write_model(runtime, f"{name}/model", sizes)
-        rows = measure_all(runtime, f"{name}/model", sorted(tokens), sequence_length, steps)
+        rows = measure_all(runtime, f"{name}/model", counts, sequence_length, steps)
     stop()
     show(rows, device, peak, layers, sequence_length)
     shape = {"layers": layers, "sequence_length": sequence_length, "device": device, "peak_tflops": peak}
     write_json(ROOT / out, {"machine": machine(), **shape, "rows": [asdict(row) for row in rows]})
 
 
-def require_gpu() -> None:
-    """Exit with one line if there is no GPU.
-
-    Raises:
-        typer.Exit: PyTorch sees no CUDA device.
-    """
-    if not torch.cuda.is_available():
-        typer.echo("this benchmark needs a GPU, and torch found none", err=True)
-        raise typer.Exit(2)
-
-
 def peak_tflops_of(device: str) -> float | None:
     """Return the dense bfloat16 TFLOP/s of a device, or `None` for an unknown name."""
-    return next((peak for name, peak in PEAK_TFLOPS if name in device), None)
+    return next((peak for name, peak in PEAK_TFLOPS.items() if name in device), None)
 
 
 def measure_all(
-    runtime: Runtime,
-    model: str,
-    token_counts: Sequence[int],
-    sequence_length: int,
-    num_steps: int,
-    *,
-    needs_gpu: bool = True,
+    runtime: Runtime, model: str, token_counts: Sequence[int], sequence_length: int, num_steps: int
 ) -> list[Measured]:
-    """Measure each layer spec and objective for each step size, up to the first size that does not fit.
-
-    Args:
-        runtime: Runtime of a job with one process.
-        model: Hugging Face folder.
-        token_counts: Tokens per step; multiples of `sequence_length`, ascending.
-        sequence_length: Tokens of each sequence.
-        num_steps: Measured steps of each size.
-        needs_gpu: Whether to exit without a GPU.
-    """
-    if needs_gpu:
-        require_gpu()
-    from tools.benchmarks.jobs import build_actor
-
+    """Measure each layer spec and objective for each size (ascending), up to the first that does not fit."""
     rows: list[Measured] = []
     specs: list[LayerSpecName] = ["torch"]
     if gpu_libraries().transformer_engine.is_usable:
         specs.append("transformer_engine")
     for spec, (preset, top_k) in itertools.product(specs, OBJECTIVES.items()):
-        algorithm = {"preset": preset} | ({"top_k": top_k} if top_k else {})
-        rollout = {"num_topk_log_probs": top_k}
+        tables = {
+            "algorithm": {"preset": preset} | ({"top_k": top_k} if top_k else {}),
+            "rollout": {"num_topk_log_probs": top_k},
+        }
         parallel = {"max_tokens_per_microbatch": max(token_counts)}
-        actor = build_actor(runtime, model, parallel, DTYPE, spec, algorithm=algorithm, rollout=rollout)
+        actor = build_actor(runtime, model, parallel, DTYPE, spec, **tables)
         for num_tokens in token_counts:
             lengths = [sequence_length] * (num_tokens // sequence_length)
             planned = planned_bytes(model, lengths, top_k, spec)
-            row = measure(runtime, actor, lengths, top_k, num_steps, planned)
-            rows.append(replace(row, layer_spec=spec))
+            rows.append(measure(runtime, actor, lengths, top_k, num_steps, planned, spec))
             if not rows[-1].seconds:
                 break
         del actor
@@ -199,26 +147,25 @@ def measure_all(
 
 
 def measure(
-    runtime: Runtime, actor: "Actor", lengths: Sequence[int], top_k: int, num_steps: int, planned: int
+    runtime: Runtime,
+    actor: Actor,
+    lengths: Sequence[int],
+    top_k: int,
+    num_steps: int,
+    planned: int,
+    layer_spec: LayerSpecName,
 ) -> Measured:
     """Measure steps on one packed micro-batch of sequences with these lengths."""
-    from tools.benchmarks.jobs import random_samples, step_of, step_seconds
-
-    batch = step_of([random_samples(lengths, actor.hf["vocab_size"], top_k)])
+    batch = step_of(random_samples(lengths, actor.hf["vocab_size"], top_k))
     if runtime.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(runtime.device)
     try:
         seconds = [step_seconds(runtime, actor, batch) for _ in range(WARM_UP + num_steps)]
     except torch.OutOfMemoryError:
         seconds = []
-    return Measured(
-        objective=actor.objective.name,
-        num_tokens=sum(lengths),
-        flops=step_flops(actor.data_parallel.cost, lengths),
-        seconds=tuple(seconds[WARM_UP:]),
-        peak_bytes=runtime.peak_bytes(),
-        planned_bytes=planned,
-    )
+    flops = step_flops(actor.data_parallel.cost, lengths)
+    taken, peak = tuple(seconds[WARM_UP:]), runtime.peak_bytes()
+    return Measured(actor.objective.name, sum(lengths), flops, taken, peak, planned, layer_spec)
 
 
 def planned_bytes(model: str, lengths: Sequence[int], top_k: int, layer_spec: LayerSpecName = "torch") -> int:
@@ -265,17 +212,13 @@ def show(rows: Sequence[Measured], device: str, peak: float | None, layers: int,
     title = f"training step, {layers} of Qwen3-30B-A3B's 48 layers, sequences of {sequence_length} tokens"
     names = ("layer spec", "objective", "tokens", "ms", "tokens/s", "MFU", "peak GiB", "planned")
     show_table(title, names, cells)
-    done = [(row, cell) for row, cell in zip(rows, cells, strict=True) if row.seconds]
+    pairs = zip(rows, cells, strict=True)
+    done = [(row.tokens_per_s, row.peak_bytes, cell) for row, cell in pairs if row.seconds]
     if done:
-        row, (spec, objective, tokens, milliseconds, speed, mfu, *_) = max(
-            done, key=lambda one: one[0].tokens_per_s
-        )
-        most = max(each.peak_bytes for each, _ in done) / 2**30
-        typer.echo(
-            f"\nbest: {tokens} tokens in {milliseconds} ms, {speed} tokens/s, MFU {mfu} ({spec}, {objective}); "
-            f"at most {most:.1f} GiB in any step"
-        )
-    typer.echo()
+        spec, objective, tokens, milliseconds, speed, mfu, *_ = max(done)[2]
+        most = max(peak_bytes for _, peak_bytes, _ in done) / 2**30
+        best = f"{tokens} tokens in {milliseconds} ms, {speed} tokens/s, MFU {mfu} ({spec}, {objective})"
+        typer.echo(f"\nbest: {best}; at most {most:.1f} GiB in any step")
 
 
 if __name__ == "__main__":

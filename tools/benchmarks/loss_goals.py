@@ -1,6 +1,6 @@
 """Goals for our losses, and the comparison of measured figures with them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,42 +37,41 @@ class GoalResult:
     outcome: Literal["met", "missed", "not measured"]
 
 
-GOALS: tuple[Goal, ...] = (
-    Goal("logits", f"ours, {MEASURED}", FLOOR, 1.15, is_speedup=False),
-    Goal("logits", f"ours, {MEASURED}", "memory", 50, is_speedup=False),
-    Goal("logits", f"ours, {MEASURED}", "Megatron fused CE", 3.5, is_speedup=True),
-    Goal("logits", f"ours, {MEASURED}", "Liger vocab-parallel CE", 3.0, is_speedup=True),
-    Goal("logits", f"ours, {MEASURED}", "log_softmax + gather", 2.0, is_speedup=True),
+_OURS = f"ours, {MEASURED}"
+GOALS = (
+    Goal("logits", _OURS, FLOOR, 1.15, is_speedup=False),
+    Goal("logits", _OURS, "memory", 50, is_speedup=False),
+    Goal("logits", _OURS, "Megatron fused CE", 3.5, is_speedup=True),
+    Goal("logits", _OURS, "Liger vocab-parallel CE", 3.0, is_speedup=True),
+    Goal("logits", _OURS, "log_softmax + gather", 2.0, is_speedup=True),
     Goal("logits", "ours, dppo_binary_tv", "Liger GRPO", 1.0, is_speedup=True),
-    Goal("linear", f"ours, {MEASURED}", "three matrix products", 1.25, is_speedup=False),
-    Goal("linear", f"ours, {MEASURED}", "Liger fused linear CE, TP", 1.15, is_speedup=True),
-    Goal("linear", f"ours, {MEASURED}", "verl linear_cross_entropy", 1.8, is_speedup=True),
-    Goal("linear", f"ours, {MEASURED}", "cut-cross-entropy, exact", 1.2, is_speedup=True),
-    Goal("linear", f"ours, {MEASURED}", "QuACK chunked", 0.95, is_speedup=True),
+    Goal("linear", _OURS, "three matrix products", 1.25, is_speedup=False),
+    Goal("linear", _OURS, "Liger fused linear CE, TP", 1.15, is_speedup=True),
+    Goal("linear", _OURS, "verl linear_cross_entropy", 1.8, is_speedup=True),
+    Goal("linear", _OURS, "cut-cross-entropy, exact", 1.2, is_speedup=True),
+    Goal("linear", _OURS, "QuACK chunked", 0.95, is_speedup=True),
     Goal("log_probs", "ours", "Liger fused linear CE, TP", 1.0, is_speedup=True),
 )
 
 
 def goal_results(
     seconds: Mapping[tuple[str, str], float], extra_bytes: Mapping[tuple[str, str], int], *, is_gpu: bool
-) -> Sequence[GoalResult]:
-    """Return each goal's figure, and whether it was met.
+) -> list[GoalResult]:
+    """Return each goal's figure, and whether it was met. Without a GPU, no goal counts as measured.
 
     Args:
         seconds: Median seconds of each measured (form, name), with the byte floor under FLOOR.
         extra_bytes: Peak bytes besides the inputs of each measured (form, name).
-        is_gpu: Whether the figures are from a GPU. Without a GPU, no goal counts as measured.
+        is_gpu: Whether the figures are from a GPU.
     """
     results: list[GoalResult] = []
     for goal in GOALS:
         ours, other = (goal.form, goal.ours), (goal.form, goal.against)
-        figure: float | None = None
-        if is_gpu and goal.against == "memory":
-            figure = extra_bytes[ours] / 1e6 if ours in extra_bytes else None
+        if is_gpu and goal.against == "memory" and ours in extra_bytes:
+            figure = extra_bytes[ours] / 1e6
         elif is_gpu and ours in seconds and other in seconds:
-            pair = (seconds[other], seconds[ours]) if goal.is_speedup else (seconds[ours], seconds[other])
-            figure = pair[0] / pair[1]
-        if figure is None:
+            figure = seconds[other] / seconds[ours] if goal.is_speedup else seconds[ours] / seconds[other]
+        else:
             results.append(GoalResult(goal.words, None, "not measured"))
             continue
         is_met = figure >= goal.limit if goal.is_speedup else figure <= goal.limit

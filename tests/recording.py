@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.runtime.tested_versions import installed_versions
-from tools.versions import SUITES, Outcome, record, versions_of
+from tools.versions import SUITES, record, versions_of
 
 _KINDS = {"passed": "passed", "failed": "failed", "skipped": "left_out"}
 
@@ -90,12 +90,12 @@ class Recorder:
     def _write(self, names: Iterable[str]) -> None:
         left_out, today = Counter(map(_file, self._left_out)), datetime.now(UTC).date().isoformat()
         for suite in SUITES:
-            files: dict[str, Outcome] = {}
+            files: dict[str, tuple[int, int, int]] = {}
             for name in names:
                 counts = self._counts.get(name, Counter[str]())
                 if Path(name).parts[:2] == ("tests", suite):
                     of_all = counts["left_out"] + left_out[name]
-                    files[Path(name).name] = Outcome(counts["passed"], counts["failed"], of_all)
+                    files[Path(name).name] = (counts["passed"], counts["failed"], of_all)
             if files:
                 record(self._root, suite, _versions(suite), files, today)
 

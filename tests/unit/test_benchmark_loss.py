@@ -18,7 +18,6 @@ from tools.benchmarks.loss_contenders import (
     baselines,
     check,
     from_library,
-    logits_leaf,
     ours_and_floors,
 )
 from tools.benchmarks.loss_goals import FLOOR, GOALS, goal_results
@@ -77,7 +76,7 @@ def test_the_exact_gradients_are_those_of_autograd(case: Case, is_plain: bool) -
 
 
 def test_a_wrong_loss_or_gradient_is_found(case: Case) -> None:
-    contender = Contender("some", "logits", lambda: lambda: None, logits_leaf)
+    contender = Contender("some", "logits", lambda: lambda: None)
     loss = -(case.coefficients * case.log_probs).sum()
     gradient = torch.cat([rows for _, rows in case.logits_gradients(is_plain=False)])
     assert check(contender, case, loss, (gradient,))[2] == ""
@@ -95,10 +94,10 @@ def test_a_library_that_is_missing_or_fails_is_a_row_with_the_reason(case: Case)
     def fails(*_: object) -> None:
         raise ValueError("first line\nsecond")
 
-    row, function = prepare(Contender("some", "logits", lambda: fails, logits_leaf), case)
+    row, function = prepare(Contender("some", "logits", lambda: fails), case)
     assert function is None and row["median_s"] is None and row["fault"] == "fails: ValueError: first line"
     with pytest.raises(ValueError, match="first line"):
-        prepare(Contender("some", "logits", lambda: fails, logits_leaf, is_ours=True), case)
+        prepare(Contender("some", "logits", lambda: fails, is_ours=True), case)
 
 
 def test_goals_are_checked_by_what_was_measured() -> None:

@@ -29,6 +29,7 @@ LOSS_LIMIT, GRADIENT_LIMIT = 1e-2, 3e-2
 IGNORED = -100  # target that these libraries ignore
 NEVER_CLIPS = 1e6
 QUACK_CHUNK = 4096
+TWO_LIVE = "the floor: two of the three without dead rows"
 
 
 class UnavailableError(Exception):
@@ -42,12 +43,21 @@ class Contender:
     name: str
     form: Literal["logits", "linear", "log_probs"]
     load: Callable[[], Function]  # imports the library
-    inputs: Callable[[Case], Tensors]  # makes new inputs, not timed
     value: Value = "loss"  # the value that the function returns
     is_ours: bool = False
     is_differentiated: bool = True  # False: the function returns its gradients, or has none
     needs_gpu: bool = False
+    view: Literal["rows", "sequence", "batch"] = "rows"  # logits as [N, V], [N, 1, V] or [1, N + 1, V]
     remark: str = ""
+
+    def inputs(self, case: Case) -> Tensors:
+        """Make new inputs, not timed: logits, or hidden states [N, H] and weight [V, H]."""
+        if self.form == "logits":
+            logits = case.restored()
+            views = {"rows": logits[:-1], "sequence": logits[:-1, None], "batch": logits[None]}
+            return (views[self.view].detach().requires_grad_(),)
+        needs_grad = self.form == "linear" and self.is_differentiated
+        return tuple(part.detach().requires_grad_(needs_grad) for part in (case.hidden, case.weight))
 
 
 def run(contender: Contender, function: Function, case: Case, inputs: Tensors) -> tuple[Tensor | None, Tensors]:
@@ -85,31 +95,6 @@ def check(
     return value_error, gradient_error, "; ".join(faults)
 
 
-def logits_leaf(case: Case) -> Tensors:
-    """Return logits [N, V] that require a gradient. They must be made again for each run."""
-    return (case.restored()[:-1].detach().requires_grad_(),)
-
-
-def sequence_leaf(case: Case) -> Tensors:
-    """Return logits [N, 1, V] (sequence, batch, vocabulary) that require a gradient."""
-    return (case.restored()[:-1, None].detach().requires_grad_(),)
-
-
-def grpo_leaf(case: Case) -> Tensors:
-    """Return logits [1, N + 1, V] of one sequence that require a gradient. The last row predicts nothing."""
-    return (case.restored()[None].detach().requires_grad_(),)
-
-
-def linear_leaves(case: Case) -> Tensors:
-    """Return hidden states [N, H] and weight [V, H] that require gradients."""
-    return case.hidden.detach().requires_grad_(), case.weight.detach().requires_grad_()
-
-
-def linear_inputs(case: Case) -> Tensors:
-    """Return hidden states [N, H] and weight [V, H] without gradients."""
-    return case.hidden, case.weight
-
-
 def _tokens(case: Case, name: str) -> dict[str, Any]:
     """Return the arguments of our losses for a preset."""
     objective, topk = preset(name), dict[str, Any]()
@@ -142,9 +127,7 @@ def _three_products(case: Case, hidden: Tensor, weight: Tensor) -> Tensors:
     return gradient @ weight, gradient.t() @ hidden[: case.num_live]
 
 
-def _log_softmax_loss(
-    logits: Tensor, targets: Tensor, topk_ids: Tensor, weights: Tensor
-) -> tuple[Tensor, Tensor]:
+def _log_softmax_loss(logits: Tensor, targets: Tensor, topk_ids: Tensor, weights: Tensor) -> Tensors:
     log_probs = logits.float().log_softmax(-1)
     topk = log_probs.detach().gather(1, topk_ids.long())
     return -(weights * log_probs.gather(1, targets[:, None])[:, 0]).sum(), topk
@@ -170,12 +153,11 @@ def from_library(distribution: str, module: str, name: str) -> Any:
 
 
 def _load_megatron() -> Function:
-    fused = from_library(
-        "megatron-core", "megatron.core.fusions.fused_cross_entropy", "fused_vocab_parallel_cross_entropy"
+    name = "fused_vocab_parallel_cross_entropy"
+    fused = from_library("megatron-core", "megatron.core.fusions.fused_cross_entropy", name)
+    return _load_weighted(
+        lambda: lambda case, logits: fused(logits, case.targets[:, None], dist.group.WORLD)[:, 0]
     )
-    return lambda case, logits: (
-        case.coefficients * fused(logits, case.targets[:, None], dist.group.WORLD)[:, 0]
-    ).sum()
 
 
 def _load_liger_grpo() -> Function:
@@ -191,16 +173,12 @@ def _load_liger_grpo() -> Function:
 
 
 def _load_liger_vocab_parallel() -> Function:
-    function = from_library(
-        "liger-kernel", "liger_kernel.ops.vocab_parallel_cross_entropy", "LigerVocabParallelCEFunction"
+    module = "liger_kernel.ops.vocab_parallel_cross_entropy"
+    function = from_library("liger-kernel", module, "LigerVocabParallelCEFunction")
+    options = (None, IGNORED, 0.0, "pytorch", "global")  # the last three are of label smoothing
+    return _load_weighted(
+        lambda: lambda case, logits: function.apply(logits, case.targets[:, None], *options)[:, 0]
     )
-
-    def loss(case: Case, logits: Tensor) -> Tensor:
-        smoothing = (0.0, "pytorch", "global")
-        entropies = function.apply(logits, case.targets[:, None], None, IGNORED, *smoothing)
-        return (case.coefficients * entropies[:, 0]).sum()
-
-    return loss
 
 
 def _load_liger_linear() -> Function:
@@ -231,13 +209,13 @@ def _load_quack() -> Function:
 def _load_weighted(load: Callable[[], Function]) -> Function:
     """Make the loss from a function that returns the tokens' cross entropies [N]."""
     entropies = load()
-    return lambda case, hidden, weight: (case.coefficients * entropies(case, hidden, weight)).sum()
+    return lambda case, *inputs: (case.coefficients * entropies(case, *inputs)).sum()
 
 
 def _load_log_probs(load: Callable[[], Function]) -> Function:
     """Make the log-probs [N] of the sampled tokens from a function that returns their cross entropies."""
     entropies = load()
-    return lambda case, hidden, weight: -entropies(case, hidden, weight)
+    return lambda case, *inputs: -entropies(case, *inputs)
 
 
 LINEAR: dict[str, Callable[[], Function]] = {
@@ -250,50 +228,33 @@ LINEAR: dict[str, Callable[[], Function]] = {
 def ours_and_floors() -> list[Contender]:
     """Return our losses in three forms, a plain PyTorch loss, and the matrix products of the linear forms."""
     topk, binary = "dppo_topk_kl", "dppo_binary_tv"
-    plain = "float32; torch.compile on a GPU"
-    three = dict(is_differentiated=False, remark="the floor: two of the three without dead rows")
+    floor: Any = dict(value="nothing", is_differentiated=False)
+    ours = partial(Contender, is_ours=True)
     return [
-        *(
-            Contender(
-                f"ours, {name}", "logits", lambda name=name: partial(_our_loss, name), logits_leaf, is_ours=True
-            )
-            for name in (topk, binary)
-        ),
-        Contender("log_softmax + gather", "logits", _load_log_softmax, logits_leaf, remark=plain),
+        ours(f"ours, {topk}", "logits", lambda: partial(_our_loss, topk)),
+        ours(f"ours, {binary}", "logits", lambda: partial(_our_loss, binary)),
         Contender(
-            f"ours, {topk}", "linear", lambda: partial(_our_linear_loss, topk), linear_leaves, is_ours=True
+            "log_softmax + gather", "logits", _load_log_softmax, remark="float32; torch.compile on a GPU"
         ),
-        Contender(
-            "three matrix products", "linear", lambda: _three_products, linear_inputs, "nothing", **three
-        ),
-        Contender("ours", "log_probs", lambda: _our_log_probs, linear_inputs, "log_probs", is_ours=True),
-        Contender(
-            "one matrix product",
-            "log_probs",
-            lambda: _one_product,
-            linear_inputs,
-            "nothing",
-            remark="the floor",
-        ),
+        ours(f"ours, {topk}", "linear", lambda: partial(_our_linear_loss, topk)),
+        Contender("three matrix products", "linear", lambda: _three_products, **floor, remark=TWO_LIVE),
+        ours("ours", "log_probs", lambda: _our_log_probs, "log_probs"),
+        Contender("one matrix product", "log_probs", lambda: _one_product, **floor, remark="the floor"),
     ]
 
 
 def baselines() -> list[Contender]:
     """Return all known losses of other libraries, installed or not."""
-    on_gpu = partial(Contender, needs_gpu=True)
-    group, knows = "a tensor-parallel group of one", "unweighted; knows the dead rows"
+    on_gpu, knows = partial(Contender, needs_gpu=True), "unweighted; knows the dead rows"
+    group: Any = dict(view="sequence", remark="a tensor-parallel group of one")
     found = [
-        Contender("Megatron fused CE", "logits", _load_megatron, sequence_leaf, remark=group),
-        on_gpu("Liger GRPO", "logits", _load_liger_grpo, grpo_leaf, "surrogate"),
-        on_gpu("Liger vocab-parallel CE", "logits", _load_liger_vocab_parallel, sequence_leaf),
+        Contender("Megatron fused CE", "logits", _load_megatron, **group),
+        on_gpu("Liger GRPO", "logits", _load_liger_grpo, "surrogate", view="batch"),
+        on_gpu("Liger vocab-parallel CE", "logits", _load_liger_vocab_parallel, view="sequence"),
     ]
     for name, load in LINEAR.items():
-        found += [
-            on_gpu(name, "linear", partial(_load_weighted, load), linear_leaves),
-            on_gpu(name, "log_probs", partial(_load_log_probs, load), linear_inputs, "log_probs"),
-        ]
-    return [
-        *found,
-        on_gpu("QuACK chunked", "linear", _load_quack, linear_leaves, "plain_loss", remark=knows),
-        on_gpu("QuACK chunked", "log_probs", _load_quack, linear_inputs, "plain_loss", remark=knows),
-    ]
+        found.append(on_gpu(name, "linear", partial(_load_weighted, load)))
+        found.append(on_gpu(name, "log_probs", partial(_load_log_probs, load), "log_probs"))
+    for form in ("linear", "log_probs"):
+        found.append(on_gpu("QuACK chunked", form, _load_quack, "plain_loss", remark=knows))
+    return found

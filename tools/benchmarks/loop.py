@@ -61,18 +61,16 @@ VARIANTS = {  # title: number of processes, routing replay
 
 @dataclass(frozen=True)
 class Watched:
-    """Observations of a program while it ran. Times are from this process's clock."""
+    """Moments of a program's run, by this process's clock."""
 
     started: float
-    set_up: float | None  # time of its line START; None without one
-    lines: list[tuple[float, str]]  # times and texts of the lines that match the pattern
+    set_up: float | None  # moment of its line START; None without one
+    lines: list[tuple[float, str]]  # moments and texts of the lines that match the pattern
     other_cores: float  # cores used by other programs meanwhile
 
 
 def main(
-    rollouts: Annotated[
-        int, typer.Option(min=SKIPPED + 1, help=f"Rollouts per variant, including {SKIPPED} to warm up.")
-    ] = 12,
+    rollouts: Annotated[int, typer.Option(min=3, help="Rollouts per variant, 2 of them to warm up.")] = 12,
 ) -> None:
     """Measure tokens/s of rollout and training, and the share of each phase."""
     os.chdir(ROOT)
@@ -122,12 +120,10 @@ def watch(
     environment = os.environ | {"OMP_NUM_THREADS": str(num_threads), "PYTHONUNBUFFERED": "1"}
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
-    lines: list[tuple[float, str]] = []
-    set_up = None
+    lines, set_up = list[tuple[float, str]](), None
     started, others = time.perf_counter(), OtherPrograms()
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    )
+    output: Any = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(command, env=environment, **output)
     assert process.stdout is not None
     try:
         with log.open("w") as file, tqdm(total=num_rollouts, desc=title, unit="rollout") as bar:
@@ -203,16 +199,12 @@ def show(speeds: Mapping[str, Mapping[str, Any]]) -> None:
     names = ("rollout_tokens_per_s", "train_tokens_per_s", "tokens_per_s", "samples_per_s")
     rows = [[title, *(f"{speed[name]:,.0f}" for name in names)] for title, speed in speeds.items()]
     show_table("speed", ("", "rollout tokens/s", "training tokens/s", "all tokens/s", "samples/s"), rows)
-    phases = (*PHASES, "other")
-    rows = [
-        [
-            *(title, f"{speed['floor_s']:.3f}", f"{speed['floor_s'] / speed['total_s']:.0%}"),
-            f"{speed['total_s']:.3f}",
-            *(f"{speed['phase_s'][name]:.3f} {speed['phase_share'][name]:>4.0%}" for name in phases),
-        ]
-        for title, speed in speeds.items()
-    ]
-    show_table("seconds of a rollout", ("", "floor", "of total", "total", *phases), rows)
+    rows.clear()
+    for title, speed in speeds.items():
+        shares = (f"{speed['phase_s'][name]:.3f} {share:>4.0%}" for name, share in speed["phase_share"].items())
+        floor, total = speed["floor_s"], speed["total_s"]
+        rows.append([title, f"{floor:.3f}", f"{floor / total:.0%}", f"{total:.3f}", *shares])
+    show_table("seconds of a rollout", ("", "floor", "of total", "total", *PHASES, "other"), rows)
     title, best = max(speeds.items(), key=lambda item: item[1]["tokens_per_s"])
     phase, share = max(best["phase_share"].items(), key=lambda item: item[1])
     fastest = f"{title}, {best['tokens_per_s']:,.0f} tokens/s; the {phase} phase takes {share:.0%} of it"

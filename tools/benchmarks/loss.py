@@ -70,22 +70,18 @@ Row = dict[
 
 
 def main(
-    shape: Annotated[
-        list[str] | None, typer.Option(help="tp1, tp2, tp4 or tp8 (repeatable). [default: all]")
-    ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(min=8, help="Number of tokens. [default: 16384, without a GPU 512]")
-    ] = None,
+    shape: Annotated[list[str], typer.Option(help="tp1, tp2, tp4 or tp8 (repeatable).")] = list(SHARDS),  # noqa: B006
+    tokens: Annotated[int, typer.Option(min=0, help="Number of tokens. [0: 16384, without a GPU 512]")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Run 5 rounds instead of 25.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the figures, as JSON.")] = False,
     out: Out = OUT / "loss.json",
 ) -> None:
     """Print a table for each form of each case, and the goals."""
-    unknown = [name for name in shape or () if name not in SHARDS]
+    unknown = [name for name in shape if name not in SHARDS]
     if unknown:
         typer.echo(f"--shape: found {unknown[0]!r}; expected one of {', '.join(SHARDS)}", err=True)
         raise typer.Exit(2)
-    if tokens is not None and tokens % 8:
+    if tokens % 8:
         typer.echo(f"--tokens: found {tokens}; expected a multiple of 8, which some libraries need", err=True)
         raise typer.Exit(2)
     quiet_library_warnings()
@@ -98,7 +94,7 @@ def main(
     if not as_json:
         typer.echo(f"{device}; our kernels: {kinds['kernels']}; {rounds} rounds")
     with group_of_one(is_gpu):
-        for name in dict.fromkeys(shape or SHARDS):
+        for name in dict.fromkeys(shape):
             one = Shape.of(name, tokens or (16384 if is_gpu else 512), is_small=not is_gpu)
             for dead_share in DEAD_SHARES:
                 content["cases"].append(benchmark(one, dead_share, warm_up, rounds))
@@ -226,7 +222,8 @@ def show(case: dict[str, Any]) -> None:
             cells.append([row["name"], *times, *shown, row["remark"]])
         if form == "logits":
             cells.append([FLOOR, *figures(case["byte_floor_s"]), "", "", "", "the floor"])
-        show_table(title, ("contender", "p50 ms", "x ours", "extra MB", "loss", "gradient", "remark"), cells)
+        header = ("contender", "p50 ms", "x ours", "extra MB", "loss", "gradient", "remark")
+        show_table(title, header, cells)
         typer.echo("".join(f"  {row['name']}: {row['fault']}\n" for row in rows if row["fault"]), nl=False)
     typer.echo("\ngoals")
     for goal in case["goals"]:

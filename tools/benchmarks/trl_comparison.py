@@ -52,16 +52,10 @@ Figures = dict[str, Any]  # of one run: the entries that `figures_of` returns
 
 
 def main(
-    trl_python: Annotated[
-        Path, typer.Option(help="Python of an environment with trl==1.16.0; `make bench-trl` makes one.")
-    ] = Path(".venv-trl/bin/python"),
+    trl_python: Annotated[Path, typer.Option(help="Python with trl==1.16.0.")] = Path(".venv-trl/bin/python"),
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each side, with seeds 0, 1, ...")] = 3,
-    rollouts: Annotated[
-        int, typer.Option(min=5, help=f"Rollouts per run; the speed excludes the first {SKIPPED}.")
-    ] = 45,
-    trl_processes: Annotated[
-        int | None, typer.Option(min=1, max=CORES, help="Processes of TRL, 1 or 2. [default: try both]")
-    ] = None,
+    rollouts: Annotated[int, typer.Option(min=5, help=f"Rollouts per run, {SKIPPED} of them to warm up.")] = 45,
+    trl_processes: Annotated[int, typer.Option(max=CORES, help="Processes of TRL; 0 tries 1 and 2.")] = 0,
 ) -> None:
     """Run both sides in turn. Print medians, ranges and ratios."""
     os.chdir(ROOT)
@@ -71,7 +65,7 @@ def main(
         raise typer.Exit(2)
     require_model()
     trial: dict[int, float] = {}
-    for size in (1, CORES) if trl_processes is None else ():
+    for size in (1, CORES) if not trl_processes else ():
         title = f"trial: TRL on {size} x {CORES // size} threads"
         trial[size] = run_trl(trl_python, size, TRIAL_ROLLOUTS, 0, title)["rollout_s"]
         typer.echo(f"{title}: {trial[size]:.2f} s per rollout")
@@ -150,42 +144,29 @@ def figures_of(
 def grpo_settings(config: Config, num_processes: int, rollouts: int, seed: int) -> dict[str, Any]:
     """Translate our config into arguments of GRPOConfig. Other arguments keep TRL's defaults."""
     steps, optimizer = config.algorithm.minibatches_per_rollout, config.optimizer
-    return {
-        "per_device_train_batch_size": samples_per_rollout(config) // steps // num_processes,
-        "gradient_accumulation_steps": 1,
-        "steps_per_generation": steps,
-        "num_generations": config.rollout.samples_per_prompt,
-        "max_completion_length": config.rollout.max_response_tokens,
-        "max_steps": steps * rollouts,
-        "seed": seed,
-        "shuffle_dataset": config.data.shuffle,
-        "temperature": config.rollout.temperature,
-        "top_k": 0,
-        "top_p": 1.0,
-        "learning_rate": optimizer.lr,
-        "lr_scheduler_type": "constant_with_warmup",
-        "warmup_steps": optimizer.warmup_steps,
-        "adam_beta1": optimizer.beta1,
-        "adam_beta2": optimizer.beta2,
-        "adam_epsilon": optimizer.eps,
-        "weight_decay": optimizer.weight_decay,
-        "max_grad_norm": optimizer.clip_grad,
-        "beta": 0.0,
-        "epsilon": 0.2,
-        "epsilon_high": 0.28,
-        "scale_rewards": "none",  # advantages without standard deviation
-        "loss_type": "dapo",  # token mean
-        "router_aux_loss_coef": 0.0,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "ddp_find_unused_parameters": False,
-        "dataloader_pin_memory": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 10**6,
-        "disable_tqdm": True,
-    }
+    derived = dict(
+        per_device_train_batch_size=samples_per_rollout(config) // steps // num_processes,
+        steps_per_generation=steps,
+        num_generations=config.rollout.samples_per_prompt,
+        max_completion_length=config.rollout.max_response_tokens,
+        max_steps=steps * rollouts,
+        shuffle_dataset=config.data.shuffle,
+        temperature=config.rollout.temperature,
+        learning_rate=optimizer.lr,
+        warmup_steps=optimizer.warmup_steps,
+        adam_beta1=optimizer.beta1,
+        adam_beta2=optimizer.beta2,
+        adam_epsilon=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        max_grad_norm=optimizer.clip_grad,
+    )
+    # "none": advantages without standard deviation; "dapo": token mean.
+    objective = dict(beta=0.0, epsilon=0.2, epsilon_high=0.28, scale_rewards="none", loss_type="dapo")
+    objective |= dict(router_aux_loss_coef=0.0, top_k=0, top_p=1.0, lr_scheduler_type="constant_with_warmup")
+    technical = dict(use_cpu=True, bf16=False, gradient_checkpointing=False, gradient_accumulation_steps=1)
+    technical |= dict(ddp_find_unused_parameters=False, dataloader_pin_memory=False, logging_steps=10**6)
+    technical |= dict(report_to="none", save_strategy="no", disable_tqdm=True, seed=seed)
+    return derived | objective | technical
 
 
 def ratios(ours: Sequence[Figures], trl: Sequence[Figures]) -> dict[str, list[float]]:

@@ -59,13 +59,13 @@ def test_own_memory_stays_far_below_the_model(tmp_path: Path) -> None:
     assert write_random(model, CONFIG) > MODEL_BYTES
     for folder in (tmp_path / "small", model):  # the first one imports what the second one's memory is without
         peaks: dict[str, float] = {}
-        with peak_memory("RssAnon") as grown:
+        with peak_memory(is_anonymous=True) as grown:
             converted("to-megatron", "--hf", folder / "hf", "--out", folder / "megatron", *options)
         peaks["to-megatron"] = grown[0]
-        with peak_memory("RssAnon") as grown:
+        with peak_memory(is_anonymous=True) as grown:
             converted("to-hf", "--megatron", folder / "megatron", "--out", folder / "back", *options)
         peaks["to-hf"] = grown[0]
-        with peak_memory("RssAnon") as grown:
+        with peak_memory(is_anonymous=True) as grown:
             converted("verify", folder / "hf", folder / "back")
         peaks["verify"] = grown[0]
     assert {way: peak for way, peak in peaks.items() if peak > OWN_BYTES} == {}

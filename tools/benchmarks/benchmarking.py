@@ -66,15 +66,16 @@ def warn_if_busy(title: str, other_cores: float) -> None:
 
 
 @contextmanager
-def peak_memory(kind: str = "VmRSS") -> Iterator[list[int]]:
+def peak_memory(*, is_anonymous: bool = False) -> Iterator[list[int]]:
     """Yield a list with one number: the largest increase of this process's memory in the block, in bytes.
 
-    `kind` is VmRSS, or RssAnon to leave out mapped files.
+    `is_anonymous` leaves out mapped files.
     """
+    process = psutil.Process()
 
     def resident_bytes() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{kind}:"))
+        memory = process.memory_info()
+        return memory.rss - (memory.shared if is_anonymous else 0)
 
     ended, above, before = threading.Event(), [0], resident_bytes()
 
@@ -113,9 +114,9 @@ def machine() -> dict[str, Any]:
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write the figures, and print the path of the file."""
+    """Write facts about the machine and the figures, and print the path of the file."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(content, indent=1) + "\n")
+    file.write_text(json.dumps({"machine": machine(), **content}, indent=1) + "\n")
     typer.echo(f"wrote {file}")
 
 

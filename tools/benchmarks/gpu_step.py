@@ -42,7 +42,7 @@ from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.memory import memory_of
 from megatron_dppo.runtime.process import Runtime, gpu_libraries, quiet_library_warnings, start, stop
 from megatron_dppo.runtime.tables import show_table
-from tools.benchmarks.benchmarking import OUT, ROOT, Out, cli, machine, write_json
+from tools.benchmarks.benchmarking import OUT, ROOT, Out, cli, write_json
 from tools.benchmarks.jobs import build_actor, random_samples, step_of, step_seconds, write_model
 
 # Dense bfloat16 TFLOP/s from data sheets. The first entry with a name contained in the device's name is used.
@@ -111,7 +111,7 @@ def main(
     stop()
     show(rows, device, peak, layers, sequence_length)
     shape = {"layers": layers, "sequence_length": sequence_length, "device": device, "peak_tflops": peak}
-    write_json(ROOT / out, {"machine": machine(), **shape, "rows": [asdict(row) for row in rows]})
+    write_json(ROOT / out, {**shape, "rows": [asdict(row) for row in rows]})
 
 
 def peak_tflops_of(device: str) -> float | None:

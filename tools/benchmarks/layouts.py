@@ -27,7 +27,7 @@ import typer
 from tqdm import tqdm
 
 from megatron_dppo.runtime.tables import show_table
-from tools.benchmarks.benchmarking import OUT, ROOT, OtherPrograms, Out, cli, machine, warn_if_busy, write_json
+from tools.benchmarks.benchmarking import OUT, ROOT, OtherPrograms, Out, cli, warn_if_busy, write_json
 from tools.benchmarks.jobs import layouts_seconds, write_model
 
 ONE = "one process"
@@ -83,7 +83,7 @@ def main(
     show_table(title, ("layout", "processes", "tokens/s", "ratio", "min", "max"), rows)
     warn_if_busy("layouts", other_cores)
     counts = {"rounds": rounds, "steps": steps, "other_cores": other_cores, "sizes": sizes}
-    write_json(out, {"machine": machine(), **counts, "layouts": found})
+    write_json(out, {**counts, "layouts": found})
 
 
 def mixed_lengths(longest: int, num_tokens: int) -> list[int]:

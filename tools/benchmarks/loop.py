@@ -34,16 +34,7 @@ from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.data.batches.balance import SampleCost
 from megatron_dppo.run_folder.reader import Run, read_run
 from megatron_dppo.runtime.tables import show_table
-from tools.benchmarks.benchmarking import (
-    OUT,
-    ROOT,
-    OtherPrograms,
-    cli,
-    machine,
-    torchrun,
-    warn_if_busy,
-    write_json,
-)
+from tools.benchmarks import benchmarking as bench
 
 MODEL = Path("runs/quickstart/model")
 QUICKSTART = Path("examples/quickstart")
@@ -73,7 +64,7 @@ def main(
     rollouts: Annotated[int, typer.Option(min=3, help="Rollouts per variant, 2 of them to warm up.")] = 12,
 ) -> None:
     """Measure tokens/s of rollout and training, and the share of each phase."""
-    os.chdir(ROOT)
+    os.chdir(bench.ROOT)
     require_model()
     num_devices = torch.accelerator.device_count()  # 0 on a CPU: processes then share the cores
     speeds: dict[str, dict[str, Any]] = {}
@@ -87,18 +78,18 @@ def main(
             *(f"rollout.routing_replay='{replay}'", "tracking.paired_routing_every=0"),
             *("tracking.samples_every=0", "checkpoint.every=0", "optimizer.warmup_steps=4"),
         ]
-        folder = OUT / title.replace(", R3", "_replay").replace(" ", "_")
+        folder = bench.OUT / title.replace(", R3", "_replay").replace(" ", "_")
         flops_per_s = product_speed(num_processes)
         watched = train(folder, num_processes, overrides, rollouts, title)
         run = read_run(folder)
         speeds[title], versions = measure(run, watched.other_cores, flops_per_s), run.versions
     show(speeds)
-    write_json(OUT / "loop.json", {"machine": machine(), "versions": versions, "variants": speeds})
+    bench.write_json(bench.OUT / "loop.json", {"versions": versions, "variants": speeds})
 
 
 def require_model() -> None:
     """Make the quickstart's model if it is missing or outdated."""
-    OUT.mkdir(parents=True, exist_ok=True)
+    bench.OUT.mkdir(parents=True, exist_ok=True)
     subprocess.run([sys.executable, QUICKSTART / "make_model.py", "--out", MODEL], check=True)
 
 
@@ -107,7 +98,7 @@ def train(folder: Path, num_processes: int, overrides: list[str], num_rollouts: 
     shutil.rmtree(folder, ignore_errors=True)
     sets = [f"run.folder={str(folder)!r}", f"model.load={str(MODEL)!r}"]
     sets += [f"data.prompts={str(MODEL / 'prompts.jsonl')!r}", *overrides]
-    command = [*torchrun(sys.executable, num_processes), "-m", "megatron_dppo", "train"]
+    command = [*bench.torchrun(sys.executable, num_processes), "-m", "megatron_dppo", "train"]
     command += [str(QUICKSTART / "base.toml"), *(part for item in sets for part in ("--set", item))]
     return watch(command, folder.with_suffix(".log"), 1, ROLLOUT_DONE, num_rollouts, title)
 
@@ -121,7 +112,7 @@ def watch(
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     lines, set_up = list[tuple[float, str]](), None
-    started, others = time.perf_counter(), OtherPrograms()
+    started, others = time.perf_counter(), bench.OtherPrograms()
     output: Any = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     process = subprocess.Popen(command, env=environment, **output)
     assert process.stdout is not None
@@ -210,8 +201,8 @@ def show(speeds: Mapping[str, Mapping[str, Any]]) -> None:
     fastest = f"{title}, {best['tokens_per_s']:,.0f} tokens/s; the {phase} phase takes {share:.0%} of it"
     typer.echo(f"\nfastest: {fastest}")
     for title, speed in speeds.items():
-        warn_if_busy(title, speed["other_cores"])
+        bench.warn_if_busy(title, speed["other_cores"])
 
 
 if __name__ == "__main__":
-    cli(main, __doc__)
+    bench.cli(main, __doc__)

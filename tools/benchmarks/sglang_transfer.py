@@ -31,17 +31,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.base import Completion, Request, SamplingParams
 from megatron_dppo.runtime.process import Runtime, quiet_library_warnings, start, stop
 from megatron_dppo.runtime.tables import show_table
-from tools.benchmarks.benchmarking import (
-    OUT,
-    ROOT,
-    OtherPrograms,
-    cli,
-    in_turn,
-    machine,
-    spread,
-    warn_if_busy,
-    write_json,
-)
+from tools.benchmarks import benchmarking as bench
 
 RESPONSE = 48  # tokens
 PARAMS = {
@@ -58,7 +48,7 @@ def main(
 ) -> None:
     """Measure, print, and write runs/bench/sglang.json."""
     quiet_library_warnings()
-    runtime, others = start(), OtherPrograms()
+    runtime, others = start(), bench.OtherPrograms()
     with tempfile.TemporaryDirectory() as name:
         config = make_config(Path(name), runtime, hidden, python)
         from megatron_dppo.engines.sglang.nccl import nccl_settings
@@ -71,9 +61,9 @@ def main(
     stop()
     busy = others.cores()
     show(pushes, rollouts)
-    warn_if_busy("SGLang", busy)
-    found = {"machine": machine(), "pushes": pushes, "rollouts": rollouts, "others": busy}
-    write_json(OUT / "sglang.json", found)
+    bench.warn_if_busy("SGLang", busy)
+    found = {"pushes": pushes, "rollouts": rollouts, "others": busy}
+    bench.write_json(bench.OUT / "sglang.json", found)
 
 
 def make_config(folder: Path, runtime: Runtime, hidden: int, python: str) -> Config:
@@ -86,7 +76,7 @@ def make_config(folder: Path, runtime: Runtime, hidden: int, python: str) -> Con
     write_model(runtime, str(folder / "model"), sizes)
     dtype, options = "bfloat16", {"mem_fraction_static": 0.3}  # the trainer is on the same GPU
     if not torch.cuda.is_available():
-        quickstart = tomllib.loads((ROOT / "examples" / "quickstart" / "base.toml").read_text())
+        quickstart = tomllib.loads((bench.ROOT / "examples" / "quickstart" / "base.toml").read_text())
         dtype, options = "float32", quickstart["sglang"]
     options |= {"context_length": 256, "max_total_tokens": 32768, "dtype": dtype, "python": python}
     servers = {"num_own_servers": 1, "probe_every": 0}
@@ -120,7 +110,7 @@ def measure_pushes(config: Config, runtime: Runtime, rounds: int) -> dict[str, A
         push = syncs[-1].push
         measures[way] = lambda push=push: seconds_of(runtime, lambda: push(next(versions)))
     measures["copy"] = lambda: seconds_of(runtime, lambda: target.copy_(source))
-    seconds = in_turn(measures, rounds)  # the warm-up opens groups and files
+    seconds = bench.in_turn(measures, rounds)  # the warm-up opens groups and files
     for sync in syncs:
         sync.close()
     return {"bytes": num_bytes, "seconds": seconds}
@@ -171,7 +161,7 @@ def measure_rollouts(config: Config, runtime: Runtime, rounds: int, num_requests
         for kind in PARAMS
         for name, measure in (("engine", through_engine), ("http", through_http))
     }
-    for (kind, name), seconds in in_turn(measures, rounds).items():
+    for (kind, name), seconds in bench.in_turn(measures, rounds).items():
         found[kind][name] = seconds
     return found
 
@@ -204,17 +194,14 @@ def show(pushes: dict[str, Any], rollouts: dict[str, Any]) -> None:
     medians = {way: statistics.median(values) for way, values in pushes["seconds"].items()}
     copy_s = medians["copy"]
     rows = [
-        [way, spread(pushes["seconds"][way], 4), f"{gigabytes / median:.2f}", f"{median / copy_s:.1f}"]
+        [way, bench.spread(pushes["seconds"][way], 4), f"{gigabytes / median:.2f}", f"{median / copy_s:.1f}"]
         for way, median in medians.items()
     ]
     show_table(f"(a) a push of {gigabytes * 1e3:.0f} MB", ["", "seconds", "GB/s", "times a copy"], rows)
     rows, ratios = list[list[str]](), list[str]()
     for kind, found in rollouts.items():
-        engine, plain, tokens = (
-            statistics.median(found["engine"]),
-            statistics.median(found["http"]),
-            found["tokens"],
-        )
+        engine, plain = statistics.median(found["engine"]), statistics.median(found["http"])
+        tokens = found["tokens"]
         ratios.append(f"{engine / plain:.2f} with {kind}")
         speeds = [f"{tokens / plain:,.0f}", f"{tokens / engine:,.0f}", f"{engine / plain:.2f}"]
         more = [f"{(engine - plain) / tokens * 1e6:.0f}"]
@@ -228,4 +215,4 @@ def show(pushes: dict[str, Any], rollouts: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    cli(main, __doc__)
+    bench.cli(main, __doc__)

@@ -27,7 +27,7 @@ from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.run_folder.reader import read_run
 from megatron_dppo.runtime.tables import show_table
-from tools.benchmarks.benchmarking import OUT, ROOT, cli, machine, spread, torchrun, warn_if_busy, write_json
+from tools.benchmarks.benchmarking import OUT, ROOT, cli, spread, torchrun, warn_if_busy, write_json
 from tools.benchmarks.loop import MODEL, QUICKSTART, require_model, train, watch
 
 TARGET, SKIPPED, TRIAL_ROLLOUTS, CORES = 0.75, 3, 8, 2
@@ -77,7 +77,7 @@ def main(
         runs[TRL].append(run_trl(trl_python, num_processes, rollouts, seed, f"TRL {seed + 1}/{repeats}"))
     show(runs, rollouts, num_processes)
     layout = {"processes": num_processes, "threads": CORES // num_processes, "trial_rollout_s": trial}
-    content = {"machine": machine(), "target": TARGET, "trl_layout": layout}
+    content: dict[str, Any] = {"target": TARGET, "trl_layout": layout}
     content["ratios"] = {name: ratios(runs[name], runs[TRL]) for name in OURS}
     write_json(OUT / "trl.json", content | runs)
 

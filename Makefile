@@ -17,7 +17,7 @@ SGLANG_VENV := .venv-sglang$(if $(filter-out $(SGLANG_NEWEST),$(SGLANG)),-$(SGLA
 # RECORD=1 keeps what passed, and with which versions, in tests/versions.jsonl; make versions writes tables of it.
 RECORDING := $(if $(RECORD),-p tests.recording --record-versions)
 # Records that NAME ran: $(call ran,PYTHON,NAME)
-ran = $(if $(RECORD),$(1) -m tools.versions --ran $(2))
+ran = $(if $(RECORD),$(1) -m tests.recording --ran $(2))
 
 # Tests in another environment than CI's: $(call lane,PYTHON,options of the unit tests,options of the distributed ones)
 define lane

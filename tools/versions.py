@@ -3,22 +3,17 @@
     make versions
 
 `tests/versions.jsonl` has one line for each suite and set of versions: the date, and how many tests of each
-file passed, failed and were left out. `make test RECORD=1`, and the other targets with tests, write it. For
-programs that are not tests, this command writes it: `python -m tools.versions --ran quickstart`.
+file passed, failed and were left out. `make test RECORD=1`, and the other targets with tests, write it
+(`tests/recording.py`).
 """
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from megatron_dppo.runtime.libraries import OPTIONAL_LIBRARIES
-from megatron_dppo.runtime.tested_versions import TESTED, installed_versions
+from megatron_dppo.runtime.tested_versions import TESTED
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS, PAGE = Path("tests/versions.jsonl"), Path("examples/guides/installing.md")
@@ -37,18 +32,8 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
     "model families": ("test_served_families.py",),
 }
 """Files of tests/sglang by the server feature that they test."""
-
-
 Record = dict[str, Any]
 """A line of the records: suite, date of its oldest result, versions, and the counts of each file's tests."""
-
-
-def versions_of(python: str, names: Sequence[str]) -> dict[str, str]:
-    """Return the versions of the packages of another interpreter."""
-    program = f"import importlib.metadata as m, json; print(json.dumps([m.version(n) for n in {list(names)}]))"
-    done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout.splitlines()[-1])
-    return {name: version.partition("+")[0] for name, version in zip(names, found, strict=True)}
 
 
 def read_records(root: Path) -> list[Record]:
@@ -61,29 +46,6 @@ def read_records(root: Path) -> list[Record]:
 def counts(files: Iterable[Sequence[int]]) -> list[int]:
     """Return how many tests of some files passed, failed and were left out (marked slow, or without a GPU)."""
     return [sum(column) for column in zip((0, 0, 0), *files, strict=True)]
-
-
-def record(
-    root: Path,
-    suite: str,
-    versions: Mapping[str, str | None],
-    files: Mapping[str, Sequence[int]],
-    date: str,
-) -> None:
-    """Record the counts of these files. Other files of the record stay, and then also its date."""
-    records, kept = read_records(root), dict[str, Sequence[int]]()
-    for before in [each for each in records if (each["suite"], each["versions"]) == (suite, versions)]:
-        records.remove(before)
-        kept = {name: found for name, found in before["files"].items() if name not in files}
-        date = min(before["date"], date) if kept else date
-    merged = {name: list(found) for name, found in sorted({**kept, **files}.items())}
-    records.append({"suite": suite, "date": date, "versions": dict(versions), "files": merged})
-    records.sort(key=lambda each: (sorted(each["versions"].items()), _place(each["suite"])))
-    (root / RECORDS).write_text("".join(json.dumps(each) + "\n" for each in records), encoding="utf-8")
-
-
-def _place(suite: str) -> tuple[int, str]:
-    return (SUITES.index(suite) if suite in SUITES else len(SUITES)), suite
 
 
 def libraries_table() -> str:
@@ -149,20 +111,11 @@ def with_tables(page: str, root: Path) -> str:
     return page
 
 
-def main(
-    ran: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Record that NAME ran to its end today with the installed versions."),
-    ] = None,
-) -> None:
-    """Write the tables of versions, or record a run of a program that is not a test."""
-    if ran is not None:
-        today = datetime.now(UTC).date().isoformat()
-        record(ROOT, ran, installed_versions(), {ran: (1, 0, 0)}, today)
-        return
+def main() -> None:
+    """Write the tables of versions."""
     page = ROOT / PAGE
     page.write_text(with_tables(page.read_text(encoding="utf-8"), ROOT), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(typer.run(main))
+    main()

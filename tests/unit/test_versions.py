@@ -15,7 +15,8 @@ from megatron_dppo.engines.sglang.update_calls import UPDATE_CALLS
 from megatron_dppo.run_folder.versions import versions
 from megatron_dppo.runtime.libraries import OLDEST_MODELOPT, OPTIONAL_LIBRARIES
 from megatron_dppo.runtime.tested_versions import TESTED, installed_versions, untested_versions
-from tools.versions import FEATURES, PAGE, Record, counts, read_records, record, versions_tables, with_tables
+from tests.recording import record
+from tools.versions import FEATURES, PAGE, Record, counts, read_records, versions_tables, with_tables
 
 ROOT = Path(__file__).parents[2]
 HERE = {"python": "3.11", "megatron-core": "0.16.1", "torch": "2.13.0", "transformers": "5.23.0"}

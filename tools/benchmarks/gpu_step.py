@@ -32,7 +32,6 @@ from typing import Annotated
 import torch
 import typer
 
-from megatron_dppo.actor.actor import Actor
 from megatron_dppo.architectures.spec_choice import LayerSpecName
 from megatron_dppo.checks import model_facts
 from megatron_dppo.config.schema import Config
@@ -122,23 +121,32 @@ def peak_tflops_of(device: str) -> float | None:
 def measure_all(
     runtime: Runtime, model: str, token_counts: Sequence[int], sequence_length: int, num_steps: int
 ) -> list[Measured]:
-    """Measure each layer spec and objective for each size (ascending), up to the first that does not fit."""
+    """Measure steps on one packed micro-batch for each layer spec, objective and size (ascending).
+
+    Sizes after the first that does not fit are left out.
+    """
     rows: list[Measured] = []
     specs: list[LayerSpecName] = ["torch"]
     if gpu_libraries().transformer_engine.is_usable:
         specs.append("transformer_engine")
     for spec, (preset, top_k) in itertools.product(specs, OBJECTIVES.items()):
-        tables = {
-            "algorithm": {"preset": preset} | ({"top_k": top_k} if top_k else {}),
-            "rollout": {"num_topk_log_probs": top_k},
-        }
+        algorithm = {"preset": preset} | ({"top_k": top_k} if top_k else {})
+        tables = {"algorithm": algorithm, "rollout": {"num_topk_log_probs": top_k}}
         parallel = {"max_tokens_per_microbatch": max(token_counts)}
         actor = build_actor(runtime, model, parallel, DTYPE, spec, **tables)
         for num_tokens in token_counts:
             lengths = [sequence_length] * (num_tokens // sequence_length)
-            planned = planned_bytes(model, lengths, top_k, spec)
-            rows.append(measure(runtime, actor, lengths, top_k, num_steps, planned, spec))
-            if not rows[-1].seconds:
+            batch = step_of(random_samples(lengths, actor.hf["vocab_size"], top_k))
+            if runtime.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(runtime.device)
+            try:
+                seconds = [step_seconds(runtime, actor, batch) for _ in range(WARM_UP + num_steps)]
+            except torch.OutOfMemoryError:
+                seconds = []
+            flops, taken = step_flops(actor.data_parallel.cost, lengths), tuple(seconds[WARM_UP:])
+            sizes = runtime.peak_bytes(), planned_bytes(model, lengths, top_k, spec)
+            rows.append(Measured(preset, num_tokens, flops, taken, *sizes, spec))
+            if not seconds:
                 break
         del actor
         gc.collect()
@@ -146,41 +154,14 @@ def measure_all(
     return rows
 
 
-def measure(
-    runtime: Runtime,
-    actor: Actor,
-    lengths: Sequence[int],
-    top_k: int,
-    num_steps: int,
-    planned: int,
-    layer_spec: LayerSpecName,
-) -> Measured:
-    """Measure steps on one packed micro-batch of sequences with these lengths."""
-    batch = step_of(random_samples(lengths, actor.hf["vocab_size"], top_k))
-    if runtime.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(runtime.device)
-    try:
-        seconds = [step_seconds(runtime, actor, batch) for _ in range(WARM_UP + num_steps)]
-    except torch.OutOfMemoryError:
-        seconds = []
-    flops = step_flops(actor.data_parallel.cost, lengths)
-    taken, peak = tuple(seconds[WARM_UP:]), runtime.peak_bytes()
-    return Measured(actor.objective.name, sum(lengths), flops, taken, peak, planned, layer_spec)
-
-
 def planned_bytes(model: str, lengths: Sequence[int], top_k: int, layer_spec: LayerSpecName = "torch") -> int:
     """Return the peak bytes that `plan` predicts for a step on one micro-batch of equally long sequences."""
+    rollout = dict(engine="sglang", prompts_per_rollout=len(lengths), samples_per_prompt=1)
     tables = {
         "model": {"load": model, "dtype": DTYPE, "layer_spec": layer_spec},
         "parallel": {"max_tokens_per_microbatch": sum(lengths)},
         "data": {"max_prompt_tokens": 1},
-        "rollout": {
-            "engine": "sglang",
-            "prompts_per_rollout": len(lengths),
-            "samples_per_prompt": 1,
-            "max_response_tokens": lengths[0] - 1,
-            "num_topk_log_probs": top_k,
-        },
+        "rollout": rollout | dict(max_response_tokens=lengths[0] - 1, num_topk_log_probs=top_k),
         "algorithm": {"minibatches_per_rollout": 1},
     }
     config = Config.model_validate(tables)
@@ -194,7 +175,7 @@ def planned_bytes(model: str, lengths: Sequence[int], top_k: int, layer_spec: La
 
 def step_flops(cost: SampleCost, lengths: Sequence[int]) -> float:
     """Return the floating-point operations of forward and backward on sequences of these lengths."""
-    return sum(cost.of(length) for length in lengths)
+    return sum(map(cost.of, lengths))
 
 
 def show(rows: Sequence[Measured], device: str, peak: float | None, layers: int, sequence_length: int) -> None:

@@ -10,24 +10,20 @@ is the shard of one of 2, 4 or 8 ranks. One process emulates one rank and treats
 vocabulary, so no collective is timed. Without a GPU, each shape is small and runs through the PyTorch reference
 of our kernels. Those figures only show that the program runs.
 
-There are three forms. "logits": from logits, forward and backward (ours overwrites the logits with their
-gradient). "linear": from hidden states and weight, forward and backward. "log_probs": the linear form without
-gradient. All contenders of a case run in turns, once per round, on the same tensors. Restoring the tensors is
-not timed. Milliseconds are medians (p50). "x ours" is the time divided by the time of our slowest loss of that
-form. "extra MB" is the peak memory that PyTorch allocated besides the inputs, including results. In a dead row
-the advantage is 0, and so is the gradient. Contenders do not know the dead rows in advance, unless the remark
-mentions it.
-
-Before the timing, each contender runs once and is compared with the exact loss and gradients in float32. "loss"
-and "gradient" are relative errors. A library that is missing, fails or is inexact is listed with the reason.
+Three forms: from logits, forward and backward (ours overwrites the logits with their gradient); from hidden
+states and weight, forward and backward; and its log-probs without gradient. All contenders of a case run in
+turns, once per round, on the same tensors. Restoring the tensors is not timed. Milliseconds are medians (p50).
+"x ours" is the time divided by the time of our slowest loss of that form. "extra MB" is the peak memory that
+PyTorch allocated besides the inputs, including results. In a dead row the advantage is 0, and so is the
+gradient. Contenders do not know the dead rows in advance, unless the remark mentions it. "loss" and "gradient"
+are relative errors of a first run. A library that is missing, fails or is inexact is listed with the reason.
 
 The byte floor is one read of all logits in forward, and one read of live rows and one write of all rows in
 backward, at the speed of a copy in the same run. The floor of the linear form is its three matrix products in
 cuBLAS, one of all rows and two of the live rows, with bfloat16 results.
 
-PyPI names of the libraries: liger-kernel, cut-cross-entropy, quack-kernels, verl. Megatron is already
-installed. Figures are written to runs/bench/loss.json. With --json they are printed to standard output instead,
-without any other output.
+Libraries on PyPI: liger-kernel, cut-cross-entropy, quack-kernels, verl. Figures are written to
+runs/bench/loss.json, or with --json printed to standard output without any other output.
 """
 
 import json
@@ -64,9 +60,7 @@ FORMS = {
     "linear": "from hidden states and weight, forward and backward",
     "log_probs": "log-probs from hidden states and weight, no gradient",
 }
-Row = dict[
-    str, Any
-]  # of loss.json: form, name, seconds, median_s, extra_bytes, loss_error, gradient_error, fault
+Row = dict[str, Any]  # an entry of loss.json's rows
 
 
 def main(

@@ -15,10 +15,9 @@ from tools.benchmarks.loss_contenders import (
     LOSS_LIMIT,
     Contender,
     UnavailableError,
-    baselines,
     check,
+    contenders,
     from_library,
-    ours_and_floors,
 )
 from tools.benchmarks.loss_goals import FLOOR, GOALS, goal_results
 
@@ -35,7 +34,7 @@ def test_it_runs_without_a_gpu() -> None:
     assert {"machine", "device", "is_gpu", "kernels", "effort", "cases"} <= set(figures)
     kinds = [(case["shape"]["name"], case["dead_share"]) for case in figures["cases"]]
     assert kinds == [("tp1", 0.0), ("tp1", 0.3), ("tp4", 0.0), ("tp4", 0.3)]
-    known = {(contender.form, contender.name) for contender in [*ours_and_floors(), *baselines()]}
+    known = {(contender.form, contender.name) for contender in contenders()}
     for case in figures["cases"]:
         assert case["copy_bytes_per_s"] > 0 and case["byte_floor_s"] > 0
         assert {(row["form"], row["name"]) for row in case["rows"]} == known
@@ -114,7 +113,7 @@ def test_goals_are_checked_by_what_was_measured() -> None:
 
 
 def test_each_goal_is_of_contenders_there_are() -> None:
-    known = {(contender.form, contender.name) for contender in [*ours_and_floors(), *baselines()]}
+    known = {(contender.form, contender.name) for contender in contenders()}
     for goal in GOALS:
         assert (goal.form, goal.ours) in known
         assert goal.against in (FLOOR, "memory") or (goal.form, goal.against) in known

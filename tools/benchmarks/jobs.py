@@ -26,9 +26,9 @@ LR = 1e-6
 
 def write_model(runtime: Runtime, folder: str, sizes: dict[str, Any]) -> None:
     """Write a random Qwen3-MoE with these settings as a Hugging Face folder."""
-    import tiny
+    from tiny import write_model as write  # of tests/distributed
 
-    runtime.on_main(lambda: tiny.write_model(Path(folder), **{"initializer_range": 0.02, **sizes}))
+    runtime.on_main(lambda: write(Path(folder), **{"initializer_range": 0.02, **sizes}))
 
 
 def random_samples(lengths: Sequence[int], vocab_size: int, topk: int = 0) -> list[Sample]:
@@ -42,8 +42,8 @@ def random_samples(lengths: Sequence[int], vocab_size: int, topk: int = 0) -> li
         response, best = length - PROMPT_TOKENS, None
         if topk:
             first = torch.randint(0, vocab_size, (response, 1), generator=generator)
-            ids = (first + torch.arange(topk)) % vocab_size
-            best = RolloutTopK(ids.int(), near_uniform(response, topk).sort(descending=True).values)
+            ids = ((first + torch.arange(topk)) % vocab_size).int()
+            best = RolloutTopK(ids, near_uniform(response, topk).sort(descending=True).values)
         return Sample(
             id=f"{index:06}",
             group_id="0",
@@ -70,8 +70,8 @@ def build_actor(
 ) -> Actor:
     """Build the actor of a run with this model, `[parallel]` and other tables of a config."""
     of_model = {"load": model, "dtype": dtype, "layer_spec": layer_spec}
-    common = {"model": of_model, "parallel": parallel, "optimizer": {"lr": LR}}
-    return Actor(Config.model_validate(common | tables), runtime)
+    tables |= {"model": of_model, "parallel": parallel, "optimizer": {"lr": LR}}
+    return Actor(Config.model_validate(tables), runtime)
 
 
 def step_of(samples: Sequence[Sample]) -> TrainBatch:

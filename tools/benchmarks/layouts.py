@@ -24,7 +24,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from tqdm import tqdm
 
 from megatron_dppo.runtime.tables import show_table
 from tools.benchmarks.benchmarking import OUT, ROOT, OtherPrograms, Out, cli, warn_if_busy, write_json
@@ -61,10 +60,11 @@ def main(
     found: dict[str, dict[str, Any]] = {
         name: {"processes": num, "tokens_per_s": []} for num, of in layouts.items() for name in of
     }
-    with tempfile.TemporaryDirectory() as name, tqdm(total=rounds * len(found), desc="layouts") as bar:
+    with tempfile.TemporaryDirectory() as name:
         folder, limit = Path(name), {"max_tokens_per_microbatch": max_tokens}
         run_ranks(write_model, 1, folder, f"{name}/model", sizes)
         for index in range(rounds):
+            typer.echo(f"round {index + 1} of {rounds}")
             order = 1 if index % 2 == 0 else -1
             for num, of in list(layouts.items())[::order]:
                 limited = {layout: split | limit for layout, split in list(of.items())[::order]}
@@ -72,7 +72,6 @@ def main(
                 taken = run_ranks(layouts_seconds, num, folder, *arguments, timeout_s=1800)[0]
                 for layout, seconds in taken.items():
                     found[layout]["tokens_per_s"].append(sum(lengths) / statistics.median(seconds))
-                    bar.update()
     other_cores, rows = others.cores(), list[list[str]]()
     for name, row in found.items():
         pairs = zip(row["tokens_per_s"], found[ONE]["tokens_per_s"], strict=True)

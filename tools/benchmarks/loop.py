@@ -149,10 +149,7 @@ def product_speed(num_processes: int) -> float:
 
 
 def rollout_flops(cost: SampleCost, num_samples: int, row: Mapping[str, float]) -> float:
-    """Return the FLOPs of the matrix products of a rollout with these metrics, of samples of about one length.
-
-    `cost` is of forward and backward. Sampling is a forward pass without cached prompts.
-    """
+    """Return the FLOPs of a rollout's matrix products. Sampling is a forward pass without cached prompts."""
     prompt_length = row["engine/prompt_tokens"] / num_samples
     training = num_samples * cost.of(round(prompt_length + row["rollout/response_length_mean"]))
     return training + (training - cost.linear * row["engine/cached_tokens"]) / 3

@@ -43,15 +43,7 @@ from megatron_dppo.runtime.process import quiet_library_warnings
 from megatron_dppo.runtime.tables import show_table
 from tools.benchmarks.benchmarking import OUT, ROOT, Out, cli, in_turn, machine, write_json
 from tools.benchmarks.loss_cases import SHARDS, Case, Shape
-from tools.benchmarks.loss_contenders import (
-    Contender,
-    Function,
-    UnavailableError,
-    baselines,
-    check,
-    ours_and_floors,
-    run,
-)
+from tools.benchmarks.loss_contenders import Contender, Function, UnavailableError, check, contenders, run
 from tools.benchmarks.loss_goals import FLOOR, goal_results
 
 DEAD_SHARES = (0.0, 0.3)
@@ -118,7 +110,7 @@ def benchmark(shape: Shape, dead_share: float, warm_up: int, rounds: int) -> dic
     """Measure all contenders on one case, and return its entry of loss.json."""
     case = Case.make(shape, dead_share, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     rows, functions = list[Row](), dict[int, tuple[Contender, Function]]()
-    for number, contender in enumerate([*ours_and_floors(), *baselines()]):
+    for number, contender in enumerate(contenders()):
         row, function = prepare(contender, case)
         rows.append(row)
         if function is not None:

@@ -68,19 +68,17 @@ class Case:
         torch.mm(hidden, weight.t(), out=pristine[:num])
         targets = torch.randint(columns, (num,), **settings)
         ids = torch.cat([part.topk(TOP_K).indices for part in pristine[:num].split(REFERENCE_ROWS)])
-        at_targets, at_topk = list[Tensor](), list[Tensor]()
-        for rows in range(0, num, REFERENCE_ROWS):
-            part = slice(rows, min(rows + REFERENCE_ROWS, num))
-            exact = pristine[part].float().log_softmax(-1)
-            at_targets.append(exact.gather(1, targets[part, None])[:, 0])
-            at_topk.append(exact.gather(1, ids[part]))
-        log_probs = torch.cat(at_targets)
+        log_probs, at_topk = torch.empty(num, device=device), torch.empty(num, TOP_K, device=device)
+        for rows in torch.arange(num, device=device).split(REFERENCE_ROWS):
+            exact = pristine[rows].float().log_softmax(-1)
+            log_probs[rows] = exact.gather(1, targets[rows, None])[:, 0]
+            at_topk[rows] = exact.gather(1, ids[rows])
         advantages = torch.randn(num, **settings)
         advantages[torch.randperm(num, **settings)[: round(dead_share * num)]] = 0
         noise = 0.02 * torch.randn(num, **settings)
         mu = (log_probs + noise).clamp(max=0)
         shared = (shape, dead_share, hidden, weight, pristine, torch.empty_like(pristine), targets, log_probs)
-        return cls(*shared, mu, advantages, ids.int(), torch.cat(at_topk) - 0.01)
+        return cls(*shared, mu, advantages, ids.int(), at_topk - 0.01)
 
     @cached_property
     def coefficients(self) -> Tensor:

@@ -29,6 +29,8 @@ LOSS_LIMIT, GRADIENT_LIMIT = 1e-2, 3e-2
 IGNORED = -100  # target that these libraries ignore
 NEVER_CLIPS = 1e6
 QUACK_CHUNK = 4096
+COMPILED = "float32; torch.compile on a GPU"
+KNOWS = "unweighted; knows the dead rows"
 TWO_LIVE = "the floor: two of the three without dead rows"
 
 
@@ -155,9 +157,7 @@ def from_library(distribution: str, module: str, name: str) -> Any:
 def _load_megatron() -> Function:
     name = "fused_vocab_parallel_cross_entropy"
     fused = from_library("megatron-core", "megatron.core.fusions.fused_cross_entropy", name)
-    return _load_weighted(
-        lambda: lambda case, logits: fused(logits, case.targets[:, None], dist.group.WORLD)[:, 0]
-    )
+    return _weighted(lambda case, logits: fused(logits, case.targets[:, None], dist.group.WORLD)[:, 0])
 
 
 def _load_liger_grpo() -> Function:
@@ -176,9 +176,7 @@ def _load_liger_vocab_parallel() -> Function:
     module = "liger_kernel.ops.vocab_parallel_cross_entropy"
     function = from_library("liger-kernel", module, "LigerVocabParallelCEFunction")
     options = (None, IGNORED, 0.0, "pytorch", "global")  # the last three are of label smoothing
-    return _load_weighted(
-        lambda: lambda case, logits: function.apply(logits, case.targets[:, None], *options)[:, 0]
-    )
+    return _weighted(lambda case, logits: function.apply(logits, case.targets[:, None], *options)[:, 0])
 
 
 def _load_liger_linear() -> Function:
@@ -206,15 +204,13 @@ def _load_quack() -> Function:
     )
 
 
-def _load_weighted(load: Callable[[], Function]) -> Function:
-    """Make the loss from a function that returns the tokens' cross entropies [N]."""
-    entropies = load()
+def _weighted(entropies: Function) -> Function:
+    """Return the loss of a function that returns the tokens' cross entropies [N]."""
     return lambda case, *inputs: (case.coefficients * entropies(case, *inputs)).sum()
 
 
-def _load_log_probs(load: Callable[[], Function]) -> Function:
-    """Make the log-probs [N] of the sampled tokens from a function that returns their cross entropies."""
-    entropies = load()
+def _negated(entropies: Function) -> Function:
+    """Return the log-probs [N] of the sampled tokens from a function that returns their cross entropies."""
     return lambda case, *inputs: -entropies(case, *inputs)
 
 
@@ -225,36 +221,27 @@ LINEAR: dict[str, Callable[[], Function]] = {
 }
 
 
-def ours_and_floors() -> list[Contender]:
-    """Return our losses in three forms, a plain PyTorch loss, and the matrix products of the linear forms."""
+def contenders() -> list[Contender]:
+    """Return our losses in three forms, a plain PyTorch loss, floors, and other libraries' losses."""
     topk, binary = "dppo_topk_kl", "dppo_binary_tv"
     floor: Any = dict(value="nothing", is_differentiated=False)
-    ours = partial(Contender, is_ours=True)
-    return [
+    ours, on_gpu = partial(Contender, is_ours=True), partial(Contender, needs_gpu=True)
+    group: Any = dict(view="sequence", remark="a tensor-parallel group of one")
+    found = [
         ours(f"ours, {topk}", "logits", lambda: partial(_our_loss, topk)),
         ours(f"ours, {binary}", "logits", lambda: partial(_our_loss, binary)),
-        Contender(
-            "log_softmax + gather", "logits", _load_log_softmax, remark="float32; torch.compile on a GPU"
-        ),
+        Contender("log_softmax + gather", "logits", _load_log_softmax, remark=COMPILED),
         ours(f"ours, {topk}", "linear", lambda: partial(_our_linear_loss, topk)),
         Contender("three matrix products", "linear", lambda: _three_products, **floor, remark=TWO_LIVE),
         ours("ours", "log_probs", lambda: _our_log_probs, "log_probs"),
         Contender("one matrix product", "log_probs", lambda: _one_product, **floor, remark="the floor"),
-    ]
-
-
-def baselines() -> list[Contender]:
-    """Return all known losses of other libraries, installed or not."""
-    on_gpu, knows = partial(Contender, needs_gpu=True), "unweighted; knows the dead rows"
-    group: Any = dict(view="sequence", remark="a tensor-parallel group of one")
-    found = [
         Contender("Megatron fused CE", "logits", _load_megatron, **group),
         on_gpu("Liger GRPO", "logits", _load_liger_grpo, "surrogate", view="batch"),
         on_gpu("Liger vocab-parallel CE", "logits", _load_liger_vocab_parallel, view="sequence"),
     ]
     for name, load in LINEAR.items():
-        found.append(on_gpu(name, "linear", partial(_load_weighted, load)))
-        found.append(on_gpu(name, "log_probs", partial(_load_log_probs, load), "log_probs"))
+        found.append(on_gpu(name, "linear", lambda load=load: _weighted(load())))
+        found.append(on_gpu(name, "log_probs", lambda load=load: _negated(load()), "log_probs"))
     for form in ("linear", "log_probs"):
-        found.append(on_gpu("QuACK chunked", form, _load_quack, "plain_loss", remark=knows))
+        found.append(on_gpu("QuACK chunked", form, _load_quack, "plain_loss", remark=KNOWS))
     return found

@@ -56,9 +56,9 @@ def measure(folder: Path, runtime: Runtime, hidden: int, num_saves: int, expert:
     batch = batch_of(runtime, actor, [16] * 24, 16384)
     kinds: dict[str, Checkpoints] = {}
     for kind in KINDS:
-        checkpoint = CheckpointConfig(asynchronous=kind == "asynchronous", keep_last=1)
+        options = CheckpointConfig(asynchronous=kind == "asynchronous", keep_last=1)
         runtime.on_main((folder / kind).mkdir)
-        kinds[kind] = Checkpoints(folder / kind, checkpoint, folder / "model", runtime)
+        kinds[kind] = Checkpoints(folder / kind, options, folder / "model", runtime)
     seconds: dict[str, list[float]] = {name: [] for name in ("plain", *KINDS, "during")}
     writing_s, memory = 0.0, dict.fromkeys(KINDS, 0)
 
@@ -88,23 +88,18 @@ def measure(folder: Path, runtime: Runtime, hidden: int, num_saves: int, expert:
             if number > 0:
                 for name, values in (("plain", plain), (kind, [saved]), ("during", during)):
                     seconds[name] += values
-    newest = folder / "synchronous" / (folder / "synchronous" / "latest").read_text().strip()
+    newest = folder / KINDS[0] / (folder / KINDS[0] / "latest").read_text().strip()
     own_bytes = sum(file.stat().st_size for file in newest.glob(f"megatron/__{runtime.rank}_*.distcp"))
-    copy_s = max(runtime.all_gather(seconds_of_copy(own_bytes)))
+    source = torch.ones(max(own_bytes, 1), dtype=torch.uint8)
+    began = time.perf_counter()
+    source.clone()
+    copy_s = max(runtime.all_gather(time.perf_counter() - began))
     if runtime.is_main:
         num_parameters = sum(p.numel() for chunk in actor.chunks for p in chunk.parameters())
         size = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
         print(f"{num_parameters / 1e6:.1f} M parameters on rank 0; a checkpoint holds {size / 1e6:.0f} MB")
         print(f"copy of the bytes of one rank     {copy_s:8.3f} s  (the rank that writes most)")
         report(seconds, writing_s, memory)
-
-
-def seconds_of_copy(num_bytes: int) -> float:
-    """Measure the seconds of copying this many bytes into new memory."""
-    source = torch.ones(max(num_bytes, 1), dtype=torch.uint8)
-    began = time.perf_counter()
-    source.clone()
-    return time.perf_counter() - began
 
 
 def report(seconds: dict[str, list[float]], writing_s: float, memory: dict[str, int]) -> None:

@@ -18,6 +18,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import Annotated, Any
 import httpx2
 import torch
 import typer
+from torch import Tensor
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.base import Completion, Request, SamplingParams
@@ -80,14 +82,9 @@ def make_config(folder: Path, runtime: Runtime, hidden: int, python: str) -> Con
         dtype, options = "float32", quickstart["sglang"]
     options |= {"context_length": 256, "max_total_tokens": 32768, "dtype": dtype, "python": python}
     servers = {"num_own_servers": 1, "probe_every": 0}
-    return Config.model_validate(
-        {
-            "run": {"folder": folder / "run"},
-            "model": {"load": folder / "model", "dtype": dtype},
-            "rollout": {"engine": "sglang", "routing_replay": "measure", "sglang": servers},
-            "sglang": options,
-        }
-    )
+    rollout = {"engine": "sglang", "routing_replay": "measure", "sglang": servers}
+    run, of_model = {"folder": folder / "run"}, {"load": folder / "model", "dtype": dtype}
+    return Config.model_validate({"run": run, "model": of_model, "rollout": rollout, "sglang": options})
 
 
 def measure_pushes(config: Config, runtime: Runtime, rounds: int) -> dict[str, Any]:
@@ -98,21 +95,19 @@ def measure_pushes(config: Config, runtime: Runtime, rounds: int) -> dict[str, A
 
     actor = Actor(config, runtime)
     engine = build_engine(config, config.model.load, runtime.device)
-    num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in actor.weights())
+    num_bytes = sum(tensor.nbytes for _, tensor in actor.weights())
     source = torch.ones(num_bytes, dtype=torch.uint8, device=runtime.device)
     target, versions = torch.empty_like(source), count(1)
-    measures: dict[str, Callable[[], float]] = {}
-    syncs: list[Any] = []
-    for way in ("distributed", "disk", "tensor") if runtime.device.type == "cpu" else ("disk", "tensor"):
-        options = config.rollout.sglang.model_copy(update={"weight_sync": way})
-        of_way = config.rollout.model_copy(update={"sglang": options})
-        syncs.append(build_sync(config.model_copy(update={"rollout": of_way}), actor, engine, runtime))
-        push = syncs[-1].push
-        measures[way] = lambda push=push: seconds_of(runtime, lambda: push(next(versions)))
-    measures["copy"] = lambda: seconds_of(runtime, lambda: target.copy_(source))
-    seconds = bench.in_turn(measures, rounds)  # the warm-up opens groups and files
-    for sync in syncs:
-        sync.close()
+    copy = partial(seconds_of, runtime, lambda: target.copy_(source))
+    measures: dict[str, Callable[[], float]] = {"copy": copy}
+    with ExitStack() as stack:
+        for way in ("distributed", "disk", "tensor") if runtime.device.type == "cpu" else ("disk", "tensor"):
+            options = config.rollout.sglang.model_copy(update={"weight_sync": way})
+            of_way = config.rollout.model_copy(update={"sglang": options})
+            sync = build_sync(config.model_copy(update={"rollout": of_way}), actor, engine, runtime)
+            stack.callback(sync.close)
+            measures[way] = lambda push=sync.push: seconds_of(runtime, lambda: push(next(versions)))
+        seconds = bench.in_turn(measures, rounds)  # the warm-up opens groups and files
     return {"bytes": num_bytes, "seconds": seconds}
 
 
@@ -156,11 +151,8 @@ def measure_rollouts(config: Config, runtime: Runtime, rounds: int, num_requests
         found[kind]["wire_bytes"] = sum(sizes) / found[kind]["tokens"]
         return seconds
 
-    measures = {
-        (kind, name): partial(measure, kind)
-        for kind in PARAMS
-        for name, measure in (("engine", through_engine), ("http", through_http))
-    }
+    ways = {"engine": through_engine, "http": through_http}
+    measures = {(kind, name): partial(way, kind) for kind in PARAMS for name, way in ways.items()}
     for (kind, name), seconds in bench.in_turn(measures, rounds).items():
         found[kind][name] = seconds
     return found
@@ -181,11 +173,8 @@ async def post(url: str, key: str | None, bodies: Sequence[dict[str, Any]]) -> l
 
 def bytes_of(completion: Completion) -> int:
     """Return the size of a response's tensors in bytes."""
-    topk, routes = completion.topk, completion.routed_experts
-    tensors = [completion.tokens, completion.log_probs]
-    tensors += [topk.ids, topk.log_probs] if topk is not None else []
-    tensors += [routes.indices] if routes is not None else []
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    holders = filter(None, (completion, completion.topk, completion.routed_experts))
+    return sum(part.nbytes for each in holders for part in vars(each).values() if isinstance(part, Tensor))
 
 
 def show(pushes: dict[str, Any], rollouts: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.run_folder.reader import read_run
 from megatron_dppo.runtime.tables import show_table
 from tools.benchmarks.benchmarking import OUT, ROOT, cli, spread, torchrun, warn_if_busy, write_json
-from tools.benchmarks.loop import MODEL, QUICKSTART, require_model, train, watch
+from tools.benchmarks.loop import MODEL, QUICKSTART, Watched, require_model, train, watch
 
 TARGET, SKIPPED, TRIAL_ROLLOUTS, CORES = 0.75, 3, 8, 2
 TRL = "TRL"
@@ -83,17 +83,13 @@ def main(
 
 
 def run_ours(expert: int, rollouts: int, seed: int, title: str) -> Figures:
-    """Run `megatron-dppo train` on two processes with `expert` expert-parallel ranks.
-
-    The start of the first rollout is computed from the run's own metrics.
-    """
-    folder = OUT / "trl_ours"
+    """Run `megatron-dppo train` on two processes with `expert` expert-parallel ranks."""
     overrides = [f"parallel.expert={expert}", f"run.num_rollouts={rollouts}", f"run.seed={seed}"]
-    watched = train(folder, CORES, [*overrides, *SAME_AS_TRL], rollouts, title)
-    rows, ends = read_run(folder).rollouts, [moment for moment, _ in watched.lines]
-    moments = [ends[0] - rows[0].values["time/total_s"], *ends]
-    rewards = [row.values["reward/mean"] for row in rows]
-    return figures_of(seed, watched.started, moments, rewards, watched.other_cores)
+    watched = train(OUT / "trl_ours", CORES, [*overrides, *SAME_AS_TRL], rollouts, title)
+    rows = [row.values for row in read_run(OUT / "trl_ours").rollouts]
+    ends = [moment for moment, _ in watched.lines]
+    moments = [ends[0] - rows[0]["time/total_s"], *ends]
+    return figures_of(seed, watched, moments, [row["reward/mean"] for row in rows])
 
 
 def run_trl(python: Path, num_processes: int, rollouts: int, seed: int, title: str) -> Figures:
@@ -108,7 +104,7 @@ def run_trl(python: Path, num_processes: int, rollouts: int, seed: int, title: s
     assert watched.set_up is not None, "the line comes before the first rollout's"
     moments = [watched.set_up, *(moment for moment, _ in watched.lines)]
     rewards = [json.loads(line.removeprefix("ROLLOUT "))["reward"] for _, line in watched.lines]
-    return figures_of(seed, watched.started, moments, rewards, watched.other_cores)
+    return figures_of(seed, watched, moments, rewards)
 
 
 def quickstart_config() -> Config:
@@ -121,23 +117,21 @@ def samples_per_rollout(config: Config) -> int:
     return config.rollout.prompts_per_rollout * config.rollout.samples_per_prompt
 
 
-def figures_of(
-    seed: int, started: float, moments: Sequence[float], rewards: Sequence[float], other_cores: float
-) -> Figures:
+def figures_of(seed: int, watched: Watched, moments: Sequence[float], rewards: Sequence[float]) -> Figures:
     """Return the figures of a run from the moments of its first rollout's start and of each rollout's end."""
     seconds = [after - before for before, after in pairwise(moments)]
     rollout_s = statistics.median(seconds[SKIPPED:])
-    reached = (i for i in range(2, len(rewards)) if sum(rewards[i - 2 : i + 1]) / 3 >= TARGET)
-    last = next(reached, None)
+    reached = (i for i in range(3, len(rewards) + 1) if sum(rewards[i - 3 : i]) / 3 >= TARGET)
+    num_rollouts = next(reached, None)
     return {
         "seed": seed,
-        "setup_s": moments[0] - started,  # imports, loading
+        "setup_s": moments[0] - watched.started,  # imports, loading
         "seconds": seconds,
         "rewards": list(rewards),
         "rollout_s": rollout_s,
         "samples_per_s": samples_per_rollout(quickstart_config()) / rollout_s,
-        "seconds_to_target": None if last is None else sum(seconds[: last + 1]),
-        "other_cores": other_cores,
+        "seconds_to_target": num_rollouts and sum(seconds[:num_rollouts]),
+        "other_cores": watched.other_cores,
     }
 
 
@@ -184,10 +178,9 @@ def show(runs: Mapping[str, Sequence[Figures]], rollouts: int, trl_processes: in
         [name, *(spread([run[key] for run in side if run[key]], num) for key, num in digits.items())]
         for name, side in runs.items()
     ]
-    title = (
-        f"{len(runs[TRL])} runs of each, {rollouts} rollouts; TRL on {trl_processes} processes. Median (range)"
-    )
-    show_table(title, ("", "samples/s", "s per rollout", f"s to reward {TARGET}", "set-up s"), rows)
+    counts = f"{len(runs[TRL])} runs of each, {rollouts} rollouts; TRL on {trl_processes} processes"
+    header = ("", "samples/s", "s per rollout", f"s to reward {TARGET}", "set-up s")
+    show_table(f"{counts}. Median (range)", header, rows)
     rows = [[name, *(spread(each, 2) for each in ratios(runs[name], runs[TRL]).values())] for name in OURS]
     title = "ours / TRL for each seed; ours is faster above 1 in samples/s, and below 1 in seconds"
     show_table(title, ("", "samples/s", f"seconds to {TARGET}"), rows)
@@ -195,10 +188,7 @@ def show(runs: Mapping[str, Sequence[Figures]], rollouts: int, trl_processes: in
         missed = [max(run["rewards"]) for run in side if run["seconds_to_target"] is None]
         if missed:
             found = f"{len(missed)} of {len(side)} runs did not reach {TARGET} within {rollouts} rollouts"
-            best = f"best rollout {max(missed):.2f}"
-            typer.echo(
-                f"{name}: {found} ({best}); their pairs are not in the ratio of seconds. Raise --rollouts."
-            )
+            typer.echo(f"{name}: {found} (best rollout {max(missed):.2f}). Raise --rollouts.")
         for number, run in enumerate(side, 1):
             warn_if_busy(f"{name} {number}/{len(side)}", run["other_cores"])
     typer.echo(WHAT_IS_COMPARED)

@@ -21,7 +21,6 @@ import torch
 import typer
 
 from megatron_dppo.config.schema import CheckpointConfig
-from megatron_dppo.run.checkpoints import Checkpoints
 from megatron_dppo.run.run_point import RunPoint
 from megatron_dppo.runtime.process import Runtime, quiet_library_warnings, start, stop, world_size_from_launcher
 from megatron_dppo.types import RunState
@@ -49,6 +48,8 @@ def main(
 
 def measure(folder: Path, runtime: Runtime, hidden: int, num_saves: int, expert: int) -> None:
     """Alternate plain steps, steps with a synchronous save and steps with an asynchronous save."""
+    from megatron_dppo.run.checkpoints import Checkpoints  # after quiet_library_warnings
+
     sizes = dict(hidden_size=hidden, moe_intermediate_size=hidden, intermediate_size=2 * hidden)
     sizes |= dict(num_attention_heads=8, num_key_value_heads=4, head_dim=hidden // 8)
     write_model(runtime, str(folder / "model"), sizes | {"initializer_range": 0.25})

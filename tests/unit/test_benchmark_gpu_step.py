@@ -17,7 +17,6 @@ from tools.benchmarks.gpu_step import (
     peak_tflops_of,
     planned_bytes,
     show,
-    step_flops,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +30,7 @@ def test_flops_of_one_layer_of_qwen3_30b_a3b() -> None:
     weights = attention + router + experts + head
     # Two products with the 1024 tokens that come before, on average; backward is twice the forward.
     scores = 3 * 2 * 2 * 32 * 128 * 1024
-    assert step_flops(cost, [2048] * 4) == pytest.approx(4 * 2048 * (6 * weights + scores))
+    assert 4 * cost.of(2048) == pytest.approx(4 * 2048 * (6 * weights + scores))
 
 
 def test_the_planned_memory_is_of_weights_optimizer_and_a_chunk_of_logits(tmp_path: Path) -> None:

@@ -3,10 +3,10 @@
 import json
 import os
 import platform
-import socket
 import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 import psutil
 import torch
 import typer
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = Path("runs/bench")
@@ -29,14 +30,12 @@ def in_turn(
 ) -> dict[K, list[float]]:
     """Return the results of each measure. All run once per round, and each round starts with the next one."""
     found: dict[K, list[float]] = {name: [] for name in measures}
-    order = list(measures)
-    for index in range(num_warm_up + num_rounds):
-        start = index % max(len(order), 1)
-        for name in order[start:] + order[:start]:
-            value = measures[name]()
-            if index >= num_warm_up:
-                found[name].append(value)
-    return found
+    order = deque(measures)
+    for _ in range(num_warm_up + num_rounds):
+        for name in order:
+            found[name].append(measures[name]())
+        order.rotate(-1)
+    return {name: values[num_warm_up:] for name, values in found.items()}
 
 
 class OtherPrograms:
@@ -94,11 +93,8 @@ def peak_memory(*, is_anonymous: bool = False) -> Iterator[list[int]]:
 
 def torchrun(python: str, num_processes: int) -> list[str]:
     """Return the beginning of a torchrun command with this many processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={num_processes}", "--master-addr=127.0.0.1"]
-    return [python, *launcher, f"--master-port={port}"]
+    return [python, *launcher, f"--master-port={get_free_port()}"]
 
 
 def spread(values: Sequence[float], digits: int) -> str:

@@ -4,18 +4,15 @@
     python -m tools.benchmarks.gpu_step --tokens 16384 --sequence-length 4096
     python -m tools.benchmarks.gpu_step --layers 3
 
-The model has one layer by default (hidden 2048, 32 heads, 4 key-value heads, 128 experts with top-8 routing,
-vocabulary 151936) and random bfloat16 weights. It runs with our torch spec and, if it is usable, with
-Transformer Engine's spec. The real actor takes the steps: forward, loss, backward and update, on packed
-sequences in one micro-batch. With so few layers, the output layer and the loss are most of the work, so the
-figures do not predict the complete model. --layers shows the cost of further layers.
+The model has one layer by default and random bfloat16 weights. It runs with our torch spec and, if it is
+usable, with Transformer Engine's spec. The real actor takes the steps: forward, loss, backward and update, on
+packed sequences in one micro-batch. With so few layers, the output layer and the loss are most of the work, so
+the figures do not predict the complete model. --layers shows the cost of further layers.
 
 MFU is the ratio of the floating-point operations of forward and backward to the GPU's peak in the same time.
-Operations are counted as in work balancing (SampleCost: 6 per token and multiplied weight, and causal
-attention; recomputation and the update do not count). The peak is the data sheet's value for dense bfloat16,
-selected by device name. Memory is the peak that PyTorch allocated during the steps, including weights and
-optimizer. The next column is the estimate of `megatron-dppo plan`, without its reserve for memory outside
-PyTorch.
+Operations are counted as in work balancing (6 per token and multiplied weight, and causal attention). The peak
+is the data sheet's value for dense bfloat16, selected by device name. Memory is the peak that PyTorch allocated
+during the steps. The next column is the estimate of `megatron-dppo plan`, without its reserve.
 
 Figures are also written to runs/bench/gpu_step.json.
 """
@@ -35,7 +32,6 @@ import typer
 from megatron_dppo.architectures.spec_choice import LayerSpecName
 from megatron_dppo.checks import model_facts
 from megatron_dppo.config.schema import Config
-from megatron_dppo.data.batches.balance import SampleCost
 from megatron_dppo.plan import Machine
 from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.memory import memory_of
@@ -143,7 +139,7 @@ def measure_all(
                 seconds = [step_seconds(runtime, actor, batch) for _ in range(WARM_UP + num_steps)]
             except torch.OutOfMemoryError:
                 seconds = []
-            flops, taken = step_flops(actor.data_parallel.cost, lengths), tuple(seconds[WARM_UP:])
+            flops, taken = sum(map(actor.data_parallel.cost.of, lengths)), tuple(seconds[WARM_UP:])
             sizes = runtime.peak_bytes(), planned_bytes(model, lengths, top_k, spec)
             rows.append(Measured(preset, num_tokens, flops, taken, *sizes, spec))
             if not seconds:
@@ -171,11 +167,6 @@ def planned_bytes(model: str, lengths: Sequence[int], top_k: int, layer_spec: La
         sum(size for name, size in moments[moment].items() if name != "reserve")
         for moment in ("loss", "backward", "step")
     )
-
-
-def step_flops(cost: SampleCost, lengths: Sequence[int]) -> float:
-    """Return the floating-point operations of forward and backward on sequences of these lengths."""
-    return sum(map(cost.of, lengths))
 
 
 def show(rows: Sequence[Measured], device: str, peak: float | None, layers: int, sequence_length: int) -> None:

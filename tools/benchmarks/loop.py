@@ -5,11 +5,10 @@
 
 Four variants run one after another: 1 process, and 2 processes with the experts split between them, each
 without and with routing replay (R3). Every process has one thread. Speeds and shares are medians over rollouts
-from the run's metrics.jsonl, without the first two rollouts. Tokens are response tokens. "other" is the wall
-clock time of a rollout outside all phases. The floor is the time of the rollout's matrix products at the speed
-of a single product of the model's sizes. That speed is measured before each variant on one thread, and
-multiplied by the number of processes that have their own core. Figures and run folders go to runs/bench/. Other
-busy programs distort the figures; the tool warns of them.
+without the first two. Tokens are response tokens. "other" is the time of a rollout outside all phases. The
+floor is the time of the rollout's matrix products at the speed of a single product of the model's sizes, on the
+processes that have their own core. Figures and run folders go to runs/bench/. Other busy programs distort the
+figures; the tool warns of them.
 """
 
 import json

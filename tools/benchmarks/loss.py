@@ -7,8 +7,8 @@
 
 On a GPU: 16384 tokens, the vocabulary of Qwen3 (151936), hidden size 2048, bfloat16. --shape tp2, tp4 or tp8
 is the shard of one of 2, 4 or 8 ranks. One process emulates one rank and treats its columns as the complete
-vocabulary, so no collective is timed. Without a GPU, each shape is small and runs through the PyTorch reference
-of our kernels. Those figures only show that the program runs.
+vocabulary, so no collective is timed. Without a GPU, small shapes and the PyTorch reference of our kernels only
+show that the program runs.
 
 Three forms: from logits, forward and backward (ours overwrites the logits with their gradient); from hidden
 states and weight, forward and backward; and its log-probs without gradient. All contenders of a case run in

@@ -5,10 +5,10 @@
     make bench-sglang                                             installs the requirements first
 
 The benchmark starts its own server. (a) Each way of pushing weights in turn, compared with a copy of the same
-bytes in memory. On a GPU, server and trainer share the GPU, and "distributed" is left out, because NCCL does
-not support two ranks on one GPU. (b) The same requests through our engine, which checks and decodes every
-response, and through plain HTTP, which discards them. Responses have only tokens and log-probs, or also the
-top 20 and the routes of R3. (c) The bytes of a token on the wire and in the trainer's memory.
+bytes in memory. On a GPU, server and trainer share it, and "distributed" is left out, because NCCL does not
+support this. (b) The same requests through our engine, which checks and decodes every response, and through
+plain HTTP, which discards them. Responses have only tokens and log-probs, or also the top 20 and the routes of
+R3. (c) The bytes of a token on the wire and in the trainer's memory.
 """
 
 import asyncio

@@ -95,7 +95,7 @@ def run_ours(expert: int, rollouts: int, seed: int, title: str) -> Figures:
 def run_trl(python: Path, num_processes: int, rollouts: int, seed: int, title: str) -> Figures:
     """Run trl_baseline.py in TRL's environment with the settings of our run."""
     threads, settings = CORES // num_processes, OUT / "trl_settings.json"
-    content = grpo_settings(quickstart_config(), num_processes, rollouts, seed)
+    content = grpo_settings(num_processes, rollouts, seed)
     settings.write_text(json.dumps(content, indent=1) + "\n")
     launcher = [str(python)] if num_processes == 1 else torchrun(str(python), num_processes)
     command = [*launcher, "-m", "tools.benchmarks.trl_baseline"]
@@ -107,14 +107,10 @@ def run_trl(python: Path, num_processes: int, rollouts: int, seed: int, title: s
     return figures_of(seed, watched, moments, rewards)
 
 
-def quickstart_config() -> Config:
-    """Load the config that both sides use."""
-    return load_config([QUICKSTART / "base.toml"], SAME_AS_TRL)
-
-
-def samples_per_rollout(config: Config) -> int:
-    """Return the number of samples per rollout."""
-    return config.rollout.prompts_per_rollout * config.rollout.samples_per_prompt
+def shared_config() -> tuple[Config, int]:
+    """Load the config that both sides use. Return it and its samples per rollout."""
+    config = load_config([QUICKSTART / "base.toml"], SAME_AS_TRL)
+    return config, config.rollout.prompts_per_rollout * config.rollout.samples_per_prompt
 
 
 def figures_of(seed: int, watched: Watched, moments: Sequence[float], rewards: Sequence[float]) -> Figures:
@@ -129,17 +125,18 @@ def figures_of(seed: int, watched: Watched, moments: Sequence[float], rewards: S
         "seconds": seconds,
         "rewards": list(rewards),
         "rollout_s": rollout_s,
-        "samples_per_s": samples_per_rollout(quickstart_config()) / rollout_s,
+        "samples_per_s": shared_config()[1] / rollout_s,
         "seconds_to_target": num_rollouts and sum(seconds[:num_rollouts]),
         "other_cores": watched.other_cores,
     }
 
 
-def grpo_settings(config: Config, num_processes: int, rollouts: int, seed: int) -> dict[str, Any]:
+def grpo_settings(num_processes: int, rollouts: int, seed: int) -> dict[str, Any]:
     """Translate our config into arguments of GRPOConfig. Other arguments keep TRL's defaults."""
+    config, num_samples = shared_config()
     steps, optimizer = config.algorithm.minibatches_per_rollout, config.optimizer
     derived = dict(
-        per_device_train_batch_size=samples_per_rollout(config) // steps // num_processes,
+        per_device_train_batch_size=num_samples // steps // num_processes,
         steps_per_generation=steps,
         num_generations=config.rollout.samples_per_prompt,
         max_completion_length=config.rollout.max_response_tokens,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.benchmarks.loss import prepare
+from tools.benchmarks.loss import FLOOR, GOALS, goal_results, prepare
 from tools.benchmarks.loss_cases import Case, Shape
 from tools.benchmarks.loss_contenders import (
     GRADIENT_LIMIT,
@@ -19,7 +19,6 @@ from tools.benchmarks.loss_contenders import (
     contenders,
     from_library,
 )
-from tools.benchmarks.loss_goals import FLOOR, GOALS, goal_results
 
 TOOL = (sys.executable, "-m", "tools.benchmarks.loss")
 ROOT = Path(__file__).parents[2]
@@ -102,14 +101,13 @@ def test_a_library_that_is_missing_or_fails_is_a_row_with_the_reason(case: Case)
 def test_goals_are_checked_by_what_was_measured() -> None:
     ours = ("logits", "ours, dppo_topk_kl")
     seconds = {ours: 4.0, ("logits", FLOOR): 3.5, ("logits", "Megatron fused CE"): 10.0}
-    results = {v.goal: v for v in goal_results(seconds, {ours: 2_000_000}, is_gpu=True)}
-    assert len(results) == len(GOALS)
-    found = {goal.against: results[goal.words] for goal in GOALS if goal.form == "logits"}
-    assert (found[FLOOR].outcome, found["memory"].outcome) == ("met", "met")
-    assert found["Megatron fused CE"].outcome == "missed"
-    assert found["Megatron fused CE"].figure == pytest.approx(2.5)
-    assert found["Liger GRPO"].outcome == "not measured"
-    assert {v.outcome for v in goal_results(seconds, {}, is_gpu=False)} == {"not measured"}
+    results = goal_results(seconds, {ours: 2_000_000})
+    found = {(goal.form, goal.against): result for goal, result in zip(GOALS, results, strict=True)}
+    assert [found["logits", name]["outcome"] for name in (FLOOR, "memory")] == ["met", "met"]
+    assert found["logits", "Megatron fused CE"]["outcome"] == "missed"
+    assert found["logits", "Megatron fused CE"]["figure"] == pytest.approx(2.5)
+    assert found["logits", "Liger GRPO"]["outcome"] == "not measured"
+    assert {result["outcome"] for result in goal_results({}, {})} == {"not measured"}
 
 
 def test_each_goal_is_of_contenders_there_are() -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import psutil
 import torch
@@ -22,14 +22,12 @@ OUT = Path("runs/bench")
 Out = Annotated[Path, typer.Option(help="JSON file for the figures, from the repository.")]
 BUSY_CORES = 0.1  # cores used by other programs above which figures are unreliable
 
-K = TypeVar("K")
-
 
 def in_turn(
-    measures: Mapping[K, Callable[[], float]], num_rounds: int, num_warm_up: int = 1
-) -> dict[K, list[float]]:
+    measures: Mapping[Any, Callable[[], float]], num_rounds: int, num_warm_up: int = 1
+) -> dict[Any, list[float]]:
     """Return the results of each measure. All run once per round, and each round starts with the next one."""
-    found: dict[K, list[float]] = {name: [] for name in measures}
+    found: dict[Any, list[float]] = {name: [] for name in measures}
     order = deque(measures)
     for _ in range(num_warm_up + num_rounds):
         for name in order:

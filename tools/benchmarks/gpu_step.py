@@ -38,7 +38,7 @@ from megatron_dppo.plan.memory import memory_of
 from megatron_dppo.runtime.process import Runtime, gpu_libraries, quiet_library_warnings, start, stop
 from megatron_dppo.runtime.tables import show_table
 from tools.benchmarks.benchmarking import OUT, ROOT, Out, cli, write_json
-from tools.benchmarks.jobs import build_actor, random_samples, step_of, step_seconds, write_model
+from tools.benchmarks.jobs import batch_of, build_actor, step_seconds, write_model
 
 # Dense bfloat16 TFLOP/s from data sheets. The first entry with a name contained in the device's name is used.
 PEAK_TFLOPS = {"GB200": 2500.0, "B200": 2250.0, "GH200": 989.4, "H200 NVL": 835.5, "H200": 989.4}
@@ -132,7 +132,7 @@ def measure_all(
         actor = build_actor(runtime, model, parallel, DTYPE, spec, **tables)
         for num_tokens in token_counts:
             lengths = [sequence_length] * (num_tokens // sequence_length)
-            batch = step_of(random_samples(lengths, actor.hf["vocab_size"], top_k))
+            batch = batch_of(runtime, actor, lengths, num_tokens, top_k)
             if runtime.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(runtime.device)
             try:

@@ -4,26 +4,20 @@ import gc
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches
-from megatron_dppo.data.batches.packing import pack
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import RolloutTopK, Sample, TrainBatch
-
-if TYPE_CHECKING:
-    from megatron_dppo.actor.actor import Actor
 
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "distributed"))
 
 PROMPT_TOKENS = 8
-LR = 1e-6
 
 
 def write_model(runtime: Runtime, folder: str, sizes: dict[str, Any]) -> None:
@@ -69,29 +63,26 @@ def build_actor(
     dtype: str = "float32",
     layer_spec: str = "auto",
     **tables: dict[str, Any],
-) -> "Actor":
-    """Build the actor of a run with this model, `[parallel]` and other tables of a config."""
+) -> Any:
+    """Build the `Actor` of a run with this model, `[parallel]` and other tables of a config."""
     from megatron_dppo.actor.actor import Actor  # after quiet_library_warnings
 
     of_model = {"load": model, "dtype": dtype, "layer_spec": layer_spec}
-    tables |= {"model": of_model, "parallel": parallel, "optimizer": {"lr": LR}}
+    tables |= {"model": of_model, "parallel": parallel, "optimizer": {"lr": 1e-6}}
     return Actor(Config.model_validate(tables), runtime)
 
 
-def step_of(samples: Sequence[Sample]) -> TrainBatch:
-    """Build a gradient step of one process on one micro-batch, in which every token has weight 1."""
-    packed = pack([replace(sample, token_weights=sample.loss_mask.float()) for sample in samples])
-    return TrainBatch((packed,), packed.num_loss_tokens, len(samples))
-
-
-def batch_of(runtime: Runtime, actor: "Actor", lengths: Sequence[int], max_tokens: int) -> TrainBatch:
+def batch_of(
+    runtime: Runtime, actor: Any, lengths: Sequence[int], max_tokens: int, topk: int = 0
+) -> TrainBatch:
     """Build this rank's part of a gradient step on samples that start on the ranks as after a rollout."""
-    own = random_samples(lengths, actor.hf["vocab_size"])[runtime.rank :: runtime.world_size]
-    (batch,), _ = train_batches([own], BatchShape("token_mean", max(lengths), max_tokens), actor.data_parallel)
+    own = random_samples(lengths, actor.hf["vocab_size"], topk)[runtime.rank :: runtime.world_size]
+    shape = BatchShape("token_mean", max(lengths), max_tokens, topk)
+    (batch,), _ = train_batches([own], shape, actor.data_parallel)
     return batch
 
 
-def step_seconds(runtime: Runtime, actor: "Actor", batch: TrainBatch) -> float:
+def step_seconds(runtime: Runtime, actor: Any, batch: TrainBatch) -> float:
     """Time one gradient step (forward, backward and update), from barrier to barrier of all ranks."""
     runtime.barrier()
     runtime.synchronize()

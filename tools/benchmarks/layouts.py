@@ -6,11 +6,9 @@
 
 The layouts are those that a test compares with one process (tests/distributed/layout_cases.py). A random
 Qwen3-MoE (hidden 256, 4 layers, 16 experts with top-4 routing, vocabulary 2048) in float32 trains with the real
-actor: forward, backward and update. Every process has one thread, and all share this machine. With more
-processes than cores, all of them slow down. Each round starts the processes of each size once and visits every
-layout, every second round in reverse order. Each ratio compares two figures of one round, so that a slow phase
-of the machine affects both. A mini-batch has about four micro-batches on one process and two on each of two
-data-parallel processes. With so few, pipelines have large bubbles.
+actor. Every process has one thread, and all share this machine. Each round visits every layout, every second
+round in reverse order. Each ratio compares two figures of one round. A mini-batch has about four micro-batches
+on one process and two on each of two data-parallel processes. With so few, pipelines have large bubbles.
 
 Figures are also written to runs/bench/layouts.json. Other busy programs distort them; the tool warns of them.
 """

@@ -29,10 +29,11 @@ runs/bench/loss.json, or with --json printed to standard output without any othe
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,6 @@ from megatron_dppo.runtime.tables import show_table
 from tools.benchmarks.benchmarking import OUT, ROOT, Out, cli, in_turn, machine, write_json
 from tools.benchmarks.loss_cases import SHARDS, Case, Shape
 from tools.benchmarks.loss_contenders import Contender, Function, UnavailableError, check, contenders, run
-from tools.benchmarks.loss_goals import FLOOR, goal_results
 
 DEAD_SHARES = (0.0, 0.3)
 FORMS = {
@@ -52,7 +52,42 @@ FORMS = {
     "linear": "from hidden states and weight, forward and backward",
     "log_probs": "log-probs from hidden states and weight, no gradient",
 }
+FLOOR = "copied bytes"  # the row of the byte floor
+OURS = "ours, dppo_topk_kl"  # the most expensive objective
 Row = dict[str, Any]  # an entry of loss.json's rows
+
+
+class Goal(NamedTuple):
+    """A limit of our time divided by another's, of how many times as fast ours is, or of our memory in MB."""
+
+    form: str
+    ours: str
+    bound: Literal["at most", "at least"]
+    limit: float
+    against: str  # a contender, FLOOR, or "memory"
+
+    @property
+    def words(self) -> str:
+        """The goal as text, without the figure."""
+        kind = "times the time of" if self.bound == "at most" else "times as fast as"
+        what = "MB besides its inputs" if self.against == "memory" else f"{kind} {self.against}"
+        return f"{self.form}: {self.ours}, {self.bound} {self.limit:g} {what}"
+
+
+GOALS = (
+    Goal("logits", OURS, "at most", 1.15, FLOOR),
+    Goal("logits", OURS, "at most", 50, "memory"),
+    Goal("logits", OURS, "at least", 3.5, "Megatron fused CE"),
+    Goal("logits", OURS, "at least", 3.0, "Liger vocab-parallel CE"),
+    Goal("logits", OURS, "at least", 2.0, "log_softmax + gather"),
+    Goal("logits", "ours, dppo_binary_tv", "at least", 1.0, "Liger GRPO"),
+    Goal("linear", OURS, "at most", 1.25, "three matrix products"),
+    Goal("linear", OURS, "at least", 1.15, "Liger fused linear CE, TP"),
+    Goal("linear", OURS, "at least", 1.8, "verl linear_cross_entropy"),
+    Goal("linear", OURS, "at least", 1.2, "cut-cross-entropy, exact"),
+    Goal("linear", OURS, "at least", 0.95, "QuACK chunked"),
+    Goal("log_probs", "ours", "at least", 1.0, "Liger fused linear CE, TP"),
+)
 
 
 def main(
@@ -129,14 +164,14 @@ def benchmark(shape: Shape, dead_share: float, warm_up: int, rounds: int) -> dic
     floor_s = (3 - dead_share) * 2 * shape.num_tokens * shape.num_columns / speed
     medians = {(row["form"], row["name"]): row["median_s"] for row in rows if row["seconds"]}
     extra = {(row["form"], row["name"]): row["extra_bytes"] for row in rows if row["extra_bytes"] is not None}
-    goals = goal_results(medians | {("logits", FLOOR): floor_s}, extra, is_gpu=torch.cuda.is_available())
+    goals = goal_results(medians | {("logits", FLOOR): floor_s} if case.pristine.is_cuda else {}, extra)
     found = {
         "shape": asdict(shape),
         "dead_share": dead_share,
         "copy_bytes_per_s": speed,
         "byte_floor_s": floor_s,
     }
-    return found | {"rows": rows, "goals": [asdict(goal) for goal in goals]}
+    return found | {"rows": rows, "goals": goals}
 
 
 def prepare(contender: Contender, case: Case) -> tuple[Row, Function | None]:
@@ -184,6 +219,31 @@ def seconds_of(function: Callable[[], Any], case: Case) -> float:
     return start.elapsed_time(end) / 1e3
 
 
+def goal_results(
+    seconds: Mapping[tuple[str, str], float], extra_bytes: Mapping[tuple[str, str], int]
+) -> list[dict[str, Any]]:
+    """Return each goal's figure, and whether it was met, missed or not measured.
+
+    Args:
+        seconds: Median seconds of each (form, name) measured on a GPU, with the byte floor under FLOOR.
+        extra_bytes: Peak bytes besides the inputs of each (form, name).
+    """
+    results: list[dict[str, Any]] = []
+    for goal in GOALS:
+        ours, other, figure = (goal.form, goal.ours), (goal.form, goal.against), None
+        if goal.against == "memory" and ours in extra_bytes:
+            figure = extra_bytes[ours] / 1e6
+        elif ours in seconds and other in seconds:
+            pair = (seconds[ours], seconds[other])
+            figure = pair[0] / pair[1] if goal.bound == "at most" else pair[1] / pair[0]
+        outcome = "not measured"
+        if figure is not None:
+            is_met = figure <= goal.limit if goal.bound == "at most" else figure >= goal.limit
+            outcome = "met" if is_met else "missed"
+        results.append({"goal": goal.words, "figure": figure, "outcome": outcome})
+    return results
+
+
 def show(case: dict[str, Any]) -> None:
     """Print the tables and goals of a case."""
     shape = case["shape"]
@@ -211,10 +271,12 @@ def show(case: dict[str, Any]) -> None:
         header = ("contender", "p50 ms", "x ours", "extra MB", "loss", "gradient", "remark")
         show_table(title, header, cells)
         typer.echo("".join(f"  {row['name']}: {row['fault']}\n" for row in rows if row["fault"]), nl=False)
-    typer.echo("\ngoals")
+    typer.echo()
     for goal in case["goals"]:
         figure = "" if goal["figure"] is None else f": {goal['figure']:.2f}"
         typer.echo(f"  {goal['outcome']:<13} {goal['goal']}{figure}")
+    outcomes = Counter(goal["outcome"] for goal in case["goals"])
+    typer.echo("goals: " + ", ".join(f"{outcomes[name]} {name}" for name in ("met", "missed", "not measured")))
 
 
 if __name__ == "__main__":

@@ -4,11 +4,10 @@
     python -m tools.benchmarks.save --hidden 1024    a larger model
     torchrun --nproc-per-node 2 -m tools.benchmarks.save --expert 1    without expert parallelism
 
-The real actor trains on random samples. Saves of both kinds alternate, so that they find the disk in the same
-state. A pause is the extra time of a gradient step with a save. For an asynchronous save, the time to turn the
-written files into a checkpoint is added. Steps during the writing are timed too. The floor of an asynchronous
-pause is a copy of the bytes of the rank that writes most. Resident memory is the increase during the save, on
-the rank with the largest increase.
+The real actor trains on random samples. Saves of both kinds alternate. A pause is the extra time of a gradient
+step with a save. For an asynchronous save, the time to turn the written files into a checkpoint is added. The
+floor of an asynchronous pause is a copy of the bytes of the rank that writes most. Resident memory is the
+increase during the save, on the rank with the largest increase.
 """
 
 import statistics
@@ -27,7 +26,7 @@ from megatron_dppo.types import RunState
 from tools.benchmarks.benchmarking import cli, peak_memory
 from tools.benchmarks.jobs import batch_of, build_actor, write_model
 
-KINDS = ("synchronous", "asynchronous")
+KINDS: tuple[str, ...] = ("synchronous", "asynchronous")
 
 
 def main(
@@ -107,7 +106,7 @@ def report(seconds: dict[str, list[float]], writing_s: float, memory: dict[str, 
     """Print medians over the saves."""
     median = {name: statistics.median(values) for name, values in seconds.items() if values}
     print(f"gradient step without a save      {median['plain']:8.3f} s  (median of {len(seconds['plain'])})")
-    pause: dict[str, float] = {kind: median[kind] - median["plain"] for kind in KINDS}
+    pause = {kind: median[kind] - median["plain"] for kind in KINDS}
     for kind, value in pause.items():
         low, high = min(seconds[kind]) - median["plain"], max(seconds[kind]) - median["plain"]
         print(f"pause of a save, {kind:<12}     {value:8.3f} s  ({low:.3f} to {high:.3f})")

@@ -2,10 +2,9 @@
 
     python -m tools.benchmarks.trl_baseline --model runs/quickstart/model --settings SETTINGS.json
 
-The settings are arguments of GRPOConfig. trl_comparison.py derives them from our config, so that both sides use
-the same settings. Under torchrun, training is data-parallel. The program prints START at the start of the first
-rollout, and a line ROLLOUT {...} after the last gradient step of each rollout. It does not import
-megatron_dppo, because TRL's environment has only TRL's dependencies.
+The settings are arguments of GRPOConfig, derived from our config. Under torchrun, training is data-parallel.
+The program prints START at the first rollout's start, and a line ROLLOUT {...} at each rollout's end. TRL's
+environment has only TRL's dependencies, so this program does not import megatron_dppo.
 """
 
 import argparse

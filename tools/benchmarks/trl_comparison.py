@@ -6,10 +6,9 @@
 Both sides train the quickstart's model and roll out in float32 on two cores. Our side uses 2 processes of one
 thread, data-parallel (DP2) or with the experts split between them (EP2, as in the quickstart). TRL uses 1
 process of 2 threads (its default) or 2 data-parallel processes of one thread, whichever is faster in a short
-trial. TRL's settings are derived from our config. Runs alternate, so that a slow phase of the machine affects
-all of them. This program measures wall clock seconds from rollout to rollout for both sides. Reward .75 is
-reached when the mean reward of three consecutive rollouts is .75, and the time to it starts with the first
-rollout. Results are written to runs/bench/trl.json. Use an idle machine; the tool warns of a busy one.
+trial. TRL's settings are derived from our config. Runs alternate. Seconds are wall clock, from rollout to
+rollout. Reward .75 is reached when the mean reward of three consecutive rollouts is .75. README.md lists the
+differences between the sides. Results are written to runs/bench/trl.json. The tool warns of a busy machine.
 """
 
 import json
@@ -38,16 +37,6 @@ SAME_AS_TRL = (
     *("rollout.transformers.weights='float32'", "rollout.routing_replay='off'", "data.shuffle=false"),
     *("tracking.paired_routing_every=0", "tracking.samples_every=0", "checkpoint.every=0"),
 )
-WHAT_IS_COMPARED = """
-The same on both sides: checkpoint, prompts and their order, reward, float32 weights for training and sampling,
-samples and gradient steps per rollout, AdamW, clip, token-mean loss, advantages without standard deviation, two
-cores.
-Not the same: the objective (ours DPPO-Binary-TV, TRL's GRPO .2/.28), the random numbers, the split of a rollout
-into mini-batches (ours by prompt, TRL's by sample), and the first learning rate (TRL's warm-up starts at 0,
-ours one step later). TRL recomputes old log-probs, which GRPO needs; DPPO uses the rollout's log-probs. Each
-side computes its own metrics. Seconds to .75 depend on the speed and on how fast the reward rises, which is
-noisy with few seeds. The figures do not apply to GPUs, vLLM or SGLang, long responses or large models.
-"""
 Figures = dict[str, Any]  # of one run: the entries that `figures_of` returns
 
 
@@ -188,7 +177,6 @@ def show(runs: Mapping[str, Sequence[Figures]], rollouts: int, trl_processes: in
             typer.echo(f"{name}: {found} (best rollout {max(missed):.2f}). Raise --rollouts.")
         for number, run in enumerate(side, 1):
             warn_if_busy(f"{name} {number}/{len(side)}", run["other_cores"])
-    typer.echo(WHAT_IS_COMPARED)
 
 
 if __name__ == "__main__":

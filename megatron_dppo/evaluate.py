@@ -19,7 +19,7 @@ from megatron_dppo.checks import BEFORE_LOADING, require_evaluable
 from megatron_dppo.config.effects import evaluated
 from megatron_dppo.config.schema import Config, RolloutConfig
 from megatron_dppo.config.settings import flat
-from megatron_dppo.engines.sglang.own_servers import own_servers
+from megatron_dppo.engines.sglang.server import own_servers
 from megatron_dppo.engines.weight_sync.factory import build_sync
 from megatron_dppo.errors import CheckpointError, ConfigError, Problem
 from megatron_dppo.rewards import RewardChoice

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_dppo.algorithms.objective import DELTAS, OWN_FIELDS, Objective, Rule
-from megatron_dppo.algorithms.own_rule import Option, Over, OwnRule, complete_options
+from megatron_dppo.algorithms.trust_region import Option, Over, OwnRule, complete_options
 from megatron_dppo.errors import ConfigError, Problem, did_you_mean
 from megatron_dppo.runtime.user_code import imported, problem_with_path
 

@@ -4,8 +4,7 @@ from typing import Any
 
 from megatron_dppo.environments.base import Observation, Response, Trajectory, Turn
 from megatron_dppo.types import Prompt
-from megatron_dppo.workers.service import Fields
-from megatron_dppo.workers.wire import require_keys
+from megatron_dppo.workers.service import Fields, require_keys
 
 
 def encode_trajectory(trajectory: Trajectory) -> Fields:

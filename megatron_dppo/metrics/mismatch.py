@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megatron_dppo.algorithms import Objective
 from megatron_dppo.algorithms.divergence import TopKLogProbs, topk_partition, topk_tv
-from megatron_dppo.algorithms.ref_kl import k3
+from megatron_dppo.algorithms.loss_terms import terms_in_use
 from megatron_dppo.metrics.metrics import Metrics
+from megatron_dppo.types import RolloutTokens
 
 LOG_RATIO_LIMIT = 80.0  # exp(80) = 5.5e34 fits float32
 OLDEST_AGE = 8  # weight versions; older tokens are counted here too
@@ -220,11 +221,19 @@ def add_noise(
 
 
 @torch.no_grad()
-def add_ref_kl(metrics: Metrics, log_probs: Tensor, ref_log_probs: Tensor, loss_mask: Tensor) -> None:
-    """Add `policy/ref_kl`, the mean of `algorithms.ref_kl.k3` over learning tokens. All tensors are [T]."""
-    mask = loss_mask.bool()
-    values = k3(log_probs[mask].double(), ref_log_probs[mask].double())
-    metrics.add_mean("policy/ref_kl", values.sum(), values.numel())
+def add_loss_terms(metrics: Metrics, objective: Objective, log_probs: Tensor, tokens: RolloutTokens) -> None:
+    """Add the mean over learning tokens of each loss term that has a metric, if the objective uses the term.
+
+    Args:
+        metrics: Gets them.
+        objective: Training objective.
+        log_probs: [T] log pi(y_t).
+        tokens: T tokens with a `loss_mask`.
+    """
+    for term in terms_in_use(objective).values():
+        if term.metric is not None and term.value is not None and tokens.loss_mask is not None:
+            values = term.value(log_probs.double(), tokens)[tokens.loss_mask.bool()]
+            metrics.add_mean(term.metric, values.sum(), values.numel())
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.architectures.weight_map import ADAPTER_SUFFIX, WeightEntry, WeightRule, linears_of
 from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.kernels.grouped_product import grouped_product
+from megatron_dppo.kernels.ops import grouped_product
 
 Read = Callable[[Tensor], Tensor]
 """Returns the values of a tensor that may be offloaded."""

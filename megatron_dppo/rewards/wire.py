@@ -2,8 +2,7 @@
 
 from megatron_dppo.rewards.base import RewardRequest, RewardResult
 from megatron_dppo.types import Prompt
-from megatron_dppo.workers.service import Fields
-from megatron_dppo.workers.wire import require_keys
+from megatron_dppo.workers.service import Fields, require_keys
 
 
 def encode_request(request: RewardRequest) -> Fields:

@@ -36,7 +36,7 @@ from megatron_dppo.rollout.scores import PromptScore
 from megatron_dppo.rollout.scoring import OverlongShaping, RewardPools, Scorer, training_reward
 from megatron_dppo.rollout.staleness import StalenessBound
 from megatron_dppo.rollout.trajectories import TrajectorySampler
-from megatron_dppo.routing_replay.capture import validate_routes
+from megatron_dppo.routing_replay.routes import validate_routes
 from megatron_dppo.types import DataCursor, ModelRouting, SampleGroup
 
 _SMALLEST_GROUP = 2  # one sample has nothing to compare with

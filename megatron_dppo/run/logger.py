@@ -14,8 +14,8 @@ from megatron_dppo.architectures.spec_choice import choose_layer_spec
 from megatron_dppo.config.measuring import is_due
 from megatron_dppo.config.resuming import experiment_changes
 from megatron_dppo.config.schema import Config
+from megatron_dppo.data.batches.batch_file import write_group
 from megatron_dppo.data.batches.gradient_steps import BatchReport
-from megatron_dppo.data.batches.kept_batches import write_group
 from megatron_dppo.data.batches.memory import bytes_of_samples
 from megatron_dppo.errors import TrainingError
 from megatron_dppo.mcore.groups import data_parallel_place, speaks_for_its_group

@@ -22,7 +22,7 @@ from seams import EVALUATION, Seam
 from megatron_dppo.rewards import RewardChoice
 
 _ROLLOUTS = "rollout.rollouts"
-_HEAD = "actor.output_head"
+_HEAD = "actor.forward"
 _CHECKPOINTS = "run.checkpoints"
 _SGLANG = "engines.sglang"
 _SYNC = "engines.weight_sync"
@@ -164,8 +164,8 @@ _ROLLOUT = [
 ]
 
 _SERVERS = [
-    plain("rollout.sglang.start_timeout_s", f"{_SGLANG}.own_servers:supervise", "start_timeout_s", **_SERVED),
-    plain("rollout.sglang.max_restarts", f"{_SGLANG}.own_servers:supervise", "max_restarts", **_SERVED),
+    plain("rollout.sglang.start_timeout_s", f"{_SGLANG}.server:supervise", "start_timeout_s", **_SERVED),
+    plain("rollout.sglang.max_restarts", f"{_SGLANG}.server:supervise", "max_restarts", **_SERVED),
     plain("rollout.sglang.request_timeout_s", _CLIENT, "patience.generate_timeout_s", **_SERVED),
     plain("rollout.sglang.max_attempts", _CLIENT, "patience.max_attempts", **_SERVED),
     plain(
@@ -176,7 +176,7 @@ _SERVERS = [
     ),
     Seam(
         "rollout.sglang.num_own_servers",
-        f"{_SGLANG}.own_servers:plan_launch",
+        f"{_SGLANG}.server:plan_launch",
         given("index"),
         **_SERVED,
         fold=len,
@@ -209,14 +209,14 @@ _SERVERS = [
     plain("rollout.sglang.colocated", "runtime.gpu_ledger:GpuLedger.begin", "takes_turns", **_SERVED),
     Seam(
         "sglang.max_running_requests",
-        f"{_SGLANG}.own_servers:plan_launch",
+        f"{_SGLANG}.server:plan_launch",
         lambda call: int(flag(call, "--max-running-requests")),
         **_SERVED,
     ),
-    Seam("sglang.device", f"{_SGLANG}.own_servers:plan_launch", lambda call: flag(call, "--device"), **_SERVED),
+    Seam("sglang.device", f"{_SGLANG}.server:plan_launch", lambda call: flag(call, "--device"), **_SERVED),
     Seam(
         "sglang.python",
-        f"{_SGLANG}.own_servers:plan_launch",
+        f"{_SGLANG}.server:plan_launch",
         lambda call: call.result.command[0],
         **_SERVED,
         expected=lambda config: str(config.sglang["python"]),

@@ -24,7 +24,7 @@ from seam_rollout_rows import ROLLOUT_ROWS
 from seams import Seam
 
 _ROLLOUTS = "rollout.rollouts"
-_HEAD = "actor.output_head"
+_HEAD = "actor.forward"
 _CHECKPOINTS = "run.checkpoints"
 _SGLANG = "engines.sglang"
 _SYNC = "engines.weight_sync"
@@ -40,7 +40,7 @@ _RUN = [
     plain("run.seed", "rollout.evaluation:EvaluationSet.metrics", "seed"),
     Seam(
         "run.seed",
-        f"{_SGLANG}.own_servers:plan_launch",
+        f"{_SGLANG}.server:plan_launch",
         lambda call: flag(call, "--random-seed"),
         **_SERVED,
         expected=lambda config: str(config.run.seed),

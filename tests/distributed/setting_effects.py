@@ -147,10 +147,10 @@ ASSERTED_BY: Mapping[str, tuple[str, str, str]] = {
         "max_roll_backs=1",
     ),
     "rollout.sglang.start_timeout_s": (
-        "unit/test_server_start.py",
+        "unit/test_sglang_server.py",
         "test_a_server_that_is_late_is_an_error",
         "timeout_s",
     ),
-    "rollout.sglang.max_restarts": ("unit/test_server_start.py", "test_restarts_are_bounded", "max_restarts"),
+    "rollout.sglang.max_restarts": ("unit/test_sglang_server.py", "test_restarts_are_bounded", "max_restarts"),
 }
 """Settings whose effect another test asserts: its file, its name, and a text that sets it there."""

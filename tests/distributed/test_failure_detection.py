@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import watched_jobs as jobs
 
-from megatron_dppo.failure_detection.cause import Rank, first_cause, job_failure
-from megatron_dppo.failure_detection.report import Report
+from megatron_dppo.failure_detection.report import Rank, Report, first_cause, job_failure
 from megatron_dppo.runtime.process import Progress, Runtime
 
 TIMEOUT_S = 2.0  # of a collective

@@ -8,7 +8,7 @@ import pytest
 import torch
 from converting import converted
 from ranks import run_ranks
-from tiny import logits_of, random_groups
+from tiny import gradients_of, logits_of, random_groups
 from tiny_families import SIZES, YARN, write_family
 from torch import Tensor
 
@@ -67,7 +67,6 @@ def measure(runtime: Runtime, folder: Path) -> dict[str, Any]:
 
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.architectures.parameters import model_shape
-    from megatron_dppo.checkpoints.megatron_weights import export_hf_weights
     from megatron_dppo.config.schema import Config
     from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
 
@@ -88,7 +87,7 @@ def measure(runtime: Runtime, folder: Path) -> dict[str, Any]:
     logit_error = max(_logit_error(logits_of(actor, m), m, model) for m in batch.microbatches)
     planned = model_shape(actor.hf).num_parameters
     loss = actor.accumulate_gradients(batch, is_first=True).metrics.state()["means"]["loss/policy"][0]
-    gradients = dict(export_hf_weights(actor.chunks, actor.hf, actor.main_gradients()))
+    gradients = gradients_of(actor)
     reference_loss, reference = _reference(model, actor.objective, samples)
     return {
         "num_parameters": (sum(p.numel() for p in actor.chunks[0].parameters()), planned),

@@ -23,7 +23,7 @@ from layout_cases import (
 from layout_table import rows, worst_of, write_table
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from tiny import random_groups, write_model
+from tiny import gradients_of, random_groups, write_model
 from tiny_families import write_family
 from torch import Tensor
 
@@ -47,7 +47,6 @@ def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:
 
     from megatron_dppo.actor import forward
     from megatron_dppo.actor.actor import Actor
-    from megatron_dppo.checkpoints.megatron_weights import export_hf_weights
     from megatron_dppo.config.schema import Config
     from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
     from megatron_dppo.metrics.metrics import Metrics
@@ -76,8 +75,7 @@ def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:
     result = actor.train_step(batch, is_first=True, weight_version=3)
     gradients: dict[str, Tensor] = {}
     if not config.optimizer.distributed:
-        exported = export_hf_weights(actor.chunks, actor.hf, actor.main_gradients())
-        gradients = {name: tensor.clone() for name, tensor in exported}
+        gradients = gradients_of(actor)
     updates = {name: tensor - before[name] for name, tensor in actor.weights()}
     metrics = Metrics().merge(runtime.all_gather(result.metrics.state())).values()
     own_sum = sum(

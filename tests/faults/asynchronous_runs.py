@@ -15,8 +15,7 @@ from sanity_run import make_task, settings
 from sglang_stand_in import LiveStandIn
 from starting import start_ranks
 
-from megatron_dppo.data.batches.batch_file import read_batches
-from megatron_dppo.data.batches.kept_batches import group_files, kept_rollouts
+from megatron_dppo.data.batches.batch_file import group_files, kept_rollouts, read_batches
 from megatron_dppo.data.prompts import sanity_task
 from megatron_dppo.data.prompts.prompts import PromptStream, load_prompts
 from megatron_dppo.engines.sglang.server import ServerRecord

@@ -10,10 +10,9 @@ from comparing import FULL, PARITY, compare, requests_of
 from serving import KEY, MODEL, START_TIMEOUT_S, VERSION, Served, num_requests, served_config
 
 from megatron_dppo.engines.base import SamplingParams
-from megatron_dppo.engines.sglang.client import Patience
+from megatron_dppo.engines.sglang.client import Call, Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.server import Server, plan_launch
-from megatron_dppo.engines.sglang.update_calls import Call
 from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
 from megatron_dppo.errors import ServerError
 

@@ -19,7 +19,7 @@ from megatron_dppo.engines.sglang.options import server_environment
 from megatron_dppo.engines.sglang.protocol import ServedModel, generation_of
 from megatron_dppo.engines.sglang.sampling_settings import REFUSED_VARIABLES, SET_VARIABLES
 from megatron_dppo.engines.sglang.server import free_port
-from megatron_dppo.engines.weight_sync.own_output import WithOwnOutput
+from megatron_dppo.engines.weight_sync.factory import WithOwnOutput
 
 SCRIPT = Path(__file__).with_name("parameters_reading.py")
 OF_SGLANG_ALONE = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"}

@@ -13,7 +13,7 @@ import typer
 from safetensors.torch import save_file
 
 from megatron_dppo.cli.options import user_errors
-from megatron_dppo.data.batches.kept_batches import write_group
+from megatron_dppo.data.batches.batch_file import write_group
 from megatron_dppo.errors import DiskError
 from megatron_dppo.run.session import newest_checkpoint
 from megatron_dppo.run_folder.folder import RunFolder

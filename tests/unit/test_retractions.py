@@ -18,7 +18,7 @@ from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.protocol import GENERATIONS
 from megatron_dppo.rewards import RewardResult
-from megatron_dppo.routing_replay.capture import validate_routes
+from megatron_dppo.routing_replay.routes import validate_routes
 
 PARAMS = SamplingParams(6, capture_routes=True)
 RETRACTED = {"rollout0/a/0+1": 1, "rollout0/b/4+0": 3, "rollout0/b/4+2": 1}

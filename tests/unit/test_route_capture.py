@@ -9,8 +9,7 @@ from counted_bytes import tensor_work
 from samples import ROUTING, make_sample
 
 from megatron_dppo.errors import RoutingReplayError
-from megatron_dppo.routing_replay.agreement import overlap
-from megatron_dppo.routing_replay.capture import validate_routes
+from megatron_dppo.routing_replay.routes import overlap, validate_routes
 from megatron_dppo.types import ModelRouting, RoutedExperts, Sample
 
 GOOD = make_sample([1, 2, 3, 4], prompt_length=1)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.algorithms.objective import OWN_FIELDS
-from megatron_dppo.algorithms.own_rule import OwnRule
 from megatron_dppo.algorithms.presets import OVERRIDABLE
+from megatron_dppo.algorithms.trust_region import OwnRule
 from megatron_dppo.analysis.figures.style import LOOKS, objective_label
 from megatron_dppo.analysis.figures.titles import labels_of
 from megatron_dppo.analysis.report.plots import Points, over_rollouts

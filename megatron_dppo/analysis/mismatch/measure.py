@@ -19,11 +19,10 @@ from megatron_dppo.config.load import dump_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang.client import SglangClient
 from megatron_dppo.engines.sglang.model import served_model
-from megatron_dppo.engines.sglang.own_servers import own_servers
 from megatron_dppo.engines.sglang.protocol import ServerFacts
-from megatron_dppo.engines.sglang.server import API_KEY, registered
+from megatron_dppo.engines.sglang.server import API_KEY, own_servers, read_records
 from megatron_dppo.engines.weight_sync.factory import served_dtype
-from megatron_dppo.engines.weight_sync.temperature import require_temperature
+from megatron_dppo.engines.weight_sync.probe import require_temperature
 from megatron_dppo.errors import ConfigError, Problem, RolloutError
 from megatron_dppo.metrics.token_mismatch import (
     MeasuredResponse,
@@ -154,7 +153,7 @@ def _require_usable_servers(config: Config) -> bool:
         WeightSyncError: A server returns log-probs without the temperature.
     """
     problems: list[Problem] = []
-    records, is_pushing = registered(config.run.folder / "servers"), False
+    records, is_pushing = read_records(config.run.folder / "servers"), False
     measured = (config.run.folder / "weights" / "version_0").resolve()  # what a push by disk calls its folder
     for record in records:
         facts = asyncio.run(_facts(record.url))

@@ -24,7 +24,7 @@ from megatron_dppo.analysis.what_if.question import Question
 from megatron_dppo.analysis.what_if.table import as_text
 from megatron_dppo.checkpoints.megatron_folder import load_weights
 from megatron_dppo.config.schema import Config
-from megatron_dppo.data.batches.kept_batches import read_share
+from megatron_dppo.data.batches.batch_file import read_share
 from megatron_dppo.mcore.groups import data_parallel_place, speaks_for_its_group
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.token_mismatch import Routes

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.algorithms import Objective, PolicyLossInputs, policy_loss, preset, shadow_weights
+from megatron_dppo.algorithms.loss import learning_tokens
+from megatron_dppo.algorithms.loss_terms import added_terms
 from megatron_dppo.analysis.what_if.thresholds import FACTORS, described_threshold, with_scaled_threshold
 from megatron_dppo.analysis.what_if.variants import Variant
 from megatron_dppo.metrics.metrics import Metrics
@@ -42,7 +44,7 @@ class Updates:
     unmasked: (
         Tensor  # [N] min(r, C) A, the same without the trust region; r of the response where importance is
     )
-    gradient: Tensor  # [N] factor of grad log pi(y) in the loss: coefficient and log-ratio term, token-weighted
+    gradient: Tensor  # [N] factor of grad log pi(y) in the loss: coefficient and added terms, token-weighted
     divergence: Tensor  # [N]
 
 
@@ -55,12 +57,12 @@ def updates_of(objective: Objective, inputs: PolicyLossInputs) -> Updates:
     """
     out = policy_loss(objective, inputs)
     free = replace(objective, rule="none", own=None, divergence="binary_tv", anchor="rollout")
-    log_ratio = (inputs.log_probs - inputs.rollout_log_probs).double()
     gradient = out.coefficient.double()
-    if objective.log_ratio_coef:
-        gradient = gradient - 2 * objective.log_ratio_coef * log_ratio
     if inputs.token_weights is not None:
         gradient = gradient * inputs.token_weights.double()
+    tokens = learning_tokens(objective, inputs, has_known_values=True)
+    for _, by_log_prob in added_terms(objective, tokens, out.ratio):
+        gradient = gradient - by_log_prob.double()
     unmasked = policy_loss(free, inputs).coefficient.double()
     return Updates(out.weight.double(), out.coefficient.double(), unmasked, gradient, out.divergence.double())
 

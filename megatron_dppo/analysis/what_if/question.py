@@ -22,7 +22,7 @@ from megatron_dppo.checkpoints.checkpoint_folder import complete
 from megatron_dppo.checks import RULES, check
 from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config, ParallelConfig
-from megatron_dppo.data.batches.kept_batches import group_files, kept_inputs, kept_rollouts
+from megatron_dppo.data.batches.batch_file import group_files, kept_inputs, kept_rollouts
 from megatron_dppo.errors import ConfigError, Problem, writing_to
 
 # What a forward of kept tokens needs; the rest is about sampling and training.

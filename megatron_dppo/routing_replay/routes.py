@@ -1,8 +1,10 @@
-"""Validates captured routes: routes that do not fit are refused, never filled in."""
+"""Validates captured routes, and measures how far the trainer's own routing agrees with them."""
 
 from itertools import combinations
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from megatron_dppo.errors import RoutingReplayError
 from megatron_dppo.types import ModelRouting, Sample
@@ -54,3 +56,29 @@ def validate_routes(sample: Sample, routing: ModelRouting) -> None:
             f"sample {sample.id}: {num_repeats} of its rows name an expert twice; "
             f"expected distinct. {_WHAT_TO_DO}"
         )
+
+
+def overlap(own: Tensor, rollout: Tensor, num_experts: int) -> Tensor:
+    """Return the share of the rollout's experts that the live router would choose too.
+
+    Args:
+        own: [N, top_k] ids that the live router ranks highest.
+        rollout: [N, top_k] ids that the rollout used.
+        num_experts: Experts of the layer.
+
+    Returns:
+        [N] float32 in [0, 1]: |own ∩ rollout| / top_k (DESIGN: agreement per layer is its mean).
+    """
+    return num_shared(own, rollout, num_experts).float() / rollout.shape[1]
+
+
+def num_shared(own: Tensor, rollout: Tensor, num_experts: int) -> Tensor:
+    """Return [N] int64, the number of the rollout's experts that the live router would choose too."""
+    both = as_expert_sets(own, num_experts) & as_expert_sets(rollout, num_experts)
+    return both.sum(dim=1)
+
+
+def as_expert_sets(indices: Tensor, num_experts: int) -> Tensor:
+    """Return expert ids [N, top_k] as membership, [N, num_experts] bool."""
+    chosen = torch.zeros(indices.shape[0], num_experts, dtype=torch.bool, device=indices.device)
+    return chosen.scatter_(1, indices.long(), True)

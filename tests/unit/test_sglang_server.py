@@ -1,13 +1,22 @@
-"""Starting a server process: which failures are tried again."""
+"""Server processes: which failed starts are tried again, and what a run's servers/ names."""
 
+import json
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from megatron_dppo.engines.sglang.server import Launch, Server, supervise
+from megatron_dppo.engines.sglang.server import (
+    Launch,
+    Server,
+    ServerRecord,
+    read_records,
+    require_registered,
+    supervise,
+)
 from megatron_dppo.errors import ServerError
 
 
@@ -48,3 +57,23 @@ def test_restarts_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, m
     with pytest.raises(ServerError, match=f"after {max_restarts} restarts"):
         supervise(server, threading.Event(), start_timeout_s=7.0, max_restarts=max_restarts)
     assert starts == [7.0] * (max_restarts + 1)
+
+
+def record(name: str) -> ServerRecord:
+    """A record of that name."""
+    return ServerRecord(name, "http://127.0.0.1:1", "here", pid=1, version="0.5.21", since="now", num_starts=1)
+
+
+def test_servers_stand_in_the_order_of_the_ranks_that_push_to_them(tmp_path: Path) -> None:
+    names = [f"node-{node}-{server}" for node in (2, 10) for server in (1, 11)]
+    for name in reversed(names):
+        (tmp_path / f"{name}.json").write_text(json.dumps(asdict(record(name))))
+    assert read_records(tmp_path) == [record(name) for name in names]
+
+
+def test_a_torn_record_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("{")
+    with pytest.raises(ServerError, match="expected a file of megatron-dppo serve"):
+        read_records(tmp_path)
+    with pytest.raises(ServerError, match="found no SGLang server"):
+        require_registered(tmp_path / "absent")

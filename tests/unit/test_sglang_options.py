@@ -1,14 +1,17 @@
-"""Which packages SGLang's environment gets, who decides, and a server that refuses one for CPUs."""
+"""SGLang's environment: its packages, an environment for CPUs that is refused, and NCCL's settings."""
 
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang import server
+from megatron_dppo.engines.sglang.options import CUMEM, NVLS, differences, nccl_settings
 from megatron_dppo.errors import ConfigError
+from megatron_dppo.run.session import joined_processes
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,3 +65,53 @@ def test_a_server_for_gpus_refuses_an_environment_for_cpus(
     with pytest.raises(ConfigError) as on_cpu:
         server.plan_launch(Config.model_validate({"sglang": table | {"device": "cpu"}}))
     assert "for CPUs" not in str(on_cpu.value)
+
+
+def config_of(table: dict[str, Any], **options: Any) -> Config:
+    rollout = {"engine": "sglang", "sglang": {"weight_sync": "distributed"} | options}
+    return Config.model_validate({"model": {"load": "model"}, "rollout": rollout, "sglang": table})
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (CUMEM, NVLS):
+        monkeypatch.setenv(name, "")  # so that it is put back afterwards
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("table", "exported", "expected"),
+    [
+        ({}, {}, {CUMEM: "0", NVLS: "0"}),
+        ({}, {CUMEM: "1"}, {CUMEM: "1", NVLS: "0"}),
+        ({"enable_nccl_nvls": True}, {}, {CUMEM: "0", NVLS: "1"}),
+        ({"enable_nccl_nvls": True}, {CUMEM: "1", NVLS: "0"}, {CUMEM: "1", NVLS: "1"}),
+        ({"enable_symm_mem": True}, {CUMEM: "0", NVLS: "0"}, {CUMEM: "1", NVLS: "1"}),
+    ],
+)
+def test_the_settings_are_those_that_sglang_ends_with(
+    monkeypatch: pytest.MonkeyPatch, table: dict[str, Any], exported: dict[str, str], expected: dict[str, str]
+) -> None:
+    for name, value in exported.items():
+        monkeypatch.setenv(name, value)
+    assert nccl_settings(config_of(table)) == expected
+
+
+@pytest.mark.parametrize("way", ["tensor", "disk"])
+def test_nothing_is_set_where_no_weights_go_through_nccl(way: str) -> None:
+    assert nccl_settings(config_of({}, weight_sync=way)) == {}
+
+
+def test_a_session_sets_them_before_it_joins_the_job() -> None:
+    with joined_processes(config_of({})):
+        assert {name: os.environ[name] for name in (CUMEM, NVLS)} == {CUMEM: "0", NVLS: "0"}
+
+
+def test_differences_name_both_sides() -> None:
+    own = {CUMEM: "1", NVLS: "0"}
+    assert differences(own, own) is None
+    assert differences(own, {}) is None, "a server of an older version, which registered none"
+    assert differences({}, own) is None, "no weights go through NCCL"
+    assert differences(own, {CUMEM: "0", NVLS: "0"}) == (
+        "NCCL_CUMEM_ENABLE=0 there and 1 in the trainer; export the same values on every node"
+    )

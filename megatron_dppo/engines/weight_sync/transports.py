@@ -1,24 +1,33 @@
-"""Broadcasts weights: each pipeline stage has a process group of one of its ranks and all servers."""
+"""Transports of weights to servers: broadcast, memory that they map, or a folder on disk."""
 
+import base64
 import logging
+import shutil
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from ipaddress import ip_address
+from itertools import takewhile
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
 import torch.distributed as dist
+import torch.multiprocessing
+from safetensors import SafetensorError
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_dppo.engines.sglang.update_calls import TensorList
-from megatron_dppo.engines.weight_sync.base import Weights
-from megatron_dppo.engines.weight_sync.buckets import Bucket, Buffer
-from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
+from megatron_dppo.checkpoints.hf_folder import write_hf_checkpoint
+from megatron_dppo.engines.weight_sync.base import Bucket, Buffer, Weights
+from megatron_dppo.engines.weight_sync.fleet import Call, Fleet, Member, TensorList
+from megatron_dppo.errors import WeightSyncError
 from megatron_dppo.runtime.process import Runtime
 
 logger = logging.getLogger(__name__)
@@ -60,7 +69,7 @@ class DistributedTransport:
             runtime: Runtime of this rank.
             bucket_bytes: Size of a bucket.
             timeout_s: Time limit of one broadcast, and of joining a group.
-            together: Tensors that must share a bucket with others; see `buckets.Buffer`.
+            together: Tensors that must share a bucket with others; see `base.Buffer`.
         """
         self._weights, self._num_tensors, self._place, self._runtime = weights, num_tensors, place, runtime
         self._buffer, self._timeout_s = Buffer(bucket_bytes, together=together), timeout_s
@@ -145,6 +154,113 @@ class DistributedTransport:
         self._leave()
 
 
+class TensorTransport:
+    """Sends server ranks handles to the buckets of the trainer ranks on their devices; a `base.Transport`.
+
+    Server ranks are numbered in the order of the servers' names. The n-th server rank shares the device of the
+    trainer's rank n. On GPUs a handle is a CUDA handle, so server and trainer must number the GPUs in the same
+    way. Elsewhere it is a file in shared memory.
+    """
+
+    needs_begin = True
+
+    def __init__(
+        self,
+        weights: Weights,
+        num_tensors: int,
+        runtime: Runtime,
+        bucket_bytes: int,
+        together: Mapping[str, str] | None = None,
+    ) -> None:
+        """Store the settings, and share nothing.
+
+        Args:
+            weights: Weights of all pipeline stages, on every rank.
+            num_tensors: Number of these weights.
+            runtime: Runtime of this rank.
+            bucket_bytes: Size of a bucket.
+            together: Tensors that must share a bucket with others; see `base.Buffer`.
+        """
+        torch.multiprocessing.set_sharing_strategy("file_system")  # unrelated processes can open its handles
+        self._weights, self._num_tensors, self._runtime = weights, num_tensors, runtime
+        self._buffer = Buffer(bucket_bytes, is_shared=True, together=together)
+
+    def send(self, fleet: Fleet, version: int) -> None:
+        """See `Transport.send`."""
+        num_left = self._num_tensors
+        for bucket in self._buffer.fill(self._weights()):
+            num_left -= len(bucket.names)
+            handles = self._handles(bucket, sum(member.num_ranks for member in fleet.members))
+            if self._runtime.is_main:
+                fleet.tell(partial(_show, fleet.members, handles, version if not num_left else None))
+            fleet.agree(self._runtime.all_gather(fleet.failures))  # and the next bucket may overwrite this one
+        assert num_left == 0, "the number of sent tensors was announced"
+
+    def _handles(self, bucket: Bucket, num_receivers: int) -> list[str]:
+        """Return a handle per receiver, from the trainer rank on its device; each can be opened only once."""
+        rank, size = self._runtime.rank, self._runtime.world_size
+        own = {number: _pickle(bucket) for number in range(rank, num_receivers, size)}
+        of_ranks = self._runtime.all_gather(own)
+        return [of_ranks[number % size][number] for number in range(num_receivers)]
+
+    def close(self) -> None:
+        """Do nothing: a bucket's memory is freed with the transport."""
+
+
+class DiskTransport:
+    """Rank 0 writes a Hugging Face folder, and each server loads it; implements `weight_sync.base.Transport`.
+
+    Servers load it like any checkpoint, and quantise it if they were started with quantisation.
+    """
+
+    needs_begin = False
+
+    def __init__(
+        self, weights: Weights, runtime: Runtime, folder: Path, template: Path, bucket_bytes: int
+    ) -> None:
+        """Store the folder, and write nothing.
+
+        Args:
+            weights: Weights of all pipeline stages, on every rank.
+            runtime: Runtime of this rank.
+            folder: Folder of the versions, one at a time; trainer and servers see it under the same path.
+            template: Hugging Face folder with config, tokenizer and the other files without weights.
+            bucket_bytes: Size of one file, which is kept in memory until it is complete.
+        """
+        self._weights, self._runtime, self._folder = weights, runtime, folder
+        self._template, self._bucket_bytes = template, bucket_bytes
+
+    def send(self, fleet: Fleet, version: int) -> None:
+        """See `Transport.send`."""
+        stream, folder = self._weights(), self._folder / f"version_{version}"
+        fault: Exception | None = None
+        if self._runtime.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+            try:
+                write_hf_checkpoint(stream, folder, self._template, self._bucket_bytes)
+            except (OSError, SafetensorError) as error:
+                fault = error
+        for _ in stream:  # all ranks gather together, even if writing failed
+            pass
+
+        def load() -> None:
+            if fault is not None:
+                raise WeightSyncError(
+                    f"{folder}: found that weights cannot be written ({fault}); expected enough free space "
+                    "on the disk of run.folder. Free some space, or change rollout.sglang.weight_sync."
+                ) from fault
+            fleet.tell(lambda member: member.calls.from_disk(str(folder.absolute()), version))
+            shutil.rmtree(folder)
+
+        self._runtime.on_main(load)
+        fleet.agree(self._runtime.all_gather(fleet.failures))
+
+    def close(self) -> None:
+        """Remove the files of a failed push."""
+        if self._runtime.is_main:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
 @dataclass(frozen=True, eq=False)
 class _Group:
     name: str
@@ -185,3 +301,30 @@ def _rank_zero_of(
     ranks: Any = c10d._world.pg_group_ranks
     ranks[handle] = {rank: rank for rank in range(num_ranks)}
     return handle
+
+
+def _show(members: Sequence[Member], handles: Sequence[str], version: int | None, member: Member) -> Call:
+    """Return the call that sends each rank of a member its own handle."""
+    first = sum(other.num_ranks for other in takewhile(lambda other: other != member, members))
+    return member.calls.from_tensors(handles[first : first + member.num_ranks], version)
+
+
+def _pickle(bucket: Bucket) -> str:
+    """Return one handle of the bucket and the positions of its tensors, pickled, in base64."""
+    content = {"flattened_tensor": bucket.flat.view(torch.uint8), "metadata": _places(bucket)}
+    return base64.b64encode(ForkingPickler.dumps(content)).decode()
+
+
+def _places(bucket: Bucket) -> list[SimpleNamespace]:
+    """Return each tensor's position in bytes, with the fields of SGLang's `FlattenedTensorMetadata`.
+
+    SGLang copies the fields into its own type; its unpickler refuses classes of other packages.
+    """
+    places: list[SimpleNamespace] = []
+    start, item = 0, bucket.flat.element_size()
+    for name, shape in zip(bucket.names, bucket.shapes, strict=True):
+        size = torch.Size(shape).numel() * item
+        whole = {"name": name, "shape": torch.Size(shape), "dtype": bucket.flat.dtype}
+        places.append(SimpleNamespace(**whole, start_idx=start, end_idx=start + size, numel=size))
+        start += size
+    return places

@@ -10,7 +10,7 @@ from megatron_dppo.data.batches.batch_file import read_batches, write_batches
 from megatron_dppo.engines.sglang.server import own_servers
 from megatron_dppo.errors import ConfigError, DataError, Problem
 from megatron_dppo.run.session import start_session
-from megatron_dppo.runtime.full_disk import full_disk_explained
+from megatron_dppo.runtime.files import full_disk_explained
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.train import Training
 

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.runtime.libraries import OPTIONAL_LIBRARIES
-from megatron_dppo.runtime.tested_versions import TESTED
+from megatron_dppo.runtime.libraries import OPTIONAL_LIBRARIES, TESTED
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS, PAGE = Path("tests/versions.jsonl"), Path("examples/guides/installing.md")

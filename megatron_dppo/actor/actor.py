@@ -27,9 +27,9 @@ from megatron_dppo.actor.router_losses import RouterLosses
 from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.algorithms.presets import overrides_in
 from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.architectures.megatron_options import RouterCoefficients
 from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.architectures.registry import model_sizes, read_hf_config
-from megatron_dppo.architectures.router_losses import RouterCoefficients
 from megatron_dppo.checkpoints.megatron_folder import load_weights
 from megatron_dppo.checkpoints.megatron_weights import describe_hf_weights, export_hf_weights
 from megatron_dppo.config.schema import Config
@@ -57,7 +57,7 @@ from megatron_dppo.mcore.groups import (
 from megatron_dppo.metrics.bound import add_bound_of_responses
 from megatron_dppo.metrics.masked_tokens import TokenLists
 from megatron_dppo.metrics.metrics import Metrics
-from megatron_dppo.metrics.mismatch import add_agreement, add_mismatch
+from megatron_dppo.metrics.step_metrics import add_agreement, add_mismatch
 from megatron_dppo.models.build import agreed_layer_spec, build_model, transformer_config
 from megatron_dppo.models.lora import add_lora
 from megatron_dppo.routing_replay.replay import Replay, replaying

@@ -29,7 +29,7 @@ from megatron_dppo.kernels.inputs import PackedResponses
 from megatron_dppo.kernels.reference import TokenLogProbs
 from megatron_dppo.mcore.fixes import release_last_microbatch
 from megatron_dppo.mcore.groups import context_parallel_group, vocab_shard
-from megatron_dppo.models.packed_sequences import PackedSequences, attention_form, head_dim_of
+from megatron_dppo.models.attention import PackedSequences, attention_form, head_dim_of
 from megatron_dppo.types import Microbatch, each_token
 
 LossFunction = Callable[

@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
-from megatron_dppo.architectures.router_losses import RouterCoefficients
+from megatron_dppo.architectures.megatron_options import RouterCoefficients
 from megatron_dppo.mcore.groups import sequence_parallel_rows
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.routing_replay.replay import is_in_backward, routers

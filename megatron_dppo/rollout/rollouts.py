@@ -221,7 +221,7 @@ class Rollouts:
 
         def producer(places: Places) -> Producer:
             return Producer(
-                cast(ConcurrentEngine, self._engine),  # checks.staleness_rules requires it
+                cast(ConcurrentEngine, self._engine),  # checks.sampling_rules requires it
                 self._sampler.conversations(tokenizer),
                 *parts,
                 places,

@@ -13,7 +13,7 @@ from megatron_dppo.engines.sglang.options import nccl_settings
 from megatron_dppo.failure_detection import watching
 from megatron_dppo.run.logger import RunLogger
 from megatron_dppo.run.preemption import StopRequests
-from megatron_dppo.runtime.full_disk import full_disk_explained
+from megatron_dppo.runtime.files import full_disk_explained
 from megatron_dppo.runtime.process import Runtime, start, stop
 
 

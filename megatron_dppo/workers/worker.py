@@ -25,7 +25,7 @@ from typing import BinaryIO
 
 from megatron_dppo.errors import MegatronDppoError
 from megatron_dppo.runtime.framing import json_frame, read_message, write_frame
-from megatron_dppo.runtime.user_code import described
+from megatron_dppo.runtime.user_code import describe_error
 from megatron_dppo.workers.service import OUT_OF_MEMORY, Fields
 
 _MAX_MESSAGE = 2000  # characters of a fault's message
@@ -67,7 +67,7 @@ def run_worker(key: str, load: Callable[[str], Answer], name: str, memory_mb: in
         problem = str(error)
     except BaseException as error:  # noqa: BLE001 - the user's module may raise anything while it is imported
         traceback.print_exc()
-        problem = f"{key}: {name!r} cannot be imported: it raised {described(error)}"
+        problem = f"{key}: {name!r} cannot be imported: it raised {describe_error(error)}"
     if answer is not None:
         _limit_memory(memory_mb)
     write_frame(replies, json_frame({"problem": problem}))

@@ -21,7 +21,7 @@ from sanity_run import make_task
 from tiny import write_model
 
 from megatron_dppo.config import Config
-from megatron_dppo.runtime.jsonl import read_jsonl, write_jsonl
+from megatron_dppo.runtime.files import read_jsonl, write_jsonl
 from megatron_dppo.runtime.process import Runtime, stop
 
 OWN = "tests.distributed.seam_rewards"

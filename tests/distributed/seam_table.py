@@ -332,8 +332,6 @@ TABLE = [
 ELSEWHERE = {
     "data.thinking": ("unit/test_check_prompts.py", "thinking"),
     "rollout.top_p": ("unit/test_checks.py", '"rollout.top_p": 0.9'),
-    "rollout.top_k": ("unit/test_checks.py", '"rollout.top_k": '),
-    "rollout.repetition_penalty": ("unit/test_checks.py", '"rollout.repetition_penalty": '),
     "rollout.max_data_gib": ("unit/test_checks.py", '"rollout.max_data_gib": 1e-4'),
     "rollout.over_sampling": ("unit/test_scheduler.py", "over_sampling=1.5"),
     "rollout.keep_partials": ("unit/test_scheduler.py", "keep_partials=False"),

@@ -284,13 +284,6 @@ _ROLLOUT = [
     Effect(
         "rollout.top_p", (1.0, 0.9), "prompts", both(lambda left: "rollout.top_p" in left.error, False, True)
     ),
-    Effect("rollout.top_k", (-1, 9), "prompts", both(lambda left: "rollout.top_k" in left.error, False, True)),
-    Effect(
-        "rollout.repetition_penalty",
-        (1.0, 1.1),
-        "prompts",
-        both(lambda left: "rollout.repetition_penalty" in left.error, False, True),
-    ),
 ]
 
 

@@ -17,7 +17,7 @@ from tiny import write_model
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import MegatronDppoError
-from megatron_dppo.runtime.jsonl import read_jsonl, write_jsonl
+from megatron_dppo.runtime.files import read_jsonl, write_jsonl
 from megatron_dppo.runtime.process import Runtime
 
 OWN = "tests.distributed.seam_rewards"

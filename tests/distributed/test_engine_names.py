@@ -16,7 +16,7 @@ from test_checkpoint_keys import MODELS as ALL_MODELS
 from tiny import gradients_of, random_groups
 from tiny_families import write_family
 
-from megatron_dppo.architectures.spec_choice import LayerSpecName
+from megatron_dppo.architectures.megatron_options import LayerSpecName
 from megatron_dppo.runtime.process import Runtime, gpu_libraries
 
 ATTENTION = ("self_attention.linear_qkv.layer_norm_weight", "self_attention.linear_qkv.weight")

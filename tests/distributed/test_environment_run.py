@@ -12,7 +12,7 @@ from test_training_run import lines, train
 from tiny import write_model
 
 from megatron_dppo.checkpoints.hf_folder import HFWeights
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.files import write_jsonl
 
 ROOT = Path(__file__).parents[2]
 CONVERSATIONS = {

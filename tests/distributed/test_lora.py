@@ -73,7 +73,7 @@ def measure(runtime: Runtime, folder: Path, case: dict[str, Any]) -> dict[str, A
     from transformers import AutoModelForCausalLM
 
     from megatron_dppo.actor.actor import Actor
-    from megatron_dppo.checkpoints.lora_files import adapter_tensors, write_adapter
+    from megatron_dppo.checkpoints.convert.to_adapter import adapter_tensors, write_adapter
 
     config = config_of(folder, case)
     actor = Actor(config, runtime)

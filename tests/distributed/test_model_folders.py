@@ -22,7 +22,7 @@ from tiny import write_model
 from typer.testing import CliRunner
 
 from megatron_dppo.cli import app
-from megatron_dppo.runtime.jsonl import read_jsonl
+from megatron_dppo.runtime.files import read_jsonl
 
 ROOT = Path(__file__).parents[2]
 HF, MEGATRON, OTHER_HF, OTHER = "hf", "megatron", "other_hf", "other_megatron"

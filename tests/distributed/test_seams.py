@@ -17,7 +17,7 @@ from seam_table import ELSEWHERE, TABLE
 from seams import Seam, recording
 
 from megatron_dppo.config import Config
-from megatron_dppo.config.settings import flat
+from megatron_dppo.config.load import flat
 from megatron_dppo.runtime.process import Runtime
 
 _TABLES = ("evaluation.sets.*", "megatron.*", "sglang.*", "tracking.shadow_options.*")

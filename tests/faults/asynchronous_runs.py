@@ -19,7 +19,7 @@ from megatron_dppo.data.batches.batch_file import group_files, kept_rollouts, re
 from megatron_dppo.data.prompts import sanity_task
 from megatron_dppo.data.prompts.prompts import PromptStream, load_prompts
 from megatron_dppo.engines.sglang.server import ServerRecord
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.files import write_jsonl
 
 STALENESS = 2
 _ORPHANS_S = 5.0

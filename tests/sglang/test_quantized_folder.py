@@ -14,7 +14,7 @@ from tiny_families import write_family
 from typer.testing import CliRunner
 
 from megatron_dppo.cli import app
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.files import write_jsonl
 
 SCRIPT = Path(__file__).with_name("quantized_reading.py")
 GATES, EXPERTS = ["model.layers.0.mlp.gate"], ["model.layers.1.mlp.experts"]

@@ -19,7 +19,7 @@ from sglang_stand_in import LiveStandIn  # noqa: E402 - no test runner has set t
 from megatron_dppo.config.load import load_config  # noqa: E402
 from megatron_dppo.data.prompts import sanity_task  # noqa: E402
 from megatron_dppo.engines.sglang.server import ServerRecord  # noqa: E402
-from megatron_dppo.runtime.jsonl import write_jsonl  # noqa: E402
+from megatron_dppo.runtime.files import write_jsonl  # noqa: E402
 
 _TOKEN_S = 0.2
 

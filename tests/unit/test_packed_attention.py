@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron_dppo.data.batches.packing import zigzag
-from megatron_dppo.models.packed_sequences import PackedAttentionForm, attention_form
+from megatron_dppo.models.attention import PackedAttentionForm, attention_form
 from megatron_dppo.models.padded_attention import PaddedBatches
 from megatron_dppo.models.varlen_attention import VarlenSequences
 

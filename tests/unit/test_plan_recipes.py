@@ -12,8 +12,7 @@ from plan_models import COLOCATED, RECOMPUTED, job_of, layout_of
 from qwen3_30b_recipes import RECIPES, Recipe
 
 from megatron_dppo.architectures.parameters import padded_vocab
-from megatron_dppo.plan.job import Job
-from megatron_dppo.plan.machine import FRAGMENTATION
+from megatron_dppo.plan.job import FRAGMENTATION, Job
 from megatron_dppo.plan.memory import Memory, StageMemory, memory_of
 from megatron_dppo.plan.search import fits
 

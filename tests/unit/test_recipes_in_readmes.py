@@ -21,7 +21,7 @@ from samples import make_group, make_sample
 from megatron_dppo.actor.observation import Observer
 from megatron_dppo.algorithms import preset
 from megatron_dppo.config import Config
-from megatron_dppo.config.measuring import TrackingConfig
+from megatron_dppo.config.sections import TrackingConfig
 from megatron_dppo.kernels import fused_policy_loss
 from megatron_dppo.metrics import means
 from megatron_dppo.metrics.metrics import Metrics
@@ -127,7 +127,7 @@ from megatron_dppo.actor.observation import Observer
 from megatron_dppo.algorithms import preset
 from megatron_dppo.algorithms.presets import overrides_in
 from megatron_dppo.config import Config
-from megatron_dppo.config.measuring import TrackingConfig
+from megatron_dppo.config.sections import TrackingConfig
 from megatron_dppo.kernels import fused_policy_loss
 from megatron_dppo.metrics.metrics import Metrics
 

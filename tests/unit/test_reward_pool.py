@@ -16,7 +16,7 @@ import pytest
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards import RewardFault, RewardPool, RewardRequest, RewardResult
-from megatron_dppo.rewards.wire import decode_request, decode_result, encode_request
+from megatron_dppo.rewards.pool import decode_request, decode_result, encode_request
 from megatron_dppo.runtime.framing import FrameReader, frame_of, json_frame
 from megatron_dppo.types import Prompt
 from megatron_dppo.workers.pool import WorkerPool

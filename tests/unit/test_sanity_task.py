@@ -15,7 +15,7 @@ from megatron_dppo.data.prompts.sanity_task import (
     teacher_batch,
 )
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.rewards.arithmetic import arithmetic_reward
+from megatron_dppo.rewards.text import arithmetic_reward
 from megatron_dppo.types import Prompt
 
 NUM_TRAIN, NUM_HELD_OUT = 8986, 1014

@@ -11,6 +11,15 @@ from megatron_dppo.analysis.what_if.measures import PolicyTokens, evaluate_varia
 from megatron_dppo.analysis.what_if.question import Asked, parse_sweeps, question_of
 from megatron_dppo.analysis.what_if.variants import Variant, require_inputs, variants
 from megatron_dppo.data.batches.batch_file import group_files, kept_rollouts
+from megatron_dppo.analysis.what_if.question import (
+    Asked,
+    Variant,
+    parse_sweeps,
+    question_of,
+    require_inputs,
+    variants,
+)
+from megatron_dppo.data.batches.kept_batches import group_files, kept_rollouts
 from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.types import Microbatch
 

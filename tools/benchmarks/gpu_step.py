@@ -29,7 +29,7 @@ from typing import Annotated
 import torch
 import typer
 
-from megatron_dppo.architectures.spec_choice import LayerSpecName
+from megatron_dppo.architectures.megatron_options import LayerSpecName
 from megatron_dppo.checks import model_facts
 from megatron_dppo.config.schema import Config
 from megatron_dppo.plan import Machine

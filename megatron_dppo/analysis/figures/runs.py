@@ -18,7 +18,7 @@ from megatron_dppo.analysis.figures.titles import labels_of
 from megatron_dppo.analysis.report.plots import Points, over_rollouts
 from megatron_dppo.analysis.report.text import distinct_names, places_of_equal, settings_of
 from megatron_dppo.analysis.token_files import listed_rollouts
-from megatron_dppo.config.settings import shown
+from megatron_dppo.config.load import shown
 from megatron_dppo.run_folder.reader import Run, read_run
 
 METRICS = (

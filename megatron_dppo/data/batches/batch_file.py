@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_dppo.errors import DataError
-from megatron_dppo.runtime.tensor_files import save_tensors
+from megatron_dppo.runtime.files import save_tensors
 from megatron_dppo.types import Microbatch, RolloutTopK, RoutedExperts, Sample, TrainBatch
 
 Record = TypeVar("Record", Sample, Microbatch)

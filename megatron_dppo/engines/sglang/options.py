@@ -18,7 +18,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.engines import sglang
 from megatron_dppo.engines.sglang.sampling_settings import SET, SET_VARIABLES
 from megatron_dppo.errors import Problem, did_you_mean
-from megatron_dppo.runtime.cache import cache_folder, write_json
+from megatron_dppo.runtime.files import cache_folder, write_json
 
 PYTHON = "python"
 """The only key of [sglang] that is not a server argument: the interpreter that SGLang is installed in."""

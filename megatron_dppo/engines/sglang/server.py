@@ -39,7 +39,7 @@ from megatron_dppo.engines.sglang.options import (
 from megatron_dppo.engines.sglang.protocol import generation_of
 from megatron_dppo.engines.sglang.sampling_settings import argument_problems, variable_problems
 from megatron_dppo.errors import ConfigError, Problem, ServerError
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.files import write_jsonl
 from megatron_dppo.runtime.process import Runtime
 
 logger = logging.getLogger(__name__)

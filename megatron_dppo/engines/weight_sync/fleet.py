@@ -14,7 +14,7 @@ from megatron_dppo.engines.sglang.client import Call, Patience, SglangClient
 from megatron_dppo.engines.sglang.options import differences
 from megatron_dppo.engines.sglang.server import ServerRecord
 from megatron_dppo.errors import ServerError, WeightSyncError
-from megatron_dppo.runtime.jsonl import write_whole
+from megatron_dppo.runtime.files import write_whole
 from megatron_dppo.runtime.process import Runtime
 
 _MEMORY = ("weights", "kv_cache")

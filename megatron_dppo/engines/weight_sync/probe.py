@@ -18,7 +18,7 @@ from megatron_dppo.engines.sglang.client import SglangClient, new_rid
 from megatron_dppo.engines.sglang.protocol import ServedModel
 from megatron_dppo.engines.weight_sync.fleet import Member
 from megatron_dppo.errors import WeightSyncError
-from megatron_dppo.metrics.token_mismatch import are_of_other_weights
+from megatron_dppo.metrics.engine_comparison import are_of_other_weights
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import RoutedExperts
 

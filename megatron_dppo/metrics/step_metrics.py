@@ -25,8 +25,7 @@ from megatron_dppo.algorithms import Objective
 from megatron_dppo.algorithms.divergence import TopKLogProbs, topk_partition, topk_tv
 from megatron_dppo.algorithms.loss_terms import terms_in_use
 from megatron_dppo.metrics.metrics import Metrics
-from megatron_dppo.types import RolloutTokens
-from megatron_dppo.types import Microbatch, Sample, TrainBatch
+from megatron_dppo.types import Microbatch, RolloutTokens, Sample, TrainBatch
 
 LOG_RATIO_LIMIT = 80.0  # exp(80) = 5.5e34 fits float32
 OLDEST_AGE = 8  # weight versions; older tokens are counted here too

@@ -23,10 +23,7 @@ from megatron_dppo.plan import Machine, Plan, make_plan
 from megatron_dppo.plan.trace import Trace, as_json, as_text, trace_run
 from megatron_dppo.plan.trace.depths import BETWEEN
 from megatron_dppo.plan.units import in_seconds
-from megatron_dppo.runtime.jsonl import write_jsonl
 from megatron_dppo.runtime.files import write_jsonl
-from megatron_dppo.trace import Trace, as_json, as_text, trace_run
-from megatron_dppo.trace.depths import BETWEEN
 
 GB = 10**9
 HOST_BYTES = 2000 * GB

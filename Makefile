@@ -3,7 +3,6 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 TRL_VENV := .venv-trl
-MBRIDGE_VENV := .venv-mbridge
 DOCS_VENV := .venv-docs
 PYTHON312 ?= python3.12
 VENV312 := .venv-py312
@@ -18,7 +17,7 @@ SGLANG_VENV := .venv-sglang$(if $(filter-out $(SGLANG_NEWEST),$(SGLANG)),-$(SGLA
 # RECORD=1 keeps what passed, and with which versions, in tests/versions.jsonl; make versions writes tables of it.
 RECORDING := $(if $(RECORD),-p tests.recording --record-versions)
 # Records that NAME ran: $(call ran,PYTHON,NAME)
-ran = $(if $(RECORD),$(1) -m tools.versions --ran $(2))
+ran = $(if $(RECORD),$(1) -m tests.recording --ran $(2))
 
 # Tests in another environment than CI's: $(call lane,PYTHON,options of the unit tests,options of the distributed ones)
 define lane
@@ -29,7 +28,7 @@ $(1) examples/quickstart/run.py --short
 $(call ran,$(1),quickstart)
 endef
 
-.PHONY: quick docs test-newest versions study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-recipes test-py312 python312 test-sglang test-sglang-slow sglang-venv test-slurm slurm faults lint bench bench-loss bench-save bench-convert bench-trl gpu chromium
+.PHONY: quick docs test-newest versions study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-recipes test-py312 python312 test-sglang test-sglang-slow sglang-venv test-slurm slurm faults lint bench bench-loss bench-save bench-trl gpu chromium
 
 help:
 	@echo "make quickstart  the whole loop on this machine's CPU, ending in runs/quickstart/report.html"
@@ -49,11 +48,10 @@ help:
 	@echo "make versions    the tables of versions in the guide to installing, of what the targets above recorded with RECORD=1"
 	@echo "make docs        a site of all pages, with search: build/site/docs/index.html (own environment)"
 	@echo "make lint        ruff, pyright, import-linter, shellcheck, size limits"
-	@echo "make bench       tokens/s of rollout and training, where the time goes, training speed by layout, and the host's path of a 30B"
+	@echo "make bench       tokens/s of rollout and training, where the time goes, and training speed by layout"
 	@echo "make bench-loss  our fused losses against other libraries' and the machine's floors; a small shape without a GPU"
-	@echo "make bench-sglang  weights pushed to a real SGLang server, and responses read from it, against copies and plain HTTP"
+	@echo "make bench-sglang  weights pushed to a real SGLang server, and responses read from it, compared with copies and plain HTTP"
 	@echo "make bench-save  the pause that an asynchronous save costs, against a synchronous one"
-	@echo "make bench-convert  conversion of a 3 GB model beside a copy of the files and mbridge (own environment)"
 	@echo "make bench-trl   the same task with TRL's GRPOTrainer, interleaved (own environment)"
 	@echo "make gpu         all that needs a GPU, on one: each step with a time limit, and a table; GPU_FLAGS=--rehearse tries it"
 	@echo "make gpu-sglang  the same with an SGLang server on the trainer's GPU; installs SGLang for GPUs"
@@ -210,32 +208,18 @@ $(DOCS_VENV)/.stamp: docs/requirements.txt
 bench: venv
 	$(RUN) -m tools.benchmarks.loop
 	$(RUN) -m tools.benchmarks.layouts
-	OMP_NUM_THREADS=1 $(RUN) -m tools.benchmarks.host
 
 bench-loss: venv
 	OMP_NUM_THREADS=1 $(RUN) -m tools.benchmarks.loss
 
 bench-sglang: venv sglang-venv
 	OMP_NUM_THREADS=1 $(RUN) -m tools.benchmarks.sglang_transfer
-	OMP_NUM_THREADS=1 $(RUN) -m tools.benchmarks.decoding
 
 bench-save: venv
 	OMP_NUM_THREADS=1 $(RUN) -m tools.benchmarks.save
 
-bench-convert: venv $(MBRIDGE_VENV)/.stamp
-	$(RUN) -m tools.benchmarks.convert --mbridge-python $(MBRIDGE_VENV)/bin/python
-
-# mbridge names its dependencies as an extra, Megatron-Core of any version among them: ours are there, and einops.
-$(MBRIDGE_VENV)/.stamp: setup.py constraints.txt Makefile
-	test -x $(MBRIDGE_VENV)/bin/python || $(PYTHON) -m venv $(MBRIDGE_VENV)
-	$(MBRIDGE_VENV)/bin/python -m pip install --quiet torch==2.13.0
-	$(MBRIDGE_VENV)/bin/python -m pip install --quiet -c constraints.txt -e .
-	$(MBRIDGE_VENV)/bin/python -m pip install --quiet --no-deps mbridge==0.15.1 einops==0.8.2
-	@touch $@
-
 bench-trl: venv $(TRL_VENV)/.stamp
 	$(RUN) -m tools.benchmarks.trl_comparison --trl-python $(TRL_VENV)/bin/python
-	$(RUN) -m tools.benchmarks.trl_comparison --trl-python $(TRL_VENV)/bin/python --workload mixed
 
 $(TRL_VENV)/.stamp: Makefile
 	test -x $(TRL_VENV)/bin/python || $(PYTHON) -m venv $(TRL_VENV)

@@ -1,12 +1,16 @@
 """Records what passed with which versions: make test RECORD=1, or -p tests.recording --record-versions.
 
 Each file of a suite that a run was given is recorded whole; what other runs with the same versions recorded of
-other files stays. `python -m tools.versions` makes a table of it.
+other files stays. `python -m tools.versions` makes a table of it. Programs that are not tests are recorded by
+`python -m tests.recording --ran quickstart`.
 """
 
+import argparse
+import json
 import os
+import subprocess
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.runtime.libraries import installed_versions
-from tools.versions import SUITES, Outcome, record, versions_of
+from tools.versions import RECORDS, ROOT, SUITES, read_records
 
 _KINDS = {"passed": "passed", "failed": "failed", "skipped": "left_out"}
 
@@ -90,17 +94,40 @@ class Recorder:
     def _write(self, names: Iterable[str]) -> None:
         left_out, today = Counter(map(_file, self._left_out)), datetime.now(UTC).date().isoformat()
         for suite in SUITES:
-            files: dict[str, Outcome] = {}
+            files: dict[str, tuple[int, int, int]] = {}
             for name in names:
                 counts = self._counts.get(name, Counter[str]())
                 if Path(name).parts[:2] == ("tests", suite):
                     of_all = counts["left_out"] + left_out[name]
-                    files[Path(name).name] = Outcome(counts["passed"], counts["failed"], of_all)
+                    files[Path(name).name] = (counts["passed"], counts["failed"], of_all)
             if files:
                 record(self._root, suite, _versions(suite), files, today)
 
     def _count(self, nodeid: str, kind: str) -> None:
         self._counts.setdefault(_file(nodeid), Counter())[kind] += 1
+
+
+def record(
+    root: Path,
+    suite: str,
+    versions: Mapping[str, str | None],
+    files: Mapping[str, Sequence[int]],
+    date: str,
+) -> None:
+    """Record the counts of these files. Other files of the record stay, and then also its date."""
+    records, kept = read_records(root), dict[str, Sequence[int]]()
+    for before in [each for each in records if (each["suite"], each["versions"]) == (suite, versions)]:
+        records.remove(before)
+        kept = {name: found for name, found in before["files"].items() if name not in files}
+        date = min(before["date"], date) if kept else date
+    merged = {name: list(found) for name, found in sorted({**kept, **files}.items())}
+    records.append({"suite": suite, "date": date, "versions": dict(versions), "files": merged})
+    records.sort(key=lambda each: (sorted(each["versions"].items()), _place(each["suite"])))
+    (root / RECORDS).write_text("".join(json.dumps(each) + "\n" for each in records), encoding="utf-8")
+
+
+def _place(suite: str) -> tuple[int, str]:
+    return (SUITES.index(suite) if suite in SUITES else len(SUITES)), suite
 
 
 def _file(nodeid: str) -> str:
@@ -114,3 +141,23 @@ def _versions(suite: str) -> dict[str, str | None]:
         found = versions_of(python, ("sglang", "torch", "transformers"))
         servers = {name if name == "sglang" else f"server {name}": version for name, version in found.items()}
     return installed_versions() | servers
+
+
+def versions_of(python: str, names: Sequence[str]) -> dict[str, str]:
+    """Return the versions of the packages of another interpreter."""
+    program = f"import importlib.metadata as m, json; print(json.dumps([m.version(n) for n in {list(names)}]))"
+    done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {name: version.partition("+")[0] for name, version in zip(names, found, strict=True)}
+
+
+def main() -> None:
+    """Record that a program ran to its end today with the installed versions."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--ran", metavar="NAME", required=True)
+    name = parser.parse_args().ran
+    record(ROOT, name, installed_versions(), {name: (1, 0, 0)}, datetime.now(UTC).date().isoformat())
+
+
+if __name__ == "__main__":
+    main()

@@ -2,9 +2,7 @@
 
 import ctypes
 import json
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from converting import converted
 
 from megatron_dppo.architectures.registry import family_of
 from megatron_dppo.checkpoints.hf_folder import write_hf_checkpoint
-from tools.benchmarks.convert_jobs import GB, memory_gb
+from tools.benchmarks.benchmarking import peak_memory
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -55,37 +53,19 @@ def write_random(folder: Path, config: dict[str, Any]) -> int:
     return sum(2 * torch.Size(shape).numel() for shape in shapes.values())
 
 
-@contextmanager
-def peak_of_own_memory() -> Iterator[list[float]]:
-    """How much memory this process takes at most beyond what it has before, in bytes; mapped files left out."""
-    before, grown, is_over = memory_gb("RssAnon"), [0.0], threading.Event()
-
-    def sample() -> None:
-        while not is_over.wait(0.005):
-            grown[0] = max(grown[0], (memory_gb("RssAnon") - before) * GB)
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    try:
-        yield grown
-    finally:
-        is_over.set()
-        thread.join()
-
-
 def test_own_memory_stays_far_below_the_model(tmp_path: Path) -> None:
     write_random(tmp_path / "small", CONFIG | {"num_hidden_layers": 1, "num_experts": 2})
     model, options = tmp_path / "large", ("--shard-size", "4MB", "--writers", 2)
     assert write_random(model, CONFIG) > MODEL_BYTES
     for folder in (tmp_path / "small", model):  # the first one imports what the second one's memory is without
         peaks: dict[str, float] = {}
-        with peak_of_own_memory() as grown:
+        with peak_memory(is_anonymous=True) as grown:
             converted("to-megatron", "--hf", folder / "hf", "--out", folder / "megatron", *options)
         peaks["to-megatron"] = grown[0]
-        with peak_of_own_memory() as grown:
+        with peak_memory(is_anonymous=True) as grown:
             converted("to-hf", "--megatron", folder / "megatron", "--out", folder / "back", *options)
         peaks["to-hf"] = grown[0]
-        with peak_of_own_memory() as grown:
+        with peak_memory(is_anonymous=True) as grown:
             converted("verify", folder / "hf", folder / "back")
         peaks["verify"] = grown[0]
     assert {way: peak for way, peak in peaks.items() if peak > OWN_BYTES} == {}

@@ -1,7 +1,7 @@
 """Engines behind sessions: every response is asked for, and comes back, for itself.
 
 `SteppedEngine` samples one token at a time, however long that takes: pushes interrupt its responses on a busy
-machine, too. The benchmark's (`tools.benchmarks.ahead.PacedEngine`) decodes by the clock, in slots.
+machine, too.
 """
 
 import asyncio

@@ -17,10 +17,9 @@ from tools.benchmarks.gpu_step import (
     peak_tflops_of,
     planned_bytes,
     show,
-    step_flops,
 )
 
-TOOL = Path(__file__).parents[2] / "tools" / "benchmark_gpu_step.py"
+ROOT = Path(__file__).parents[2]
 
 
 def test_flops_of_one_layer_of_qwen3_30b_a3b() -> None:
@@ -31,7 +30,7 @@ def test_flops_of_one_layer_of_qwen3_30b_a3b() -> None:
     weights = attention + router + experts + head
     # Two products with the 1024 tokens that come before, on average; backward is twice the forward.
     scores = 3 * 2 * 2 * 32 * 128 * 1024
-    assert step_flops(cost, [2048] * 4) == pytest.approx(4 * 2048 * (6 * weights + scores))
+    assert 4 * cost.of(2048) == pytest.approx(4 * 2048 * (6 * weights + scores))
 
 
 def test_the_planned_memory_is_of_weights_optimizer_and_a_chunk_of_logits(tmp_path: Path) -> None:
@@ -67,7 +66,7 @@ def test_the_peak_goes_by_the_name_of_the_device(device: str, peak: float | None
 
 
 def test_each_name_with_a_peak_is_found_before_one_that_it_contains() -> None:
-    assert all(peak_tflops_of(name) == peak for name, peak in PEAK_TFLOPS)
+    assert all(peak_tflops_of(name) == peak for name, peak in PEAK_TFLOPS.items())
 
 
 def test_a_step_that_does_not_fit_and_an_unknown_peak_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +85,7 @@ def test_a_step_that_does_not_fit_and_an_unknown_peak_are_shown(capsys: pytest.C
 )
 def test_what_cannot_be_measured_is_refused_in_one_line(flags: tuple[str, ...], words: str) -> None:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, TOOL, *flags]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    command = [sys.executable, "-m", "tools.benchmarks.gpu_step", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=ROOT)
     assert done.returncode == 2
     assert words in done.stderr and len(done.stderr.splitlines()) == 1

@@ -8,34 +8,32 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.benchmarks.loss_baselines import baselines, from_library
+from tools.benchmarks.loss import FLOOR, GOALS, goal_results, prepare
 from tools.benchmarks.loss_cases import Case, Shape
 from tools.benchmarks.loss_contenders import (
     GRADIENT_LIMIT,
     LOSS_LIMIT,
     Contender,
-    Outcome,
     UnavailableError,
     check,
-    logits_leaf,
-    ours_and_floors,
+    contenders,
+    from_library,
 )
-from tools.benchmarks.loss_goals import FLOOR, GOALS, goal_results
-from tools.benchmarks.loss_rounds import Row, prepare
 
-TOOL = Path(__file__).parents[2] / "tools" / "benchmark_loss.py"
+TOOL = (sys.executable, "-m", "tools.benchmarks.loss")
+ROOT = Path(__file__).parents[2]
 SMALL = Shape("tp1", tp=1, num_tokens=48, num_columns=128, hidden_size=16)
 
 
 def test_it_runs_without_a_gpu() -> None:
-    command = [sys.executable, TOOL, "--json", "--quick", "--shape", "tp1", "--shape", "tp4", "--tokens", "64"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [*TOOL, "--json", "--quick", "--shape", "tp1", "--shape", "tp4", "--tokens", "64"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     assert {"machine", "device", "is_gpu", "kernels", "effort", "cases"} <= set(figures)
     kinds = [(case["shape"]["name"], case["dead_share"]) for case in figures["cases"]]
     assert kinds == [("tp1", 0.0), ("tp1", 0.3), ("tp4", 0.0), ("tp4", 0.3)]
-    known = {(contender.form, contender.name) for contender in [*ours_and_floors(), *baselines()]}
+    known = {(contender.form, contender.name) for contender in contenders()}
     for case in figures["cases"]:
         assert case["copy_bytes_per_s"] > 0 and case["byte_floor_s"] > 0
         assert {(row["form"], row["name"]) for row in case["rows"]} == known
@@ -54,7 +52,7 @@ def test_it_runs_without_a_gpu() -> None:
     [(("--shape", "tp3"), "expected one of tp1"), (("--tokens", "100"), "expected a multiple of 8")],
 )
 def test_an_odd_shape_is_refused_in_one_line(flags: tuple[str, ...], words: str) -> None:
-    done = subprocess.run([sys.executable, TOOL, *flags], capture_output=True, text=True, check=False)
+    done = subprocess.run([*TOOL, *flags], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 2
     assert words in done.stderr and len(done.stderr.splitlines()) == 1
 
@@ -76,13 +74,13 @@ def test_the_exact_gradients_are_those_of_autograd(case: Case, is_plain: bool) -
 
 
 def test_a_wrong_loss_or_gradient_is_found(case: Case) -> None:
-    contender = Contender("some", "logits", lambda: lambda: None, logits_leaf)
+    contender = Contender("some", "logits", lambda: lambda: None)
     loss = -(case.coefficients * case.log_probs).sum()
     gradient = torch.cat([rows for _, rows in case.logits_gradients(is_plain=False)])
-    assert check(contender, case, Outcome(loss, (gradient,)))[2] == ""
-    assert "value off" in check(contender, case, Outcome(loss + 5, (gradient,)))[2]
-    assert "gradient off" in check(contender, case, Outcome(loss, (gradient * 1.1,)))[2]
-    assert "gradient off" in check(contender, case, Outcome(loss, (gradient * torch.nan,)))[2]
+    assert check(contender, case, loss, (gradient,))[2] == ""
+    assert "value off" in check(contender, case, loss + 5, (gradient,))[2]
+    assert "gradient off" in check(contender, case, loss, (gradient * 1.1,))[2]
+    assert "gradient off" in check(contender, case, loss, (gradient * torch.nan,))[2]
 
 
 def test_a_library_that_is_missing_or_fails_is_a_row_with_the_reason(case: Case) -> None:
@@ -94,27 +92,26 @@ def test_a_library_that_is_missing_or_fails_is_a_row_with_the_reason(case: Case)
     def fails(*_: object) -> None:
         raise ValueError("first line\nsecond")
 
-    row = prepare(Contender("some", "logits", lambda: fails, logits_leaf), case)
-    assert isinstance(row, Row) and row.median_s is None and row.fault == "fails: ValueError: first line"
+    row, function = prepare(Contender("some", "logits", lambda: fails), case)
+    assert function is None and row["median_s"] is None and row["fault"] == "fails: ValueError: first line"
     with pytest.raises(ValueError, match="first line"):
-        prepare(Contender("some", "logits", lambda: fails, logits_leaf, is_ours=True), case)
+        prepare(Contender("some", "logits", lambda: fails, is_ours=True), case)
 
 
 def test_goals_are_checked_by_what_was_measured() -> None:
     ours = ("logits", "ours, dppo_topk_kl")
     seconds = {ours: 4.0, ("logits", FLOOR): 3.5, ("logits", "Megatron fused CE"): 10.0}
-    results = {v.goal: v for v in goal_results(seconds, {ours: 2_000_000}, is_gpu=True)}
-    assert len(results) == len(GOALS)
-    found = {goal.against: results[goal.words] for goal in GOALS if goal.form == "logits"}
-    assert (found[FLOOR].outcome, found["memory"].outcome) == ("met", "met")
-    assert found["Megatron fused CE"].outcome == "missed"
-    assert found["Megatron fused CE"].figure == pytest.approx(2.5)
-    assert found["Liger GRPO"].outcome == "not measured"
-    assert {v.outcome for v in goal_results(seconds, {}, is_gpu=False)} == {"not measured"}
+    results = goal_results(seconds, {ours: 2_000_000})
+    found = {(goal.form, goal.against): result for goal, result in zip(GOALS, results, strict=True)}
+    assert [found["logits", name]["outcome"] for name in (FLOOR, "memory")] == ["met", "met"]
+    assert found["logits", "Megatron fused CE"]["outcome"] == "missed"
+    assert found["logits", "Megatron fused CE"]["figure"] == pytest.approx(2.5)
+    assert found["logits", "Liger GRPO"]["outcome"] == "not measured"
+    assert {result["outcome"] for result in goal_results({}, {})} == {"not measured"}
 
 
 def test_each_goal_is_of_contenders_there_are() -> None:
-    known = {(contender.form, contender.name) for contender in [*ours_and_floors(), *baselines()]}
+    known = {(contender.form, contender.name) for contender in contenders()}
     for goal in GOALS:
         assert (goal.form, goal.ours) in known
         assert goal.against in (FLOOR, "memory") or (goal.form, goal.against) in known

@@ -25,7 +25,6 @@ from megatron_dppo.rollout.multi_turn import MultiTurnEngine
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.runtime.concurrency import all_of, run_loop
 from megatron_dppo.types import Prompt
-from tools.benchmarks.conversations import main as measure
 
 LENGTHS = (5, 1, 3)
 LIMITS = TurnLimits(max_turns=3, max_turn_tokens=4)
@@ -366,8 +365,3 @@ def test_no_answer_at_all_is_the_servers_fault(ending: TransformersEngine) -> No
 
     with pytest.raises(ServerError, match="no answer to r0"):
         trajectories(Lost(ending)).generate(asked(LENGTHS), PARAMS)
-
-
-def test_the_benchmark_of_conversations_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    measure(2, 1e-4, 1e-4, 1e-4)
-    assert "times as fast" in capsys.readouterr().out

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from kernel_usage import kernel_usage
 
 from megatron_dppo.errors import KernelBuildError
 from megatron_dppo.kernels import build
-from tools.gpu_machine.kernel_build import kernel_usage
 
 ROOT = Path(__file__).resolve().parents[2]
 

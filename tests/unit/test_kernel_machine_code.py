@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from test_kernel_build import kernel_usage
+from kernel_usage import kernel_usage
 
 from megatron_dppo.kernels import build
 

@@ -109,14 +109,6 @@ def test_help_lists_the_commands_and_loads_no_megatron() -> None:
     assert done.stdout.splitlines()[-1] == "False"
 
 
-@pytest.mark.parametrize("name", ["gpu_step", "loop", "loss", "save"])
-def test_a_benchmark_is_found_by_either_name(name: str, run: Run) -> None:
-    status, out, _ = run(f"benchmark_{name}", "--help")
-    assert status == 0
-    assert f"python -m tools.benchmarks.{name}" in out
-
-
-@pytest.mark.parametrize("name", ["benchmark_jobs", "loss_cases", "loss_contenders"])
-def test_parts_of_benchmarks_are_found_in_tools(name: str) -> None:
-    found = runpy.run_path(str(TOOLS / f"{name}.py"))
-    assert all(found[public].__module__.startswith("tools.benchmarks.") for public in found["__all__"])
+def test_the_programs_are_those_that_users_call() -> None:
+    names = {path.stem for path in TOOLS.glob("*.py")} - {"__init__", "versions"}
+    assert names == {tool for tool, _ in SPELLINGS}

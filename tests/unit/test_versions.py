@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,8 @@ from megatron_dppo.runtime.libraries import (
     installed_versions,
     untested_versions,
 )
-from tools.versions import FEATURES, PAGE, Outcome, Record, read_records, record, versions_tables, with_tables
+from tests.recording import record
+from tools.versions import FEATURES, PAGE, Record, counts, read_records, versions_tables, with_tables
 
 ROOT = Path(__file__).parents[2]
 HERE = {"python": "3.11", "megatron-core": "0.16.1", "torch": "2.13.0", "transformers": "5.23.0"}
@@ -34,7 +35,7 @@ def test_the_guide_has_what_was_recorded_and_what_the_code_says() -> None:
 
 
 def test_what_was_recorded_counts_as_tested_and_so_does_every_server() -> None:
-    recorded = [each.versions for each in read_records(ROOT) if not each.total.failed]
+    recorded = [each["versions"] for each in read_records(ROOT) if not counts(each["files"].values())[1]]
     for name, tested in TESTED.items():
         assert {each[name] for each in recorded} <= set(tested), name
     of_servers = {each["sglang"] for each in recorded if "sglang" in each}
@@ -72,32 +73,30 @@ def test_a_version_that_no_test_ran_with_is_named() -> None:
 
 
 def _recorded(
-    root: Path, files: Mapping[str, Outcome], date: str = "2026-11-24", suite: str = "unit"
+    root: Path, files: Mapping[str, Sequence[int]], date: str = "2026-11-24", suite: str = "unit"
 ) -> Record:
     (root / "tests").mkdir(exist_ok=True)
     record(root, suite, HERE, files, date)
-    return next(each for each in read_records(root) if each.suite == suite)
+    return next(each for each in read_records(root) if each["suite"] == suite)
 
 
 def test_parts_of_a_suite_are_put_together(tmp_path: Path) -> None:
-    _recorded(tmp_path, {"test_a.py": Outcome(3), "test_b.py": Outcome(2, 1)}, "2026-11-20")
-    found = _recorded(tmp_path, {"test_b.py": Outcome(3, 0, 4)})
-    assert (found.total, found.date) == (Outcome(6, 0, 4), "2026-11-20")
-    found = _recorded(tmp_path, {"test_a.py": Outcome(1), "test_b.py": Outcome(1)})
-    assert (found.total, found.date) == (Outcome(2), "2026-11-24")
-    _recorded(tmp_path, {"ran": Outcome(1)}, suite="quickstart")
-    assert [each.suite for each in read_records(tmp_path)] == ["unit", "quickstart"]
+    _recorded(tmp_path, {"test_a.py": (3, 0, 0), "test_b.py": (2, 1, 0)}, "2026-11-20")
+    found = _recorded(tmp_path, {"test_b.py": (3, 0, 4)})
+    assert (counts(found["files"].values()), found["date"]) == ([6, 0, 4], "2026-11-20")
+    found = _recorded(tmp_path, {"test_a.py": (1, 0, 0), "test_b.py": (1, 0, 0)})
+    assert (counts(found["files"].values()), found["date"]) == ([2, 0, 0], "2026-11-24")
+    _recorded(tmp_path, {"ran": (1, 0, 0)}, suite="quickstart")
+    assert [each["suite"] for each in read_records(tmp_path)] == ["unit", "quickstart"]
 
 
 def test_the_tables_name_what_failed_what_was_left_out_and_what_did_not_run(tmp_path: Path) -> None:
     (tmp_path / "tests/unit").mkdir(parents=True)
     for name in ("test_a.py", "test_c.py"):
         (tmp_path / "tests/unit" / name).touch()
-    _recorded(tmp_path, {"test_a.py": Outcome(1200, 1, 4)})
-    _recorded(tmp_path, {"ran": Outcome(1)}, suite="quickstart")
-    record(
-        tmp_path, "sglang", HERE | SERVERS, {"test_ahead.py": Outcome(4), "test_turns.py": Outcome(1, 1)}, "d"
-    )
+    _recorded(tmp_path, {"test_a.py": (1200, 1, 4)})
+    _recorded(tmp_path, {"ran": (1, 0, 0)}, suite="quickstart")
+    record(tmp_path, "sglang", HERE | SERVERS, {"test_ahead.py": (4, 0, 0), "test_turns.py": (1, 1, 0)}, "d")
     trainer, servers = versions_tables(tmp_path).strip().split("\n\n")
     outcome = "unit: 1,200, 1 failed, 4 left out, 1 of 2 files not run; quickstart: ran"
     assert trainer.splitlines()[2:] == [f"| 3.11 | 0.16.1 | 2.13.0 | 5.23.0 | {outcome} | 2026-11-24 |"]

@@ -1,77 +1,98 @@
-"""Helpers for the benchmarks: detection of disturbing programs, JSON files, and the command line."""
+"""Parts of the benchmarks: rounds, detection of disturbing programs, memory, JSON files, the command line."""
 
 import json
 import os
 import platform
-import resource
-import socket
 import statistics
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import psutil
 import torch
 import typer
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = Path("runs/bench")
+Out = Annotated[Path, typer.Option(help="JSON file for the figures, from the repository.")]
 BUSY_CORES = 0.1  # cores used by other programs above which figures are unreliable
+
+
+def in_turn(
+    measures: Mapping[Any, Callable[[], float]], num_rounds: int, num_warm_up: int = 1
+) -> dict[Any, list[float]]:
+    """Return the results of each measure. All run once per round, and each round starts with the next one."""
+    found: dict[Any, list[float]] = {name: [] for name in measures}
+    order = deque(measures)
+    for _ in range(num_warm_up + num_rounds):
+        for name in order:
+            found[name].append(measures[name]())
+        order.rotate(-1)
+    return {name: values[num_warm_up:] for name, values in found.items()}
 
 
 class OtherPrograms:
     """Measures the cores used by other programs, excluding this program and its child processes."""
 
     def __init__(self) -> None:
-        self._started, self._machine_s, self._own_s = time.perf_counter(), _machine_cpu_s(), _own_cpu_s()
+        self._started, self._busy_s = time.perf_counter(), self._other_s()
 
-    def cores(self) -> float | None:
-        """Return the mean number of cores used by other programs so far, or `None` if it is unknown.
+    def cores(self) -> float:
+        """Return the mean number of cores that other programs used. All child processes must have ended."""
+        return max(self._other_s() - self._busy_s, 0.0) / (time.perf_counter() - self._started)
 
-        All child processes must have ended.
-        """
-        now_s = _machine_cpu_s()
-        if self._machine_s is None or now_s is None:
-            return None
-        other_s = (now_s - self._machine_s) - (_own_cpu_s() - self._own_s)
-        return max(other_s, 0.0) / (time.perf_counter() - self._started)
-
-
-def _own_cpu_s() -> float:
-    """Return the CPU seconds of this program and of its ended child processes."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+    def _other_s(self) -> float:
+        machine, own = psutil.cpu_times()._asdict(), psutil.Process().cpu_times()._asdict()
+        idle = ("idle", "iowait", "guest", "guest_nice")  # guests are also counted as user
+        own.pop("iowait", None)
+        return sum(seconds for kind, seconds in machine.items() if kind not in idle) - sum(own.values())
 
 
-def _machine_cpu_s() -> float | None:
-    """Return the busy CPU seconds of the machine, including time stolen by a hypervisor; Linux only."""
-    stat = Path("/proc/stat")
-    if not stat.is_file():
-        return None
-    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, stat.read_text().split()[1:9])
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-
-
-def warn_if_busy(title: str, other_cores: float | None) -> None:
+def warn_if_busy(title: str, other_cores: float) -> None:
     """Print a warning if other programs used part of the machine."""
-    if other_cores is not None and other_cores > BUSY_CORES:
+    if other_cores > BUSY_CORES:
         typer.echo(
             f"warning: during '{title}' other programs used {other_cores:.1f} of {os.cpu_count()} cores; "
             "expected an idle machine. Stop them and measure again."
         )
 
 
-def free_port() -> int:
-    """Return a free port of this machine."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+@contextmanager
+def peak_memory(*, is_anonymous: bool = False) -> Iterator[list[int]]:
+    """Yield a list with one number: the largest increase of this process's memory in the block, in bytes.
+
+    `is_anonymous` leaves out mapped files.
+    """
+    process = psutil.Process()
+
+    def resident_bytes() -> int:
+        memory = process.memory_info()
+        return memory.rss - (memory.shared if is_anonymous else 0)
+
+    ended, above, before = threading.Event(), [0], resident_bytes()
+
+    def watch() -> None:
+        while not ended.wait(0.005):
+            above[0] = max(above[0], resident_bytes() - before)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield above
+    finally:
+        ended.set()
+        thread.join()
 
 
 def torchrun(python: str, num_processes: int) -> list[str]:
     """Return the beginning of a torchrun command with this many processes."""
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={num_processes}", "--master-addr=127.0.0.1"]
-    return [python, *launcher, f"--master-port={free_port()}"]
+    return [python, *launcher, f"--master-port={get_free_port()}"]
 
 
 def spread(values: Sequence[float], digits: int) -> str:
@@ -87,9 +108,9 @@ def machine() -> dict[str, Any]:
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write the figures, and print the path of the file."""
+    """Write facts about the machine and the figures, and print the path of the file."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(content, indent=1) + "\n")
+    file.write_text(json.dumps({"machine": machine(), **content}, indent=1) + "\n")
     typer.echo(f"wrote {file}")
 
 

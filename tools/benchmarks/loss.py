@@ -7,35 +7,33 @@
 
 On a GPU: 16384 tokens, the vocabulary of Qwen3 (151936), hidden size 2048, bfloat16. --shape tp2, tp4 or tp8
 is the shard of one of 2, 4 or 8 ranks. One process emulates one rank and treats its columns as the complete
-vocabulary, so no collective is timed. Without a GPU, each shape is small and runs through the PyTorch reference
-of our kernels. Those figures only show that the program runs.
+vocabulary, so no collective is timed. Without a GPU, small shapes and the PyTorch reference of our kernels only
+show that the program runs.
 
-There are three forms. "logits": from logits, forward and backward (ours overwrites the logits with their
-gradient). "linear": from hidden states and weight, forward and backward. "log_probs": the linear form without
-gradient. All contenders of a case run in turns, once per round, on the same tensors. Restoring the tensors is
-not timed. Milliseconds are medians (p50). "x ours" is the time divided by the time of our slowest loss of that
-form. "extra MB" is the peak memory that PyTorch allocated besides the inputs, including results. In a dead row
-the advantage is 0, and so is the gradient. Contenders do not know the dead rows in advance, unless the remark
-mentions it.
-
-Before the timing, each contender runs once and is compared with the exact loss and gradients in float32. "loss"
-and "gradient" are relative errors. A library that is missing, fails or is inexact is listed with the reason.
+Three forms: from logits, forward and backward (ours overwrites the logits with their gradient); from hidden
+states and weight, forward and backward; and its log-probs without gradient. All contenders of a case run in
+turns, once per round, on the same tensors. Restoring the tensors is not timed. Milliseconds are medians (p50).
+"x ours" is the time divided by the time of our slowest loss of that form. "extra MB" is the peak memory that
+PyTorch allocated besides the inputs, including results. In a dead row the advantage is 0, and so is the
+gradient. Contenders do not know the dead rows in advance, unless the remark mentions it. "loss" and "gradient"
+are relative errors of a first run. A library that is missing, fails or is inexact is listed with the reason.
 
 The byte floor is one read of all logits in forward, and one read of live rows and one write of all rows in
 backward, at the speed of a copy in the same run. The floor of the linear form is its three matrix products in
 cuBLAS, one of all rows and two of the live rows, with bfloat16 results.
 
-PyPI names of the libraries: liger-kernel, cut-cross-entropy, quack-kernels, verl. Megatron is already
-installed. Figures are written to runs/bench/loss.json. With --json they are printed to standard output instead,
-without any other output.
+Libraries on PyPI: liger-kernel, cut-cross-entropy, quack-kernels, verl. Figures are written to
+runs/bench/loss.json, or with --json printed to standard output without any other output.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from dataclasses import asdict
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,12 +42,9 @@ from torch._C._distributed_c10d import HashStore
 
 from megatron_dppo.runtime.process import quiet_library_warnings
 from megatron_dppo.runtime.tables import show_table
-from tools.benchmarks.benchmarking import OUT, ROOT, cli, machine, write_json
-from tools.benchmarks.loss_baselines import baselines
+from tools.benchmarks.benchmarking import OUT, ROOT, Out, cli, in_turn, machine, write_json
 from tools.benchmarks.loss_cases import SHARDS, Case, Shape
-from tools.benchmarks.loss_contenders import ours_and_floors
-from tools.benchmarks.loss_goals import FLOOR, GoalResult, goal_results
-from tools.benchmarks.loss_rounds import Row, measure
+from tools.benchmarks.loss_contenders import Contender, Function, UnavailableError, check, contenders, run
 
 DEAD_SHARES = (0.0, 0.3)
 FORMS = {
@@ -57,86 +52,75 @@ FORMS = {
     "linear": "from hidden states and weight, forward and backward",
     "log_probs": "log-probs from hidden states and weight, no gradient",
 }
+FLOOR = "copied bytes"  # the row of the byte floor
+OURS = "ours, dppo_topk_kl"  # the most expensive objective
+Row = dict[str, Any]  # an entry of loss.json's rows
 
 
-@dataclass(frozen=True)
-class Effort:
-    """Numbers of warm-up rounds and of measured rounds."""
+class Goal(NamedTuple):
+    """A limit of our time divided by another's, of how many times as fast ours is, or of our memory in MB."""
 
-    warm_up: int
-    rounds: int
-
-
-GPU, CPU, QUICK = Effort(5, 25), Effort(1, 5), Effort(1, 5)
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Figures for one shape and share of dead rows."""
-
-    shape: Shape
-    dead_share: float
-    copy_bytes_per_s: float
-    rows: tuple[Row, ...]
-    goals: tuple[GoalResult, ...]
+    form: str
+    ours: str
+    bound: Literal["at most", "at least"]
+    limit: float
+    against: str  # a contender, FLOOR, or "memory"
 
     @property
-    def byte_floor_s(self) -> float:
-        """Floor of the form "logits" in seconds."""
-        return floor_bytes(self.shape, self.dead_share) / self.copy_bytes_per_s
+    def words(self) -> str:
+        """The goal as text, without the figure."""
+        kind = "times the time of" if self.bound == "at most" else "times as fast as"
+        what = "MB besides its inputs" if self.against == "memory" else f"{kind} {self.against}"
+        return f"{self.form}: {self.ours}, {self.bound} {self.limit:g} {what}"
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the figures with medians as JSON."""
-        rows = [asdict(row) | {"median_s": row.median_s} for row in self.rows]
-        derived = {"byte_floor_s": self.byte_floor_s, "rows": rows}
-        return asdict(self) | derived
+
+GOALS = (
+    Goal("logits", OURS, "at most", 1.15, FLOOR),
+    Goal("logits", OURS, "at most", 50, "memory"),
+    Goal("logits", OURS, "at least", 3.5, "Megatron fused CE"),
+    Goal("logits", OURS, "at least", 3.0, "Liger vocab-parallel CE"),
+    Goal("logits", OURS, "at least", 2.0, "log_softmax + gather"),
+    Goal("logits", "ours, dppo_binary_tv", "at least", 1.0, "Liger GRPO"),
+    Goal("linear", OURS, "at most", 1.25, "three matrix products"),
+    Goal("linear", OURS, "at least", 1.15, "Liger fused linear CE, TP"),
+    Goal("linear", OURS, "at least", 1.8, "verl linear_cross_entropy"),
+    Goal("linear", OURS, "at least", 1.2, "cut-cross-entropy, exact"),
+    Goal("linear", OURS, "at least", 0.95, "QuACK chunked"),
+    Goal("log_probs", "ours", "at least", 1.0, "Liger fused linear CE, TP"),
+)
 
 
 def main(
-    shape: Annotated[
-        list[str] | None, typer.Option(help="tp1, tp2, tp4 or tp8 (repeatable). [default: all]")
-    ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(min=8, help="Number of tokens. [default: 16384, without a GPU 512]")
-    ] = None,
+    shape: Annotated[list[str], typer.Option(help="tp1, tp2, tp4 or tp8 (repeatable).")] = list(SHARDS),  # noqa: B006
+    tokens: Annotated[int, typer.Option(min=0, help="Number of tokens. [0: 16384, without a GPU 512]")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Run 5 rounds instead of 25.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the figures, as JSON.")] = False,
-    out: Annotated[Path, typer.Option(help="JSON file for the figures, from the repository.")] = OUT
-    / "loss.json",
+    out: Out = OUT / "loss.json",
 ) -> None:
     """Print a table for each form of each case, and the goals."""
-    unknown = [name for name in shape or () if name not in SHARDS]
+    unknown = [name for name in shape if name not in SHARDS]
     if unknown:
         typer.echo(f"--shape: found {unknown[0]!r}; expected one of {', '.join(SHARDS)}", err=True)
         raise typer.Exit(2)
-    if tokens is not None and tokens % 8:
+    if tokens % 8:
         typer.echo(f"--tokens: found {tokens}; expected a multiple of 8, which some libraries need", err=True)
         raise typer.Exit(2)
     quiet_library_warnings()
     is_gpu = torch.cuda.is_available()
-    effort = QUICK if quick else GPU if is_gpu else CPU
-    shapes = [
-        Shape.of(name, tokens or (16384 if is_gpu else 512), is_small=not is_gpu)
-        for name in dict.fromkeys(shape or SHARDS)
-    ]
+    warm_up, rounds = (5, 25) if is_gpu and not quick else (1, 5)
+    kinds = {"kernels": "CUDA" if is_gpu else "PyTorch reference", "is_gpu": is_gpu}
     device = torch.cuda.get_device_name() if is_gpu else "CPU"
-    content: dict[str, Any] = {
-        "machine": machine(),
-        "device": device,
-        "is_gpu": is_gpu,
-        "kernels": "CUDA" if is_gpu else "PyTorch reference",
-        "effort": asdict(effort),
-        "cases": [],
-    }
+    content = {"machine": machine(), "device": device, **kinds}
+    content |= {"effort": {"warm_up": warm_up, "rounds": rounds}, "cases": []}
     if not as_json:
-        typer.echo(f"{device}; our kernels: {content['kernels']}; {effort.rounds} rounds")
+        typer.echo(f"{device}; our kernels: {kinds['kernels']}; {rounds} rounds")
     with group_of_one(is_gpu):
-        for one in shapes:
+        for name in dict.fromkeys(shape):
+            one = Shape.of(name, tokens or (16384 if is_gpu else 512), is_small=not is_gpu)
             for dead_share in DEAD_SHARES:
-                figures = benchmark(one, dead_share, effort)
-                content["cases"].append(figures.as_json())
+                content["cases"].append(benchmark(one, dead_share, warm_up, rounds))
                 if not as_json:
-                    show(figures)
+                    show(content["cases"][-1])
     if as_json:
         typer.echo(json.dumps(content, indent=1))
     else:
@@ -149,74 +133,150 @@ def main(
 @contextmanager
 def group_of_one(is_gpu: bool) -> Iterator[None]:
     """Start a process group of one process. Without a GPU, disable compilation, which would take minutes."""
-    stance = "default" if is_gpu else "force_eager"
-    backend = "nccl" if is_gpu else "gloo"
-    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    dist.init_process_group("nccl" if is_gpu else "gloo", store=HashStore(), rank=0, world_size=1)
     try:
-        with torch.compiler.set_stance(stance):
+        with torch.compiler.set_stance("default" if is_gpu else "force_eager"):
             yield
     finally:
         dist.destroy_process_group()
 
 
-def benchmark(shape: Shape, dead_share: float, effort: Effort) -> Figures:
-    """Measure all contenders on one case."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    case = Case.make(shape, dead_share, device)
-    rows, speed = measure([*ours_and_floors(), *baselines()], case, effort.warm_up, effort.rounds)
-    seconds = {(row.form, row.name): row.median_s for row in rows if row.median_s is not None}
-    seconds["logits", FLOOR] = floor_bytes(shape, dead_share) / speed
-    extra = {(row.form, row.name): row.extra_bytes for row in rows if row.extra_bytes is not None}
-    goals = goal_results(seconds, extra, is_gpu=device.type == "cuda")
-    return Figures(shape, dead_share, speed, tuple(rows), tuple(goals))
+def benchmark(shape: Shape, dead_share: float, warm_up: int, rounds: int) -> dict[str, Any]:
+    """Measure all contenders on one case, and return its entry of loss.json."""
+    case = Case.make(shape, dead_share, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    rows, functions = list[Row](), dict[int, tuple[Contender, Function]]()
+    for number, contender in enumerate(contenders()):
+        row, function = prepare(contender, case)
+        rows.append(row)
+        if function is not None:
+            functions[number] = contender, function
+
+    def measure(contender: Contender, function: Function) -> float:
+        inputs = contender.inputs(case)
+        return seconds_of(lambda: run(contender, function, case, inputs), case)
+
+    measures = {number: lambda one=one: measure(*one) for number, one in functions.items()}
+    for number, seconds in in_turn(measures, rounds, warm_up).items():
+        rows[number] |= {"seconds": seconds, "median_s": statistics.median(seconds)}
+    copies = [seconds_of(case.restored, case) for _ in range(rounds + 1)][1:]
+    speed = 2 * case.pristine.nbytes / statistics.median(copies)
+    # Forward reads all logits, backward reads the live rows and writes all rows: two bytes each.
+    floor_s = (3 - dead_share) * 2 * shape.num_tokens * shape.num_columns / speed
+    medians = {(row["form"], row["name"]): row["median_s"] for row in rows if row["seconds"]}
+    extra = {(row["form"], row["name"]): row["extra_bytes"] for row in rows if row["extra_bytes"] is not None}
+    goals = goal_results(medians | {("logits", FLOOR): floor_s} if case.pristine.is_cuda else {}, extra)
+    found = {
+        "shape": asdict(shape),
+        "dead_share": dead_share,
+        "copy_bytes_per_s": speed,
+        "byte_floor_s": floor_s,
+    }
+    return found | {"rows": rows, "goals": goals}
 
 
-def floor_bytes(shape: Shape, dead_share: float) -> float:
-    """Return the bytes that forward and backward from logits must move."""
-    return (3 - dead_share) * shape.logits_bytes
+def prepare(contender: Contender, case: Case) -> tuple[Row, Function | None]:
+    """Load a contender, run it and check its result. Return its row, and the function if it can be timed."""
+    is_gpu = case.pristine.is_cuda
+    names = {name: getattr(contender, name) for name in ("form", "name", "is_ours", "remark")}
+    row: Row = {**names, "seconds": [], "median_s": None, "extra_bytes": None, "fault": ""}
+    row |= {"loss_error": None, "gradient_error": None}
+    try:
+        function = contender.load()
+        if contender.needs_gpu and not is_gpu:
+            return row | {"fault": "needs a GPU"}, None
+        run(contender, function, case, contender.inputs(case))  # triggers compilation and autotuning
+        inputs = contender.inputs(case)
+        before = torch.cuda.memory_allocated() if is_gpu else 0
+        if is_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        outcome = run(contender, function, case, inputs)
+        row["extra_bytes"] = torch.cuda.max_memory_allocated() - before if is_gpu else None
+        row["loss_error"], row["gradient_error"], fault = check(contender, case, *outcome)
+    except UnavailableError as error:
+        return row | {"fault": str(error)}, None
+    except torch.OutOfMemoryError:
+        return row | {"fault": "does not fit into memory"}, None
+    except Exception as error:  # a failure of another library is a result
+        if contender.is_ours:
+            raise
+        reason = (str(error).strip().splitlines() or [""])[0]
+        return row | {"fault": f"fails: {type(error).__name__}: {reason}"[:160]}, None
+    return (row | {"fault": f"wrong: {fault}", "extra_bytes": None}, None) if fault else (row, function)
 
 
-def show(figures: Figures) -> None:
+def seconds_of(function: Callable[[], Any], case: Case) -> float:
+    """Return the seconds of one run, by CUDA events on a GPU, and by the clock elsewhere."""
+    if not case.pristine.is_cuda:
+        began = time.perf_counter()
+        function()
+        return time.perf_counter() - began
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def goal_results(
+    seconds: Mapping[tuple[str, str], float], extra_bytes: Mapping[tuple[str, str], int]
+) -> list[dict[str, Any]]:
+    """Return each goal's figure, and whether it was met, missed or not measured.
+
+    Args:
+        seconds: Median seconds of each (form, name) measured on a GPU, with the byte floor under FLOOR.
+        extra_bytes: Peak bytes besides the inputs of each (form, name).
+    """
+    results: list[dict[str, Any]] = []
+    for goal in GOALS:
+        ours, other, figure = (goal.form, goal.ours), (goal.form, goal.against), None
+        if goal.against == "memory" and ours in extra_bytes:
+            figure = extra_bytes[ours] / 1e6
+        elif ours in seconds and other in seconds:
+            pair = (seconds[ours], seconds[other])
+            figure = pair[0] / pair[1] if goal.bound == "at most" else pair[1] / pair[0]
+        outcome = "not measured"
+        if figure is not None:
+            is_met = figure <= goal.limit if goal.bound == "at most" else figure >= goal.limit
+            outcome = "met" if is_met else "missed"
+        results.append({"goal": goal.words, "figure": figure, "outcome": outcome})
+    return results
+
+
+def show(case: dict[str, Any]) -> None:
     """Print the tables and goals of a case."""
-    shape = figures.shape
+    shape = case["shape"]
     typer.echo(
-        f"\n== {shape.name}: {shape.num_tokens} tokens, {shape.num_columns} columns, hidden size "
-        f"{shape.hidden_size}; {figures.dead_share:.0%} dead rows; a copy moves "
-        f"{figures.copy_bytes_per_s / 1e9:,.1f} GB/s"
+        f"\n== {shape['name']}: {shape['num_tokens']} tokens, {shape['num_columns']} columns, hidden size "
+        f"{shape['hidden_size']}; {case['dead_share']:.0%} dead rows; a copy moves "
+        f"{case['copy_bytes_per_s'] / 1e9:,.1f} GB/s"
     )
     for form, title in FORMS.items():
-        rows = [row for row in figures.rows if row.form == form]
-        ours = max((row.median_s for row in rows if row.is_ours and row.median_s), default=None)
-        cells = [cells_of(row, ours) for row in rows]
+        rows = [row for row in case["rows"] if row["form"] == form]
+        ours = max((row["median_s"] for row in rows if row["is_ours"] and row["seconds"]), default=None)
+
+        def figures(seconds: float, ours: float | None = ours) -> list[str]:
+            return [f"{seconds * 1e3:.3f}", "-" if ours is None else f"{seconds / ours:.2f}"]
+
+        cells: list[list[str]] = []
+        for row in rows:
+            extra = "not measured" if row["extra_bytes"] is None else f"{row['extra_bytes'] / 1e6:,.1f}"
+            times = [*figures(row["median_s"]), extra] if row["seconds"] else ["-", "-", "-"]
+            errors = (row["loss_error"], row["gradient_error"])
+            shown = ["-" if error is None else f"{error:.0e}" for error in errors]
+            cells.append([row["name"], *times, *shown, row["remark"]])
         if form == "logits":
-            cells.append([FLOOR, *figure_cells(figures.byte_floor_s, ours), "", "", "", "the floor"])
+            cells.append([FLOOR, *figures(case["byte_floor_s"]), "", "", "", "the floor"])
         header = ("contender", "p50 ms", "x ours", "extra MB", "loss", "gradient", "remark")
         show_table(title, header, cells)
-        for row in rows:
-            if row.fault:
-                typer.echo(f"  {row.name}: {row.fault}")
-    typer.echo("\ngoals")
-    for goal in figures.goals:
-        figure = "" if goal.figure is None else f": {goal.figure:.2f}"
-        typer.echo(f"  {goal.outcome:<13} {goal.goal}{figure}")
-
-
-def cells_of(row: Row, ours: float | None) -> list[str]:
-    """Return the cells of a contender."""
-    if row.median_s is None:
-        return [row.name, "-", "-", "-", *error_cells(row), row.remark]
-    extra = "not measured" if row.extra_bytes is None else f"{row.extra_bytes / 1e6:,.1f}"
-    return [row.name, *figure_cells(row.median_s, ours), extra, *error_cells(row), row.remark]
-
-
-def figure_cells(seconds: float, ours: float | None) -> Sequence[str]:
-    """Return milliseconds, and the ratio to ours."""
-    return f"{seconds * 1e3:.3f}", "-" if ours is None else f"{seconds / ours:.2f}"
-
-
-def error_cells(row: Row) -> Sequence[str]:
-    """Return the errors of loss and gradient."""
-    return ["-" if error is None else f"{error:.0e}" for error in (row.loss_error, row.gradient_error)]
+        typer.echo("".join(f"  {row['name']}: {row['fault']}\n" for row in rows if row["fault"]), nl=False)
+    typer.echo()
+    for goal in case["goals"]:
+        figure = "" if goal["figure"] is None else f": {goal['figure']:.2f}"
+        typer.echo(f"  {goal['outcome']:<13} {goal['goal']}{figure}")
+    outcomes = Counter(goal["outcome"] for goal in case["goals"])
+    typer.echo("goals: " + ", ".join(f"{outcomes[name]} {name}" for name in ("met", "missed", "not measured")))
 
 
 if __name__ == "__main__":

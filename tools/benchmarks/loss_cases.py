@@ -10,14 +10,8 @@ from torch import Tensor
 
 TOP_K = 20
 REFERENCE_ROWS = 512  # rows that the float32 reference computes at a time
-SHARDS: dict[
-    str, tuple[int, int]
-] = {  # tensor-parallel size, and columns of a padded shard of Qwen3's vocabulary
-    "tp1": (1, 151936),
-    "tp2": (2, 76032),
-    "tp4": (4, 38016),
-    "tp8": (8, 19072),
-}
+# Tensor-parallel size, and columns of a padded shard of Qwen3's vocabulary.
+SHARDS = {"tp1": (1, 151936), "tp2": (2, 76032), "tp4": (4, 38016), "tp8": (8, 19072)}
 SMALL_VOCABULARY, SMALL_HIDDEN, HIDDEN = 2048, 128, 2048
 
 
@@ -30,11 +24,6 @@ class Shape:
     num_tokens: int
     num_columns: int
     hidden_size: int
-
-    @property
-    def logits_bytes(self) -> int:
-        """Bytes of this shard's logits in bfloat16."""
-        return 2 * self.num_tokens * self.num_columns
 
     @classmethod
     def of(cls, name: str, num_tokens: int, *, is_small: bool) -> "Shape":
@@ -79,30 +68,17 @@ class Case:
         torch.mm(hidden, weight.t(), out=pristine[:num])
         targets = torch.randint(columns, (num,), **settings)
         ids = torch.cat([part.topk(TOP_K).indices for part in pristine[:num].split(REFERENCE_ROWS)])
-        parts = zip(*(x.split(REFERENCE_ROWS) for x in (pristine[:num], targets, ids)), strict=True)
-        at_targets, at_topk = list[Tensor](), list[Tensor]()
-        for logits, own_targets, own_ids in parts:
-            exact = logits.float().log_softmax(-1)
-            at_targets.append(exact.gather(1, own_targets[:, None])[:, 0])
-            at_topk.append(exact.gather(1, own_ids))
-        log_probs = torch.cat(at_targets)
+        log_probs, at_topk = torch.empty(num, device=device), torch.empty(num, TOP_K, device=device)
+        for rows in torch.arange(num, device=device).split(REFERENCE_ROWS):
+            exact = pristine[rows].float().log_softmax(-1)
+            log_probs[rows] = exact.gather(1, targets[rows, None])[:, 0]
+            at_topk[rows] = exact.gather(1, ids[rows])
         advantages = torch.randn(num, **settings)
         advantages[torch.randperm(num, **settings)[: round(dead_share * num)]] = 0
         noise = 0.02 * torch.randn(num, **settings)
-        return cls(
-            shape=shape,
-            dead_share=dead_share,
-            hidden=hidden,
-            weight=weight,
-            pristine=pristine,
-            working=torch.empty_like(pristine),
-            targets=targets,
-            log_probs=log_probs,
-            rollout_log_probs=(log_probs + noise).clamp(max=0),
-            advantages=advantages,
-            topk_ids=ids.int(),
-            topk_rollout_log_probs=(torch.cat(at_topk) - 0.01),
-        )
+        mu = (log_probs + noise).clamp(max=0)
+        shared = (shape, dead_share, hidden, weight, pristine, torch.empty_like(pristine), targets, log_probs)
+        return cls(*shared, mu, advantages, ids.int(), at_topk - 0.01)
 
     @cached_property
     def coefficients(self) -> Tensor:
@@ -150,8 +126,7 @@ class Case:
     def gradient_error(self, gradients: tuple[Tensor, ...], *, is_plain: bool) -> float:
         """Return the norm of the difference divided by the norm; the larger one for two gradients."""
         if len(gradients) == 2:
-            exact = self.linear_gradients(is_plain=is_plain)
-            pairs = zip(gradients, exact, strict=True)
+            pairs = zip(gradients, self.linear_gradients(is_plain=is_plain), strict=True)
             return max(float((found - known).norm() / known.norm()) for found, known in pairs)
         found = gradients[0].detach().reshape(-1, self.shape.num_columns)
         difference, norm = 0.0, 0.0

@@ -4,96 +4,69 @@
     python -m tools.benchmarks.save --hidden 1024    a larger model
     torchrun --nproc-per-node 2 -m tools.benchmarks.save --expert 1    without expert parallelism
 
-The real actor trains on random samples. Saves of both kinds alternate, so that they find the disk in the same
-state. A pause is the extra time of a gradient step with a save. For an asynchronous save, the time to turn the
-written files into a checkpoint is added. Steps during the writing are timed too. The floor of an asynchronous
-pause is a copy of the bytes of the rank that writes most. Resident memory is the increase during the save, on
-the rank with the largest increase.
+The real actor trains on random samples. Saves of both kinds alternate. A pause is the extra time of a gradient
+step with a save. For an asynchronous save, the time to turn the written files into a checkpoint is added. The
+floor of an asynchronous pause is a copy of the bytes of the rank that writes most. Resident memory is the
+increase during the save, on the rank with the largest increase.
 """
 
-import argparse
-import os
 import statistics
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-_ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(_ROOT / "tests" / "distributed")]
+import torch
+import typer
 
-from megatron_dppo.runtime.process import Runtime, quiet_library_warnings, start, stop, world_size_from_launcher  # noqa: E402
+from megatron_dppo.config.schema import CheckpointConfig
+from megatron_dppo.run.run_point import RunPoint
+from megatron_dppo.runtime.process import Runtime, quiet_library_warnings, start, stop, world_size_from_launcher
+from megatron_dppo.types import RunState
+from tools.benchmarks.benchmarking import cli, peak_memory
+from tools.benchmarks.jobs import batch_of, build_actor, write_model
+
+KINDS: tuple[str, ...] = ("synchronous", "asynchronous")
 
 
-def main() -> None:
+def main(
+    hidden: Annotated[int, typer.Option(help="Hidden size of the model.")] = 512,
+    saves: Annotated[int, typer.Option(min=1, help="Saves of each kind.")] = 6,
+    expert: Annotated[int | None, typer.Option(help="parallel.expert. [default: number of processes]")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Folder to write to, on the disk to measure.")] = None,
+) -> None:
     """Print the pauses and their ratio."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=512, help="hidden size of the model")
-    parser.add_argument("--saves", type=int, default=6, help="saves of each kind")
-    parser.add_argument("--expert", type=int, help="parallel.expert (default: number of processes)")
-    parser.add_argument("--folder", type=Path, help="folder to write to, on the file system to measure")
-    options = parser.parse_args()
     quiet_library_warnings()
     runtime = start()
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        folder = Path(runtime.on_main(lambda: name))
-        expert = options.expert or world_size_from_launcher()
-        measure(folder, runtime, options.hidden, options.saves, expert)
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        shared = Path(runtime.on_main(lambda: name))
+        measure(shared, runtime, hidden, saves, expert or world_size_from_launcher())
         runtime.barrier()
     stop()
 
 
-def trainer(folder: Path, runtime: Runtime, hidden: int, expert: int) -> tuple[Any, Any, Any]:
-    """Return a config, its actor and the batch of a gradient step."""
-    from tiny import random_groups, write_model
-
-    from megatron_dppo.actor.actor import Actor
-    from megatron_dppo.config.schema import Config
-    from megatron_dppo.data.batches.gradient_steps import gradient_steps, with_advantages
+def measure(folder: Path, runtime: Runtime, hidden: int, num_saves: int, expert: int) -> None:
+    """Alternate plain steps, steps with a synchronous save and steps with an asynchronous save."""
+    from megatron_dppo.run.checkpoints import Checkpoints  # after quiet_library_warnings
 
     sizes = dict(hidden_size=hidden, moe_intermediate_size=hidden, intermediate_size=2 * hidden)
     sizes |= dict(num_attention_heads=8, num_key_value_heads=4, head_dim=hidden // 8)
-    runtime.on_main(lambda: write_model(folder / "model", **sizes))
-    tables: dict[str, dict[str, Any]] = {
-        "run": {"folder": str(folder / "run")},
-        "model": {"load": str(folder / "model"), "dtype": "float32"},
-        "parallel": {"expert": expert},
-        "rollout": {"prompts_per_rollout": 8},
-        "algorithm": {"minibatches_per_rollout": 1},
-    }
-    config = Config.model_validate(tables)
-    actor = Actor(config, runtime)
-    own = random_groups(8, topk=4)[runtime.rank :: runtime.world_size]
-    groups = with_advantages(own, normalize_std=False)
-    (batch,), _ = gradient_steps(groups, 0, config, actor.data_parallel, routing=actor.routing)
-    return config, actor, batch
+    write_model(runtime, str(folder / "model"), sizes | {"initializer_range": 0.25})
+    actor = build_actor(runtime, str(folder / "model"), {"expert": expert})
+    batch = batch_of(runtime, actor, [16] * 24, 16384)
+    kinds: dict[str, Checkpoints] = {}
+    for kind in KINDS:
+        options = CheckpointConfig(asynchronous=kind == "asynchronous", keep_last=1)
+        runtime.on_main((folder / kind).mkdir)
+        kinds[kind] = Checkpoints(folder / kind, options, folder / "model", runtime)
+    seconds: dict[str, list[float]] = {name: [] for name in ("plain", *KINDS, "during")}
+    writing_s, memory = 0.0, dict.fromkeys(KINDS, 0)
 
-
-def measure(folder: Path, runtime: Runtime, hidden: int, num_saves: int, expert: int) -> None:
-    """Alternate plain steps, steps with a synchronous save and steps with an asynchronous save."""
-    from megatron_dppo.run.checkpoints import Checkpoints
-    from megatron_dppo.run.run_point import RunPoint
-    from megatron_dppo.types import RunState
-
-    config, actor, batch = trainer(folder, runtime, hidden, expert)
-    kinds: dict[str, Any] = {}
-    for kind, is_asynchronous in (("synchronous", False), ("asynchronous", True)):
-        checkpoint = config.checkpoint.model_copy(update={"asynchronous": is_asynchronous, "keep_last": 1})
-        checkpoints_folder = folder / kind
-        runtime.on_main(lambda made=checkpoints_folder: made.mkdir())
-        kinds[kind] = Checkpoints(checkpoints_folder, checkpoint, config.model.load, runtime)
-    seconds: dict[str, list[float]] = {"plain": [], **{kind: [] for kind in kinds}, "beside": []}
-    total_writing, memory = 0.0, dict.fromkeys(kinds, 0)
-
-    def step(save: Any = None, number: int = 0) -> float:
+    def step(checkpoints: Checkpoints | None = None, number: int = 0) -> float:
         began = time.perf_counter()
         actor.train_step(batch, is_first=False)
-        if save is not None:
-            save.save(actor, RunPoint(RunState(0, number, 0, {}), 0, ""))
+        if checkpoints is not None:
+            checkpoints.save(actor, RunPoint(RunState(0, number, 0, {}), 0, ""))
         runtime.barrier()
         return time.perf_counter() - began
 
@@ -101,85 +74,50 @@ def measure(folder: Path, runtime: Runtime, hidden: int, num_saves: int, expert:
         step()
     for number in range(num_saves + 1):  # the first of each kind warms up
         for kind, checkpoints in kinds.items():
-            plain = [step() for _ in range(3)]
-            began, beside = time.perf_counter(), list[float]()
+            plain, during = [step() for _ in range(3)], list[float]()
             with peak_memory() as above:
                 saved = step(checkpoints, number)
                 began = time.perf_counter()
                 while checkpoints.is_writing:
-                    beside.append(step())
+                    during.append(step())
                     polled = time.perf_counter()
                     checkpoints.poll()
                     saved += time.perf_counter() - polled
-            total_writing += time.perf_counter() - began
+            writing_s += (time.perf_counter() - began) / (num_saves + 1)
             memory[kind] = max(memory[kind], *runtime.all_gather(above[0]))
             if number > 0:
-                seconds["plain"] += plain
-                seconds[kind].append(saved)
-                seconds["beside"] += beside
-    newest = folder / "synchronous" / (folder / "synchronous" / "latest").read_text().strip()
-    own = sum(file.stat().st_size for file in newest.glob(f"megatron/__{runtime.rank}_*.distcp"))
-    copy_s = max(runtime.all_gather(seconds_of_copy(own)))
-    if runtime.is_main:
-        report(seconds, total_writing / (num_saves + 1), actor, newest)
-        print(f"copy of the bytes of one rank     {copy_s:8.3f} s  (the rank that writes most)")
-        for kind, above in memory.items():
-            print(f"resident memory, {kind:<12}     {above / (1 << 30):8.2f} GiB more than before the save")
-
-
-@contextmanager
-def peak_memory() -> Iterator[list[int]]:
-    """Measure the largest increase of resident bytes in the block. Yield a list with this one number."""
-    ended, above = threading.Event(), [0]
-    before = resident_bytes()
-
-    def watch() -> None:
-        while not ended.wait(0.005):
-            above[0] = max(above[0], resident_bytes() - before)
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield above
-    finally:
-        ended.set()
-        thread.join()
-
-
-def resident_bytes() -> int:
-    """Return the resident bytes of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def seconds_of_copy(num_bytes: int) -> float:
-    """Measure the seconds of copying this many bytes into new memory."""
-    import torch
-
-    source = torch.ones(max(num_bytes, 1), dtype=torch.uint8)
+                for name, values in (("plain", plain), (kind, [saved]), ("during", during)):
+                    seconds[name] += values
+    newest = folder / KINDS[0] / (folder / KINDS[0] / "latest").read_text().strip()
+    own_bytes = sum(file.stat().st_size for file in newest.glob(f"megatron/__{runtime.rank}_*.distcp"))
+    source = torch.ones(max(own_bytes, 1), dtype=torch.uint8)
     began = time.perf_counter()
     source.clone()
-    return time.perf_counter() - began
+    copy_s = max(runtime.all_gather(time.perf_counter() - began))
+    if runtime.is_main:
+        num_parameters = sum(p.numel() for chunk in actor.chunks for p in chunk.parameters())
+        size = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
+        print(f"{num_parameters / 1e6:.1f} M parameters on rank 0; a checkpoint holds {size / 1e6:.0f} MB")
+        print(f"copy of the bytes of one rank     {copy_s:8.3f} s  (the rank that writes most)")
+        report(seconds, writing_s, memory)
 
 
-def report(seconds: dict[str, list[float]], writing_s: float, actor: Any, newest: Path) -> None:
+def report(seconds: dict[str, list[float]], writing_s: float, memory: dict[str, int]) -> None:
     """Print medians over the saves."""
-    num_parameters = sum(p.numel() for chunk in actor.chunks for p in chunk.parameters())
-    size = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
-    median = {kind: statistics.median(values) for kind, values in seconds.items() if values}
-    pause = {kind: median[kind] - median["plain"] for kind in ("synchronous", "asynchronous")}
-    print(f"{num_parameters / 1e6:.1f} M parameters on rank 0; a checkpoint holds {size / 1e6:.0f} MB")
+    median = {name: statistics.median(values) for name, values in seconds.items() if values}
     print(f"gradient step without a save      {median['plain']:8.3f} s  (median of {len(seconds['plain'])})")
+    pause = {kind: median[kind] - median["plain"] for kind in KINDS}
     for kind, value in pause.items():
         low, high = min(seconds[kind]) - median["plain"], max(seconds[kind]) - median["plain"]
         print(f"pause of a save, {kind:<12}     {value:8.3f} s  ({low:.3f} to {high:.3f})")
-    if "beside" in median:
-        slower = median["beside"] / median["plain"] - 1
-        beside = f"({slower:+.0%}; {writing_s:.2f} s of writing)"
-        print(f"gradient step during the writing  {median['beside']:8.3f} s  {beside}")
-    print(
-        f"the asynchronous pause is {pause['asynchronous'] / pause['synchronous']:.2f} of the synchronous one"
-    )
+    if "during" in median:
+        slower = f"({median['during'] / median['plain'] - 1:+.0%}; {writing_s:.2f} s of writing)"
+        print(f"gradient step during the writing  {median['during']:8.3f} s  {slower}")
+    ratio = pause["asynchronous"] / pause["synchronous"]
+    print(f"the asynchronous pause is {ratio:.2f} of the synchronous one")
+    for kind, above in memory.items():
+        print(f"resident memory, {kind:<12}     {above / (1 << 30):8.2f} GiB more than before the save")
 
 
 if __name__ == "__main__":
-    main()
+    cli(main, __doc__)

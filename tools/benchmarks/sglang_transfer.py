@@ -5,48 +5,36 @@
     make bench-sglang                                             installs the requirements first
 
 The benchmark starts its own server. (a) Each way of pushing weights in turn, compared with a copy of the same
-bytes in memory. On a GPU, server and trainer share the GPU, and "distributed" is left out, because NCCL does
-not support two ranks on one GPU. (b) The same requests through our engine, which checks and decodes every
-response, and through plain HTTP, which discards them. Responses have only tokens and log-probs, or also the
-top 20 and the routes of R3. (c) The bytes of a token on the wire and in the trainer's memory.
+bytes in memory. On a GPU, server and trainer share it, and "distributed" is left out, because NCCL does not
+support this. (b) The same requests through our engine, which checks and decodes every response, and through
+plain HTTP, which discards them. Responses have only tokens and log-probs, or also the top 20 and the routes of
+R3. (c) The bytes of a token on the wire and in the trainer's memory.
 """
 
 import asyncio
 import os
 import statistics
-import sys
 import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
 import httpx2
 import torch
 import typer
+from torch import Tensor
 
+from megatron_dppo.config.schema import Config
+from megatron_dppo.engines.base import Completion, Request, SamplingParams
+from megatron_dppo.runtime.process import Runtime, quiet_library_warnings, start, stop
 from megatron_dppo.runtime.tables import show_table
-from tools.benchmarks.benchmarking import (
-    OUT,
-    ROOT,
-    OtherPrograms,
-    cli,
-    machine,
-    spread,
-    warn_if_busy,
-    write_json,
-)
+from tools.benchmarks import benchmarking as bench
 
-sys.path[:0] = [str(ROOT / "tests" / "distributed")]
-
-from megatron_dppo.config.schema import Config  # noqa: E402
-from megatron_dppo.engines.base import Completion, Request, SamplingParams  # noqa: E402
-from megatron_dppo.runtime.process import Runtime, quiet_library_warnings, start, stop  # noqa: E402
-
-WAYS = ("distributed", "disk", "tensor")
-WAYS_ON_ONE_GPU = ("disk", "tensor")
 RESPONSE = 48  # tokens
 PARAMS = {
     "log-probs": SamplingParams(RESPONSE),
@@ -62,56 +50,41 @@ def main(
 ) -> None:
     """Measure, print, and write runs/bench/sglang.json."""
     quiet_library_warnings()
-    runtime, others = start(), OtherPrograms()
+    runtime, others = start(), bench.OtherPrograms()
     with tempfile.TemporaryDirectory() as name:
-        config = make_config(Path(name), hidden, python)
+        config = make_config(Path(name), runtime, hidden, python)
         from megatron_dppo.engines.sglang.options import nccl_settings
         from megatron_dppo.engines.sglang.server import own_servers
 
         os.environ.update(nccl_settings(config))
-
         with own_servers(config, runtime):
             pushes = measure_pushes(config, runtime, rounds)
             rollouts = measure_rollouts(config, runtime, rounds, requests)
     stop()
     busy = others.cores()
     show(pushes, rollouts)
-    warn_if_busy("SGLang", busy)
-    write_json(
-        OUT / "sglang.json", {"machine": machine(), "pushes": pushes, "rollouts": rollouts, "others": busy}
-    )
+    bench.warn_if_busy("SGLang", busy)
+    found = {"pushes": pushes, "rollouts": rollouts, "others": busy}
+    bench.write_json(bench.OUT / "sglang.json", found)
 
 
-def make_config(folder: Path, hidden: int, python: str) -> Config:
+def make_config(folder: Path, runtime: Runtime, hidden: int, python: str) -> Config:
     """Write a random model, and return the config of a run that starts a server of it."""
-    from tiny import write_model
+    from tools.benchmarks.jobs import write_model
 
     sizes = dict(hidden_size=hidden, moe_intermediate_size=hidden, intermediate_size=2 * hidden)
     sizes |= dict(num_attention_heads=8, num_key_value_heads=4, head_dim=hidden // 8, num_hidden_layers=8)
-    write_model(folder / "model", vocab_size=4096, max_position_embeddings=512, **sizes)
-    quickstart = tomllib.loads((ROOT / "examples" / "quickstart" / "base.toml").read_text())
-    on_cpu: dict[str, Any] = {} if torch.cuda.is_available() else quickstart["sglang"]
-    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    limits: dict[str, Any] = {
-        "context_length": 256,
-        "max_total_tokens": 32768,
-        "dtype": dtype,
-        "python": python,
-    }
-    if torch.cuda.is_available():
-        limits |= {"mem_fraction_static": 0.3}  # the trainer is on the same GPU
-    return Config.model_validate(
-        {
-            "run": {"folder": folder / "run"},
-            "model": {"load": folder / "model", "dtype": dtype},
-            "rollout": {
-                "engine": "sglang",
-                "routing_replay": "measure",
-                "sglang": {"num_own_servers": 1, "probe_every": 0},
-            },
-            "sglang": on_cpu | limits,
-        }
-    )
+    sizes |= dict(vocab_size=4096, max_position_embeddings=512, initializer_range=0.25)
+    write_model(runtime, str(folder / "model"), sizes)
+    dtype, options = "bfloat16", {"mem_fraction_static": 0.3}  # the trainer is on the same GPU
+    if not torch.cuda.is_available():
+        quickstart = tomllib.loads((bench.ROOT / "examples" / "quickstart" / "base.toml").read_text())
+        dtype, options = "float32", quickstart["sglang"]
+    options |= {"context_length": 256, "max_total_tokens": 32768, "dtype": dtype, "python": python}
+    servers = {"num_own_servers": 1, "probe_every": 0}
+    rollout = {"engine": "sglang", "routing_replay": "measure", "sglang": servers}
+    run, of_model = {"folder": folder / "run"}, {"load": folder / "model", "dtype": dtype}
+    return Config.model_validate({"run": run, "model": of_model, "rollout": rollout, "sglang": options})
 
 
 def measure_pushes(config: Config, runtime: Runtime, rounds: int) -> dict[str, Any]:
@@ -122,23 +95,19 @@ def measure_pushes(config: Config, runtime: Runtime, rounds: int) -> dict[str, A
 
     actor = Actor(config, runtime)
     engine = build_engine(config, config.model.load, runtime.device)
-    num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in actor.weights())
+    num_bytes = sum(tensor.nbytes for _, tensor in actor.weights())
     source = torch.ones(num_bytes, dtype=torch.uint8, device=runtime.device)
-    target = torch.empty_like(source)
-    ways = WAYS if runtime.device.type == "cpu" else WAYS_ON_ONE_GPU
-    syncs = {}
-    for way in ways:
-        options = config.rollout.sglang.model_copy(update={"weight_sync": way})
-        of_way = config.rollout.model_copy(update={"sglang": options})
-        syncs[way] = build_sync(config.model_copy(update={"rollout": of_way}), actor, engine, runtime)
-    seconds: dict[str, list[float]] = {way: [] for way in (*ways, "copy")}
-    for version in range(1, rounds + 2):
-        of_round = {way: seconds_of(runtime, partial(syncs[way].push, version)) for way in ways}
-        of_round["copy"] = seconds_of(runtime, lambda: target.copy_(source))
-        for way, value in of_round.items() if version > 1 else ():  # the first one opens groups and files
-            seconds[way].append(value)
-    for sync in syncs.values():
-        sync.close()
+    target, versions = torch.empty_like(source), count(1)
+    copy = partial(seconds_of, runtime, lambda: target.copy_(source))
+    measures: dict[str, Callable[[], float]] = {"copy": copy}
+    with ExitStack() as stack:
+        for way in ("distributed", "disk", "tensor") if runtime.device.type == "cpu" else ("disk", "tensor"):
+            options = config.rollout.sglang.model_copy(update={"weight_sync": way})
+            of_way = config.rollout.model_copy(update={"sglang": options})
+            sync = build_sync(config.model_copy(update={"rollout": of_way}), actor, engine, runtime)
+            stack.callback(sync.close)
+            measures[way] = lambda push=sync.push: seconds_of(runtime, lambda: push(next(versions)))
+        seconds = bench.in_turn(measures, rounds)  # the warm-up opens groups and files
     return {"bytes": num_bytes, "seconds": seconds}
 
 
@@ -160,39 +129,32 @@ def measure_rollouts(config: Config, runtime: Runtime, rounds: int, num_requests
 
     (record,) = read_records(config.run.folder / "servers")
     model, key = served_model(config.model.load, ()), os.environ.get(API_KEY)  # no end token: equal lengths
-    engine = SglangEngine(record.url, model, api_key=key)
-    generation = generation_of(record.version)
-    found: dict[str, Any] = {
-        kind: {"engine": [], "http": [], "wire_bytes": 0.0, "memory_bytes": 0.0} for kind in PARAMS
-    }
-    for round_ in range(rounds + 1):
-        for kind, params in PARAMS.items():
-            asked = [
-                Request(f"{kind}{round_}+{i:03}", tuple(range(10 + i, 26 + i)), (0, 0, i))
-                for i in range(num_requests)
-            ]
-            bodies = [generation.generate_body(request, params, model) for request in asked]
-            completions: list[Completion] = []
-            sizes: list[int] = []
+    engine, generation = SglangEngine(record.url, model, api_key=key), generation_of(record.version)
+    found: dict[str, Any] = {kind: {} for kind in PARAMS}
+    ids = count()
 
-            def sample(
-                asked: list[Request] = asked,
-                params: SamplingParams = params,
-                into: list[Completion] = completions,
-            ) -> None:
-                into += engine.generate(asked, params)
+    def requests() -> list[Request]:
+        places = range(num_requests)
+        return [Request(f"r{next(ids):06}", tuple(range(10 + i, 26 + i)), (0, 0, i)) for i in places]
 
-            def ask(bodies: list[dict[str, Any]] = bodies, into: list[int] = sizes) -> None:
-                into += asyncio.run(post(record.url, key, bodies))
+    def through_engine(kind: str) -> float:
+        asked, done = requests(), list[Completion]()
+        seconds = seconds_of(runtime, lambda: done.extend(engine.generate(asked, PARAMS[kind])))
+        found[kind]["tokens"] = sum(each.tokens.numel() for each in done)
+        found[kind]["memory_bytes"] = sum(map(bytes_of, done)) / found[kind]["tokens"]
+        return seconds
 
-            through, plain = seconds_of(runtime, sample), seconds_of(runtime, ask)
-            if round_:
-                found[kind]["engine"].append(through)
-                found[kind]["http"].append(plain)
-            num_tokens = sum(completion.tokens.numel() for completion in completions)
-            found[kind]["tokens"] = num_tokens
-            found[kind]["wire_bytes"] = sum(sizes) / num_tokens
-            found[kind]["memory_bytes"] = sum(map(bytes_of, completions)) / num_tokens
+    def through_http(kind: str) -> float:
+        bodies = [generation.generate_body(request, PARAMS[kind], model) for request in requests()]
+        sizes = list[int]()
+        seconds = seconds_of(runtime, lambda: sizes.extend(asyncio.run(post(record.url, key, bodies))))
+        found[kind]["wire_bytes"] = sum(sizes) / found[kind]["tokens"]
+        return seconds
+
+    ways = {"engine": through_engine, "http": through_http}
+    measures = {(kind, name): partial(way, kind) for kind in PARAMS for name, way in ways.items()}
+    for (kind, name), seconds in bench.in_turn(measures, rounds).items():
+        found[kind][name] = seconds
     return found
 
 
@@ -202,68 +164,44 @@ async def post(url: str, key: str | None, bodies: Sequence[dict[str, Any]]) -> l
     async with httpx2.AsyncClient(base_url=url, headers=headers, timeout=600, trust_env=False) as http:
 
         async def one(body: dict[str, Any]) -> int:
-            answer = await http.post("/generate", json=body | {"rid": body["rid"] + "/plain"})
-            answer.raise_for_status()
-            return len(answer.content)
+            response = await http.post("/generate", json=body)
+            response.raise_for_status()
+            return len(response.content)
 
-        return list(await asyncio.gather(*(one(body) for body in bodies)))
+        return list(await asyncio.gather(*map(one, bodies)))
 
 
 def bytes_of(completion: Completion) -> int:
     """Return the size of a response's tensors in bytes."""
-    topk, routes = completion.topk, completion.routed_experts
-    tensors = [completion.tokens, completion.log_probs]
-    tensors += [topk.ids, topk.log_probs] if topk is not None else []
-    tensors += [routes.indices] if routes is not None else []
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    holders = filter(None, (completion, completion.topk, completion.routed_experts))
+    return sum(part.nbytes for each in holders for part in vars(each).values() if isinstance(part, Tensor))
 
 
 def show(pushes: dict[str, Any], rollouts: dict[str, Any]) -> None:
     """Print the tables."""
-    gigabytes, copy_s = pushes["bytes"] / 1e9, statistics.median(pushes["seconds"]["copy"])
+    gigabytes = pushes["bytes"] / 1e9
+    medians = {way: statistics.median(values) for way, values in pushes["seconds"].items()}
+    copy_s = medians["copy"]
     rows = [
-        [
-            way,
-            spread(values, 4),
-            f"{gigabytes / statistics.median(values):.2f}",
-            f"{statistics.median(values) / copy_s:.1f}",
-        ]
-        for way, values in pushes["seconds"].items()
+        [way, bench.spread(pushes["seconds"][way], 4), f"{gigabytes / median:.2f}", f"{median / copy_s:.1f}"]
+        for way, median in medians.items()
     ]
     show_table(f"(a) a push of {gigabytes * 1e3:.0f} MB", ["", "seconds", "GB/s", "times a copy"], rows)
-    rows = []
-    ratios: list[str] = []
-    for kind, values in rollouts.items():
-        engine, plain = statistics.median(values["engine"]), statistics.median(values["http"])
-        per_token = (engine - plain) / values["tokens"] * 1e6
-        speed = values["tokens"] / plain
+    rows, ratios = list[list[str]](), list[str]()
+    for kind, found in rollouts.items():
+        engine, plain = statistics.median(found["engine"]), statistics.median(found["http"])
+        tokens = found["tokens"]
         ratios.append(f"{engine / plain:.2f} with {kind}")
-        rows.append(
-            [
-                kind,
-                f"{speed:,.0f}",
-                f"{values['tokens'] / engine:,.0f}",
-                f"{engine / plain:.2f}",
-                f"{per_token:.0f}",
-                f"{values['wire_bytes']:,.0f}",
-                f"{values['memory_bytes']:,.0f}",
-            ]
-        )
-    header = [
-        "requested",
-        "server tokens/s",
-        "engine tokens/s",
-        "ratio",
-        "us/token more",
-        "wire B/token",
-        "memory B/token",
-    ]
-    show_table("(b, c) responses", header, rows)
-    medians = {way: statistics.median(values) for way, values in pushes["seconds"].items() if way != "copy"}
+        speeds = [f"{tokens / plain:,.0f}", f"{tokens / engine:,.0f}", f"{engine / plain:.2f}"]
+        more = [f"{(engine - plain) / tokens * 1e6:.0f}"]
+        rows.append([kind, *speeds, *more, f"{found['wire_bytes']:,.0f}", f"{found['memory_bytes']:,.0f}"])
+    header = ["requested", "server tokens/s", "engine tokens/s", "ratio", "us/token more"]
+    show_table("(b, c) responses", [*header, "wire B/token", "memory B/token"], rows)
+    del medians["copy"]
     way = min(medians, key=lambda name: medians[name])
     took = f"{medians[way]:.3f} s, {medians[way] / copy_s:.1f} times a copy"
     typer.echo(f"\nfastest push: {way}, {took}; our engine takes {', '.join(ratios)} of plain HTTP's time")
 
 
 if __name__ == "__main__":
-    cli(main, __doc__)
+    bench.cli(main, __doc__)

@@ -2,16 +2,14 @@
 
     python -m tools.benchmarks.trl_baseline --model runs/quickstart/model --settings SETTINGS.json
 
-The settings are arguments of GRPOConfig. trl_comparison.py derives them from our config, so that both sides use
-the same settings. Under torchrun, training is data-parallel. The program prints START at the start of the first
-rollout, and a line ROLLOUT {...} after the last gradient step of each rollout. It does not import
-megatron_dppo, because TRL's environment has only TRL's dependencies.
+The settings are arguments of GRPOConfig, derived from our config. Under torchrun, training is data-parallel.
+The program prints START at the first rollout's start, and a line ROLLOUT {...} at each rollout's end. TRL's
+environment has only TRL's dependencies, so this program does not import megatron_dppo.
 """
 
 import argparse
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -31,24 +29,16 @@ DIGITS = frozenset("0123456789")
 def main() -> None:
     """Train, and print the reward of each rollout."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", type=Path, required=True, help="Hugging Face folder with prompts.jsonl in it"
-    )
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder with prompts.jsonl")
     parser.add_argument("--settings", type=Path, required=True, help="JSON object: arguments of GRPOConfig")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of each process (default: 2)")
-    experts = "how transformers computes experts: grouped_mm, batched_mm or eager (default: %(default)s)"
-    parser.add_argument("--experts", default="grouped_mm", help=experts)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.set_flush_denormal(True)
-    tokenizer: Any = AutoTokenizer.from_pretrained(options.model, padding_side="left", trust_remote_code=False)
-    model = AutoModelForCausalLM.from_pretrained(
-        options.model,
-        dtype=torch.float32,
-        attn_implementation="sdpa",
-        experts_implementation=options.experts,
-        trust_remote_code=False,
-    )
+    common: Any = dict(trust_remote_code=False, pretrained_model_name_or_path=options.model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(padding_side="left", **common)
+    of_model: Any = dict(dtype=torch.float32, attn_implementation="sdpa", experts_implementation="grouped_mm")
+    model = AutoModelForCausalLM.from_pretrained(**of_model, **common)
     rows = [json.loads(line) for line in (options.model / "prompts.jsonl").read_text().splitlines()]
     data = Dataset.from_dict({"prompt": [r["prompt"] for r in rows], "answer": [r["answer"] for r in rows]})
     settings = json.loads(options.settings.read_text())
@@ -62,15 +52,9 @@ def main() -> None:
         return rewards
 
     with tempfile.TemporaryDirectory() as unused:
-        trainer = GRPOTrainer(
-            model=model,
-            reward_funcs=reward,
-            args=GRPOConfig(output_dir=unused, **settings),
-            train_dataset=data,
-            processing_class=tokenizer,
-            callbacks=[watch],
-        )
-        trainer.train()
+        arguments = GRPOConfig(output_dir=unused, **settings)
+        parts = dict(args=arguments, train_dataset=data, processing_class=tokenizer, callbacks=[watch])
+        GRPOTrainer(model=model, reward_funcs=reward, **parts).train()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -93,7 +77,7 @@ class Watch(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Report that the set-up is complete and the first rollout starts."""
         if state.is_world_process_zero:
-            say("START")
+            print("START", flush=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Report a rollout after its last gradient step."""
@@ -104,13 +88,7 @@ class Watch(TrainerCallback):
         rewards, num_samples, num_tokens = self.totals.tolist()
         if state.is_world_process_zero:
             row = {"reward": rewards / num_samples, "num_samples": num_samples, "num_tokens": num_tokens}
-            say("ROLLOUT " + json.dumps(row))
-
-
-def say(line: str) -> None:
-    """Write and flush a line for the program that waits for it."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+            print("ROLLOUT " + json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

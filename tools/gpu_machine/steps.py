@@ -2,16 +2,24 @@
 
 import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tools.benchmarks.benchmarking import OUT as BENCH
 from tools.benchmarks.loss_cases import SHARDS
 
-NEEDS_GPU = "needs a GPU"
-_PYTEST = r"\b\d+ (passed|failed|error|skipped|tests? collected)|^(FAILED|ERROR) "
-_ERRORS = r"|\w*Error\b.*"
+# Patterns of the output lines that are reported; the last line found is shown in the table.
+_FOUND = {
+    "facts": r"^(PyTorch|Python|CUDA|GPU|Nvidia|CPU\(s\)|Model name|\[pip3\])",
+    "build": r"^library",
+    "tests": r"\b\d+ (passed|failed|error|skipped|tests? collected)|^(FAILED|ERROR) |^E  ",
+    "sanitizer": r"ERROR SUMMARY|RACECHECK SUMMARY|hazards|Invalid|not supported",
+    "loss": r"^(==|ours|goals:|  missed)|fails|wrong|does not",
+    "gpu_step": r"peak|^(torch|transformer_engine) |^best",
+    "loop": r"^(1 process|expert 2|fastest)",
+    "quickstart": r"held-out|^(reward|paired|tokens|Found)",
+    "save": r"^(pause|gradient step|the asynchronous)|checkpoint holds",
+    "sglang_transfer": r"^(distributed|disk|tensor|copy|log-probs|top 20|fastest)",
+}
 
 
 @dataclass(frozen=True)
@@ -21,12 +29,11 @@ class Step:
     name: str
     command: tuple[str, ...]  # arguments of `program`
     limit_s: float
-    finding: str  # pattern of the output lines that are reported; the last one is shown in the table
+    finding: str  # pattern of the output lines that are reported
     program: str = sys.executable
     environment: dict[str, str] = field(default_factory=dict[str, str])
     cannot: str = ""  # pattern of output if this machine does not support the step; then it has not failed
-    figures: Path | None = None  # file of the losses' figures that the step writes
-    kept: tuple[Path, ...] = ()  # files, from the repository, that are copied to the folder of the log
+    kept: tuple[str, ...] = ()  # files, from the repository, that are copied to the folder of the log
     left_out: str = ""  # reason why the step does not run
 
     @property
@@ -36,119 +43,76 @@ class Step:
 
 
 def gpu_steps(out: Path, *, is_rehearsal: bool) -> list[Step]:
-    """Return the steps of `make gpu` in order, or the smaller steps of a rehearsal on a CPU.
-
-    Args:
-        out: Absolute folder of the results.
-        is_rehearsal: Whether to use the small form of each step, and to leave out steps that need a GPU.
-    """
+    """Return the steps of `make gpu`, which write to the absolute folder `out`. A rehearsal has small ones."""
     brief = is_rehearsal
+    library = "cuda_library(('90',))" if brief else "cuda_library()"
+    build = f"from megatron_dppo.kernels.build import cuda_library; print('library', {library})"
+    saves = ("--saves", "1", "--hidden", "64") if brief else ("--saves", "3")
+    kept = ("runs/quickstart/summary.json", "runs/quickstart/report.html")
     steps = [
-        _facts(),
-        Step("build", _module("gpu_machine.kernel_build"), 240, r"^(kernels|library|usage)" + _ERRORS),
-        _tests("tests", 420, ("tests/gpu", "--ignore=tests/gpu/test_sglang_on_gpu.py"), is_rehearsal=brief),
+        _step("facts", 90, "-m", "torch.utils.collect_env"),
+        _step("build", 240, "-c", build),
+        _tests("tests", 420, "tests/gpu", "--ignore=tests/gpu/test_sglang_on_gpu.py", is_rehearsal=brief),
         *(_sanitizer(tool, limit_s) for tool, limit_s in (("memcheck", 150), ("racecheck", 180))),
         *(_loss(shape, out, is_rehearsal=brief) for shape in (("tp1",) if brief else SHARDS)),
-        Step(
-            "gpu_step",
-            _module("benchmarks.gpu_step", "--out", str(out / "gpu_step.json")),
-            400,
-            r"peak|^(torch|transformer_engine) |^best" + _ERRORS,
+        _benchmark("gpu_step", 400, "--out", str(out / "gpu_step.json")),
+        _benchmark(
+            "loop", 600 if brief else 300, "--rollouts", "3" if brief else "12", kept=("runs/bench/loop.json",)
         ),
-        Step(
-            "loop",
-            _module("benchmarks.loop", "--rollouts", "3" if brief else "12"),
-            600 if brief else 300,
-            r"^(1 process|expert 2|fastest)" + _ERRORS,
-            kept=(BENCH / "loop.json",),
-        ),
-        Step(
-            "quickstart",
-            ("examples/quickstart/run.py", *(["--short"] if brief else [])),
-            600,
-            r"held-out|^(reward|paired|tokens|Found)" + _ERRORS,
-            kept=(Path("runs/quickstart/summary.json"), Path("runs/quickstart/report.html")),
-        ),
-        Step(
-            "save",
-            _module("benchmarks.save", *(["--saves", "1", "--hidden", "64"] if brief else ["--saves", "3"])),
-            150,
-            r"^(pause|gradient step|the asynchronous)|checkpoint holds" + _ERRORS,
-        ),
+        _step("quickstart", 600, "examples/quickstart/run.py", *(["--short"] if brief else []), kept=kept),
+        _benchmark("save", 150, *saves),
     ]
-    return [_without_gpu(step) for step in steps] if is_rehearsal else [_with_programs(step) for step in steps]
+    return [_possible(step, is_rehearsal=brief) for step in steps]
 
 
 def sglang_steps(out: Path, *, is_rehearsal: bool) -> list[Step]:
     """Return the steps of `make gpu-sglang`: tests and a benchmark of a server on the trainer's GPU."""
-    steps = [
-        _facts(),
-        _tests("sglang_tests", 600, ("tests/gpu/test_sglang_on_gpu.py",), is_rehearsal=is_rehearsal),
-        Step(
-            "sglang_transfer",
-            _module("benchmarks.sglang_transfer", *(["--rounds", "1"] if is_rehearsal else [])),
-            600,
-            r"^(distributed|disk|tensor|copy|log-probs|top 20|fastest)" + _ERRORS,
-            kept=(BENCH / "sglang.json",),
-        ),
+    rounds = ("--rounds", "1") if is_rehearsal else ()
+    return [
+        _step("facts", 90, "-m", "torch.utils.collect_env"),
+        _tests("sglang_tests", 600, "tests/gpu/test_sglang_on_gpu.py", is_rehearsal=is_rehearsal),
+        _benchmark("sglang_transfer", 600, *rounds, kept=("runs/bench/sglang.json",)),
     ]
-    return [_without_gpu(step) for step in steps] if is_rehearsal else steps
 
 
-def chosen(steps: Sequence[Step], names: Sequence[str]) -> list[Step]:
-    """Return the steps with these names, or all steps if `names` is empty.
-
-    Raises:
-        ValueError: No step has one of the names.
-    """
-    known = [step.name for step in steps]
-    for name in names:
-        if name not in known:
-            raise ValueError(f"--only: found {name!r}; expected one of {', '.join(known)}")
-    return [step for step in steps if not names or step.name in names]
+def _step(name: str, limit_s: float, *command: str, kind: str = "", kept: tuple[str, ...] = ()) -> Step:
+    return Step(name, command, limit_s, _FOUND[kind or name] + r"|\w*Error\b.*", kept=kept)
 
 
-def _module(name: str, *arguments: str) -> tuple[str, ...]:
-    return ("-m", f"tools.{name}", *arguments)
+def _benchmark(name: str, limit_s: float, *arguments: str, kept: tuple[str, ...] = ()) -> Step:
+    return _step(name, limit_s, "-m", f"tools.benchmarks.{name}", *arguments, kept=kept)
 
 
-def _facts() -> Step:
-    return Step("facts", _module("gpu_machine.facts"), 90, r"^(python|versions|programs|device|ceiling)")
-
-
-def _tests(name: str, limit_s: float, paths: Sequence[str], *, is_rehearsal: bool) -> Step:
+def _tests(name: str, limit_s: float, *paths: str, is_rehearsal: bool) -> Step:
     """Return a step that runs the GPU tests without compute-sanitizer, which has its own steps."""
     flags = ("-m", "gpu", "-k", "not sanitizer", "-q", "--tb=short", "-p", "no:cacheprovider")
     collect = ("--collect-only",) if is_rehearsal else ()
-    return Step(name, ("-m", "pytest", *paths, *flags, *collect), limit_s, _PYTEST + "|^E  ")
+    return Step(name, ("-m", "pytest", *paths, *flags, *collect), limit_s, _FOUND["tests"])
 
 
 def _sanitizer(tool: str, limit_s: float) -> Step:
     """Return a step of compute-sanitizer. Without PyTorch's memory cache, each tensor is one allocation."""
-    return Step(
-        tool,
-        ("--tool", tool, "--error-exitcode", "9", sys.executable, "tests/gpu/sanitized_kernels.py"),
-        limit_s,
-        r"ERROR SUMMARY|RACECHECK SUMMARY|hazards|Invalid|not supported",
-        program="compute-sanitizer",
-        environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-        cannot=r"[Dd]evice not supported",
-    )
+    command = ("--tool", tool, "--error-exitcode", "9", sys.executable, "tests/gpu/sanitized_kernels.py")
+    environment, cannot = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, r"[Dd]evice not supported"
+    return Step(tool, command, limit_s, _FOUND["sanitizer"], "compute-sanitizer", environment, cannot)
 
 
 def _loss(shape: str, out: Path, *, is_rehearsal: bool) -> Step:
-    figures = out / f"loss_{shape}.json"
     brief = ("--quick", "--tokens", "64") if is_rehearsal else ()
-    command = _module("benchmarks.loss", "--shape", shape, "--out", str(figures), *brief)
-    finding = r"^(==|ours)|fails|wrong|does not" + _ERRORS
-    return Step(f"loss_{shape}", command, 270 if shape == "tp1" else 150, finding, figures=figures)
+    command = (
+        "-m",
+        "tools.benchmarks.loss",
+        "--shape",
+        shape,
+        "--out",
+        str(out / f"loss_{shape}.json"),
+        *brief,
+    )
+    return _step(f"loss_{shape}", 270 if shape == "tp1" else 150, *command, kind="loss")
 
 
-def _with_programs(step: Step) -> Step:
-    is_there = step.program == sys.executable or shutil.which(step.program)
-    return step if is_there else replace(step, left_out=f"{step.program} is not on PATH")
-
-
-def _without_gpu(step: Step) -> Step:
-    needs_gpu = step.program != sys.executable or step.name == "gpu_step"
-    return replace(step, left_out=NEEDS_GPU) if needs_gpu else step
+def _possible(step: Step, *, is_rehearsal: bool) -> Step:
+    """Return the step, left out if its program is missing, or if it needs a GPU in a rehearsal."""
+    if is_rehearsal and (step.program != sys.executable or step.name == "gpu_step"):
+        return replace(step, left_out="needs a GPU")
+    return step if shutil.which(step.program) else replace(step, left_out=f"{step.program} is not on PATH")

@@ -1,6 +1,6 @@
 """Estimates the paper's performance bound from a run's batches: the surrogate and the error terms.
 
-`tests/unit/exact_bounds.py` computes the same terms exactly on problems with enumerable responses. This module
+`tests/support/exact_bounds.py` computes the same terms exactly on problems with enumerable responses. This module
 estimates them from a mini-batch:
 
 - The mean over the mini-batch estimates the expectation over mu.

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from layout_cases import FEATURES, LAYOUTS, Case, cases, layouts_of
+from tests.support.layout_cases import FEATURES, LAYOUTS, Case, cases, layouts_of
 
 FILE = Path(__file__).parents[2] / "megatron_dppo" / "actor" / "LAYOUTS.md"
 BEGIN, END = "<!-- layouts: written by `make layouts` -->", "<!-- end of layouts -->"

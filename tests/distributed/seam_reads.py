@@ -4,10 +4,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from seams import Received, Seam, setting_of
-
 from megatron_dppo.config import Config
 from megatron_dppo.rewards import RewardChoice
+from tests.distributed.seams import Received, Seam, setting_of
 
 ACTOR = "actor.actor:Actor"
 BATCH = "engines.embedded.continuous_batch"

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from seam_reads import (
+from megatron_dppo.rewards import RewardChoice
+from tests.distributed.seam_reads import (
     ACTOR,
     BATCH,
     COMBINE,
@@ -17,9 +18,7 @@ from seam_reads import (
     sorted_set,
     worker_reward,
 )
-from seams import EVALUATION, Seam
-
-from megatron_dppo.rewards import RewardChoice
+from tests.distributed.seams import EVALUATION, Seam
 
 _ROLLOUTS = "rollout.rollouts"
 _HEAD = "actor.output_head"

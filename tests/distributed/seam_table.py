@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from seam_reads import (
+
+from tests.distributed.seam_reads import (
     ACTOR,
     BATCH,
     COMBINE,
@@ -20,8 +21,8 @@ from seam_reads import (
     size,
     sorted_set,
 )
-from seam_rollout_rows import ROLLOUT_ROWS
-from seams import Seam
+from tests.distributed.seam_rollout_rows import ROLLOUT_ROWS
+from tests.distributed.seams import Seam
 
 _ROLLOUTS = "rollout.rollouts"
 _HEAD = "actor.output_head"

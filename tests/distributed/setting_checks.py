@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from setting_runs import OWN, Left
+
+from tests.distributed.setting_runs import OWN, Left
 
 Check = Callable[[Left, Left], bool]
 

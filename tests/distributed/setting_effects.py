@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from setting_checks import ANY
-from setting_effects_learning import EFFECTS as LEARNING
-from setting_effects_records import EFFECTS as RECORDS
-from setting_effects_sampling import EFFECTS as SAMPLING
+from tests.distributed.setting_checks import ANY
+from tests.distributed.setting_effects_learning import EFFECTS as LEARNING
+from tests.distributed.setting_effects_records import EFFECTS as RECORDS
+from tests.distributed.setting_effects_sampling import EFFECTS as SAMPLING
 
 __all__ = ["ANY", "ASSERTED_BY", "EFFECTS"]
 

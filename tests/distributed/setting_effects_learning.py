@@ -1,6 +1,6 @@
 """Effects of [algorithm] and [optimizer]: which phase differs first, and by what."""
 
-from setting_checks import (
+from tests.distributed.setting_checks import (
     COARSE,
     DELTA,
     FAST,
@@ -18,7 +18,7 @@ from setting_checks import (
     rises,
     step_of,
 )
-from setting_runs import OWN, Effect, Left
+from tests.distributed.setting_runs import OWN, Effect, Left
 
 _ALGORITHM = [
     Effect("algorithm.preset", ("pg_is", "grpo"), "loss 1", rises(MASKED_ALL), FAST),

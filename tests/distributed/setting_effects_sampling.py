@@ -3,7 +3,8 @@
 import json
 
 from safetensors import safe_open
-from setting_checks import (
+
+from tests.distributed.setting_checks import (
     ANY,
     ATTENTION,
     GRADIENT,
@@ -17,7 +18,7 @@ from setting_checks import (
     rollout,
     step_of,
 )
-from setting_runs import OWN, Effect, Left
+from tests.distributed.setting_runs import OWN, Effect, Left
 
 _RUN = [
     Effect("run.seed", (0, 1), "prompts", always),

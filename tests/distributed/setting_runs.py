@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from seam_scenarios import make_prompts, train
-from tiny import write_model
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import MegatronDppoError
 from megatron_dppo.runtime.jsonl import read_jsonl, write_jsonl
 from megatron_dppo.runtime.process import Runtime
+from tests.distributed.seam_scenarios import make_prompts, train
+from tests.support.tiny import write_model
 
 OWN = "tests.distributed.seam_rewards"
 Tables = Mapping[str, Any]

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from tiny import EXPERTS, TOP_K, random_groups, write_model
 from torch import Tensor
 
 from megatron_dppo.algorithms.presets import overrides_in
 from megatron_dppo.config.schema import Config
 from megatron_dppo.runtime.process import Runtime
+from tests.support.ranks import run_ranks
+from tests.support.tiny import EXPERTS, TOP_K, random_groups, write_model
 
 LAYOUTS = {"one process": (1, {}), "expert 2": (2, {"expert": 2})}
 ROUTER_LOSSES = {

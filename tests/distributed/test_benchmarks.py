@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from layout_cases import LAYOUTS
-from ranks import run_ranks
-from tiny import write_model
 
 from megatron_dppo.runtime.process import Runtime
+from tests.support.layout_cases import LAYOUTS
+from tests.support.ranks import run_ranks
+from tests.support.tiny import write_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,8 +76,7 @@ def test_steps_with_and_without_shadows_are_compared(tmp_path: Path) -> None:
 
 def host_figures(runtime: Runtime, folder: str) -> dict[str, Any]:
     """On one process: the benchmark of the host's path, at sizes that rise evenly."""
-    from counted_bytes import tensor_work
-
+    from tests.support.counted_bytes import tensor_work
     from tools.benchmarks.host import Measured, measure, memory_of_rank, time_of_rank
     from tools.benchmarks.host_path import Rollout, Step
 

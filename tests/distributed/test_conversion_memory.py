@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from converting import converted
 
 from megatron_dppo.architectures.registry import family_of
 from megatron_dppo.checkpoints.hf_folder import write_hf_checkpoint
+from tests.support.converting import converted
 from tools.benchmarks.convert_jobs import GB, memory_gb
 
 CONFIG: dict[str, Any] = {

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from sanity_run import settings, without_clocks
 from test_training_run import lines, train
-from tiny import write_model
 
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.runtime.jsonl import write_jsonl
+from tests.support.ranks import run_ranks
+from tests.support.sanity_run import settings, without_clocks
+from tests.support.tiny import write_model
 
 ROOT = Path(__file__).parents[2]
 CONVERSATIONS = {

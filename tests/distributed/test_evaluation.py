@@ -9,9 +9,6 @@ from unittest import mock
 
 import pytest
 import tomli_w
-from commands import python
-from ranks import run_ranks
-from sanity_run import make_task, settings, without_clocks
 from test_training_run import train
 
 from megatron_dppo import evaluate as evaluation
@@ -23,6 +20,9 @@ from megatron_dppo.errors import ConfigError, RolloutError
 from megatron_dppo.evaluate import _kept
 from megatron_dppo.rollout.scores import metric_names
 from megatron_dppo.runtime.process import Runtime
+from tests.support.commands import python
+from tests.support.ranks import run_ranks
+from tests.support.sanity_run import make_task, settings, without_clocks
 
 ROOT = Path(__file__).parents[2]
 REWARD = "tests.faults.rewards:digits"

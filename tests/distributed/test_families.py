@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from converting import converted
-from ranks import run_ranks
-from tiny import logits_of, random_groups
-from tiny_families import SIZES, YARN, write_family
 from torch import Tensor
 
 from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.runtime.process import Runtime
+from tests.support.converting import converted
+from tests.support.ranks import run_ranks
+from tests.support.tiny import logits_of, random_groups
+from tests.support.tiny_families import SIZES, YARN, write_family
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import test_resharding
 import torch
-from ranks import run_ranks
-from sanity_run import TOKENS, add_task, settings, without_clocks
 from test_resharding import NUM_BEFORE, stored
 from test_training_run import lines, train, train_each
-from tiny import random_groups
-from tiny_families import write_family
 
 from megatron_dppo.architectures.published_names import stays_float32
 from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.runtime.process import Runtime
+from tests.support.ranks import run_ranks
+from tests.support.sanity_run import TOKENS, add_task, settings, without_clocks
+from tests.support.tiny import random_groups
+from tests.support.tiny_families import write_family
 
 WITH_EXPERTS = {name for name, family in FAMILIES.items() if any(rule.is_expert for rule in family.rules)}
 WITH_BIAS = {name for name, family in FAMILIES.items() if any(rule.is_buffer for rule in family.rules)}

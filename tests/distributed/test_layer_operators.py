@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import varlen_reference
-from operator_count import OperatorCount, count_operators
-from ranks import run_ranks
-from tiny import EXPERTS, TOP_K, VOCAB, write_model
 from torch import Tensor
 
 from megatron_dppo.runtime.process import Runtime
+from tests.distributed.operator_count import OperatorCount, count_operators
+from tests.support import varlen_reference
+from tests.support.ranks import run_ranks
+from tests.support.tiny import EXPERTS, TOP_K, VOCAB, write_model
 
 LENGTHS = (3, 3, 7, 12, 20, 31, 50)  # five padded batches
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {

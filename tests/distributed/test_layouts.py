@@ -9,8 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-import varlen_reference
-from layout_cases import (
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_dppo.architectures.layout import PROVEN, Layout, kind_of
+from megatron_dppo.config import ParallelConfig
+from megatron_dppo.runtime.process import Runtime
+from tests.distributed.layout_table import rows, worst_of, write_table
+from tests.support import varlen_reference
+from tests.support.layout_cases import (
     DENSE_LAYOUTS,
     LAYOUTS,
     OTHER_LAYOUTS,
@@ -20,16 +27,9 @@ from layout_cases import (
     layouts_of,
     references,
 )
-from layout_table import rows, worst_of, write_table
-from ranks import run_ranks
-from safetensors.torch import load_file, save_file
-from tiny import random_groups, write_model
-from tiny_families import write_family
-from torch import Tensor
-
-from megatron_dppo.architectures.layout import PROVEN, Layout, kind_of
-from megatron_dppo.config import ParallelConfig
-from megatron_dppo.runtime.process import Runtime
+from tests.support.ranks import run_ranks
+from tests.support.tiny import random_groups, write_model
+from tests.support.tiny_families import write_family
 
 Measure = Callable[[int, int | None, int | None], list[tuple[Case, dict[str, Any]]]]
 NUM_LAYERS = 4

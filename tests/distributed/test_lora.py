@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from tiny import EXPERTS, LAYERS, logits_of, random_groups
-from tiny_families import write_family
 from torch import Tensor
 
 from megatron_dppo.runtime.process import Runtime
+from tests.support.ranks import run_ranks
+from tests.support.tiny import EXPERTS, LAYERS, logits_of, random_groups
+from tests.support.tiny_families import write_family
 
 EXPERT_MODULES, ATTENTION = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

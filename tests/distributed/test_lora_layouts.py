@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 from test_lora import config_of, main_gradient, randomize, train_batch
-from tiny_families import write_family
 from torch import Tensor
 
 from megatron_dppo.runtime.process import Runtime
+from tests.support.ranks import run_ranks
+from tests.support.tiny_families import write_family
 
 NUM_LAYERS = 4
 MODELS = {"experts": "Qwen3MoeForCausalLM", "dense": "Qwen2ForCausalLM", "latent": "DeepseekV3ForCausalLM"}

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import test_resharding
-from ranks import run_ranks
 from test_resharding import LAYOUTS, NUM_BEFORE, NUM_LAYERS
-from tiny import write_model
 
 from megatron_dppo.runtime.process import Runtime
+from tests.support.ranks import run_ranks
+from tests.support.tiny import write_model
 
 PAIRS = [("TP2", "one process"), ("EP2", "TP2"), ("one process", "PP2 VPP2"), ("PP2 VPP2", "CP2 EP2")]
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from commands import python
-from ranks import run_ranks
 from safetensors.torch import load_file
-from sanity_run import make_task, without_clocks
 from test_training_run import lines, train, with_data
 
 from megatron_dppo.checkpoints.hf_folder import HFWeights
+from tests.support.commands import python
+from tests.support.ranks import run_ranks
+from tests.support.sanity_run import make_task, without_clocks
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 TARGETS = ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
-from commands import python
-from mismatch_ranks import LAYOUTS, PARITY, TOOLS, measure_layouts, require_parity, undecided
-from ranks import run_ranks
-from sanity_run import make_task
-from tiny import TOP_K, VOCAB
-from tiny_families import write_family
 from transformers import Qwen3MoeForCausalLM
 
 from megatron_dppo.data.prompts import sanity_task
+from tests.support.commands import python
+from tests.support.mismatch_ranks import LAYOUTS, PARITY, TOOLS, measure_layouts, require_parity, undecided
+from tests.support.ranks import run_ranks
+from tests.support.sanity_run import make_task
+from tests.support.tiny import TOP_K, VOCAB
+from tests.support.tiny_families import write_family
 
 ENGINE = {"weights": "float32"}
 ROLLOUT: dict[str, Any] = {

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import tomli_w
 import typer
-from commands import python
-from converting import convert, converted, differences
-from sanity_run import TOKENS, make_task, settings, without_clocks
-from tiny import write_model
 from typer.testing import CliRunner
 
 from megatron_dppo.cli import app
 from megatron_dppo.runtime.jsonl import read_jsonl
+from tests.support.commands import python
+from tests.support.converting import convert, converted, differences
+from tests.support.sanity_run import TOKENS, make_task, settings, without_clocks
+from tests.support.tiny import write_model
 
 ROOT = Path(__file__).parents[2]
 HF, MEGATRON, OTHER_HF, OTHER = "hf", "megatron", "other_hf", "other_megatron"

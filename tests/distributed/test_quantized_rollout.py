@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from commands import python
-from sanity_run import make_task, settings
+
+from tests.support.commands import python
+from tests.support.sanity_run import make_task, settings
 
 ROOT = Path(__file__).parents[2]
 

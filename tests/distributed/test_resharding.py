@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from tiny import VOCAB, random_groups, write_model
 
 from megatron_dppo.runtime.process import Runtime
+from tests.support.ranks import run_ranks
+from tests.support.tiny import VOCAB, random_groups, write_model
 
 NUM_LAYERS = 4
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import run_ranks
-from sanity_run import make_task, settings
 
 from megatron_dppo.runtime.process import Runtime
+from tests.support.ranks import run_ranks
+from tests.support.sanity_run import make_task, settings
 
 EXACT = {"rollout": {"transformers": {"weights": "float32"}, "routing_replay": "measure"}}
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import run_ranks
-from seam_scenarios import SCENARIOS, make_prompts
-from seam_table import ELSEWHERE, TABLE
-from seams import Seam, recording
 
 from megatron_dppo.config import Config
 from megatron_dppo.config.settings import flat
 from megatron_dppo.runtime.process import Runtime
+from tests.distributed.seam_scenarios import SCENARIOS, make_prompts
+from tests.distributed.seam_table import ELSEWHERE, TABLE
+from tests.distributed.seams import Seam, recording
+from tests.support.ranks import run_ranks
 
 _TABLES = ("evaluation.sets.*", "megatron.*", "sglang.*", "tracking.shadow_options.*")
 

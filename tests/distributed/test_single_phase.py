@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import tomli_w
-from commands import python
-from sanity_run import make_task, settings, without_clocks
+
+from tests.support.commands import python
+from tests.support.sanity_run import make_task, settings, without_clocks
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,9 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from commands import python
-from ranks import run_ranks
-from sanity_run import make_task, settings, without_clocks
 
 from megatron_dppo.algorithms import PRESETS
 from megatron_dppo.checkpoints.convert.stored_tensors import StoredTensors
@@ -27,6 +24,9 @@ from megatron_dppo.checks.facts import model_facts
 from megatron_dppo.config.schema import Config
 from megatron_dppo.runtime.jsonl import read_jsonl
 from megatron_dppo.runtime.process import Runtime
+from tests.support.commands import python
+from tests.support.ranks import run_ranks
+from tests.support.sanity_run import make_task, settings, without_clocks
 
 
 @pytest.fixture(scope="session")

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from commands import python
-from ranks import run_ranks
-from tiny import write_model
 
 from megatron_dppo.checkpoints.untrusted import refuse_code
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.runtime.process import Runtime
+from tests.support.commands import python
+from tests.support.ranks import run_ranks
+from tests.support.tiny import write_model
 
 _TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 _METADATA = "torch.distributed.checkpoint.metadata"

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import tomli_w
-from commands import python
-from sanity_run import make_task, settings
 
 from megatron_dppo.algorithms import PRESETS
 from megatron_dppo.analysis.what_if.question import Asked, question_of
 from megatron_dppo.errors import MegatronDppoError
+from tests.support.commands import python
+from tests.support.sanity_run import make_task, settings
 
 ROOT = Path(__file__).parents[2]
-OWN = "tests.unit.own_rules:divergence_mask"
+OWN = "tests.support.own_rules:divergence_mask"
 
 
 def command(*arguments: Any, processes: int = 1) -> subprocess.CompletedProcess[str]:

@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from sanity_run import make_task, settings
-from sglang_stand_in import LiveStandIn
-from starting import start_ranks
 
 from megatron_dppo.data.batches.batch_file import read_batches
 from megatron_dppo.data.batches.kept_batches import group_files, kept_rollouts
@@ -21,6 +18,9 @@ from megatron_dppo.data.prompts import sanity_task
 from megatron_dppo.data.prompts.prompts import PromptStream, load_prompts
 from megatron_dppo.engines.sglang.server import ServerRecord
 from megatron_dppo.runtime.jsonl import write_jsonl
+from tests.faults.starting import start_ranks
+from tests.support.sanity_run import make_task, settings
+from tests.support.sglang_stand_in import LiveStandIn
 
 STALENESS = 2
 _ORPHANS_S = 5.0

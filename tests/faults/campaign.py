@@ -23,9 +23,9 @@ import tomli_w
 _HERE = Path(__file__).parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent / "distributed"), str(_HERE.parents[1])]
 
-from cases import CASES, Case  # noqa: E402 - after the path is set
-from sanity_run import make_task, settings, without_clocks  # noqa: E402
-from starting import start_ranks  # noqa: E402
+from tests.faults.cases import CASES, Case  # noqa: E402 - after the path is set
+from tests.faults.starting import start_ranks  # noqa: E402
+from tests.support.sanity_run import make_task, settings, without_clocks  # noqa: E402
 
 _LIMIT_S = 120  # nothing here takes longer, unless it hangs
 

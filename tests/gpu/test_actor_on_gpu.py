@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
-from sanity_run import settings
 from test_actor_parity import SETTINGS, measure_all
 from test_training_run import lines
-from tiny import write_model
+
+from tests.support.ranks import run_ranks
+from tests.support.sanity_run import settings
+from tests.support.tiny import write_model
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,12 +18,12 @@ import test_kernel_rows
 import test_kernel_source
 import test_kernel_vectors
 import torch
-from kernel_host import gradient_of, random_tokens, shards_of, statistics_of
 from torch import Tensor
 
 from megatron_dppo.algorithms import preset
 from megatron_dppo.kernels.build import cuda_library
 from megatron_dppo.kernels.library import KernelLibrary
+from tests.support.kernel_host import gradient_of, random_tokens, shards_of, statistics_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments import EXPERIMENTS, ROOT
+from tests.support.experiments import EXPERIMENTS, ROOT
 
 EXAMPLES = ROOT / "examples"
 WHOSE = ("the paper", "the authors'", "Oat's", "Gem's", "Precision-RL's", "ours")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from test_first_page import SETTING, require_setting
 from typer.testing import CliRunner
-from walking import ROOT, Walk, walk
 
 from megatron_dppo.cli import app
 from megatron_dppo.metrics.alarms import RULES
+from tests.recipes.walking import ROOT, Walk, walk
 
 GUIDES = ROOT / "examples" / "guides"
 PAGES = [

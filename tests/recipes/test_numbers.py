@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from numbers_and_sources import (
+
+from tests.recipes.numbers_and_sources import (
     BASE,
     EXAMPLES,
     FILES,

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from experiments import ALGORITHMS, EXPERIMENTS, ROOT, Algorithm, tiny_family
-from forked_process import command, forked, train
 
 from examples.make_tiny import write_tiny
 from megatron_dppo.algorithms import Objective, preset
@@ -18,6 +16,8 @@ from megatron_dppo.cli import app
 from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.runtime.jsonl import write_jsonl
+from tests.recipes.forked_process import command, forked, train
+from tests.support.experiments import ALGORITHMS, EXPERIMENTS, ROOT, Algorithm, tiny_family
 
 CONVERTED = "-megatron"  # the end of the name of a converted folder
 

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from serving import KEY, START_TIMEOUT_S, Served, served_config, write_served_model
 from transformers import Qwen3MoeForCausalLM
 
 from megatron_dppo.engines.sglang.client import SglangClient
 from megatron_dppo.engines.sglang.server import API_KEY, Server, plan_launch
 from megatron_dppo.engines.sglang.update_calls import Call
+from tests.support.serving import KEY, START_TIMEOUT_S, Served, served_config, write_served_model
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from serving import MODEL
 
 from megatron_dppo.engines.base import Request, SamplingParams
 from megatron_dppo.engines.sglang.protocol import generation_of
+from tests.support.serving import MODEL
 
 OUT = Path(__file__).resolve().parents[1] / "unit" / "sglang_replies"
 PROMPT = (5, 6, 7, 8, 40, 41)

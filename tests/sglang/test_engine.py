@@ -7,10 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from collecting import Collected, collect
-from comparing import FULL, PARITY, Lengths, Letters, compare, requests_of
-from serving import CHUNK, KEY, MAX_TOKENS, MODEL, Served, served_config
-from tiny import VOCAB, write_model
 
 from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.data.prompts.prompts import PromptStream
@@ -27,6 +23,10 @@ from megatron_dppo.rollout.rollouts import RolloutScheduler, build_engine
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.routing_replay.capture import validate_routes
 from megatron_dppo.types import Prompt, Sample
+from tests.support.collecting import Collected, collect
+from tests.support.comparing import FULL, PARITY, Lengths, Letters, compare, requests_of
+from tests.support.serving import CHUNK, KEY, MAX_TOKENS, MODEL, Served, served_config
+from tests.support.tiny import VOCAB, write_model
 
 PATIENCE = Patience(control_timeout_s=10, generate_timeout_s=60)
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from sanity_run import TOKENS, add_task, settings
-from serving import OPTIONS, ROOT
-from tiny import write_model
+
+from tests.support.sanity_run import TOKENS, add_task, settings
+from tests.support.serving import OPTIONS, ROOT
+from tests.support.tiny import write_model
 
 
 def evaluated(folder: Path, name: str, **changes: dict[str, Any]) -> list[dict[str, Any]]:

@@ -6,8 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
-from comparing import FULL, PARITY, compare, requests_of
-from serving import KEY, MODEL, START_TIMEOUT_S, VERSION, Served, num_requests, served_config
 
 from megatron_dppo.engines.base import SamplingParams
 from megatron_dppo.engines.sglang.client import Patience
@@ -16,6 +14,8 @@ from megatron_dppo.engines.sglang.server import Server, plan_launch
 from megatron_dppo.engines.sglang.update_calls import Call
 from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
 from megatron_dppo.errors import ServerError
+from tests.support.comparing import FULL, PARITY, compare, requests_of
+from tests.support.serving import KEY, MODEL, START_TIMEOUT_S, VERSION, Served, num_requests, served_config
 
 IN_PLACE = Call(
     "/pause_generation", {"mode": "in_place"}

@@ -10,13 +10,13 @@ from typing import Any
 import psutil
 import pytest
 import tomli_w
-from converting import converted
-from mismatch_ranks import LAYOUTS, TOOLS, measure_layouts, require_parity
-from ranks import run_ranks
-from serving import LAYERS, MAX_TOKENS, OPTIONS, ROOT, Served, write_served_model
-from tiny import write_model
 
 from megatron_dppo.data.prompts import sanity_task
+from tests.support.converting import converted
+from tests.support.mismatch_ranks import LAYOUTS, TOOLS, measure_layouts, require_parity
+from tests.support.ranks import run_ranks
+from tests.support.serving import LAYERS, MAX_TOKENS, OPTIONS, ROOT, Served, write_served_model
+from tests.support.tiny import write_model
 from tools.benchmarks.benchmarking import torchrun
 
 PROMPTS, SAMPLES = 6, 3

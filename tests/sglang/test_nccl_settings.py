@@ -7,12 +7,12 @@ from typing import Any
 
 import psutil
 import pytest
-from ranks import run_ranks
-from serving import PYTHON, Served, served_config
-from sync_job import push_once
 
 from megatron_dppo.engines.sglang.nccl import CUMEM, NVLS, nccl_settings
 from megatron_dppo.engines.sglang.server import registered
+from tests.support.ranks import run_ranks
+from tests.support.serving import PYTHON, Served, served_config
+from tests.support.sync_job import push_once
 
 START_UP = f"""
 import json, os, sys

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 import httpx2
 import pytest
 import torch
-from comparing import PARITY, compare, requests_of, sampled_until
-from serving import KEY, MAX_TOKENS, MODEL, Served
 
 from megatron_dppo.engines.base import Completion, Request, SamplingParams
 from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.types import WeightVersionSpan
+from tests.support.comparing import PARITY, compare, requests_of, sampled_until
+from tests.support.serving import KEY, MAX_TOKENS, MODEL, Served
 
 PARAMS = SamplingParams(200, num_topk_log_probs=20, capture_routes=True)
 PATIENCE = Patience(control_timeout_s=10, generate_timeout_s=120)

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from serving import KEY, MODEL, START_TIMEOUT_S, Served, served_config
 
 from megatron_dppo.engines.base import Request, SamplingParams
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.server import Server, plan_launch
 from megatron_dppo.engines.weight_sync.temperature import require_temperature
 from megatron_dppo.errors import WeightSyncError
+from tests.support.serving import KEY, MODEL, START_TIMEOUT_S, Served, served_config
 
 PARAMS = SamplingParams(24, temperature=0.8)
 BEHIND_OUR_BACK = {

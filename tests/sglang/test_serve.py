@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from converting import converted
-from serving import KEY, MODEL, PYTHON, START_TIMEOUT_S, VERSION, Served, served_config, write_served_model
 
 from megatron_dppo.engines.base import Request, SamplingParams
 from megatron_dppo.engines.sglang.client import Patience, SglangClient
@@ -30,6 +28,17 @@ from megatron_dppo.engines.sglang.options import (
 )
 from megatron_dppo.engines.sglang.server import Server, plan_launch, registered
 from megatron_dppo.errors import ConfigError, ServerError
+from tests.support.converting import converted
+from tests.support.serving import (
+    KEY,
+    MODEL,
+    PYTHON,
+    START_TIMEOUT_S,
+    VERSION,
+    Served,
+    served_config,
+    write_served_model,
+)
 
 
 def _wait_until(is_so: Callable[[], bool], timeout_s: float) -> None:

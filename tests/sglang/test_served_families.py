@@ -11,13 +11,6 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
-from comparing import FULL, PARITY, chosen_experts, compare, requests_of
-from family_job import push_every_way, push_from_bfloat16, push_parted
-from ranks import run_ranks
-from sanity_run import settings
-from served_families import CASES_SERVED, IN_CI, model_of, served_tables, write_served_case
-from serving import ROOT, START_TIMEOUT_S, Served
-from sync_job import WAYS
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -25,6 +18,13 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.base import SamplingParams
 from megatron_dppo.engines.sglang.server import Server, plan_launch
 from megatron_dppo.rollout.rollouts import build_engine
+from tests.sglang.family_job import push_every_way, push_from_bfloat16, push_parted
+from tests.support.comparing import FULL, PARITY, chosen_experts, compare, requests_of
+from tests.support.ranks import run_ranks
+from tests.support.sanity_run import settings
+from tests.support.served_families import CASES_SERVED, IN_CI, model_of, served_tables, write_served_case
+from tests.support.serving import ROOT, START_TIMEOUT_S, Served
+from tests.support.sync_job import WAYS
 
 ROLLOUTS = 2
 

@@ -12,7 +12,6 @@ from typing import Any
 import httpx2
 import pytest
 import torch
-from serving import KEY, MODEL, START_TIMEOUT_S, Served, served_config
 
 from megatron_dppo.engines.base import Completion, Request, SamplingParams
 from megatron_dppo.engines.sglang.client import Patience, SglangClient
@@ -20,6 +19,7 @@ from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.server import Server, plan_launch
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.rollouts import build_engine
+from tests.support.serving import KEY, MODEL, START_TIMEOUT_S, Served, served_config
 
 PATIENCE = Patience(control_timeout_s=5, generate_timeout_s=120, max_attempts=1)
 LONG = SamplingParams(300, temperature=0.5)

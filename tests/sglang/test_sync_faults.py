@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import run_ranks
-from serving import START_TIMEOUT_S, Served, num_requests, served_config
-from sync_job import die_in_the_middle, die_while_sampling, lose_a_server, push_once
 
 from megatron_dppo.engines.sglang.server import Server, ServerRecord, plan_launch
+from tests.support.ranks import run_ranks
+from tests.support.serving import START_TIMEOUT_S, Served, num_requests, served_config
+from tests.support.sync_job import die_in_the_middle, die_while_sampling, lose_a_server, push_once
 
 DROPPED, DROPPED_WITHIN_S = b"Request is disconnected from the client side", 60.0
 

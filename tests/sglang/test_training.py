@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import tomli_w
-from sanity_run import make_task, settings
-from serving import OPTIONS, ROOT
+
+from tests.support.sanity_run import make_task, settings
+from tests.support.serving import OPTIONS, ROOT
 
 ROLLOUTS = 4
 

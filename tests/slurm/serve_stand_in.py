@@ -14,12 +14,11 @@ from pathlib import Path
 _TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(_TESTS.parent), str(_TESTS / "unit")]
 
-from sglang_stand_in import LiveStandIn  # noqa: E402 - no test runner has set the path
-
 from megatron_dppo.config.load import load_config  # noqa: E402
 from megatron_dppo.data.prompts import sanity_task  # noqa: E402
 from megatron_dppo.engines.sglang.server import ServerRecord  # noqa: E402
 from megatron_dppo.runtime.jsonl import write_jsonl  # noqa: E402
+from tests.support.sglang_stand_in import LiveStandIn  # noqa: E402 - no test runner has set the path
 
 _TOKEN_S = 0.2
 

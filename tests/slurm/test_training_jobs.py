@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from campaign import compare_rows, equal_states
-from cluster import Cluster
-from jobs import Job, is_alive, stand_in_environment, submit
+
+from tests.faults.campaign import compare_rows, equal_states
+from tests.support.cluster import Cluster
+from tests.support.jobs import Job, is_alive, stand_in_environment, submit
 
 ALGORITHM = "dppo_binary_tv.toml"
 _LIMIT_S = 400

@@ -9,9 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from concurrent_engines import Delays, SteppedEngine, SteppedSession
-from ranks_on_threads import Meeting, Peer, on_ranks
-from samples import InProcessScorer
 from test_collect import TOKENIZER
 
 from megatron_dppo.data.prompts.prompts import PromptStream
@@ -28,6 +25,9 @@ from megatron_dppo.rollout.producer import Producer
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.rollout.staleness import StalenessBound
 from megatron_dppo.types import DataCursor, Prompt, SampleGroup
+from tests.support.concurrent_engines import Delays, SteppedEngine, SteppedSession
+from tests.support.ranks_on_threads import Meeting, Peer, on_ranks
+from tests.support.samples import InProcessScorer
 
 PROMPTS = [Prompt(str(i), "408", "test", text="<bos> 2 1 * 4 3 =") for i in range(40)]
 TOO_LONG = "<bos> 2 1 * 4 3 * 4 3 ="

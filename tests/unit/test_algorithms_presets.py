@@ -207,5 +207,5 @@ def test_what_a_config_sets_of_an_objective_is_said_by_the_objective():
     settings = AlgorithmConfig(delta=0.1, eps_low=0.3).model_dump() | {"temperature_of_tomorrow": 2.0}
     assert overrides_in(settings) == {"delta": 0.1, "eps_low": 0.3}
     assert set(OVERRIDABLE) <= set(AlgorithmConfig.model_fields)
-    objectives = [*PRESETS.values(), preset("own_rules:halves")]
+    objectives = [*PRESETS.values(), preset("tests.support.own_rules:halves")]
     assert set(OVERRIDABLE) == {field for each in objectives for field in each.fields_in_use}

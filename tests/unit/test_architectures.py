@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from published_models import PUBLISHED
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_dppo.architectures.deepseek_v3 import DEEPSEEK_V3
@@ -26,6 +25,7 @@ from megatron_dppo.architectures.registry import (
 )
 from megatron_dppo.engines.embedded.engine import checkpoint_targets
 from megatron_dppo.errors import ConfigError, ConversionError
+from tests.support.published_models import PUBLISHED
 
 SIZES: dict[str, Any] = dict(
     vocab_size=11,

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from exact_bounds import performance_bound
 from torch import Tensor
 
 from megatron_dppo.metrics.alarms import NOISE_LIMIT, noise_warning
@@ -13,6 +12,7 @@ from megatron_dppo.metrics.bound import add_bound_of_responses, add_bound_of_tok
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.mismatch import add_noise
 from megatron_dppo.types import Microbatch
+from tests.support.exact_bounds import performance_bound
 
 HORIZON = 3
 

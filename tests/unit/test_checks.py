@@ -503,8 +503,8 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("algorithm.anchor", {**TOPK, "algorithm.preset": "trm", "algorithm.anchor": "recomputed"}),
     ],
     "own_rule": [
-        Example("algorithm.preset", {"algorithm.preset": "own_rules:negative"}),
-        Example("tracking.shadow_presets", {"tracking.shadow_presets": ["own_rules:failing"]}),
+        Example("algorithm.preset", {"algorithm.preset": "tests.support.own_rules:negative"}),
+        Example("tracking.shadow_presets", {"tracking.shadow_presets": ["tests.support.own_rules:failing"]}),
     ],
     "reference_in_use": [
         Example("model.reference", {"model.reference": "model"}),

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from byte_tokenizers import qwen3_tokenizer, save
 
 from megatron_dppo.metrics.clipped_tokens import ACTIVE, TOP, ClippedTokens
 from megatron_dppo.metrics.masked_tokens import TokenLists
 from megatron_dppo.run.token_lists import OpenTokenLists
 from megatron_dppo.runtime.jsonl import read_jsonl
+from tests.support.byte_tokenizers import qwen3_tokenizer, save
 
 NUM_TOKENS = 400
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from collecting import Collected, collect
-from samples import InProcessScorer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -31,6 +29,8 @@ from megatron_dppo.types import (
     Sample,
     WeightVersionSpan,
 )
+from tests.support.collecting import Collected, collect
+from tests.support.samples import InProcessScorer
 
 RIGHT = "w3 8 4 0 + w0 6 3 0 + w17 # 8 0 4 0 <eos>"
 WRONG = "w3 # 1 0 0 0 <eos>"

@@ -7,8 +7,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from concurrent_engines import OneByOne, interrupted
-from samples import assert_same
 from test_multi_turn import ENDS, PARAMS, TOKENIZER, Recorded, Scripted, asked, multi_turn_engine
 from test_transformers_engine import engine_of, moe_config, reference_model
 
@@ -25,6 +23,8 @@ from megatron_dppo.rollout.multi_turn import MultiTurnEngine
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.runtime.concurrency import all_of, run_loop
 from megatron_dppo.types import Prompt
+from tests.support.concurrent_engines import OneByOne, interrupted
+from tests.support.samples import assert_same
 from tools.benchmarks.conversations import main as measure
 
 LENGTHS = (5, 1, 3)

@@ -1,12 +1,12 @@
 """The `dapo` reward: the last "Answer:" of the last 300 characters."""
 
 import pytest
-from hostile_answers import HOSTILE
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards import RewardResult, dapo_reward
 from megatron_dppo.rewards.dapo import normalized
 from megatron_dppo.types import Prompt
+from tests.support.hostile_answers import HOSTILE
 
 RIGHT = RewardResult(1.0, {"has_answer": 1.0})
 WRONG = RewardResult(0.0, {"has_answer": 1.0})

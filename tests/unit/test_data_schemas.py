@@ -5,11 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from math_problems import PROBLEMS, aime_rows, math_rows, sanity_rows, slime_rows, verl_rows, write_rows
 
 from megatron_dppo.data.prompts.prompts import load_prompts, read_prompts
 from megatron_dppo.data.prompts.schemas import PROBLEM_SCHEMAS, TRAINING_SCHEMAS, cell, detect
 from megatron_dppo.errors import DataError
+from tests.support.math_problems import (
+    PROBLEMS,
+    aime_rows,
+    math_rows,
+    sanity_rows,
+    slime_rows,
+    verl_rows,
+    write_rows,
+)
 
 ROWS: dict[str, list[dict[str, Any]]] = {
     "verl": verl_rows(1),

@@ -1,8 +1,6 @@
 """The text of each template, character for character, and the tokenizers that it is refused with."""
 
 import pytest
-from byte_tokenizers import ASKED_TO_THINK_TEMPLATE, BOS, byte_tokenizer, qwen3_tokenizer, r1_tokenizer
-from math_problems import DAPO_AFTER, DAPO_BEFORE
 
 from megatron_dppo.data.prompts.templates import (
     TEMPLATES,
@@ -11,6 +9,14 @@ from megatron_dppo.data.prompts.templates import (
     without_dapo_instruction,
 )
 from megatron_dppo.errors import DataError
+from tests.support.byte_tokenizers import (
+    ASKED_TO_THINK_TEMPLATE,
+    BOS,
+    byte_tokenizer,
+    qwen3_tokenizer,
+    r1_tokenizer,
+)
+from tests.support.math_problems import DAPO_AFTER, DAPO_BEFORE
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 SHOWN = {

@@ -27,7 +27,7 @@ from megatron_dppo.environments.sudoku import solved_board
 from megatron_dppo.errors import ConfigError, EnvironmentFailedError
 from megatron_dppo.types import Prompt
 
-NAME = "bad_environments:Told"
+NAME = "tests.unit.bad_environments:Told"
 PROMPT = Prompt("p", "", "test", text="begin")
 
 
@@ -94,14 +94,14 @@ def test_one_that_does_not_begin(pool: EnvironmentPool) -> None:
 
 
 def test_what_cannot_be_imported_stops_before_anything_is_sampled() -> None:
-    pool = EnvironmentPool("bad_environments:Absent", num_workers=1, timeout_s=1.0, memory_mb=128)
+    pool = EnvironmentPool("tests.unit.bad_environments:Absent", num_workers=1, timeout_s=1.0, memory_mb=128)
     with pytest.raises(EnvironmentFailedError, match=r"rollout\.environment: .*'Absent' is not there"):
         pool.start()
 
 
 def test_names() -> None:
     assert environment("single_turn") is SingleTurn
-    assert problem_with("bad_environments:Told") is None
+    assert problem_with("tests.unit.bad_environments:Told") is None
     problem = problem_with("single_turns")
     assert problem is not None and problem.where == "rollout.environment" and "'single_turn'?" in problem.action
     for name in ("no_such_module:Class", "a b:c", "x:"):

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from loss_batches import Batch, make_batch, policy_loss_from_logits
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -13,6 +12,7 @@ from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.kernels import fused_linear_policy_loss, fused_policy_loss, ops, packed_linear_policy_loss
 from megatron_dppo.kernels.encoding import decode, encode
+from tests.support.loss_batches import Batch, make_batch, policy_loss_from_logits
 
 TOPK_KL = preset("dppo_topk_kl", top_k=6, entropy_coef=0.01)
 

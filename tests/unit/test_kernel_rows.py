@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_host import (
+
+from megatron_dppo.algorithms import preset
+from megatron_dppo.kernels.arguments import KernelError
+from megatron_dppo.kernels.build import CSRC, HOST_FLAGS
+from megatron_dppo.kernels.library import KernelLibrary
+from megatron_dppo.kernels.reference import ROWS
+from tests.support.kernel_host import (
     Shard,
     Tokens,
     combined,
@@ -19,12 +25,6 @@ from kernel_host import (
     shards_of,
     statistics_of,
 )
-
-from megatron_dppo.algorithms import preset
-from megatron_dppo.kernels.arguments import KernelError
-from megatron_dppo.kernels.build import CSRC, HOST_FLAGS
-from megatron_dppo.kernels.library import KernelLibrary
-from megatron_dppo.kernels.reference import ROWS
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 OBJECTIVE = preset("dppo_binary_tv", entropy_coef=0.01)

@@ -9,7 +9,6 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hostile_answers import HOSTILE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from megatron_dppo.rewards.math.bounds import is_small
 from megatron_dppo.rewards.math.reward import last_boxed
 from megatron_dppo.rewards.math.time_limit import OutOfTimeError, within
 from megatron_dppo.types import Prompt
+from tests.support.hostile_answers import HOSTILE
 
 DATA = Path(__file__).parent / "data"
 PAIRS = tomllib.loads((DATA / "math_pairs.toml").read_text())

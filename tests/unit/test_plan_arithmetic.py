@@ -10,18 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from plan_models import (
-    COLOCATED,
-    GB,
-    LLAMA3_8B,
-    QWEN3_06B,
-    QWEN3_8B,
-    QWEN3_30B,
-    QWEN25_7B,
-    job_of,
-    layout_of,
-    shape_of,
-)
 from torch.profiler import profile
 
 from megatron_dppo.architectures.layout import Layout
@@ -42,6 +30,18 @@ from megatron_dppo.plan.settings import as_overrides, with_settings
 from megatron_dppo.plan.stage_activations import LossTokens, chunk_tokens, chunks_in_flight, loss_bytes
 from megatron_dppo.plan.states import optimizer_bytes, rank_states
 from megatron_dppo.plan.units import GIB, parse_bytes
+from tests.support.plan_models import (
+    COLOCATED,
+    GB,
+    LLAMA3_8B,
+    QWEN3_06B,
+    QWEN3_8B,
+    QWEN3_30B,
+    QWEN25_7B,
+    job_of,
+    layout_of,
+    shape_of,
+)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_models import COLOCATED, job_of, layout_of, shape_of
-from published_models import DEEPSEEK_V3, GLM45_AIR, GLM47_FLASH, MOONLIGHT, PUBLISHED
 
 from megatron_dppo.data.batches.balance import SampleCost
 from megatron_dppo.plan.activations import Assumptions, LayerModel, LayerTokens
@@ -14,6 +12,8 @@ from megatron_dppo.plan.engine import engine_memory, passing_bytes
 from megatron_dppo.plan.machine import BFLOAT16_FLOPS, COMPUTE_EFFICIENCY
 from megatron_dppo.plan.memory import memory_of
 from megatron_dppo.plan.partition import partition
+from tests.support.plan_models import COLOCATED, job_of, layout_of, shape_of
+from tests.support.published_models import DEEPSEEK_V3, GLM45_AIR, GLM47_FLASH, MOONLIGHT, PUBLISHED
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -7,9 +7,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-from collecting import Collected, collect
-from samples import InProcessScorer
-from sglang_stand_in import MODEL, ROUTING, StandIn, answer
 from test_collect import PROMPTS, TOKENIZER, dropped
 
 from megatron_dppo.engines.base import Completion, Request, SamplingParams, with_observation
@@ -19,6 +16,9 @@ from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.protocol import GENERATIONS
 from megatron_dppo.rewards import RewardResult
 from megatron_dppo.routing_replay.capture import validate_routes
+from tests.support.collecting import Collected, collect
+from tests.support.samples import InProcessScorer
+from tests.support.sglang_stand_in import MODEL, ROUTING, StandIn, answer
 
 PARAMS = SamplingParams(6, capture_routes=True)
 RETRACTED = {"rollout0/a/0+1": 1, "rollout0/b/4+0": 3, "rollout0/b/4+2": 1}

@@ -22,7 +22,7 @@ from megatron_dppo.workers.wire import OUT_OF_MEMORY, read_answer, read_hello, r
 
 SLEEP_S = f"99999.{os.getpid()}"  # other test processes have sleepers of their own
 PROMPT = Prompt("p", "4", "test", text="2 * 2 =")
-NAME = "bad_rewards:told"
+NAME = "tests.unit.bad_rewards:told"
 
 
 @pytest.fixture(autouse=True)
@@ -195,12 +195,15 @@ def test_a_worker_is_kept_from_one_rollout_to_the_next(pool: RewardPool) -> None
     ("name", "words"),
     [
         (
-            "bad_rewards:nothing",
+            "tests.unit.bad_rewards:nothing",
             "data.reward: found .*'nothing' is not there; expected a function of bad_rewards",
         ),
-        ("bad_rewards:_kept", "'_kept' is no function"),
+        ("tests.unit.bad_rewards:_kept", "'_kept' is no function"),
         ("no_such_module:told", "no module 'no_such_module'"),
-        ("broken_reward:told", "cannot be imported: it raised RuntimeError: no licence(.|\n)*Traceback"),
+        (
+            "tests.unit.broken_reward:told",
+            "cannot be imported: it raised RuntimeError: no licence(.|\n)*Traceback",
+        ),
         ("aritmetic", "Did you mean 'arithmetic'"),
     ],
 )

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from counted_bytes import tensor_work
-from samples import ROUTING, make_sample
 
 from megatron_dppo.errors import RoutingReplayError
 from megatron_dppo.routing_replay.agreement import overlap
 from megatron_dppo.routing_replay.capture import validate_routes
 from megatron_dppo.types import ModelRouting, RoutedExperts, Sample
+from tests.support.counted_bytes import tensor_work
+from tests.support.samples import ROUTING, make_sample
 
 GOOD = make_sample([1, 2, 3, 4], prompt_length=1)
 assert GOOD.routed_experts is not None

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks_on_threads import alone
-from samples import ROUTING, make_group, make_sample
 
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.checkpoints.resharding import require_reshardable
@@ -20,6 +18,8 @@ from megatron_dppo.metrics.staleness import add_staleness
 from megatron_dppo.run.run_point import RunPoint
 from megatron_dppo.single_phase import rollout_only, train_only
 from megatron_dppo.types import OpenRollout, RunState, SampledRollout, TrainBatch, WeightVersionSpan
+from tests.support.ranks_on_threads import alone
+from tests.support.samples import ROUTING, make_group, make_sample
 
 LAYOUT = Layout(world_size=1)
 

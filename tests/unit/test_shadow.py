@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dppo_vectors import CASES, SETTINGS, build, is_decided, log_softmax
 from hypothesis import given
 from test_algorithms_properties import FEW, Policies, policies
 
@@ -18,6 +17,7 @@ from megatron_dppo.algorithms import (
     shadow_masks,
     shadow_weights,
 )
+from tests.support.dppo_vectors import CASES, SETTINGS, build, is_decided, log_softmax
 
 
 def _require_equal(objectives, inputs: PolicyLossInputs):

@@ -5,13 +5,13 @@ import math
 
 import pytest
 import torch
-from dppo_vectors import VECTORS
-from exact_bounds import PerformanceBound, performance_bound
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_dppo.errors import ConfigError
+from tests.support.dppo_vectors import VECTORS
+from tests.support.exact_bounds import PerformanceBound, performance_bound
 
 ROUNDOFF = 1e-12
 

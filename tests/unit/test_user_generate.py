@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from collecting import Collected, collect
-from samples import InProcessScorer
 from test_multi_turn import TOKENIZER, WORDS, words_of
 from test_transformers_engine import VOCAB, engine_of, moe_config, reference_model
 
@@ -19,6 +17,8 @@ from megatron_dppo.rewards import RewardResult
 from megatron_dppo.rollout.trajectories import Generate, UserGenerate
 from megatron_dppo.runtime.user_code import imported
 from megatron_dppo.types import Prompt
+from tests.support.collecting import Collected, collect
+from tests.support.samples import InProcessScorer
 
 MODULE = '''
 from dataclasses import replace

@@ -263,7 +263,7 @@ def test_main_thresholds_are_scaled() -> None:
     assert described_threshold(preset("dppo_binary_tv")) == "delta 0.15"
 
 
-MASK = "own_rules:divergence_mask"
+MASK = "tests.support.own_rules:divergence_mask"
 
 
 def test_a_rule_of_ones_own_is_swept_and_scaled() -> None:
@@ -284,12 +284,12 @@ def test_a_rule_of_ones_own_is_swept_and_scaled() -> None:
     ("name", "fields", "message"),
     [
         (
-            "own_rules:failing",
+            "tests.support.own_rules:failing",
             {},
-            "--preset: found 'own_rules:failing', which fails on a small batch: KeyError",
+            "--preset: found 'tests.support.own_rules:failing', which fails on a small batch: KeyError",
         ),
-        ("own_rules:negative", {}, "expected finite weights >= 0"),
-        ("own_rules:absent", {}, "'absent' is not there"),
+        ("tests.support.own_rules:negative", {}, "expected finite weights >= 0"),
+        ("tests.support.own_rules:absent", {}, "'absent' is not there"),
         (MASK, {"rule_divergence": "full"}, "found 'full'"),
     ],
 )

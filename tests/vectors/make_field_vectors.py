@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from field_formulas import DEFAULTS, SOURCES, Token, evaluated, kl, mean, mp, mpf, quantile, tv
+from tests.vectors.field_formulas import DEFAULTS, SOURCES, Token, evaluated, kl, mean, mp, mpf, quantile, tv
 
 FILE = Path(__file__).parent / "field_vectors.json"
 TOPK = ("cppo_topk", "dppo_topk_kl_predictive", "trm")

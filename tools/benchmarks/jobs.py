@@ -28,7 +28,7 @@ LR = 1e-6
 
 def write_model(runtime: Runtime, folder: str, sizes: dict[str, Any]) -> None:
     """Write a random Qwen3-MoE of these sizes as a Hugging Face folder."""
-    import tiny
+    from tests.support import tiny
 
     runtime.on_main(lambda: tiny.write_model(Path(folder), initializer_range=0.02, **sizes))
 
@@ -186,7 +186,7 @@ def expert_seconds(
     Returns:
         Seconds of each round of `grouped` and `sequential`, for each number of tokens per expert.
     """
-    from expert_pair import expert_pair
+    from tests.support.expert_pair import expert_pair
 
     pair = expert_pair(Path(model), num_experts, torch.float32, runtime.device)
     named = dict(zip(("grouped", "sequential"), pair, strict=True))

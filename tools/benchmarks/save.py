@@ -49,11 +49,10 @@ def main() -> None:
 
 def trainer(folder: Path, runtime: Runtime, hidden: int, expert: int) -> tuple[Any, Any, Any]:
     """Return a config, its actor and the batch of a gradient step."""
-    from tiny import random_groups, write_model
-
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.config.schema import Config
     from megatron_dppo.data.batches.gradient_steps import gradient_steps, with_advantages
+    from tests.support.tiny import random_groups, write_model
 
     sizes = dict(hidden_size=hidden, moe_intermediate_size=hidden, intermediate_size=2 * hidden)
     sizes |= dict(num_attention_heads=8, num_key_value_heads=4, head_dim=hidden // 8)

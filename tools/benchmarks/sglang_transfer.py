@@ -84,7 +84,7 @@ def main(
 
 def make_config(folder: Path, hidden: int, python: str) -> Config:
     """Write a random model, and return the config of a run that starts a server of it."""
-    from tiny import write_model
+    from tests.support.tiny import write_model
 
     sizes = dict(hidden_size=hidden, moe_intermediate_size=hidden, intermediate_size=2 * hidden)
     sizes |= dict(num_attention_heads=8, num_key_value_heads=4, head_dim=hidden // 8, num_hidden_layers=8)

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiny import EXPERTS, TOP_K, VOCAB, write_model
-
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang.client import SglangClient
 from megatron_dppo.engines.sglang.options import installed_version
 from megatron_dppo.engines.sglang.protocol import ServedModel
 from megatron_dppo.types import ModelRouting
+from tests.support.tiny import EXPERTS, TOP_K, VOCAB, write_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("SERVERS_PYTHON", ROOT / ".venv-sglang" / "bin" / "python"))

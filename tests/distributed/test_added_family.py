@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_families import measure
 
 import megatron_dppo.architectures
+from tests.distributed.test_families import measure
 from tests.support.converting import differences
 from tests.support.ranks import run_ranks
 from tests.support.tiny_families import write_family

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_resharding import NUM_LAYERS, build, losses
 
 from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.runtime.process import Runtime
+from tests.distributed.test_resharding import NUM_LAYERS, build, losses
 from tests.support.converting import converted, differences
 from tests.support.ranks import run_ranks
 from tests.support.tiny_families import write_family

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_collect import TOKENIZER
 
 from megatron_dppo.data.prompts import sanity_task
 from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.runtime.process import Runtime
 from tests.support.ranks import run_ranks
 from tests.support.sglang_stand_in import MODEL, ROUTING, StandIn
+from tests.unit.test_collect import TOKENIZER
 
 NUM_PROMPTS, NUM_SAMPLES, NUM_ROLLOUTS = 4, 3, 2
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_checkpoint_keys import MODELS as ALL_MODELS
 
 from megatron_dppo.architectures.spec_choice import LayerSpecName
 from megatron_dppo.runtime.process import Runtime, gpu_libraries
+from tests.distributed.test_checkpoint_keys import MODELS as ALL_MODELS
 from tests.support.ranks import run_ranks
 from tests.support.tiny import random_groups
 from tests.support.tiny_families import write_family

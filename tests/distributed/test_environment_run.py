@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_training_run import lines, train
 
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.runtime.jsonl import write_jsonl
+from tests.distributed.test_training_run import lines, train
 from tests.support.ranks import run_ranks
 from tests.support.sanity_run import settings, without_clocks
 from tests.support.tiny import write_model

@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import tomli_w
-from test_training_run import train
 
 from megatron_dppo import evaluate as evaluation
 from megatron_dppo.config.effects import evaluated as class_of
@@ -20,6 +19,7 @@ from megatron_dppo.errors import ConfigError, RolloutError
 from megatron_dppo.evaluate import _kept
 from megatron_dppo.rollout.scores import metric_names
 from megatron_dppo.runtime.process import Runtime
+from tests.distributed.test_training_run import train
 from tests.support.commands import python
 from tests.support.ranks import run_ranks
 from tests.support.sanity_run import make_task, settings, without_clocks

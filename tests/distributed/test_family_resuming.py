@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_resharding
 import torch
-from test_resharding import NUM_BEFORE, stored
-from test_training_run import lines, train, train_each
 
 from megatron_dppo.architectures.published_names import stays_float32
 from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.runtime.process import Runtime
+from tests.distributed import test_resharding
+from tests.distributed.test_resharding import NUM_BEFORE, stored
+from tests.distributed.test_training_run import lines, train, train_each
 from tests.support.ranks import run_ranks
 from tests.support.sanity_run import TOKENS, add_task, settings, without_clocks
 from tests.support.tiny import random_groups

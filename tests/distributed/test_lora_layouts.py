@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_lora import config_of, main_gradient, randomize, train_batch
 from torch import Tensor
 
 from megatron_dppo.runtime.process import Runtime
+from tests.distributed.test_lora import config_of, main_gradient, randomize, train_batch
 from tests.support.ranks import run_ranks
 from tests.support.tiny_families import write_family
 

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_resharding
-from test_resharding import LAYOUTS, NUM_BEFORE, NUM_LAYERS
 
 from megatron_dppo.runtime.process import Runtime
+from tests.distributed import test_resharding
+from tests.distributed.test_resharding import LAYOUTS, NUM_BEFORE, NUM_LAYERS
 from tests.support.ranks import run_ranks
 from tests.support.tiny import write_model
 

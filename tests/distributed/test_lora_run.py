@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_training_run import lines, train, with_data
 
 from megatron_dppo.checkpoints.hf_folder import HFWeights
+from tests.distributed.test_training_run import lines, train, with_data
 from tests.support.commands import python
 from tests.support.ranks import run_ranks
 from tests.support.sanity_run import make_task, without_clocks

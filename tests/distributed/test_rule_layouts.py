@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_layouts import LIMIT, NUM_LAYERS
 from torch import Tensor
 
 from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import TrainBatch
+from tests.distributed.test_layouts import LIMIT, NUM_LAYERS
 from tests.support.ranks import run_ranks
 from tests.support.tiny import random_groups, write_model
 

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "unit")]
+sys.path[:0] = [str(Path(__file__).parents[2])]
 
 import torch  # noqa: E402
 

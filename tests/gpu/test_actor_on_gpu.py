@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_actor_parity import SETTINGS, measure_all
-from test_training_run import lines
 
+from tests.distributed.test_actor_parity import SETTINGS, measure_all
+from tests.distributed.test_training_run import lines
 from tests.support.ranks import run_ranks
 from tests.support.sanity_run import settings
 from tests.support.tiny import write_model

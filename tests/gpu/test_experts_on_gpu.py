@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_experts import compare_all
 
+from tests.distributed.test_experts import compare_all
 from tests.support.ranks import run_ranks
 from tests.support.tiny import write_model
 

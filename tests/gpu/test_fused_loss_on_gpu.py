@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_fused_loss import FIELDS, OF_HIDDEN_STATES, VARIANTS, expected_of, relative
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
@@ -25,6 +24,7 @@ from megatron_dppo.kernels import (
     ops,
 )
 from tests.support.loss_batches import Batch, make_batch
+from tests.unit.test_fused_loss import FIELDS, OF_HIDDEN_STATES, VARIANTS, expected_of, relative
 
 pytestmark = [
     pytest.mark.gpu,

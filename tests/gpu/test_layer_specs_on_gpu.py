@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_checkpoint_keys import MODELS
-from test_engine_names import compare_for_real
 
+from tests.distributed.test_checkpoint_keys import MODELS
+from tests.distributed.test_engine_names import compare_for_real
 from tests.support.ranks import run_ranks
 from tests.support.tiny_families import write_family
 

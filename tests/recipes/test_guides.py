@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_first_page import SETTING, require_setting
 from typer.testing import CliRunner
 
 from megatron_dppo.cli import app
 from megatron_dppo.metrics.alarms import RULES
 from tests.recipes.walking import ROOT, Walk, walk
+from tests.unit.test_first_page import SETTING, require_setting
 
 GUIDES = ROOT / "examples" / "guides"
 PAGES = [

@@ -1,4 +1,4 @@
-"""Records what a real server answers, for tests/unit: python tests/sglang/record_replies.py URL [CASE ...].
+"""Records what a real server answers, for tests/unit: python -m tests.sglang.record_replies URL [CASE ...].
 
 The server is one of `serving.served_config`, without a key, whose model is `serving.write_served_model` with
 three layers. For "retracted" it has `serving.TIGHT` besides: its cache does not hold what it is asked for.

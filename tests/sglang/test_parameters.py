@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_families import CASES
 
 from megatron_dppo.architectures.registry import FAMILIES, read_hf_config
 from megatron_dppo.engines.base import Request, SamplingParams
@@ -18,6 +17,7 @@ from megatron_dppo.engines.sglang.protocol import ServedModel, generation_of
 from megatron_dppo.engines.sglang.sampling_settings import REFUSED_VARIABLES, SET_VARIABLES
 from megatron_dppo.engines.sglang.server import free_port
 from megatron_dppo.engines.weight_sync.own_output import WithOwnOutput
+from tests.distributed.test_families import CASES
 from tests.support.serving import PYTHON, VERSION
 from tests.support.tiny_families import SIZES, config_of
 

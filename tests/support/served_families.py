@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from test_families import CASES
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.architectures.registry import FAMILIES
+from tests.distributed.test_families import CASES
 from tests.support.sanity_run import TOKENS, add_task
 from tests.support.serving import OPTIONS, VERSION
 from tests.support.tiny_families import SIZES, write_family

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from typing import Any, cast
 
 import pytest
-from test_ahead import PROMPTS, Rank, place_of
 
 from megatron_dppo.data.prompts.prompts import PromptStream
 from megatron_dppo.engines.sglang.client import Patience
@@ -15,6 +14,7 @@ from megatron_dppo.errors import RolloutError, ServerError
 from megatron_dppo.rollout.staleness import StalenessBound
 from tests.support.ranks_on_threads import Meeting, Peer
 from tests.support.sglang_stand_in import MODEL, LiveStandIn
+from tests.unit.test_ahead import PROMPTS, Rank, place_of
 
 HOLD_S, NUM_VERSIONS = 1.0, 5
 PATIENCE = Patience(

@@ -18,7 +18,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from test_architectures import LLAMA3
 from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
@@ -49,6 +48,7 @@ from megatron_dppo.rollout.evaluation import evaluation_sets
 from megatron_dppo.run.state import TrainingState
 from megatron_dppo.run_folder.lock import LOCK
 from megatron_dppo.runtime.process import Runtime
+from tests.unit.test_architectures import LLAMA3
 
 MODEL: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -204,7 +204,7 @@ def _write(name: str, text: str) -> None:
 def _held() -> None:
     """A run folder that a live process holds: here this one, by another descriptor."""
     Path("runs/run").mkdir(parents=True)
-    stream = Path("runs/run", LOCK).open("w")  # noqa: SIM115 - the lock ends with it
+    stream = Path("runs/run", LOCK).open("w")
     fcntl.flock(stream, fcntl.LOCK_EX)
     stream.write(json.dumps({"host": socket.gethostname(), "pid": 7, "beat": 0}))
     stream.flush()
@@ -992,7 +992,8 @@ def test_what_plan_asks_needs_config_json_alone(
         if path.is_file() and path.name != "config.json":
             path.unlink()
     find = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: find(name) if name == "own_rules" else None)
+    own = "tests.support.own_rules"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: find(name) if name == own else None)
     monkeypatch.setattr("subprocess.run", None)
     assert check_run(config, model_facts(config, example.world_size)) == expected
 

@@ -7,8 +7,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from test_multi_turn import ENDS, PARAMS, TOKENIZER, Recorded, Scripted, asked, multi_turn_engine
-from test_transformers_engine import engine_of, moe_config, reference_model
 
 from megatron_dppo.data.prompts.prompts import Drawn
 from megatron_dppo.engines.base import Completion, Request, SamplingParams, aborted, resumed
@@ -25,6 +23,8 @@ from megatron_dppo.runtime.concurrency import all_of, run_loop
 from megatron_dppo.types import Prompt
 from tests.support.concurrent_engines import OneByOne, interrupted
 from tests.support.samples import assert_same
+from tests.unit.test_multi_turn import ENDS, PARAMS, TOKENIZER, Recorded, Scripted, asked, multi_turn_engine
+from tests.unit.test_transformers_engine import engine_of, moe_config, reference_model
 from tools.benchmarks.conversations import main as measure
 
 LENGTHS = (5, 1, 3)

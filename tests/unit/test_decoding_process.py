@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 import torch
-from test_sglang_protocol import MODEL, recorded
 
 from megatron_dppo.engines.base import Completion
 from megatron_dppo.engines.sglang import decoding_process
@@ -21,6 +20,7 @@ from megatron_dppo.engines.sglang.decoding_process import DecodingProcess
 from megatron_dppo.engines.sglang.decoding_wire import SharedMemory
 from megatron_dppo.engines.sglang.protocol import Generation0521
 from megatron_dppo.errors import ReplyError, RolloutError
+from tests.unit.test_sglang_protocol import MODEL, recorded
 
 LARGE = b" " * (4 << 20)  # behind an answer: more than a pipe holds
 TRAINER = """

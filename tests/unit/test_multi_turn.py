@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_transformers_engine import engine_of, moe_config, reference_model, requests_of, teacher_forced
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -25,6 +24,13 @@ from megatron_dppo.runtime.concurrency import run_loop
 from megatron_dppo.types import FinishReason, Message, Prompt, Sample
 from tests.support.collecting import Collected, collect
 from tests.support.samples import InProcessScorer, assert_same
+from tests.unit.test_transformers_engine import (
+    engine_of,
+    moe_config,
+    reference_model,
+    requests_of,
+    teacher_forced,
+)
 
 WORDS = {
     word: i for i, word in enumerate([*(f"t{i}" for i in range(36)), "<bos>", "<user>", "<policy>", "<eos>"])

@@ -103,7 +103,8 @@ def test_check_tries_it(tmp_path: Path) -> None:
         ("absent", "algorithm.preset: found 'tests.support.own_rules:absent', and 'absent' is not there"),
         (
             "failing",
-            "algorithm.preset: found 'tests.support.own_rules:failing', which fails on a small batch: KeyError: 'absent'",
+            "algorithm.preset: found 'tests.support.own_rules:failing', which fails on a small batch: "
+            "KeyError: 'absent'",
         ),
         ("negative", "algorithm.preset: found -"),
         ("steady_responses", "algorithm.rule_over: found 'tokens', but the rule reads complete responses"),
@@ -183,7 +184,8 @@ def test_an_option_that_a_rule_does_not_declare_is_refused(tmp_path: Path) -> No
     for options, message in (
         (
             {"limti": 0.1},
-            "algorithm.rule_options: found 'limti'; expected options of tests.support.own_rules:declared: limit, is_s",
+            "algorithm.rule_options: found 'limti'; expected options of tests.support.own_rules:declared: "
+            "limit, is_s",
         ),
         (
             {"delta": 0.1},
@@ -229,7 +231,8 @@ def test_doubts_about_a_rule_are_told(tmp_path: Path) -> None:
         "algorithm.preset: tests.support.own_rules:undeclared did not read the option delat"
     )
     assert second.startswith(
-        "tracking.shadow_presets tests.support.own_rules:drops_all: tests.support.own_rules:drops_all drops every token"
+        "tracking.shadow_presets tests.support.own_rules:drops_all: tests.support.own_rules:drops_all "
+        "drops every token"
     )
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_collect import TOKENIZER
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
@@ -26,6 +25,7 @@ from megatron_dppo.cli import app
 from megatron_dppo.errors import ConversionError
 from megatron_dppo.runtime.jsonl import write_jsonl
 from tests.support.tiny_families import write_family
+from tests.unit.test_collect import TOKENIZER
 
 DENSE, MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 CASES: list[tuple[str, WeightFormat]] = [(DENSE, "fp8"), (DENSE, "nvfp4"), (MOE, "fp8"), (MOE, "nvfp4")]

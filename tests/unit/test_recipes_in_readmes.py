@@ -113,7 +113,7 @@ def test_the_divergence_masks_tokens_on_a_cpu(tmp_path: Path) -> None:
     _insert(package / "algorithms" / "divergence.py", "DIVERGENCES: Mapping", functions, is_after=False)
     _insert(package / "algorithms" / "divergence.py", '    "DIVERGENCES",\n    {\n', entries)
     _insert(package / "algorithms" / "presets.py", "        for objective in (\n", presets)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "tests" / "unit")])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     properties = ROOT / "tests" / "unit" / "test_algorithms_properties.py"
     Path(tmp_path, "pytest.ini").write_text("[pytest]\n")
     tests = ["-m", "pytest", "-q", "-c", str(tmp_path / "pytest.ini"), "-p", "no:cacheprovider"]

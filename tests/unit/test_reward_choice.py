@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_collect import TOKENIZER
 
 from megatron_dppo.config.load import dump_config, load_config
 from megatron_dppo.config.schema import DataConfig
@@ -22,6 +21,7 @@ from megatron_dppo.rollout.scoring import Fault, OverlongShaping, RewardPools, S
 from megatron_dppo.runtime.concurrency import all_of
 from megatron_dppo.types import FinishReason, Prompt, Sample
 from tests.support.samples import InProcessScorer, make_sample
+from tests.unit.test_collect import TOKENIZER
 
 PROMPT = Prompt("p", "34", "test", text="What is it?")
 MINE = "rewards_of_mine:brevity"

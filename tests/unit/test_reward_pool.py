@@ -28,7 +28,7 @@ NAME = "tests.unit.bad_rewards:told"
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers find modules where the trainer's working directory or PYTHONPATH has them."""
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setenv("SLEEP_S", SLEEP_S)
 
@@ -196,7 +196,7 @@ def test_a_worker_is_kept_from_one_rollout_to_the_next(pool: RewardPool) -> None
     [
         (
             "tests.unit.bad_rewards:nothing",
-            "data.reward: found .*'nothing' is not there; expected a function of bad_rewards",
+            "data.reward: found .*'nothing' is not there; expected a function of tests.unit.bad_rewards",
         ),
         ("tests.unit.bad_rewards:_kept", "'_kept' is no function"),
         ("no_such_module:told", "no module 'no_such_module'"),
@@ -234,7 +234,7 @@ def test_an_interruption_leaves_at_once_and_the_pool_usable(
         raise KeyboardInterrupt
 
     waits = "import pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.01)\n"
-    (tmp_path / "slow.py").write_text(waits + "from bad_rewards import told\n")
+    (tmp_path / "slow.py").write_text(waits + "from tests.unit.bad_rewards import told\n")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "go").touch()
     before = signal.signal(signal.SIGALRM, interrupt)

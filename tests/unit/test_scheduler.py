@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
-from test_collect import TOKENIZER, complete
 from torch import Tensor
 
 from megatron_dppo.config.schema import RolloutConfig
@@ -20,6 +19,7 @@ from megatron_dppo.runtime.concurrency import all_of
 from megatron_dppo.types import FinishReason, Prompt
 from tests.support.collecting import Collected
 from tests.support.samples import InProcessScorer
+from tests.unit.test_collect import TOKENIZER, complete
 
 NUM_PROMPTS = 40
 PROMPTS = [Prompt(str(i), "408", "test", text="<bos> 2 1 * 4 3 =") for i in range(NUM_PROMPTS)]

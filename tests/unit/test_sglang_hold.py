@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_collect import TOKENIZER
 
 from megatron_dppo.engines.base import Completion, ConcurrentEngine, Request, SamplingParams, Session, aborted
 from megatron_dppo.engines.counts import EngineCounts
@@ -23,6 +22,7 @@ from megatron_dppo.rollout.conversations import TurnLimits
 from megatron_dppo.rollout.multi_turn import MultiTurnEngine
 from megatron_dppo.types import Prompt, WeightVersionSpan
 from tests.support.sglang_stand_in import LOG_PROB, MODEL, TOKEN, StandIn, answer
+from tests.unit.test_collect import TOKENIZER
 
 PARAMS = SamplingParams(10)
 PATIENCE = Patience(connect_timeout_s=5, control_timeout_s=1, max_attempts=4, first_pause_s=0.01)

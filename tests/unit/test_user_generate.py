@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_multi_turn import TOKENIZER, WORDS, words_of
-from test_transformers_engine import VOCAB, engine_of, moe_config, reference_model
 
 from megatron_dppo.engines.base import Completion, SamplingParams
 from megatron_dppo.errors import ConfigError, RolloutError
@@ -19,6 +17,8 @@ from megatron_dppo.runtime.user_code import imported
 from megatron_dppo.types import Prompt
 from tests.support.collecting import Collected, collect
 from tests.support.samples import InProcessScorer
+from tests.unit.test_multi_turn import TOKENIZER, WORDS, words_of
+from tests.unit.test_transformers_engine import VOCAB, engine_of, moe_config, reference_model
 
 MODULE = '''
 from dataclasses import replace

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_what_if import of_two_rollouts, tokens
 
 from megatron_dppo.algorithms import PRESETS, PolicyLossInputs, preset
 from megatron_dppo.analysis.what_if.measures import (
@@ -24,6 +23,7 @@ from megatron_dppo.analysis.what_if.thresholds import described_threshold, with_
 from megatron_dppo.analysis.what_if.variants import Variant, require_own_rules, variants
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.metrics.token_mismatch import Routes
+from tests.unit.test_what_if import of_two_rollouts, tokens
 
 CLOSE = 1e-9
 

@@ -1,6 +1,6 @@
 """Write field_vectors.json beside this file: exact cases of the field's presets, by `field_formulas`.
 
-    python tests/vectors/make_field_vectors.py
+    python -m tests.vectors.make_field_vectors
 
 The file's `others` stay as they are: what functions of other frameworks gave on these cases, each with its name
 and the commit or version that it was run `at`. Their code is not here.

@@ -1,7 +1,6 @@
 """Jobs for the ranks of a benchmark: train on random samples with the real actor, and return the seconds."""
 
 import gc
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,8 +17,6 @@ from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches
 from megatron_dppo.data.batches.packing import pack
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import RolloutTopK, Sample, TrainBatch
-
-sys.path.append(str(Path(__file__).parents[2] / "tests" / "distributed"))
 
 PROMPT_TOKENS = 8
 ENOUGH_S = 0.05  # calls are repeated until they take this long

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(_ROOT / "tests" / "distributed")]
+sys.path[:0] = [str(_ROOT)]
 
 from megatron_dppo.runtime.process import Runtime, quiet_library_warnings, start, stop, world_size_from_launcher  # noqa: E402
 

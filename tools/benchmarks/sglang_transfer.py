@@ -39,7 +39,7 @@ from tools.benchmarks.benchmarking import (
     write_json,
 )
 
-sys.path[:0] = [str(ROOT / "tests" / "distributed")]
+sys.path[:0] = [str(ROOT)]
 
 from megatron_dppo.config.schema import Config  # noqa: E402
 from megatron_dppo.engines.base import Completion, Request, SamplingParams  # noqa: E402

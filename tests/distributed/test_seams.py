@@ -16,8 +16,9 @@ from megatron_dppo.config import Config
 from megatron_dppo.config.settings import flat
 from megatron_dppo.runtime.process import Runtime
 from tests.distributed.seam_scenarios import SCENARIOS, make_prompts
-from tests.distributed.seam_table import ELSEWHERE, TABLE
+from tests.distributed.seam_table import READ_FROM_THE_SECTION, TABLE
 from tests.distributed.seams import Seam, recording
+from tests.distributed.setting_effects import ASSERTED_BY, EFFECTS
 from tests.support.ranks import run_ranks
 
 _TABLES = ("evaluation.sets.*", "megatron.*", "sglang.*", "tracking.shadow_options.*")
@@ -78,19 +79,15 @@ def test_its_consumer_receives_a_setting(played: Played, seam: Seam) -> None:
 
 
 def test_every_setting_has_a_row_and_every_row_a_setting() -> None:
-    rows = {seam.setting for seam in TABLE} | ELSEWHERE.keys()
+    rows = {seam.setting for seam in TABLE} | READ_FROM_THE_SECTION
     settings = flat(Config().model_dump()).keys()
     assert not settings - rows, "settings that nobody is known to receive"
+    assert READ_FROM_THE_SECTION <= {effect.setting for effect in EFFECTS} | ASSERTED_BY.keys()
     in_tables = {row for row in rows if any(fnmatchcase(row, pattern) for pattern in _TABLES)}
     assert not rows - settings - in_tables, "rows of settings that are gone"
     fields = {row.rpartition(".")[2] for row in in_tables if row.startswith("evaluation.sets.")}
     config = Config.model_validate({"evaluation": {"sets": {"near": {"prompts": "a"}}}})
     assert fields == config.evaluation.sets["near"].model_dump().keys()
-
-
-def test_settings_that_are_set_elsewhere_are() -> None:
-    for setting, (file, text) in ELSEWHERE.items():
-        assert text in (Path(__file__).parents[1] / file).read_text(), f"{file} does not set {setting}"
 
 
 def test_what_is_forgotten_or_taken_for_its_neighbour_would_show(task: Path) -> None:

@@ -36,103 +36,95 @@ _SCORE = "rollout.scoring:Scorer.score_all"
 # Settings that arrive as they are: the setting, its consumer, and the argument (or an attribute of one).
 _AS_IT_IS = {
     "whole": """
-        run.folder       run.checkpoints:Checkpoints.__init__                 folder.parent
-        run.seed         engines.embedded.continuous_batch:sampling_noise     noise_key.0
-        run.seed         rollout.rollouts:PromptStream.__init__               seed
-        run.seed         data.batches.gradient_steps:minibatch_of_prompts     key.0
-        run.seed         actor.actor:initialize_groups                        seed
-        run.seed         rollout.evaluation:EvaluationSet.metrics             seed
-        run.timeout_s    actor.actor:initialize_groups                        timeout_s
-        model.load       actor.actor:load_weights                             folder
-        model.load       run.checkpoints:Checkpoints.__init__                 model_folder
-
-        parallel.max_tokens_per_microbatch    data.batches.gradient_steps:plan_minibatch    max_tokens
-
-        data.prompts                          rollout.rollouts:load_prompts                 path
-        data.{prompt_column,answer_column}    rollout.rollouts:load_prompts                 *
-        data.{prompt_column,answer_column}    rollout.evaluation:load_prompts               *
-        data.shuffle                          rollout.rollouts:PromptStream.__init__        shuffle
-        data.overlong_buffer_tokens           rollout.scoring:OverlongShaping.__call__      self.buffer_tokens
-        data.overlong_penalty                 rollout.scoring:OverlongShaping.__call__      self.penalty
-        data.reward_timeout_s                 workers.worker_process:WorkerProcess.receive  timeout_s
-        data.reward_memory_mb                 workers.worker_process:WorkerProcess.__init__ memory_mb
-        data.max_prompt_tokens                rollout.groups:GroupMaker.begin               self.max_prompt_tokens
-
-        rollout.max_response_tokens    rollout.scoring:OverlongShaping.__call__         self.max_response_tokens
-        rollout.max_response_tokens    data.batches.gradient_steps:sequence_weights     response_length
-        rollout.temperature            actor.output_head:packed_linear_policy_loss      temperature
-        rollout.temperature            actor.output_head:linear_log_probs               temperature
-        rollout.num_topk_log_probs     engines.embedded.continuous_batch:most_probable  k
-        rollout.max_dropped_fraction   run.logger:refuse_if_too_many_dropped            max_fraction
-        rollout.transformers.weights   rollout.rollouts:TransformersEngine.__init__     weights
-        evaluation.pass_at             rollout.evaluation:set_metrics                   ks
-
-        algorithm.{delta_low,delta_high,ratio_cap,top_k}    kernels.linear:combine_statistics    objective.*
-        algorithm.{include_other,sampled_token,entropy_coef}    kernels.linear:combine_statistics    objective.*
-        algorithm.preset                     kernels.linear:combine_statistics                  objective.name
-        algorithm.aggregation                data.batches.gradient_steps:sequence_weights       mode
-        algorithm.normalize_advantage_std    data.batches.gradient_steps:group_advantages       normalize_std
-        algorithm.minibatches_per_rollout    data.batches.gradient_steps:minibatch_of_prompts   num_minibatches
-        algorithm.logits_chunk_bytes         actor.output_head:packed_linear_policy_loss        chunk_bytes
-        algorithm.logits_chunk_bytes         actor.output_head:linear_log_probs                 chunk_bytes
-
-        optimizer.beta1          actor.actor:Actor.train_step           self.optimizer.param_groups.0.betas.0
-        optimizer.beta2          actor.actor:Actor.train_step           self.optimizer.param_groups.0.betas.1
-        optimizer.eps            actor.actor:Actor.train_step           self.optimizer.param_groups.0.eps
-        optimizer.clip_grad      megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32    max_norm
-        optimizer.distributed    actor.actor:Actor.__init__    self._ddp.0.ddp_config.use_distributed_optimizer
-        optimizer.offload        actor.offload:TrainerMemory.states_here                    self.is_offloading
-
-        checkpoint.resume                              run_folder.folder:RunFolder.open     resume
-        checkpoint.asynchronous                        run.checkpoints:Checkpoints.save     self.is_writing
-        checkpoint.{keep_last,keep_every,keep_best}    run.checkpoints:Retention.__init__   *
-        checkpoint.best_metric                         run.logger:RunLogger.latest          metric
-
-        tracking.backends          run_folder.folder:open_backends        names
-        tracking.mismatch_share    data.batches.gradient_steps:pack       measured_share
-        tracking.shadow_options.dppo_binary_tv.delta    actor.observation:Observer.__init__    self.shadows.dppo_binary_tv.delta
+        run.folder  run.checkpoints:Checkpoints.__init__  folder.parent
+        run.seed  engines.embedded.continuous_batch:sampling_noise  noise_key.0
+        run.seed  rollout.rollouts:PromptStream.__init__  seed
+        run.seed  data.batches.gradient_steps:minibatch_of_prompts  key.0
+        run.seed  actor.actor:initialize_groups  seed
+        run.seed  rollout.evaluation:EvaluationSet.metrics  seed
+        run.timeout_s  actor.actor:initialize_groups  timeout_s
+        model.load  actor.actor:load_weights  folder
+        model.load  run.checkpoints:Checkpoints.__init__  model_folder
+        parallel.max_tokens_per_microbatch  data.batches.gradient_steps:plan_minibatch  max_tokens
+        data.prompts  rollout.rollouts:load_prompts  path
+        data.{prompt_column,answer_column}  rollout.rollouts:load_prompts  *
+        data.{prompt_column,answer_column}  rollout.evaluation:load_prompts  *
+        data.shuffle  rollout.rollouts:PromptStream.__init__  shuffle
+        data.overlong_buffer_tokens  rollout.scoring:OverlongShaping.__call__  self.buffer_tokens
+        data.overlong_penalty  rollout.scoring:OverlongShaping.__call__  self.penalty
+        data.reward_timeout_s  workers.worker_process:WorkerProcess.receive  timeout_s
+        data.reward_memory_mb  workers.worker_process:WorkerProcess.__init__  memory_mb
+        data.max_prompt_tokens  rollout.groups:GroupMaker.begin  self.max_prompt_tokens
+        rollout.max_response_tokens  rollout.scoring:OverlongShaping.__call__  self.max_response_tokens
+        rollout.max_response_tokens  data.batches.gradient_steps:sequence_weights  response_length
+        rollout.temperature  actor.output_head:packed_linear_policy_loss  temperature
+        rollout.temperature  actor.output_head:linear_log_probs  temperature
+        rollout.num_topk_log_probs  engines.embedded.continuous_batch:most_probable  k
+        rollout.max_dropped_fraction  run.logger:refuse_if_too_many_dropped  max_fraction
+        rollout.transformers.weights  rollout.rollouts:TransformersEngine.__init__  weights
+        evaluation.pass_at  rollout.evaluation:set_metrics  ks
+        algorithm.{delta_low,delta_high,ratio_cap,top_k}  kernels.linear:combine_statistics  objective.*
+        algorithm.{include_other,sampled_token,entropy_coef}  kernels.linear:combine_statistics  objective.*
+        algorithm.preset  kernels.linear:combine_statistics  objective.name
+        algorithm.aggregation  data.batches.gradient_steps:sequence_weights  mode
+        algorithm.normalize_advantage_std  data.batches.gradient_steps:group_advantages  normalize_std
+        algorithm.minibatches_per_rollout  data.batches.gradient_steps:minibatch_of_prompts  num_minibatches
+        algorithm.logits_chunk_bytes  actor.output_head:packed_linear_policy_loss  chunk_bytes
+        algorithm.logits_chunk_bytes  actor.output_head:linear_log_probs  chunk_bytes
+        optimizer.beta1  actor.actor:Actor.train_step  self.optimizer.param_groups.0.betas.0
+        optimizer.beta2  actor.actor:Actor.train_step  self.optimizer.param_groups.0.betas.1
+        optimizer.eps  actor.actor:Actor.train_step  self.optimizer.param_groups.0.eps
+        optimizer.clip_grad  megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32  max_norm
+        optimizer.distributed  actor.actor:Actor.__init__  self._ddp.0.ddp_config.use_distributed_optimizer
+        optimizer.offload  actor.offload:TrainerMemory.states_here  self.is_offloading
+        checkpoint.resume  run_folder.folder:RunFolder.open  resume
+        checkpoint.asynchronous  run.checkpoints:Checkpoints.save  self.is_writing
+        checkpoint.{keep_last,keep_every,keep_best}  run.checkpoints:Retention.__init__  *
+        checkpoint.best_metric  run.logger:RunLogger.latest  metric
+        tracking.backends  run_folder.folder:open_backends  names
+        tracking.mismatch_share  data.batches.gradient_steps:pack  measured_share
     """,
     "resumed": """
-        lora.rank                            models.lora:_initial_pair                          result.lora_A.shape.-2
-        lora.alpha                           models.lora:Adapter.__init__                       alpha
-        rollout.generate                     rollout.trajectories:UserGenerate.generate         self._name
-        algorithm.{eps_low,eps_high,alpha}   kernels.linear:combine_statistics                  objective.*
-        algorithm.preset                     kernels.linear:combine_statistics                  objective.name
-        megatron.recompute_num_layers        actor.actor:Actor.__init__                         self.chunks.0.config.*
+        lora.rank  models.lora:_initial_pair  result.lora_A.shape.-2
+        lora.alpha  models.lora:Adapter.__init__  alpha
+        rollout.generate  rollout.trajectories:UserGenerate.generate  self._name
+        algorithm.{eps_low,eps_high,alpha}  kernels.linear:combine_statistics  objective.*
+        algorithm.preset  kernels.linear:combine_statistics  objective.name
+        megatron.recompute_num_layers  actor.actor:Actor.__init__  self.chunks.0.config.*
     """,
     "turns": """
-        model.reference                          actor.reference:load_weights                    folder
-        rollout.environment                      environments.pool:EnvironmentPool.__init__      name
-        rollout.temperature                      actor.output_head:packed_policy_loss            temperature
-        algorithm.delta                          actor.output_head:packed_policy_loss            objective.delta_low
-        algorithm.delta                          actor.output_head:packed_policy_loss            objective.delta_high
-        algorithm.{anchor,ref_kl_coef,ref_kl}    actor.output_head:packed_policy_loss            objective.*
-        algorithm.normalize_advantage_std        data.batches.gradient_steps:group_advantages    normalize_std
+        model.reference  actor.reference:load_weights  folder
+        rollout.environment  environments.pool:EnvironmentPool.__init__  name
+        rollout.temperature  actor.output_head:packed_policy_loss  temperature
+        algorithm.delta  actor.output_head:packed_policy_loss  objective.delta_low
+        algorithm.delta  actor.output_head:packed_policy_loss  objective.delta_high
+        algorithm.{anchor,ref_kl_coef,ref_kl}  actor.output_head:packed_policy_loss  objective.*
+        algorithm.normalize_advantage_std  data.batches.gradient_steps:group_advantages  normalize_std
     """,
     "skipped": """
-        algorithm.{tau_low,tau_high,log_ratio_coef}    kernels.linear:combine_statistics    objective.*
+        algorithm.{tau_low,tau_high,log_ratio_coef}  kernels.linear:combine_statistics  objective.*
     """,
     "own_rule": """
-        algorithm.rule_over          actor.actor:OutputHead.__init__    objective.own.over
-        algorithm.rule_divergence    actor.actor:OutputHead.__init__    objective.divergence
+        algorithm.rule_over  actor.actor:OutputHead.__init__  objective.own.over
+        algorithm.rule_divergence  actor.actor:OutputHead.__init__  objective.divergence
     """,
-    "experts": "algorithm.{rho_low,rho_high}           actor.actor:OutputHead.__init__    objective.*",
-    "stages": "algorithm.{token_kl,response_kl}        actor.actor:OutputHead.__init__    objective.*",
+    "experts": "algorithm.{rho_low,rho_high}  actor.actor:OutputHead.__init__  objective.*",
+    "stages": "algorithm.{token_kl,response_kl}  actor.actor:OutputHead.__init__  objective.*",
     "context": """
-        algorithm.{prefix_delta,prefix_delta_max,late_weight}    actor.actor:OutputHead.__init__    objective.*
-        parallel.{overlap_grad_reduce,overlap_param_gather}    actor.actor:Actor.__init__    self._ddp.0.ddp_config.*
+        algorithm.{prefix_delta,prefix_delta_max,late_weight}  actor.actor:OutputHead.__init__  objective.*
+        parallel.overlap_grad_reduce  actor.actor:Actor.__init__  self._ddp.0.ddp_config.*
+        parallel.overlap_param_gather  actor.actor:Actor.__init__  self._ddp.0.ddp_config.*
     """,
     "served": """
-        run.seed                            engines.weight_sync.factory:Probe.__init__           seed
-        rollout.sglang.start_timeout_s      engines.sglang.own_servers:supervise                 start_timeout_s
-        rollout.sglang.max_restarts         engines.sglang.own_servers:supervise                 max_restarts
-        rollout.sglang.request_timeout_s    engines.sglang.client:SglangClient.__init__    patience.generate_timeout_s
-        rollout.sglang.max_attempts         engines.sglang.client:SglangClient.__init__          patience.max_attempts
-        rollout.sglang.max_concurrent_requests    engines.sglang.engine:SglangEngine.__init__    *
-        rollout.sglang.sync_timeout_s       engines.weight_sync.factory:RunServers.__init__      timeout_s
-        rollout.sglang.sync_timeout_s       engines.weight_sync.factory:DistributedTransport.__init__    timeout_s
-        rollout.sglang.probe_every          engines.weight_sync.factory:SglangSync.__init__      probe_every
-        rollout.sglang.colocated            runtime.gpu_ledger:GpuLedger.begin                   takes_turns
+        run.seed  engines.weight_sync.factory:Probe.__init__  seed
+        rollout.sglang.start_timeout_s  engines.sglang.own_servers:supervise  start_timeout_s
+        rollout.sglang.max_restarts  engines.sglang.own_servers:supervise  max_restarts
+        rollout.sglang.max_attempts  engines.sglang.client:SglangClient.__init__  patience.max_attempts
+        rollout.sglang.max_concurrent_requests  engines.sglang.engine:SglangEngine.__init__  *
+        rollout.sglang.sync_timeout_s  engines.weight_sync.factory:RunServers.__init__  timeout_s
+        rollout.sglang.sync_timeout_s  engines.weight_sync.factory:DistributedTransport.__init__  timeout_s
+        rollout.sglang.probe_every  engines.weight_sync.factory:SglangSync.__init__  probe_every
+        rollout.sglang.colocated  runtime.gpu_ledger:GpuLedger.begin  takes_turns
     """,
 }
 
@@ -274,6 +266,12 @@ _SERVERS = [
         lambda call: type(call.engine).__name__,
         "served",
         expected=lambda config: "SglangEngine",
+    ),
+    plain(
+        "rollout.sglang.request_timeout_s",
+        "engines.sglang.client:SglangClient.__init__",
+        "patience.generate_timeout_s",
+        scenario="served",
     ),
     Seam("rollout.sglang.num_own_servers", _LAUNCH, given("index"), "served", fold=len),
     Seam(
@@ -452,6 +450,11 @@ _TRACKING = [
         "actor.observation:Observer.__init__",
         lambda call: tuple(call.self.shadows),
     ),
+    plain(
+        "tracking.shadow_options.dppo_binary_tv.delta",
+        "actor.observation:Observer.__init__",
+        "self.shadows.dppo_binary_tv.delta",
+    ),
 ]
 
 TABLE = [
@@ -465,4 +468,4 @@ READ_FROM_THE_SECTION = {
     *("rollout.over_sampling", "rollout.keep_partials", "rollout.max_staleness"),
     *("checkpoint.max_failed_saves", "tracking.max_roll_backs"),
 }
-"""Settings that their users read from the section itself; `test_setting_effects.py` has the tests that set them."""
+"""Settings that their users read from the section itself: `setting_effects.py` has rows or tests of them."""

@@ -17,6 +17,7 @@ from megatron_dppo.config import ParallelConfig
 from megatron_dppo.runtime.process import Runtime
 from tests.distributed.layout_table import rows, worst_of, write_table
 from tests.support import varlen_reference
+from tests.support.hf_reference import relative
 from tests.support.layout_cases import (
     DENSE_LAYOUTS,
     LAYOUTS,
@@ -133,15 +134,11 @@ def compare(runtime: Runtime, models: str, folder: str, case: Case) -> dict[str,
     for kind in ("gradients", "updates"):
         expected = load_file(f"{name}.{kind}")
         assert set(found[kind]) in (set(expected), set()), "each parameter is compared, none twice"
-        errors[kind] = {n: _relative(tensor, expected[n]) for n, tensor in found[kind].items()}
+        errors[kind] = {n: relative(tensor, expected[n]) for n, tensor in found[kind].items()}
     for metric, expected in metrics.items():
         difference = abs(found["metrics"].get(metric, torch.nan) - expected)
         errors["metrics"][metric] = difference / max(abs(expected), 1e-3)
     return {"errors": errors, "faults": found["faults"], "extra": sorted(set(found["metrics"]) - set(metrics))}
-
-
-def _relative(value: Tensor, reference: Tensor) -> float:
-    return float((value - reference).norm() / reference.norm().clamp(min=1e-12))
 
 
 @pytest.fixture(scope="session")

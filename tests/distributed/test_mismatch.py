@@ -15,6 +15,7 @@ from megatron_dppo.data.prompts import sanity_task
 from tests.support.commands import python
 from tests.support.mismatch_ranks import LAYOUTS, PARITY, TOOLS, measure_layouts, require_parity, undecided
 from tests.support.ranks import run_ranks
+from tests.support.records import lines_of
 from tests.support.sanity_run import make_task
 from tests.support.tiny import TOP_K, VOCAB
 from tests.support.tiny_families import write_family
@@ -136,7 +137,7 @@ def test_the_command_writes_what_it_shows(task: Path, tmp_path: Path) -> None:
     assert live["ratio_p50"] <= live["ratio_p99"] <= live["ratio_p999"] <= live["ratio_max"]
     assert 0.5 < live["agreement_mean"] < 1
     assert replayed["kl_k3"] < live["kl_k3"]
-    rows = [json.loads(line) for line in (tmp_path / "out" / "tokens.jsonl").read_text().splitlines()]
+    rows = lines_of(tmp_path / "out" / "tokens.jsonl")
     assert (found["num_responses"], found["num_processes"]) == (24, 2) and len(rows) == 24
     assert sum(len(row["tokens"]) for row in rows) == live["num_tokens"] == replayed["num_tokens"]
     assert {len(values) for row in rows for key, values in row.items() if key != "prompt"} <= set(range(1, 11))

@@ -3,7 +3,6 @@
 Those of the experiments are trained by tests/recipes.
 """
 
-import json
 import math
 import tomllib
 from pathlib import Path
@@ -15,6 +14,7 @@ from megatron_dppo.algorithms import PRESETS, preset
 from megatron_dppo.algorithms.presets import PAPER
 from megatron_dppo.runtime.process import Runtime
 from tests.support.ranks import run_ranks
+from tests.support.records import metrics_of
 from tests.support.sanity_run import make_task, settings
 
 EXPERIMENTS = [script.parent for script in Path(__file__).parents[2].glob("examples/*/train.sbatch")]
@@ -65,7 +65,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_loop_trains_with_it(trained: Path, name: str) -> None:
-    rows = [json.loads(line) for line in (trained / name / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(trained / name)
     steps = [row for row in rows if row["kind"] == "step"]
     assert len(steps) == 4
     for step in steps:

@@ -1,6 +1,5 @@
 """`train --rollout-only` and `--train-only`: together they are the whole loop."""
 
-import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 import tomli_w
 
 from tests.support.commands import python
+from tests.support.records import metrics_of
 from tests.support.sanity_run import make_task, settings, without_clocks
 
 ROOT = Path(__file__).parents[2]
@@ -37,8 +37,7 @@ def train(task: Path, name: str, *flags: Any, num_rollouts: int = 1) -> subproce
 
 def steps_of(task: Path, name: str) -> list[dict[str, Any]]:
     """The rows of a run's gradient steps, without what a clock measured."""
-    rows = [json.loads(line) for line in (task / name / "metrics.jsonl").read_text().splitlines()]
-    return without_clocks([row for row in rows if row["kind"] == "step"])
+    return without_clocks(metrics_of(task / name, "step"))
 
 
 def test_two_halves_are_the_whole(task: Path) -> None:

@@ -19,6 +19,7 @@ from megatron_dppo.data.prompts.prompts import PromptStream, load_prompts
 from megatron_dppo.engines.sglang.server import ServerRecord
 from megatron_dppo.runtime.jsonl import write_jsonl
 from tests.faults.starting import start_ranks
+from tests.support.records import metrics_of
 from tests.support.sanity_run import make_task, settings
 from tests.support.sglang_stand_in import LiveStandIn
 
@@ -122,8 +123,7 @@ class AsynchronousRun:
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
         """Rows of metrics.jsonl of a kind."""
-        lines = (self.run / "metrics.jsonl").read_text().splitlines()
-        return [row for row in map(json.loads, lines) if row["kind"] == kind]
+        return metrics_of(self.run, kind)
 
 
 class Job:

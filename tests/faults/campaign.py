@@ -22,6 +22,7 @@ import tomli_w
 
 from tests.faults.cases import CASES, Case
 from tests.faults.starting import start_ranks
+from tests.support.records import metrics_of
 from tests.support.sanity_run import make_task, settings, without_clocks
 
 _LIMIT_S = 120  # nothing here takes longer, unless it hangs
@@ -174,7 +175,7 @@ def compare_rows(reference: Path, run: Path) -> tuple[int, int]:
     """(lost, duplicated) rows of metrics.jsonl and samples, against the uninterrupted run."""
 
     def rows(folder: Path) -> list[str]:
-        metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        metrics = metrics_of(folder)
         samples = [line for file in sorted((folder / "samples").iterdir()) for line in file.open()]
         return [json.dumps(row, sort_keys=True) for row in without_clocks(metrics)] + samples
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.distributed.test_actor_parity import SETTINGS, measure_all
-from tests.distributed.test_training_run import lines
 from tests.support.ranks import run_ranks
+from tests.support.records import metrics_of
 from tests.support.sanity_run import settings
 from tests.support.tiny import write_model
 
@@ -51,4 +51,4 @@ def test_the_loop_trains_in_bfloat16(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megatron_dppo", "train", toml, *flags, "--set", prompts]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert [row["kind"] for row in lines(tmp_path / "run")].count("rollout") == 2
+    assert [row["kind"] for row in metrics_of(tmp_path / "run")].count("rollout") == 2

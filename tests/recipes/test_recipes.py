@@ -1,6 +1,5 @@
 """Every algorithm of every experiment trains for real, with examples/tiny.toml as its last layer."""
 
-import json
 import math
 import re
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.runtime.jsonl import write_jsonl
 from tests.recipes.forked_process import command, forked, train
 from tests.support.experiments import ALGORITHMS, EXPERIMENTS, ROOT, Algorithm, tiny_family
+from tests.support.records import metrics_of
 
 CONVERTED = "-megatron"  # the end of the name of a converted folder
 
@@ -95,7 +95,7 @@ def _train(folder: Path, algorithm: Algorithm, kind: str) -> TinyRun:
     settings = [f"run.folder='{run}'", f"model.load=runs/tiny/{tiny_family(algorithm)}{kind}"]
     arguments = [*map(str, algorithm.tiny_layers), *(word for each in settings for word in ("--set", each))]
     assert train(arguments, folder, log) == 0, log.read_text()[-3000:]
-    rows = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(folder / run)
     kinds = ("rollout", "step", "evaluation")
     rollouts, steps, evaluations = ([row for row in rows if row["kind"] == kind] for kind in kinds)
     full_size = load_config([ROOT / layer for layer in algorithm.layers])

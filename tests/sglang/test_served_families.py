@@ -1,6 +1,5 @@
 """Each family on one server of its own: its answers, pushes by each way, and a run that trains on it."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from megatron_dppo.rollout.rollouts import build_engine
 from tests.sglang.family_job import push_every_way, push_from_bfloat16, push_parted
 from tests.support.comparing import FULL, PARITY, chosen_experts, compare, requests_of
 from tests.support.ranks import run_ranks
+from tests.support.records import metrics_of
 from tests.support.sanity_run import settings
 from tests.support.served_families import CASES_SERVED, IN_CI, model_of, served_tables, write_served_case
 from tests.support.serving import ROOT, START_TIMEOUT_S, Served
@@ -146,7 +146,7 @@ def test_a_run_trains_on_the_server_s_routes(family: Family) -> None:
     command = [sys.executable, "-m", "megatron_dppo", "train", config]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [json.loads(line) for line in (family.served.run / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(family.served.run)
     rollouts = [row for row in lines if row["kind"] == "rollout"]
     assert len(rollouts) == ROLLOUTS
     for row in rollouts:

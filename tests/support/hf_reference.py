@@ -1,4 +1,4 @@
-"""Hugging Face's models as the reference: logits of packed sequences, a loss one sequence at a time, and errors."""
+"""Hugging Face's models as the reference: packed logits, a loss one sequence at a time, and relative errors."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,11 +1,11 @@
 """The teacher and the prompts of the benchmark with responses of mixed length."""
 
-import json
 from pathlib import Path
 
 import torch
 
 from megatron_dppo.data.prompts import sanity_task
+from tests.support.records import lines_of
 from tools.benchmarks.mixed_lengths import IGNORED, LONGEST, LONGEST_PROMPT, teacher_batch, write_prompts
 
 
@@ -33,7 +33,7 @@ def test_a_quarter_of_the_prompts_name_a_word(tmp_path: Path) -> None:
     sanity_task.write_prompts(tmp_path / "start.jsonl", 400, 0)
     write_prompts(tmp_path / "start.jsonl", tmp_path / "mixed.jsonl")
 
-    rows = [json.loads(line) for line in (tmp_path / "mixed.jsonl").read_text().splitlines()]
+    rows = lines_of(tmp_path / "mixed.jsonl")
     named = [row["prompt"].split()[1] for row in rows if row["prompt"].split()[1].startswith("w")]
     assert 60 < len(named) < 140
     assert all(len(row["prompt"].split()) <= LONGEST_PROMPT for row in rows)

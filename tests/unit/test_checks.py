@@ -204,7 +204,7 @@ def _write(name: str, text: str) -> None:
 def _held() -> None:
     """A run folder that a live process holds: here this one, by another descriptor."""
     Path("runs/run").mkdir(parents=True)
-    stream = Path("runs/run", LOCK).open("w")
+    stream = Path("runs/run", LOCK).open("w")  # noqa: SIM115 - the lock ends with it
     fcntl.flock(stream, fcntl.LOCK_EX)
     stream.write(json.dumps({"host": socket.gethostname(), "pid": 7, "beat": 0}))
     stream.flush()

@@ -1,7 +1,6 @@
 """Collecting samples, with a fake engine: it answers from a script. Real engines have tests of their own."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from megatron_dppo.types import (
     WeightVersionSpan,
 )
 from tests.support.collecting import Collected, collect
+from tests.support.records import lines_of
 from tests.support.samples import InProcessScorer
 
 RIGHT = "w3 8 4 0 + w0 6 3 0 + w17 # 8 0 4 0 <eos>"
@@ -328,7 +328,7 @@ def test_samples_are_written_as_text(tmp_path: Path) -> None:
     )
     path = tmp_path / "samples" / "rollout2.jsonl"
     write_samples(path, [dataclasses.replace(group, samples=scored)], TOKENIZER)
-    first, second = [json.loads(line) for line in path.read_text().splitlines()]
+    first, second = lines_of(path)
     assert first["prompt"] == "<bos> 2 1 * 4 3 =" and first["response"] == RIGHT
     assert (first["reward"], first["advantage"]) == (1.0, 0.5)
     assert (second["reward"], second["advantage"]) == (0.0, -0.5)

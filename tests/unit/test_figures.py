@@ -29,6 +29,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.run_folder.folder import RunFolder
 from megatron_dppo.runtime.jsonl import write_jsonl
+from tests.support.records import metrics_of
 
 NUM_ROLLOUTS = 12
 Tables = dict[str, dict[str, Any]]
@@ -105,8 +106,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def rewards(run: Path) -> list[float]:
     """From metrics.jsonl, by this test's own reading."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row["reward/mean"] for row in rows if row["kind"] == "rollout"]
+    return [row["reward/mean"] for row in metrics_of(run, "rollout")]
 
 
 def test_axes_hold_what_metrics_jsonl_holds(runs: list[Path]) -> None:
@@ -268,7 +268,7 @@ def test_clipped_tokens_of_both_signs_and_all_gradient_steps_weigh_by_count(tmp_
         },
     }
     file = folders[0] / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = lines_of(file)
     for row in rows:
         row |= {f"clipped/{name}": value for name, value in of_steps.get(row.get("step"), {}).items()}
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

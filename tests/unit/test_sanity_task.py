@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from megatron_dppo.data.prompts.sanity_task import (
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.rewards.arithmetic import arithmetic_reward
 from megatron_dppo.types import Prompt
+from tests.support.records import lines_of
 
 NUM_TRAIN, NUM_HELD_OUT = 8986, 1014
 
@@ -71,7 +71,7 @@ def test_more_prompts_than_there_are() -> None:
 def test_written_prompts_load(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     sanity_task.write_prompts(path, 20, seed=1)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == make_prompts(20, 1)
+    assert lines_of(path) == make_prompts(20, 1)
     prompts = load_prompts(path, "prompt", "answer")
     assert [p.text for p in prompts] == [row["prompt"] for row in make_prompts(20, 1)]
 

@@ -13,7 +13,7 @@ from megatron_dppo.runtime.process import Runtime
 from tests.support.ranks import run_ranks
 from tests.support.records import metrics_of
 from tests.support.sglang_stand_in import MODEL, ROUTING, StandIn
-from tests.unit.test_collect import TOKENIZER
+from tests.support.word_tokenizers import TOKENIZER
 
 NUM_PROMPTS, NUM_SAMPLES, NUM_ROLLOUTS = 4, 3, 2
 

@@ -14,7 +14,7 @@ from megatron_dppo.cli import app
 from megatron_dppo.runtime.jsonl import write_jsonl
 from tests.support.serving import PYTHON
 from tests.support.tiny_families import write_family
-from tests.unit.test_collect import TOKENIZER
+from tests.support.word_tokenizers import TOKENIZER
 
 SCRIPT = Path(__file__).with_name("quantized_reading.py")
 GATES, EXPERTS = ["model.layers.0.mlp.gate"], ["model.layers.1.mlp.experts"]

@@ -27,7 +27,7 @@ from megatron_dppo.types import DataCursor, Prompt, SampleGroup
 from tests.support.concurrent_engines import Delays, SteppedEngine, SteppedSession
 from tests.support.ranks_on_threads import Meeting, Peer, on_ranks
 from tests.support.samples import InProcessScorer
-from tests.unit.test_collect import TOKENIZER
+from tests.support.word_tokenizers import TOKENIZER
 
 PROMPTS = [Prompt(str(i), "408", "test", text="<bos> 2 1 * 4 3 =") for i in range(40)]
 TOO_LONG = "<bos> 2 1 * 4 3 * 4 3 ="

@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
-from megatron_dppo.data.prompts.sanity_task import VOCABULARY
 from megatron_dppo.engines.base import Completion, Request, SamplingParams
 from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.errors import RolloutError, RoutingReplayError
@@ -31,26 +28,12 @@ from megatron_dppo.types import (
 from tests.support.collecting import Collected, collect
 from tests.support.records import lines_of
 from tests.support.samples import InProcessScorer
+from tests.support.word_tokenizers import TOKENIZER
 
 RIGHT = "w3 8 4 0 + w0 6 3 0 + w17 # 8 0 4 0 <eos>"
 WRONG = "w3 # 1 0 0 0 <eos>"
 PROMPTS = [Prompt(name, "408", "test", text="<bos> 2 1 * 4 3 =") for name in ("a", "b", "c")]
 PARAMS = SamplingParams(max_response_tokens=20)
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    words = Tokenizer(models.WordLevel(VOCABULARY))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
-    )
-    tokenizer.chat_template = (
-        "<bos> {% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}={% endif %}"
-    )
-    return tokenizer
-
-
-TOKENIZER = make_tokenizer()
 
 
 def complete(request: Request, text: str, **changes: Any) -> Completion:

@@ -25,7 +25,7 @@ from megatron_dppo.cli import app
 from megatron_dppo.errors import ConversionError
 from megatron_dppo.runtime.jsonl import write_jsonl
 from tests.support.tiny_families import write_family
-from tests.unit.test_collect import TOKENIZER
+from tests.support.word_tokenizers import TOKENIZER
 
 DENSE, MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 CASES: list[tuple[str, WeightFormat]] = [(DENSE, "fp8"), (DENSE, "nvfp4"), (MOE, "fp8"), (MOE, "nvfp4")]

@@ -18,7 +18,8 @@ from megatron_dppo.routing_replay.capture import validate_routes
 from tests.support.collecting import Collected, collect
 from tests.support.samples import InProcessScorer
 from tests.support.sglang_stand_in import MODEL, ROUTING, StandIn, answer
-from tests.unit.test_collect import PROMPTS, TOKENIZER, dropped
+from tests.support.word_tokenizers import TOKENIZER
+from tests.unit.test_collect import PROMPTS, dropped
 
 PARAMS = SamplingParams(6, capture_routes=True)
 RETRACTED = {"rollout0/a/0+1": 1, "rollout0/b/4+0": 3, "rollout0/b/4+2": 1}

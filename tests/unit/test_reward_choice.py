@@ -21,7 +21,7 @@ from megatron_dppo.rollout.scoring import Fault, OverlongShaping, RewardPools, S
 from megatron_dppo.runtime.concurrency import all_of
 from megatron_dppo.types import FinishReason, Prompt, Sample
 from tests.support.samples import InProcessScorer, make_sample
-from tests.unit.test_collect import TOKENIZER
+from tests.support.word_tokenizers import TOKENIZER
 
 PROMPT = Prompt("p", "34", "test", text="What is it?")
 MINE = "rewards_of_mine:brevity"

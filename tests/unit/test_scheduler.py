@@ -19,7 +19,8 @@ from megatron_dppo.runtime.concurrency import all_of
 from megatron_dppo.types import FinishReason, Prompt
 from tests.support.collecting import Collected
 from tests.support.samples import InProcessScorer
-from tests.unit.test_collect import TOKENIZER, complete
+from tests.support.word_tokenizers import TOKENIZER
+from tests.unit.test_collect import complete
 
 NUM_PROMPTS = 40
 PROMPTS = [Prompt(str(i), "408", "test", text="<bos> 2 1 * 4 3 =") for i in range(NUM_PROMPTS)]

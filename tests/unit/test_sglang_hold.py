@@ -22,7 +22,7 @@ from megatron_dppo.rollout.conversations import TurnLimits
 from megatron_dppo.rollout.multi_turn import MultiTurnEngine
 from megatron_dppo.types import Prompt, WeightVersionSpan
 from tests.support.sglang_stand_in import LOG_PROB, MODEL, TOKEN, StandIn, answer
-from tests.unit.test_collect import TOKENIZER
+from tests.support.word_tokenizers import TOKENIZER
 
 PARAMS = SamplingParams(10)
 PATIENCE = Patience(connect_timeout_s=5, control_timeout_s=1, max_attempts=4, first_pause_s=0.01)

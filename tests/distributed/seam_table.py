@@ -5,12 +5,10 @@ from megatron.core import parallel_state
 
 from megatron_dppo.rewards import RewardChoice
 from tests.distributed.seams import (
-    EVALUATION,
     Received,
     Seam,
     called,
     evaluates,
-    every,
     flag,
     given,
     is_training,
@@ -305,14 +303,6 @@ _SERVERS = [
 ]
 
 _EVALUATION = [
-    Seam(
-        "evaluation.every",
-        EVALUATION,
-        given("rollout"),
-        where=evaluates("far"),
-        fold=list,
-        expected=lambda config: [0, 6, 7],
-    ),
     *(
         row
         for name, prefix in (("far", "evaluation"), ("near", "evaluation.sets.near"))
@@ -388,22 +378,6 @@ _OPTIMIZER = [
 
 _CHECKPOINT = [
     Seam(
-        "checkpoint.every",
-        f"{_CHECKPOINTS}:Checkpoints.save",
-        given("point.state.rollout"),
-        where=lambda call: call.point.opened is None,
-        fold=list,
-        expected=lambda config: [4, 7],
-    ),
-    Seam(
-        "checkpoint.every_steps",
-        f"{_CHECKPOINTS}:Checkpoints.save",
-        given("point.state.step"),
-        where=lambda call: call.point.opened is not None,
-        fold=list,
-        expected=lambda config: [16, 32],
-    ),
-    Seam(
         "checkpoint.best_is",
         f"{_CHECKPOINTS}:Retention.__init__",
         given("highest_is_best"),
@@ -417,21 +391,6 @@ _CHECKPOINT = [
 ]
 
 _TRACKING = [
-    *(
-        Seam(f"tracking.{name}", consumer, read, fold=fold, expected=every(f"tracking.{name}"))
-        for name, consumer, read, fold in (
-            ("batches_every", "run.logger:write_group", given("rollout"), sorted_set),
-            ("clipped_tokens_every", "run.logger:RunLogger.write_token_lists", given("rollout"), sorted_set),
-            ("samples_every", "run.logger:write_samples", lambda call: int(call.path.stem[-6:]), list),
-        )
-    ),
-    Seam(
-        "tracking.paired_routing_every",
-        f"{_ACTOR}.paired_mismatch",
-        lambda call: 1,
-        fold=len,
-        expected=lambda config: len(every("tracking.paired_routing_every")(config)),
-    ),
     Seam(
         "tracking.alarms",
         "metrics.alarms:AlarmWatch.check",

@@ -202,15 +202,6 @@ def called(values: list[Any]) -> bool:
     return bool(values)
 
 
-def every(setting: str) -> Callable[[Config], list[int]]:
-    """Indices of the rollouts N, 2N, 3N, ... (counted from 1), in which a period N acts."""
-
-    def rollouts(config: Config) -> list[int]:
-        return [n for n in range(config.run.num_rollouts) if (n + 1) % setting_of(config, setting) == 0]
-
-    return rollouts
-
-
 def learning_rates(config: Config) -> list[float]:
     """Of each gradient step: warm-up from 0, then down to min_lr at the last step."""
     options, total = config.optimizer, config.num_gradient_steps

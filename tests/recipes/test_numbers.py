@@ -13,7 +13,7 @@ from tests.support.experiments import EXPERIMENTS, ROOT
 # The numbers of the configs in examples/, and the tables of the READMEs that give each of them a source.
 #
 # A table whose last column is "whose" gives sources. A number is code such as `rollout.samples_per_prompt = 8`.
-# A name without a dot is a key of [algorithm]. A row that names files in its first cell belongs to them, and any
+# A name without a dot is a key of [algorithm]. A row with files in its first cell belongs to them, and any
 # other to base.toml. The table of examples/README.md holds for each base.toml, unless its README has the key.
 
 

@@ -48,6 +48,7 @@ from megatron_dppo.rollout.evaluation import evaluation_sets
 from megatron_dppo.run.state import TrainingState
 from megatron_dppo.run_folder.lock import LOCK
 from megatron_dppo.runtime.process import Runtime
+from tests.support.refusals import refused
 from tests.unit.test_architectures import LLAMA3
 
 MODEL: dict[str, Any] = {
@@ -1263,9 +1264,7 @@ def test_evaluation_alone_asks_nothing_of_training(world: Path) -> None:
 def test_an_evaluation_whose_sets_name_their_rewards_needs_no_other(world: Path) -> None:
     for_all = {"data.reward": "", **_sets(near={"reward": "math"}, far={"reward": "dapo"})}
     require_evaluable(_config(for_all), 1)
-    with pytest.raises(
-        ConfigError, match=r"^data.reward: found none; expected one of \['arithmetic', 'dapo', "
-    ):
+    with refused("data.reward", "['arithmetic', 'dapo', "):
         require_evaluable(_config({"data.reward": "", **_sets(near={"reward": "math"}, far={})}), 1)
 
 

@@ -18,6 +18,7 @@ from tests.support.math_problems import (
     verl_rows,
     write_rows,
 )
+from tests.support.refusals import refused
 
 ROWS: dict[str, list[dict[str, Any]]] = {
     "verl": verl_rows(1),
@@ -51,7 +52,7 @@ def test_a_field_of_a_column_can_be_named(tmp_path: Path) -> None:
     by_name = load_prompts(path, "prompt", "reward_model.ground_truth")
     assert by_name == load_prompts(path, "prompt", None)
     assert load_prompts(path, "prompt", "reward_model.style")[0].answer == "rule-lighteval/MATH_v2"
-    with pytest.raises(DataError, match=r"row 1: found columns .*expected a column 'reward_model.truth'"):
+    with refused(f"{path}, row 1", "'reward_model.truth'", error=DataError):
         load_prompts(path, "prompt", "reward_model.truth")
     assert cell({"a.b": 1, "a": {"b": 2}}, "a.b") == 1
 

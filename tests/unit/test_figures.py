@@ -30,6 +30,7 @@ from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.run_folder.folder import RunFolder
 from megatron_dppo.runtime.jsonl import write_jsonl
 from tests.support.records import metrics_of
+from tests.support.refusals import refused
 
 NUM_ROLLOUTS = 12
 Tables = dict[str, dict[str, Any]]
@@ -483,7 +484,7 @@ def test_every_figure_says_what_it_is_of_on_a_narrow_page(runs: list[Path]) -> N
 
 def test_runs_without_a_rollout_cannot_be_drawn(tmp_path: Path) -> None:
     empty = write_run(tmp_path / "empty", num_rollouts=0)
-    with pytest.raises(ConfigError, match=r"found nothing to draw in .*empty; expected finished rollouts"):
+    with refused("figures", str(empty)):
         draw_figures([empty], tmp_path / "out")
     assert not (tmp_path / "out").exists()
     with pytest.raises(ConfigError, match="named twice"):

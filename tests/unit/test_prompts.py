@@ -11,6 +11,7 @@ from megatron_dppo.data.prompts.prompts import PromptStream, load_prompts, read_
 from megatron_dppo.errors import DataError
 from megatron_dppo.runtime.jsonl import write_jsonl
 from megatron_dppo.types import DataCursor, Prompt
+from tests.support.refusals import refused
 
 ROWS: list[dict[str, object]] = [
     {"id": "first", "prompt": "1 + 1 =", "answer": "2"},
@@ -232,7 +233,7 @@ def test_an_epochs_order_depends_on_seed_and_epoch_only() -> None:
     ],
 )
 def test_a_cursor_that_does_not_fit(cursor: DataCursor) -> None:
-    with pytest.raises(DataError, match=r"data cursor: found .*'index': 0 to 2.* for 3 prompts"):
+    with refused("data cursor", "'index': 0 to 2", "3 prompts", error=DataError):
         PromptStream(many(3), 0, True, cursor)
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_dppo.errors import ConfigError, RewardError
 from megatron_dppo.rewards import REWARDS, RewardResult, arithmetic_reward, problem_with, register, reward
 from megatron_dppo.types import FinishReason, Prompt
+from tests.support.refusals import refused
 
 PROMPT = Prompt("12*34", "408", "test", text="<bos> 2 1 * 4 3 =")
 FINISH_REASONS: list[FinishReason] = ["stop", "length", "abort"]
@@ -86,11 +87,9 @@ def test_the_registry() -> None:
 
 
 def test_an_unknown_name_lists_the_options() -> None:
-    with pytest.raises(
-        ConfigError, match=r"data.reward: found 'aritmetic'; .*'arithmetic'.*Did you mean 'arithmetic'"
-    ):
+    with refused("data.reward", "'aritmetic'", "'arithmetic'?"):
         reward("aritmetic")
-    with pytest.raises(ConfigError, match="Choose one of these"):
+    with refused("data.reward", "'zzz'", "'arithmetic'"):
         reward("zzz")
 
 

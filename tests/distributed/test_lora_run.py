@@ -14,15 +14,10 @@ from tests.distributed.test_training_run import train, with_data
 from tests.support.commands import python
 from tests.support.ranks import run_ranks
 from tests.support.records import metrics_of
-from tests.support.sanity_run import make_task, without_clocks
+from tests.support.sanity_run import without_clocks
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 TARGETS = ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_task(tmp_path_factory.mktemp("lora_task"))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from tests.support.commands import python
 from tests.support.mismatch_ranks import LAYOUTS, PARITY, TOOLS, measure_layouts, require_parity, undecided
 from tests.support.ranks import run_ranks
 from tests.support.records import lines_of
-from tests.support.sanity_run import make_task
 from tests.support.tiny import TOP_K, VOCAB
 from tests.support.tiny_families import write_family
 
@@ -29,11 +28,6 @@ ROLLOUT: dict[str, Any] = {
     "transformers": ENGINE,
 }
 NUM_RESPONSES, NUM_LAYERS = 18, 2
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_task(tmp_path_factory.mktemp("mismatch"))
 
 
 def _tables(task: Path, **rollout: Any) -> dict[str, Any]:

@@ -4,12 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from megatron_dppo.runtime.process import Runtime
 from tests.support.ranks import run_ranks
 from tests.support.records import metrics_of
-from tests.support.sanity_run import make_task, settings
+from tests.support.sanity_run import settings
 
 EXACT = {"rollout": {"transformers": {"weights": "float32"}, "routing_replay": "measure"}}
 
@@ -36,11 +34,6 @@ def train_with_alarms(runtime: Runtime, config: dict[str, Any], alarmed: list[in
     except TrainingError as error:
         return str(error)
     return None
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_task(tmp_path_factory.mktemp("roll_back"))
 
 
 def config_of(task: Path, name: str, **tracking: Any) -> dict[str, Any]:

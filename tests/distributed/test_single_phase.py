@@ -4,20 +4,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tomli_w
 
 from tests.support.commands import python
 from tests.support.records import metrics_of
-from tests.support.sanity_run import make_task, settings, without_clocks
+from tests.support.sanity_run import settings, without_clocks
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model with the sanity task's tokenizer, and prompts."""
-    return make_task(tmp_path_factory.mktemp("halves"))
 
 
 def train(task: Path, name: str, *flags: Any, num_rollouts: int = 1) -> subprocess.CompletedProcess[str]:

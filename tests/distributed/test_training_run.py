@@ -27,13 +27,7 @@ from megatron_dppo.runtime.process import Runtime
 from tests.support.commands import python
 from tests.support.ranks import run_ranks
 from tests.support.records import lines_of, metrics_of
-from tests.support.sanity_run import make_task, settings, without_clocks
-
-
-@pytest.fixture(scope="session")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model with the sanity task's tokenizer, and prompts."""
-    return make_task(tmp_path_factory.mktemp("task"))
+from tests.support.sanity_run import settings, without_clocks
 
 
 def train(

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from megatron_dppo.engines.sglang.options import (
 from megatron_dppo.engines.sglang.server import Server, plan_launch, registered
 from megatron_dppo.errors import ConfigError, ServerError
 from tests.support.converting import converted
+from tests.support.processes import wait_until
 from tests.support.serving import (
     KEY,
     MODEL,
@@ -39,13 +39,6 @@ from tests.support.serving import (
     served_config,
     write_served_model,
 )
-
-
-def _wait_until(is_so: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"it did not happen within {timeout_s} s"
-        time.sleep(0.2)
 
 
 def _is_healthy(url: str) -> bool:
@@ -78,7 +71,7 @@ def test_a_killed_server_is_started_again_and_sigterm_ends_all(served: Served, t
         )
     folder = tmp_path / "run" / "servers"
     try:
-        _wait_until(lambda: bool(registered(folder)) or serve.poll() is not None, START_TIMEOUT_S)
+        wait_until(lambda: bool(registered(folder)) or serve.poll() is not None, START_TIMEOUT_S)
         (first,) = registered(folder)
         engine = SglangEngine(first.url, MODEL, Patience(first_pause_s=0.1), api_key=KEY)
         with ThreadPoolExecutor() as pool:
@@ -87,8 +80,8 @@ def test_a_killed_server_is_started_again_and_sigterm_ends_all(served: Served, t
             os.kill(first.pid, signal.SIGKILL)
             with pytest.raises(ServerError, match=r"(?s)POST .*/generate: found .* Look at the server's log"):
                 sampling.result(60)
-        _wait_until(lambda: not registered(folder), 30)
-        _wait_until(lambda: bool(registered(folder)) or serve.poll() is not None, START_TIMEOUT_S)
+        wait_until(lambda: not registered(folder), 30)
+        wait_until(lambda: bool(registered(folder)) or serve.poll() is not None, START_TIMEOUT_S)
         (second,) = registered(folder)
         assert (second.url, second.num_starts) == (first.url, 2)
         assert second.pid != first.pid

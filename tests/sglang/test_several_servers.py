@@ -16,10 +16,10 @@ import torch
 from megatron_dppo.engines.base import Completion, Request, SamplingParams
 from megatron_dppo.engines.sglang.client import Patience, SglangClient
 from megatron_dppo.engines.sglang.engine import SglangEngine
-from megatron_dppo.engines.sglang.server import Server, plan_launch
+from megatron_dppo.engines.sglang.server import Server
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.rollouts import build_engine
-from tests.support.serving import KEY, MODEL, START_TIMEOUT_S, Served, served_config
+from tests.support.serving import KEY, MODEL, Served, served_config, server_of
 
 PATIENCE = Patience(control_timeout_s=5, generate_timeout_s=120, max_attempts=1)
 LONG = SamplingParams(300, temperature=0.5)
@@ -39,13 +39,8 @@ class Other:
 
 @pytest.fixture(scope="module")
 def other(served: Served) -> Iterator[Other]:
-    server = Server(plan_launch(served_config(served.folder, served.run)), served.run / "servers", "other")
-    try:
-        record = server.start(START_TIMEOUT_S)
-        assert record is not None
+    with server_of(served.folder, served.run, "other") as (server, record):
         yield Other(server, record.url, record.pid)
-    finally:
-        server.stop(grace_s=0)
 
 
 def _requests(name: str, num_groups: int = 12, samples: int = 4) -> list[Request]:

@@ -20,6 +20,7 @@ from megatron_dppo.engines.sglang.decoding_process import DecodingProcess
 from megatron_dppo.engines.sglang.decoding_wire import SharedMemory
 from megatron_dppo.engines.sglang.protocol import Generation0521
 from megatron_dppo.errors import ReplyError, RolloutError
+from tests.support.processes import is_alive
 from tests.unit.test_sglang_protocol import MODEL, recorded
 
 LARGE = b" " * (4 << 20)  # behind an answer: more than a pipe holds
@@ -38,10 +39,6 @@ except ReplyError as error:
 if sys.argv[1] == "killed":
     time.sleep(600)
 """
-
-
-def is_alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 async def _reply(decoding: DecodingProcess, name: str = "topk_and_routes", behind: bytes = b"") -> Completion:

@@ -269,9 +269,9 @@ def test_both_kinds_of_folder_give_equal_results(models: Models, tmp_path: Path,
 
 
 Arguments = Callable[[Models, Path], list[object]]
-NO_HF = "found a Hugging Face folder, which has no megatron/metadata.json; expected a Megatron checkpoint"
-NO_MEGATRON = "found a Megatron checkpoint; expected a Hugging Face folder. Run megatron-dppo convert to-hf"
-NO_STATE = "found no state.json that can be read (FileNotFoundError); expected a checkpoint of a run"
+NO_HF = "megatron/metadata.json"
+NO_MEGATRON = "megatron-dppo convert to-hf"
+NO_STATE = "state.json"
 REFUSED: dict[str, tuple[Arguments, str]] = {
     "convert to-megatron": (lambda m, out: ["--hf", m.folder / MEGATRON, "--out", out], NO_MEGATRON),
     "convert to-hf": (lambda m, out: ["--megatron", m.folder / HF, "--out", out], NO_HF),

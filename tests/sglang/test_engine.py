@@ -174,18 +174,16 @@ def test_two_requests_of_one_name_are_refused(engine: SglangEngine) -> None:
 
 
 def test_weights_do_not_come_this_way(engine: SglangEngine) -> None:
-    with pytest.raises(WeightSyncError, match="expected a push by weight_sync"):
+    with pytest.raises(WeightSyncError, match="weight_sync"):
         engine.load_weights([], 1)
 
 
 def test_a_run_without_a_server_says_how_to_start_one(served: Served, tmp_path: Any) -> None:
-    with pytest.raises(
-        ServerError, match=r"found no SGLang server; expected one or more\. Start them with megatron"
-    ):
+    with pytest.raises(ServerError, match="SGLang server"):
         build_engine(served_config(served.folder, tmp_path), served.folder, torch.device("cpu"))
 
 
 def test_a_model_that_would_be_served_wrongly_is_refused(tmp_path: Any) -> None:
     folder = write_model(tmp_path / "model", mlp_only_layers=[1])
-    with pytest.raises(ConfigError, match=r"whose layers \[1\] are dense; expected experts in every layer"):
+    with pytest.raises(ConfigError, match=r"layers \[1\] "):
         served_model(folder, ())

@@ -175,13 +175,9 @@ def test_a_converted_folder_is_served_without_weights_until_a_push(tmp_path: Pat
 
 
 def test_what_cannot_be_launched_is_refused(served: Served, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"without SGLang; expected an interpreter with it\. Run make sglang-venv"
-    ):
+    with pytest.raises(ConfigError, match="make sglang-venv"):
         plan_launch(served_config(served.folder, tmp_path, python=sys.executable))
-    with pytest.raises(
-        ConfigError, match=r"expected a Hugging Face folder \(config\.json\) or a Megatron checkpoint"
-    ):
+    with pytest.raises(ConfigError, match=r"\(config\.json\)"):
         plan_launch(served_config(tmp_path, tmp_path))
-    with pytest.raises(ConfigError, match=r"Remove it from \[sglang\]; it is set by the weight sync"):
+    with pytest.raises(ConfigError, match=r"\[sglang\]"):
         plan_launch(served_config(served.folder, tmp_path, weight_version="7"))

@@ -181,7 +181,7 @@ def test_requests_go_to_servers_with_the_right_weights(
         assert versions() == {0}
         assert f"{other.url}: found weights of version 1; expected 0" in caplog.text
         undecided = _engine(served, other)
-        with pytest.raises(ServerError, match=r"found weights of version 0; expected -2"):
+        with pytest.raises(ServerError, match="version 0; expected -2"):
             undecided.generate(requests, SamplingParams(8))
         undecided.admit([served.url], version=0)
         assert len(undecided.generate(requests, SamplingParams(8))) == len(requests)
@@ -191,7 +191,7 @@ def test_requests_go_to_servers_with_the_right_weights(
         assert versions() == {1}
         assert not caplog.text  # the other server is not even asked
         engine.admit([served.url], version=1)
-        with pytest.raises(ServerError, match="found weights of version 0; expected 1"):
+        with pytest.raises(ServerError, match="version 0; expected 1"):
             engine.generate(requests, SamplingParams(8))
     finally:
         _post(other.url, "/update_weight_version", {"new_version": "0"})

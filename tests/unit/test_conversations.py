@@ -246,7 +246,7 @@ async def unheard(completion: Completion) -> None:
 def test_what_an_engine_raises_is_raised(engine: TransformersEngine, is_concurrent: bool) -> None:
     broken = dataclasses.replace(asked([1])[0], id="broken", prompt_tokens=(99,))
     multi_turn = multi_turn_engine(OneByOne(engine) if is_concurrent else engine)
-    with pytest.raises(RolloutError, match="request broken: found token ids 99"):
+    with pytest.raises(RolloutError, match=r"request broken: .* 99"):
         multi_turn.generate([*asked(LENGTHS), broken], PARAMS)
 
 

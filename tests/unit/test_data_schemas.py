@@ -59,7 +59,7 @@ def test_a_field_of_a_column_can_be_named(tmp_path: Path) -> None:
 
 def test_a_file_of_no_known_schema_lists_them(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "set.jsonl", [{"prompt": "p", "gold": "a"}])
-    with pytest.raises(DataError, match=r"\['prompt', 'gold'\].*prompt and label.*data.answer_column"):
+    with pytest.raises(DataError, match=r"\['prompt', 'gold'\].*data\.answer_column"):
         load_prompts(path, "prompt", None)
 
 

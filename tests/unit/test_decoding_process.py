@@ -68,7 +68,7 @@ def test_a_process_that_is_killed_costs_one_answer_and_is_replaced(behind: bytes
             time.sleep(0.1)
             assert not reading.done()
             os.kill(first, signal.SIGKILL)
-            with pytest.raises(ReplyError, match=r"response to .* was killed by SIGKILL; expected arrays"):
+            with pytest.raises(ReplyError, match="SIGKILL"):
                 reading.result()
         assert not is_alive(first)
         assert torch.equal(_read(decoding, behind).tokens, whole.tokens)
@@ -90,7 +90,7 @@ def test_a_process_that_hangs_is_killed_in_time() -> None:
     _read(decoding)
     first = _pid(decoding)
     os.kill(first, signal.SIGSTOP)
-    with pytest.raises(ReplyError, match="returned no result within 1 s"):
+    with pytest.raises(ReplyError, match="within 1 s"):
         _read(decoding, LARGE)
     assert not is_alive(first)
     assert _read(decoding).topk is not None
@@ -98,7 +98,7 @@ def test_a_process_that_hangs_is_killed_in_time() -> None:
 
 def test_the_run_stops_where_the_next_process_is_lost_too() -> None:
     decoding = DecodingProcess(small_bytes=0, timeout_s=0.0)
-    with pytest.raises(ReplyError, match="returned no result within 0 s"):
+    with pytest.raises(ReplyError, match="within 0 s"):
         _read(decoding, LARGE)
     with pytest.raises(RolloutError, match="no result within 0 s, like the process before it") as stops:
         _read(decoding, LARGE)
@@ -107,7 +107,7 @@ def test_the_run_stops_where_the_next_process_is_lost_too() -> None:
 
 def test_a_process_that_does_not_start_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding_process, "_MODULE", "megatron_dppo.no_such_module")
-    with pytest.raises(RolloutError, match="found that it exited with code 1 at its start"):
+    with pytest.raises(RolloutError, match="code 1 at its start"):
         _read(DecodingProcess(small_bytes=0))
 
 

@@ -182,7 +182,7 @@ def test_a_cache_that_cannot_be_written(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(KernelBuildError, match=r"cannot be written .* Set XDG_CACHE_HOME"):
+    with pytest.raises(KernelBuildError, match="XDG_CACHE_HOME"):
         build.cuda_library(("90",), sources=sources)
 
 

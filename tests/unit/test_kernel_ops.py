@@ -146,7 +146,7 @@ def test_a_loss_scale_that_backward_does_not_bring_is_refused() -> None:
     out = packed_linear_policy_loss(
         batch.hidden, weight, tokens, TOPK_KL, loss_scale=torch.tensor(2.0), **options
     )
-    with pytest.raises(RuntimeError, match="not the loss_scale that its forward pass was given"):
+    with pytest.raises(RuntimeError, match="loss_scale"):
         out.loss_sum.backward()
 
 

@@ -59,7 +59,7 @@ def test_a_response_that_was_cut_off_earns_nothing() -> None:
 
 @pytest.mark.parametrize("answer", ["", "  ", "$ $", r"\boxed{}"])
 def test_a_prompt_without_an_answer_is_at_fault(answer: str) -> None:
-    with pytest.raises(RewardError, match=r"prompt p: found answer .*; expected text or LaTeX"):
+    with pytest.raises(RewardError, match="prompt p: found answer "):
         math_reward(asked(answer), r"\boxed{5}", "stop")
 
 

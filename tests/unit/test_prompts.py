@@ -263,9 +263,7 @@ def test_what_was_taken_out_of_turn_does_not_come_again() -> None:
 def test_a_place_that_has_passed_cannot_be_passed_over(places: list[int]) -> None:
     stream = PromptStream(many(5), 0, True, {"epoch": 1, "index": 3, "again": [2, 6]})
     assert stream.next(1) and stream.upcoming == (8, (6,))
-    with pytest.raises(
-        DataError, match=r"drawn before; expected indices from 8 on, or of \[6\], which are drawn again"
-    ):
+    with pytest.raises(DataError, match=r"expected .* 8 .*\[6\]"):
         stream.pass_over(places)
     assert stream.upcoming == (8, (6,)), "the stream stays as it was"
 

@@ -222,7 +222,7 @@ def test_a_worker_that_dies_while_it_starts_says_what_it_printed(
     (tmp_path / "fatal.py").write_text("import os\nprint('no driver', flush=True)\nos._exit(5)\n")
     monkeypatch.chdir(tmp_path)
     pool = RewardPool("fatal:told", num_workers=1, timeout_s=1, memory_mb=0)
-    with pytest.raises(RewardError, match=r"did not start: its worker exited with code 5(.|\n)*no driver"):
+    with pytest.raises(RewardError, match=r"code 5(.|\n)*no driver"):
         pool.score(ask("a"))
 
 
@@ -305,7 +305,7 @@ def test_the_worker_speaks_json_lines() -> None:
 
 def test_a_reward_that_answers_nothing_is_not_waited_for() -> None:
     with RewardPool(NAME, num_workers=2, timeout_s=0.05, memory_mb=0) as pool:
-        with pytest.raises(RewardError, match="16 requests in a row timed out"):
+        with pytest.raises(RewardError, match=r"16 requests .*timed out"):
             pool.score(ask(*["sleep"] * 1000))
         assert pool.score(ask("a"))
 
@@ -360,9 +360,9 @@ def test_requests_that_time_out_count_over_all_calls() -> None:
             (fault,) = pool.score(ask("sleep"))
             assert isinstance(fault, RewardFault) and fault.kind == "reward_timed_out"
         last, behind = (pool.submit(request) for request in ask("sleep", "a"))
-        with pytest.raises(RewardError, match="16 requests in a row timed out"):
+        with pytest.raises(RewardError, match=r"16 requests .*timed out"):
             last.result()
-        with pytest.raises(RewardError, match="16 requests in a row timed out"):
+        with pytest.raises(RewardError, match=r"16 requests .*timed out"):
             behind.result()
         assert values(pool.score(ask("a"))) == [1.0]
 

@@ -138,10 +138,10 @@ def test_importing_rewards_loads_no_tensor_library_and_no_algebra() -> None:
 
 
 def test_a_name_is_registered_once() -> None:
-    with pytest.raises(ConfigError, match="a second registration of 'arithmetic'"):
+    with pytest.raises(ConfigError, match="'arithmetic'"):
         register("arithmetic")(lambda prompt, response, finish_reason: RewardResult(1.0))
     assert reward("arithmetic") is arithmetic_reward
-    with pytest.raises(ConfigError, match="a second registration of 'environment'"):
+    with pytest.raises(ConfigError, match="'environment'"):
         register("environment")(lambda prompt, response, finish_reason: RewardResult(1.0))
 
 

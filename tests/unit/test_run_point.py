@@ -66,7 +66,7 @@ def test_a_point_is_read_as_it_was_written(opened: OpenRollout | None, waiting: 
 def test_rollouts_that_wait_stay_on_their_layout(tmp_path: Path) -> None:
     point = RunPoint(RunState(3, 7, 3, {}), 0, "", queue=(SampledRollout((), {}),) * 2)
     content: dict[str, Any] = json.loads(point.to_json(LAYOUT))
-    with pytest.raises(CheckpointError, match=r"holds 2 rollouts sampled ahead \(rollout\.lag\)"):
+    with pytest.raises(CheckpointError, match=r"2 rollouts .*rollout\.lag\)"):
         require_reshardable(tmp_path, content, Layout(world_size=2), is_optimizer_distributed=True)
 
 

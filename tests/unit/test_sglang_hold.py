@@ -326,7 +326,7 @@ def test_where_no_server_is_left_every_ask_raises() -> None:
                     event.set()
             found = await asyncio.gather(*asked, return_exceptions=True)
             assert [type(each) for each in found] == [ServerError] * 9
-            with pytest.raises(ServerError, match="expected 200 within 4 attempts"):
+            with pytest.raises(ServerError, match="200 within 4 "):
                 await session.ask(Request("late+0", (1, 2), (0, 0, 0)), PARAMS)
             await session.hold()
             assert (await session.ask(Request("late+0", (1, 2), (0, 0, 0)), PARAMS)).finish_reason == "abort"

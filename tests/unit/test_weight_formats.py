@@ -134,5 +134,5 @@ def test_the_engine_rounds_every_linear_at_each_push(weight_format: WeightFormat
 
 
 def test_an_input_that_no_block_divides_is_refused() -> None:
-    with pytest.raises(RolloutError, match=r"down_proj.weight: found 24 inputs; expected a multiple of 16"):
+    with pytest.raises(RolloutError, match=r"down_proj\.weight: found 24 .*16"):
         TransformersEngine(moe_config(), eos_token_ids=(), weights="modelopt_nvfp4")

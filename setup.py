@@ -107,6 +107,7 @@ setup(
         "tqdm>=4.67",
         "typer>=0.29",
         "tomli-w>=1.2",
+        "jaxtyping>=0.3",
         "jinja2>=3.1",
         "plotly>=7.1",
         "aiohttp>=3.14",

@@ -19,8 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_dppo.architectures import registry
 from megatron_dppo.data.prompts import sanity_task
-from megatron_dppo.runtime.jsonl import write_jsonl
-from megatron_dppo.runtime.tensor_files import make_readable
+from megatron_dppo.runtime.files import make_readable, write_jsonl
 
 FAMILIES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",

@@ -13,13 +13,13 @@ import torch
 from transformers import AutoTokenizer
 
 from megatron_dppo.checkpoints.checkpoint_folder import STATE
-from megatron_dppo.checkpoints.convert.stored_weights import StoredWeights
+from megatron_dppo.checkpoints.convert.sources import StoredWeights
 from megatron_dppo.checkpoints.megatron_folder import hf_files
 from megatron_dppo.checks import BEFORE_LOADING, require_evaluable
-from megatron_dppo.config.effects import evaluated
+from megatron_dppo.config.effects import effect_on_evaluation
+from megatron_dppo.config.load import flat
 from megatron_dppo.config.schema import Config, RolloutConfig
-from megatron_dppo.config.settings import flat
-from megatron_dppo.engines.sglang.own_servers import own_servers
+from megatron_dppo.engines.sglang.server import own_servers
 from megatron_dppo.engines.weight_sync.factory import build_sync
 from megatron_dppo.errors import CheckpointError, ConfigError, Problem
 from megatron_dppo.rewards import RewardChoice
@@ -30,8 +30,7 @@ from megatron_dppo.rollout.scoring import RewardPools
 from megatron_dppo.rollout.trajectories import TrajectorySampler
 from megatron_dppo.run.session import joined_processes
 from megatron_dppo.run_folder.lock import locked
-from megatron_dppo.runtime.full_disk import full_disk_explained
-from megatron_dppo.runtime.jsonl import write_whole
+from megatron_dppo.runtime.files import full_disk_explained, write_whole
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.runtime.user_code import source_file
 
@@ -127,7 +126,7 @@ def _wanted(config: Config, weights: str, rollout: int) -> Results:
         "settings": {
             key: value
             for key, value in flat(config.model_dump(mode="json")).items()
-            if evaluated(key) == "all sets" and not key.startswith(unused)
+            if effect_on_evaluation(key) == "all sets" and not key.startswith(unused)
         },
     }
     sets = evaluation_sets(config)

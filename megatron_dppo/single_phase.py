@@ -7,10 +7,10 @@ from pathlib import Path
 from megatron_dppo.actor.actor import Actor
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.batch_file import read_batches, write_batches
-from megatron_dppo.engines.sglang.own_servers import own_servers
+from megatron_dppo.engines.sglang.server import own_servers
 from megatron_dppo.errors import ConfigError, DataError, Problem
 from megatron_dppo.run.session import start_session
-from megatron_dppo.runtime.full_disk import full_disk_explained
+from megatron_dppo.runtime.files import full_disk_explained
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.train import Training
 

@@ -6,7 +6,7 @@ from typing import Self
 from megatron_dppo.actor.actor import Actor
 from megatron_dppo.checkpoints.megatron_folder import hf_files
 from megatron_dppo.config.schema import Config
-from megatron_dppo.engines.sglang.own_servers import own_servers
+from megatron_dppo.engines.sglang.server import own_servers
 from megatron_dppo.engines.weight_sync.factory import WeightSync, build_sync, release_servers
 from megatron_dppo.rollout.rollouts import Rollouts, build_engine
 from megatron_dppo.run.sampling import SamplingParts

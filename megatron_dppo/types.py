@@ -1,6 +1,6 @@
 """The data types of the package, from prompts and samples to packed micro-batches.
 
-Letters in shape comments: L tokens of one sample (prompt and response), R of them response tokens,
+Letters in shapes: L tokens of one sample (prompt and response), R of them response tokens,
 K top-K columns, T packed tokens of one micro-batch, S sequences in it.
 """
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 
 if TYPE_CHECKING:  # reward workers read this module and start without a tensor library
+    from jaxtyping import Bool, Float32, Int32, Int64, Integer, Shaped
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -57,7 +58,7 @@ def each_token(record: Any, apply: Callable[[Tensor, float], Tensor]) -> Any:
         value = getattr(record, each.name)
         if value is not None and "fill" in each.metadata:
             changed[each.name] = apply(value, each.metadata["fill"])
-        elif is_dataclass(value):
+        elif value is not None and is_dataclass(value):  # torch.compile of 2.11 cannot trace is_dataclass(None)
             changed[each.name] = each_token(value, apply)
     return replace(record, **changed)
 
@@ -66,8 +67,8 @@ def each_token(record: Any, apply: Callable[[Tensor, float], Tensor]) -> Any:
 class RolloutTopK:
     """The rollout policy's K most probable tokens at each response position, most probable first."""
 
-    ids: Tensor = field(metadata={"fill": -1})  # [R, K] int32; -1 pads
-    log_probs: Tensor = field(metadata={"fill": -math.inf})  # [R, K] float32, of the sampling distribution
+    ids: Int32[Tensor, "R K"] = field(metadata={"fill": -1})  # -1 pads
+    log_probs: Float32[Tensor, "R K"] = field(metadata={"fill": -math.inf})  # of the sampling distribution
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class RoutedExperts:
     The last token of a sample is never forwarded by the engine, so there is one row fewer than tokens.
     """
 
-    indices: Tensor  # [L-1, moe_layers, top_k] uint8 (int16 above 256 experts)
+    indices: Integer[Tensor, "L-1 moe_layers top_k"]  # uint8 (int16 above 256 experts)
     layer_numbers: tuple[int, ...]  # 0-based Hugging Face indices of the MoE layers
     num_experts: int
 
@@ -106,10 +107,10 @@ class Sample:
 
     id: str
     group_id: str
-    tokens: Tensor  # [L] int64: prompt, then response
+    tokens: Int64[Tensor, " L"]  # prompt, then response
     prompt_length: int
-    loss_mask: Tensor  # [R] bool: response tokens in the loss
-    rollout_log_probs: Tensor  # [R] float32: log mu of the sampling distribution
+    loss_mask: Bool[Tensor, " R"]  # response tokens in the loss
+    rollout_log_probs: Float32[Tensor, " R"]  # log mu of the sampling distribution
     finish_reason: FinishReason
     topk: RolloutTopK | None = None
     routed_experts: RoutedExperts | None = None
@@ -118,7 +119,7 @@ class Sample:
     reward: float | None = None
     reward_info: Mapping[str, float] = field(default_factory=dict[str, float])
     advantage: float | None = None
-    token_weights: Tensor | None = None  # [R] float32: of each response token in the loss; set before packing
+    token_weights: Float32[Tensor, " R"] | None = None  # of each response token in the loss; set before packing
 
     @property
     def response_length(self) -> int:
@@ -146,13 +147,15 @@ class RolloutTokens:
     `data.batches.packing.pack`. Slicing, moving, saving and `PolicyLossInputs.of` treat all fields alike.
     """
 
-    targets: Tensor = field(metadata=_PADS_0)  # [T] int64: the token that each position scores
-    rollout_log_probs: Tensor = field(metadata=_PADS_0)  # [T] float32 log mu
-    advantages: Tensor = field(metadata=_PADS_0)  # [T] float32
-    loss_mask: Tensor | None = field(default=None, metadata=_PADS_0)  # [T] bool: tokens in the loss; None: all
-    token_weights: Tensor | None = field(default=None, metadata=_PADS_0)  # [T] float32; None: 1 everywhere
-    old_log_probs: Tensor | None = field(default=None, metadata=_PADS_0)  # [T] float32, for recomputed anchors
-    ref_log_probs: Tensor | None = field(default=None, metadata=_PADS_0)  # [T] float32, for the reference KL
+    targets: Int64[Tensor, " T"] = field(metadata=_PADS_0)  # the token that each position scores
+    rollout_log_probs: Float32[Tensor, " T"] = field(metadata=_PADS_0)  # log mu
+    advantages: Float32[Tensor, " T"] = field(metadata=_PADS_0)
+    loss_mask: Bool[Tensor, " T"] | None = field(
+        default=None, metadata=_PADS_0
+    )  # tokens in the loss; None: all
+    token_weights: Float32[Tensor, " T"] | None = field(default=None, metadata=_PADS_0)  # None: 1 everywhere
+    old_log_probs: Float32[Tensor, " T"] | None = field(default=None, metadata=_PADS_0)  # anchor = "recomputed"
+    ref_log_probs: Float32[Tensor, " T"] | None = field(default=None, metadata=_PADS_0)  # for the reference KL
     topk: RolloutTopK | None = None  # ids, log_probs [T, K]
 
     def rows(self, which: Any) -> Self:
@@ -171,17 +174,17 @@ class Microbatch(RolloutTokens):
     The last position of each sequence scores nothing: its `loss_mask` is False and its target 0.
     """
 
-    loss_mask: Tensor = field(metadata=_PADS_0)  # [T] bool
-    token_weights: Tensor = field(metadata=_PADS_0)  # [T] float32; 1 everywhere under token_mean
-    tokens: Tensor = field(metadata=_PADS_0)  # [T] int64
-    position_ids: Tensor = field(metadata=_PADS_0)  # [T] int64, from 0 in each sequence
-    cu_seqlens: Tensor  # [S+1] int32: where sequences start, and T
+    loss_mask: Bool[Tensor, " T"] = field(metadata=_PADS_0)
+    token_weights: Float32[Tensor, " T"] = field(metadata=_PADS_0)  # 1 everywhere under token_mean
+    tokens: Int64[Tensor, " T"] = field(metadata=_PADS_0)
+    position_ids: Int64[Tensor, " T"] = field(metadata=_PADS_0)  # from 0 in each sequence
+    cu_seqlens: Int32[Tensor, " S+1"]  # where sequences start, and T
     routed_experts: RoutedExperts | None = None  # indices [T, moe_layers, top_k]
     sample_ids: tuple[str, ...] = ()  # of the S sequences; empty if they are not samples
-    weight_versions: Tensor | None = field(default=None, metadata={"fill": -1})
-    # [T] int32: version of the weights that sampled the target; -1: not sampled, or not known
-    is_measured: Tensor | None = field(default=None, metadata=_PADS_0)
-    # [T] bool: tokens of samples selected for mismatch metrics; None: all
+    weight_versions: Int32[Tensor, " T"] | None = field(default=None, metadata={"fill": -1})
+    # version of the weights that sampled the target; -1: not sampled, or not known
+    is_measured: Bool[Tensor, " T"] | None = field(default=None, metadata=_PADS_0)
+    # tokens of samples selected for mismatch metrics; None: all
 
     @property
     def num_loss_tokens(self) -> int:
@@ -201,6 +204,12 @@ class TrainBatch:
     microbatches: tuple[Microbatch, ...]
     num_loss_tokens: int
     num_samples: int
+
+    def with_column(self, name: str, values: Sequence[Shaped[Tensor, " T"]]) -> Self:
+        """Return the batch with a per-token field, one tensor for each micro-batch."""
+        changes: list[dict[str, Any]] = [{name: each} for each in values]
+        pairs = zip(self.microbatches, changes, strict=True)
+        return replace(self, microbatches=tuple(replace(m, **change) for m, change in pairs))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.runtime.tested_versions import installed_versions
+from megatron_dppo.runtime.libraries import installed_versions
 from tools.versions import SUITES, Outcome, record, versions_of
 
 _KINDS = {"passed": "passed", "failed": "failed", "skipped": "left_out"}

@@ -18,8 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_dppo.runtime.libraries import OPTIONAL_LIBRARIES
-from megatron_dppo.runtime.tested_versions import TESTED, installed_versions
+from megatron_dppo.runtime.libraries import OPTIONAL_LIBRARIES, TESTED, installed_versions
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS, PAGE = Path("tests/versions.jsonl"), Path("examples/guides/installing.md")

@@ -6,7 +6,7 @@ python examples/gem_tasks/make_prompts.py data/gem.jsonl
 import argparse
 from pathlib import Path
 
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.files import write_jsonl
 
 NUM_PROMPTS = 8192
 ASKED = r"Reason step by step, and put your answer within \boxed{}."

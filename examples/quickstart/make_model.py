@@ -32,9 +32,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_dppo.data.prompts import prompts, sanity_task
-from megatron_dppo.rewards import arithmetic
-from megatron_dppo.runtime import jsonl
-from megatron_dppo.runtime.tensor_files import make_readable
+from megatron_dppo.rewards import text as arithmetic
+from megatron_dppo.runtime import files as jsonl
+from megatron_dppo.runtime.files import make_readable
 
 log = logging.getLogger("make_model")
 

@@ -13,10 +13,9 @@ import matplotlib
 
 from megatron_dppo.analysis.figures.canvas import Drawing, build, render
 from megatron_dppo.analysis.figures.curves import CurvePanel, curve_panels
-from megatron_dppo.analysis.figures.runs import Line, RunCurves, objective_of
+from megatron_dppo.analysis.figures.material import AlgorithmLine, RunCurves, objective_of
+from megatron_dppo.analysis.lines import over_rollouts, run_names
 from megatron_dppo.analysis.report.findings import findings
-from megatron_dppo.analysis.report.names import run_names
-from megatron_dppo.analysis.report.plots import over_rollouts
 from megatron_dppo.run_folder.reader import Run, read_run
 
 HERE = Path(__file__).parent
@@ -65,11 +64,11 @@ def panels(runs: Sequence[Run], names: Sequence[str]) -> list[CurvePanel]:
     return [CurvePanel(title, CURVE, routes, is_logarithmic=True), CurvePanel("reward", CURVE, rewards)]
 
 
-def line(run: Run, label: str, metric: str, *, is_replayed: bool) -> Line:
+def line(run: Run, label: str, metric: str, *, is_replayed: bool) -> AlgorithmLine:
     """Return one metric of a run as a line; its colour shows whether R3 is on."""
     objective = objective_of(run)
     curves = RunCurves(run, label, objective, {CURVE: over_rollouts(run, metric)}, clipped={})
-    return Line(label, objective, is_replayed, (curves,), shade=0)
+    return AlgorithmLine(label, objective, is_replayed, (curves,), shade=0)
 
 
 if __name__ == "__main__":

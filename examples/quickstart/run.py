@@ -25,8 +25,8 @@ import torch
 
 from megatron_dppo.analysis.figures.command import draw_figures
 from megatron_dppo.analysis.report.findings import MIN_FORWARDS
-from megatron_dppo.analysis.report.report import compare, summary
-from megatron_dppo.analysis.report.summary import LAST
+from megatron_dppo.analysis.report.report import compare
+from megatron_dppo.analysis.report.summary import LAST, summary
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = Path("runs/quickstart")

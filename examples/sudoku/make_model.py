@@ -19,8 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_dppo.environments import Sudoku
-from megatron_dppo.runtime.jsonl import write_jsonl
-from megatron_dppo.runtime.tensor_files import make_readable
+from megatron_dppo.runtime.files import make_readable, write_jsonl
 from megatron_dppo.types import Prompt
 
 log = logging.getLogger("make_model")

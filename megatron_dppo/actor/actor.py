@@ -3,35 +3,46 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
+from jaxtyping import Float32, Int64
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megatron_dppo.actor.data_parallel import bad_gradients, complete_parameters, wrap_for_data_parallelism
-from megatron_dppo.actor.forward import run_microbatches
-from megatron_dppo.actor.observation import Observer
+from megatron_dppo.actor.forward import LossFunction, OutputHead, run_microbatches
+from megatron_dppo.actor.observation import Observer, Step
 from megatron_dppo.actor.offload import TrainerMemory
-from megatron_dppo.actor.optimizer import build_optimizer, build_schedule, take_step
-from megatron_dppo.actor.output_head import OutputHead
+from megatron_dppo.actor.optimizer import (
+    bad_gradients,
+    build_optimizer,
+    build_schedule,
+    complete_parameters,
+    take_step,
+    wrap_for_data_parallelism,
+)
 from megatron_dppo.actor.router_losses import RouterLosses
 from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.algorithms.presets import overrides_in
 from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.architectures.megatron_options import RouterCoefficients
 from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.architectures.registry import model_sizes, read_hf_config
-from megatron_dppo.architectures.router_losses import RouterCoefficients
 from megatron_dppo.checkpoints.megatron_folder import load_weights
 from megatron_dppo.checkpoints.megatron_weights import describe_hf_weights, export_hf_weights
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.balance import SampleCost
 from megatron_dppo.data.batches.exchange import DataParallel
-from megatron_dppo.data.batches.packing import measured_part, microbatches_of, placeholder
-from megatron_dppo.data.batches.token_slices import TokenSlice, token_slice
+from megatron_dppo.data.batches.packing import (
+    TokenSlice,
+    filled_up,
+    measured_part,
+    microbatches_of,
+    placeholder,
+    token_slice,
+)
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.kernels.ops import kernels_for
 from megatron_dppo.mcore import cpu, fixes
@@ -43,9 +54,10 @@ from megatron_dppo.mcore.groups import (
     speaks_for_its_tokens,
     sum_over_tokens_and_stages,
 )
+from megatron_dppo.metrics.bound import add_bound_of_responses
 from megatron_dppo.metrics.masked_tokens import TokenLists
 from megatron_dppo.metrics.metrics import Metrics
-from megatron_dppo.metrics.mismatch import add_agreement, add_mismatch
+from megatron_dppo.metrics.step_metrics import add_agreement, add_mismatch
 from megatron_dppo.models.build import agreed_layer_spec, build_model, transformer_config
 from megatron_dppo.models.lora import add_lora
 from megatron_dppo.routing_replay.replay import Replay, replaying
@@ -103,8 +115,13 @@ class Actor:
         )
         self._ddp = wrap_for_data_parallelism(self.chunks, self._model_config, config)
         self.optimizer: Any = build_optimizer(self._ddp, config.optimizer, dtype)
-        options: dict[str, Any] = dict(is_offloading=config.optimizer.offload, ledger=runtime.gpu_ledger)
-        self.memory = TrainerMemory(self.chunks, self.optimizer, runtime.device, **options)
+        self.memory = TrainerMemory(
+            self.chunks,
+            self.optimizer,
+            runtime.device,
+            is_offloading=config.optimizer.offload,
+            ledger=runtime.gpu_ledger,
+        )
         self.restart_schedule(num_done=0)
         self._model_config.grad_scale_func = self.optimizer.scale_loss
 
@@ -143,8 +160,9 @@ class Actor:
         """
         if not self.memory.is_away:
             self.complete_parameters()
-        options: dict[str, Any] = dict(of_own_stage=of_own_stage, max_bytes=max_bytes, read=self.memory.read)
-        return export_hf_weights(self.chunks, self.hf, **options)
+        return export_hf_weights(
+            self.chunks, self.hf, of_own_stage=of_own_stage, max_bytes=max_bytes, read=self.memory.read
+        )
 
     def describe_weights(self, *, of_own_stage: bool = False) -> dict[str, Tensor]:
         """Return the tensors of `weights` without data; every rank must call it."""
@@ -168,7 +186,7 @@ class Actor:
         is_first: bool,
         weight_version: int | None = None,
         lists_clipped: bool = False,
-    ) -> "Step":
+    ) -> Step:
         """Take one gradient step; skip it on every rank if any rank's loss or gradient is not finite.
 
         Args:
@@ -204,12 +222,10 @@ class Actor:
         is_first: bool,
         weight_version: int | None = None,
         lists_clipped: bool = False,
-    ) -> "Step":
+    ) -> Step:
         """Run forward and backward of every micro-batch, and average gradients over all learning tokens."""
         metrics, faults = Metrics(), list[str]()
         lists = TokenLists() if lists_clipped else None
-        observed: dict[str, Any] = dict(is_first=is_first, weight_version=weight_version, lists=lists)
-        observe = partial(self._observer.observe, metrics, **observed)
         for chunk in self._ddp:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -225,7 +241,9 @@ class Actor:
             if not bool(out.loss_sum.isfinite()):
                 faults.append(f"loss: found {float(out.loss_sum)} over {int(num_tokens)} tokens")
             if speaks_for_its_tokens():
-                observe(out, microbatch)
+                self._observer.observe(
+                    metrics, out, microbatch, is_first=is_first, weight_version=weight_version, lists=lists
+                )
             return out.loss_sum, num_tokens, {}
 
         replay_mode = self._config.rollout.routing_replay
@@ -234,7 +252,7 @@ class Actor:
             self._run(batch.microbatches, loss, replay)
         self._router_losses.add_metrics(metrics, batch.num_loss_tokens * self._runtime.is_main)
         if speaks_for_its_group():
-            self._observer.observe_whole(metrics, batch.microbatches)
+            add_bound_of_responses(metrics, batch.microbatches)
         if lists is not None:
             lists.masked.read_around(batch.microbatches)
         if is_measuring and replay is not None:
@@ -244,17 +262,14 @@ class Actor:
     def with_old_log_probs(self, batch: TrainBatch) -> TrainBatch:
         """Return the batch with log-probs of the current weights, forwarded for "recomputed" anchors only."""
         is_replaying = self._config.rollout.routing_replay == "replay"
-        log_probs = self.forward_log_probs(batch.microbatches, is_replaying)
-        pairs = zip(batch.microbatches, log_probs, strict=True)
-        return replace(batch, microbatches=tuple(replace(m, old_log_probs=old) for m, old in pairs))
+        return batch.with_column("old_log_probs", self.forward_log_probs(batch.microbatches, is_replaying))
 
     def paired_mismatch(self, batch: TrainBatch) -> Metrics:
         """Measure the mismatch of the same tokens with live routes and with the rollout's: R3's effect.
 
         Only samples that are to be measured are forwarded.
         """
-        metrics = Metrics()
-        filler = placeholder(0, self.routing)
+        metrics, filler = Metrics(), placeholder(0, self.routing)
         microbatches = [measured_part(m, filler) for m in batch.microbatches]
         for prefix, is_replaying in (("mismatch_live", False), ("mismatch_replayed", True)):
             log_probs = self.forward_log_probs(microbatches, is_replaying)
@@ -263,26 +278,21 @@ class Actor:
                     add_mismatch(metrics, values, m.rollout_log_probs, m.loss_mask, prefix=prefix)
         return metrics
 
-    def log_probs(self, sequences: Sequence[Tensor]) -> list[Tensor]:
+    def log_probs(self, sequences: Sequence[Int64[Tensor, " L"]]) -> list[Float32[Tensor, " L-1"]]:
         """Return the log-probs of each token given the tokens before it, at temperature 1, with live routes.
 
-        Args:
-            sequences: [L] int64 each, L > 1; the same on every rank.
-
-        Returns:
-            [L-1] float32 each, on the CPU of every rank.
+        The sequences are the same on every rank, and have more than one token. The result is on every CPU.
         """
-        budget = self._config.parallel.max_tokens_per_microbatch
-        microbatches = microbatches_of(sequences, budget)
+        microbatches = microbatches_of(sequences, self._config.parallel.max_tokens_per_microbatch)
         with torch.no_grad():
-            columns = self._forward_columns(microbatches, None, has_topk=False, temperature=1.0)
+            columns = self._forward_columns(microbatches, None, temperature=1.0)
         values = torch.cat(columns)[:, 0]
         is_scored = torch.cat([microbatch.loss_mask for microbatch in microbatches])
         return list(values[is_scored].split([len(tokens) - 1 for tokens in sequences]))
 
     def token_log_probs(
         self, batch: TrainBatch, metrics: Metrics, *, is_replaying: bool, has_score_norms: bool = False
-    ) -> list[Tensor]:
+    ) -> list[Float32[Tensor, "T columns"]]:
         """Return the current weights' log-probs of the tokens of each micro-batch, without gradient.
 
         Every rank calls this together.
@@ -299,35 +309,49 @@ class Actor:
             loss mask; then log pi of the rollout's K most probable tokens, -inf for absent ones.
         """
         is_measuring = self._config.rollout.routing_replay != "off"
-        options: dict[str, Any] = dict(has_topk=True, has_score_norms=has_score_norms)
         with torch.no_grad(), self._routes(is_replaying, is_measuring) as replay:
-            columns = self._forward_columns(batch.microbatches, replay, **options)
+            columns = self._forward_columns(
+                batch.microbatches, replay, has_topk=True, has_score_norms=has_score_norms
+            )
         if is_measuring and replay is not None:
             add_agreement(metrics, replay.agreement())
         return columns
 
-    def forward_log_probs(self, microbatches: Sequence[Microbatch], is_replaying: bool) -> list[Tensor]:
-        """Return log pi(target), [T], of each complete micro-batch, without gradient, on every rank's CPU."""
+    def forward_log_probs(
+        self, microbatches: Sequence[Microbatch], is_replaying: bool
+    ) -> list[Float32[Tensor, " T"]]:
+        """Return log pi(target) of each complete micro-batch, without gradient, on every rank's CPU."""
         with torch.no_grad(), self._routes(is_replaying, is_measuring=False) as replay:
-            return [columns[:, 0] for columns in self._forward_columns(microbatches, replay, has_topk=False)]
+            return [columns[:, 0] for columns in self._forward_columns(microbatches, replay)]
 
     def _forward_columns(
-        self, microbatches: Sequence[Microbatch], replay: Replay | None, *, has_topk: bool, **options: Any
+        self,
+        microbatches: Sequence[Microbatch],
+        replay: Replay | None,
+        *,
+        has_topk: bool = False,
+        has_score_norms: bool = False,
+        temperature: float | None = None,
     ) -> list[Tensor]:
         """Forward as `token_log_probs` does, with options of `OutputHead.log_probs`; no Top-K: K is 0."""
         collected: list[Tensor] = []
 
         def keep(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            found = self._head.log_probs(output, microbatch, has_topk=has_topk, **options)
+            found = self._head.log_probs(
+                output,
+                microbatch,
+                has_topk=has_topk,
+                has_score_norms=has_score_norms,
+                temperature=temperature,
+            )
             collected.append(found.columns)
             return found.log_probs.sum(), microbatch.loss_mask.sum().int(), {}
 
         self._run(microbatches, keep, replay, forward_only=True)
         whole: list[Tensor] = []
         for index, m in enumerate(microbatches):
-            width = 1 + (m.topk.ids.shape[1] if has_topk and m.topk is not None else 0)
-            width += options.get("has_score_norms", False)
-            values = torch.zeros((m.tokens.numel(), width))
+            num_topk = m.topk.ids.shape[1] if has_topk and m.topk is not None else 0
+            values = torch.zeros((m.tokens.numel(), 1 + num_topk + has_score_norms))
             if collected:
                 values = self._slice(m).scattered(collected[index].cpu())
             whole.append(sum_over_tokens_and_stages(values.to(self._runtime.device)).cpu())
@@ -345,7 +369,7 @@ class Actor:
     def _run(
         self,
         microbatches: Sequence[Microbatch],
-        loss: Any,
+        loss: LossFunction,
         replay: Replay | None,
         *,
         forward_only: bool = False,
@@ -360,33 +384,14 @@ class Actor:
                 rows = sequence_parallel_rows(counted.numel())
                 replay.follow(replace(routes, indices=routes.indices[rows]), counted[rows], chunk)
 
-        own = [self._slice(m).local(m) for m in self._filled_up(microbatches)]
-        options: dict[str, Any] = dict(before_forward=follow, forward_only=forward_only)
-        run_microbatches(self._ddp, own, loss, device=self._runtime.device, **options)
-
-    def _filled_up(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """Append placeholders up to a multiple of the stages, as interleaved stages require."""
-        stages = self.layout.pipeline if self.layout.virtual_pipeline > 1 else 1
-        first = microbatches[0]
-        filler = placeholder(first.topk.ids.shape[1] if first.topk is not None else 0, self.routing)
-        zeros = torch.zeros_like(filler.advantages)
-        filler = replace(filler, old_log_probs=zeros, ref_log_probs=zeros)
-        return [*microbatches, *[filler] * (-len(microbatches) % stages)]
-
-    def main_gradients(self) -> list[Tensor]:
-        """Return the accumulated gradient of each trained parameter, in the order of the chunks.
-
-        If the optimizer is distributed, a rank has only its shard of the reduced gradients.
-        """
-        parameters: list[Any] = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
-        return [parameter.main_grad for parameter in parameters if parameter.requires_grad]
-
-
-@dataclass(frozen=True)
-class Step:
-    """Results of one gradient step on this rank."""
-
-    metrics: Metrics
-    faults: tuple[str, ...] = ()  # values of this rank that were not finite, in words
-    is_skipped: bool = False  # the weights were left as they were, on every rank
-    lists: TokenLists | None = None  # tokens that each mask dropped, if `lists_clipped`
+        # interleaved stages need a multiple of their number
+        multiple = self.layout.pipeline if self.layout.virtual_pipeline > 1 else 1
+        own = [self._slice(m).local(m) for m in filled_up(microbatches, multiple, self.routing)]
+        run_microbatches(
+            self._ddp,
+            own,
+            loss,
+            device=self._runtime.device,
+            before_forward=follow,
+            forward_only=forward_only,
+        )

@@ -1,21 +1,41 @@
-"""Runs forward and backward of packed micro-batches through Megatron's schedule."""
+"""Runs micro-batches through the model and its output head: forward, loss or log-probs, and backward."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from megatron_dppo.algorithms import Objective
+from megatron_dppo.config.schema import AlgorithmConfig
+from megatron_dppo.data.batches.packing import zigzag
+from megatron_dppo.kernels import (
+    FusedPolicyLoss,
+    fused_log_probs,
+    linear_log_probs,
+    linear_score_norms,
+    packed_linear_policy_loss,
+    packed_policy_loss,
+    score_norms,
+)
+from megatron_dppo.kernels.inputs import PackedResponses
+from megatron_dppo.kernels.reference import TokenLogProbs
 from megatron_dppo.mcore.fixes import release_last_microbatch
-from megatron_dppo.models.packed_sequences import PackedSequences, attention_form, head_dim_of
-from megatron_dppo.types import Microbatch
+from megatron_dppo.mcore.groups import context_parallel_group, vocab_shard
+from megatron_dppo.models.attention import PackedSequences, attention_form, head_dim_of
+from megatron_dppo.types import Microbatch, each_token
 
-# From the logits [T, V] of a micro-batch: (sum of the loss, number of learning tokens, what to report).
-LossFunction = Callable[[Tensor, Microbatch], tuple[Tensor, Tensor, dict[str, Any]]]
+LossFunction = Callable[
+    [Float[Tensor, "rows columns"], Microbatch], tuple[Float[Tensor, ""], Int[Tensor, ""], dict[str, Any]]
+]
+"""From the output of a micro-batch: (sum of the loss, number of learning tokens, what to report)."""
 
 
 def run_microbatches(
@@ -103,3 +123,172 @@ def _move(value: Any, device: torch.device) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{f.name: _move(getattr(value, f.name), device) for f in fields(value)})
     return value
+
+
+class _Vocabulary(TypedDict):
+    """Arguments of the losses about the vocabulary."""
+
+    temperature: float
+    vocab_start: int
+    vocab_size: int
+    tp_group: dist.ProcessGroup | None
+
+
+class _Layer(TypedDict):
+    """Arguments of the losses from hidden states about the output layer."""
+
+    sequence_parallel: bool
+    chunk_bytes: int
+    logits_dtype: torch.dtype | None
+
+
+class OutputHead:
+    """Computes the loss from the output layer's input or from its logits, as set by `loss_from`."""
+
+    def __init__(
+        self,
+        chunks: Sequence[GPTModel],
+        objective: Objective,
+        options: AlgorithmConfig,
+        *,
+        temperature: float,
+        vocab_size: int,
+        reported_topk: int = 0,
+    ) -> None:
+        """Replace the output layer's forward, unless the loss comes from logits.
+
+        Args:
+            chunks: This rank's part of the model; the last has the output layer, on the last pipeline stage.
+            objective: Training objective.
+            options: Settings of the loss.
+            temperature: Divisor of the logits, as in the sampler.
+            vocab_size: Size without the padding of the output layer.
+            reported_topk: Number of the rollout's Top-K columns whose log-probs the loss reports, if the
+                objective itself needs none.
+        """
+        self._last: Any = chunks[-1]
+        self._objective, self._reported_topk = objective, reported_topk
+        shard = vocab_shard(vocab_size)
+        self._vocabulary: _Vocabulary = {
+            "temperature": temperature,
+            "vocab_start": shard.start,
+            "vocab_size": vocab_size,
+            "tp_group": shard.group,
+        }
+        self._layer: _Layer | None = None
+        if options.loss_from == "hidden_states":
+            self._layer = {
+                "sequence_parallel": self._last.config.sequence_parallel,
+                "chunk_bytes": options.logits_chunk_bytes,
+                "logits_dtype": torch.float32 if options.logits_dtype == "float32" else None,
+            }
+            if self._last.post_process:
+                self._last.output_layer.forward = _hand_over
+
+    def policy_loss(self, output: Float[Tensor, "rows columns"], microbatch: Microbatch) -> FusedPolicyLoss:
+        """Compute the loss of a micro-batch; one backward pass must follow if gradients are enabled.
+
+        Args:
+            output: [T, V/tp] logits, or the hidden states before them: [T, H], [T/tp, H] with sequence
+                parallelism.
+            microbatch: This rank's T tokens.
+
+        Raises:
+            ConfigError: A learning token has an invalid value.
+        """
+        responses = packed_responses(microbatch) if self._objective.needs_responses else None
+        topk = microbatch.topk if self._objective.needs_topk or self._reported_topk else None
+        if topk is not None and not self._objective.needs_topk:
+            topk = each_token(topk, lambda columns, _: columns[:, : self._reported_topk])
+        tokens = replace(microbatch, topk=topk)
+        if self._layer is not None:
+            return packed_linear_policy_loss(
+                output,
+                self._weight,
+                tokens,
+                objective=self._objective,
+                responses=responses,
+                loss_scale=self._loss_scale(output.device),
+                **self._vocabulary,
+                **self._layer,
+            )
+        return packed_policy_loss(
+            output,
+            tokens,
+            objective=self._objective,
+            responses=responses,
+            inplace_backward=True,
+            **self._vocabulary,
+        )
+
+    def log_probs(
+        self,
+        output: Float[Tensor, "rows columns"],
+        microbatch: Microbatch,
+        *,
+        has_topk: bool = False,
+        has_score_norms: bool = False,
+        temperature: float | None = None,
+    ) -> TokenLogProbs:
+        """Compute log pi of the targets, and with `has_topk` of the rollout's top-K, without gradient.
+
+        If `has_score_norms` is set, this also returns the norm of each target's score by the output layer's
+        input, for which the logits are computed again. Logits are divided by `temperature`, or by the
+        sampler's. The other arguments are as for `policy_loss`.
+        """
+        m, mask, layer = microbatch, microbatch.loss_mask, self._layer
+        vocabulary = self._vocabulary.copy()
+        if temperature is not None:
+            vocabulary["temperature"] = temperature
+        ids = m.topk.ids if has_topk and m.topk is not None else None
+        norms = None
+        if layer is None:
+            found = fused_log_probs(output, m.targets, loss_mask=mask, topk_ids=ids, **vocabulary)
+            if has_score_norms:
+                norms = score_norms(output, self._weight, m.targets, loss_mask=mask, **vocabulary)
+        else:
+            inputs = (output, self._weight, m.targets)
+            found = linear_log_probs(*inputs, loss_mask=mask, topk_ids=ids, **vocabulary, **layer)
+            if has_score_norms:
+                norms = linear_score_norms(*inputs, loss_mask=mask, **vocabulary, **layer)
+        return replace(found, score_norms=norms)
+
+    def nothing(self, output: Float[Tensor, "rows columns"]) -> Float[Tensor, ""]:
+        """Return a loss of 0 that reaches every parameter which a real one would."""
+        return output.sum() * 0.0 + self._weight.sum() * 0.0
+
+    def _loss_scale(self, device: torch.device) -> Tensor:
+        """Return the factor by which Megatron's schedule multiplies the loss before its backward pass."""
+        one = torch.ones((), device=device)
+        scale = self._last.config.grad_scale_func
+        return one if scale is None else scale(one)
+
+    @property
+    def _weight(self) -> Tensor:
+        return output_weight(self._last)
+
+
+def packed_responses(microbatch: Microbatch) -> PackedResponses:
+    """Return the positions of a micro-batch's responses, over the tokens of all context-parallel ranks.
+
+    A response is the learning tokens of a sequence: a conversation's turns are one.
+    """
+    rank_group = context_parallel_group()
+    lengths = microbatch.cu_seqlens.diff().long()
+    if rank_group is None:
+        return PackedResponses(lengths)
+    starts, size = lengths.cumsum(0) - lengths, rank_group.size()
+    order = torch.cat([zigzag(starts, lengths, rank, size) for rank in range(size)])
+    return PackedResponses(lengths, rank_group, order)
+
+
+def output_weight(chunk: Any) -> Float[Tensor, "V H"]:
+    """Return this rank's output weight, of the last chunk; it may be shared with the embedding."""
+    if chunk.share_embeddings_and_output_weights:
+        return chunk.shared_embedding_or_output_weight()
+    return chunk.output_layer.weight
+
+
+def _hand_over(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """Return the output layer's input in place of its forward."""
+    return hidden, None

@@ -1,33 +1,47 @@
 """Computes the statistics of a gradient step from the results of its loss."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from megatron_dppo.actor.output_head import packed_responses
+from megatron_dppo.actor.forward import packed_responses
 from megatron_dppo.algorithms import Objective, PolicyLossInputs, TopKLogProbs, preset, shadow_masks
 from megatron_dppo.algorithms.presets import PAPER
 from megatron_dppo.algorithms.shadow import with_inputs
-from megatron_dppo.config.measuring import TrackingConfig
+from megatron_dppo.config.sections import TrackingConfig
 from megatron_dppo.kernels import FusedPolicyLoss, fused_metrics
-from megatron_dppo.metrics.bound import add_bound_of_responses, add_bound_of_tokens
+from megatron_dppo.metrics.bound import add_bound_of_tokens
 from megatron_dppo.metrics.clipped_tokens import ACTIVE
 from megatron_dppo.metrics.masked_tokens import TokenLists
+from megatron_dppo.metrics.masked_tokens import ACTIVE, TokenLists
 from megatron_dppo.metrics.means import add_token_means
 from megatron_dppo.metrics.metrics import Metrics
-from megatron_dppo.metrics.mismatch import (
+from megatron_dppo.metrics.step_metrics import (
+    add_bound_of_responses,
+    add_bound_of_tokens,
     add_clipped,
+    add_loss_terms,
     add_mismatch,
     add_mismatch_by_age,
     add_noise,
     add_prob_diff_extremes,
-    add_ref_kl,
     add_shadow_masks,
     add_topk_tv,
     add_trust_region,
 )
 from megatron_dppo.types import Microbatch
+
+
+@dataclass(frozen=True)
+class Step:
+    """Results of one gradient step on this rank."""
+
+    metrics: Metrics
+    faults: tuple[str, ...] = ()  # values of this rank that were not finite, in words
+    is_skipped: bool = False  # the weights were left as they were, on every rank
+    lists: TokenLists | None = None  # tokens that each mask dropped, if `lists_clipped`
 
 
 class Observer:
@@ -95,32 +109,27 @@ class Observer:
         )
         add_clipped(metrics, out.mask, entropy=out.entropy, **values)
         add_token_means(metrics, out, m)
-        if m.ref_log_probs is not None:
-            add_ref_kl(metrics, out.log_probs, m.ref_log_probs, m.loss_mask)
+        add_loss_terms(metrics, self._objective, out.log_probs, m)
         add_bound_of_tokens(metrics, out.log_probs, m.rollout_log_probs, m.advantages, m.loss_mask)
         add_prob_diff_extremes(metrics, out.log_probs, m.rollout_log_probs, m.loss_mask)
         measured = m.loss_mask if m.is_measured is None else m.loss_mask & m.is_measured
         add_mismatch(metrics, out.log_probs, m.rollout_log_probs, measured, prefix="drift")
         topk = _topk_of(out, m)
         if topk is not None:
-            tokens = (m.targets, out.log_probs, m.rollout_log_probs, measured)
-            add_topk_tv(metrics, topk, *tokens, prefix="drift")
+            add_topk_tv(metrics, topk, m.targets, out.log_probs, m.rollout_log_probs, measured, prefix="drift")
         if is_first:
             add_mismatch(metrics, out.log_probs, m.rollout_log_probs, m.loss_mask)
             add_noise(metrics, out.mask, m.advantages, m.loss_mask, m.weight_versions, weight_version)
             if weight_version is not None and m.weight_versions is not None:
-                tokens = (out.log_probs, m.rollout_log_probs, measured, m.weight_versions)
-                add_mismatch_by_age(metrics, *tokens, weight_version)
+                add_mismatch_by_age(
+                    metrics, out.log_probs, m.rollout_log_probs, measured, m.weight_versions, weight_version
+                )
         masks = self._shadow_masks(out, m)
         add_shadow_masks(metrics, self.shadows, masks, out.mask, **values)
         if lists is not None:
             lists.masked.add(m, mask=out.mask, divergence=out.divergence, log_probs=out.log_probs)
             named = {ACTIVE: out.mask, **masks}
             lists.clipped.add(named, targets=m.targets, entropy=out.entropy, **values)
-
-    def observe_whole(self, metrics: Metrics, microbatches: Sequence[Microbatch]) -> None:
-        """Add the statistics of complete micro-batches; one rank of each data-parallel group calls this."""
-        add_bound_of_responses(metrics, microbatches)
 
     def _shadow_masks(self, out: FusedPolicyLoss, m: Microbatch) -> dict[str, Tensor]:
         if not self.shadows:

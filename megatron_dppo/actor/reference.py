@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -49,25 +48,11 @@ class ReferencePolicy:
             load_weights(actor.chunks, folder, actor.hf)
             self._host.exchange()
 
-    @property
-    def num_host_bytes(self) -> int:
-        """Bytes that this rank's part of the reference takes of the host's memory."""
-        return self._host.num_bytes
-
     def with_log_probs(self, steps: Sequence[TrainBatch]) -> list[TrainBatch]:
         """Return the batches with `ref_log_probs`, at the temperature of the sampler; every rank calls this."""
         with self._in_place():
             found = [self._actor.forward_log_probs(step.microbatches, is_replaying=False) for step in steps]
-        return [
-            replace(
-                step,
-                microbatches=tuple(
-                    replace(m, ref_log_probs=values)
-                    for m, values in zip(step.microbatches, of_step, strict=True)
-                ),
-            )
-            for step, of_step in zip(steps, found, strict=True)
-        ]
+        return [step.with_column("ref_log_probs", values) for step, values in zip(steps, found, strict=True)]
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:

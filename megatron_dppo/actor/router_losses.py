@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Bool, Int64
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
-from megatron_dppo.architectures.router_losses import RouterCoefficients
+from megatron_dppo.architectures.megatron_options import RouterCoefficients
 from megatron_dppo.mcore.groups import sequence_parallel_rows
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.routing_replay.replay import is_in_backward, routers
@@ -28,8 +29,8 @@ from megatron_dppo.types import Microbatch, TrainBatch
 class _Tokens:
     """Tokens of a micro-batch that this rank's routers see."""
 
-    is_learning: Tensor  # [T] bool
-    sequence: Tensor  # [T] int64: index of each token's sequence
+    is_learning: Bool[Tensor, " T"]
+    sequence: Int64[Tensor, " T"]  # index of each token's sequence
     num_sequences: int  # S
 
     @classmethod

@@ -1,7 +1,12 @@
 """Policy-gradient objectives, trust regions and divergences: pure functions of tensors."""
 
-from megatron_dppo.algorithms.advantages import group_advantages, have_equal_rewards
-from megatron_dppo.algorithms.aggregate import AGGREGATIONS, sequence_weights, token_weights
+from megatron_dppo.algorithms.advantages import (
+    AGGREGATIONS,
+    group_advantages,
+    have_equal_rewards,
+    sequence_weights,
+    token_weights,
+)
 from megatron_dppo.algorithms.divergence import (
     DIVERGENCES,
     Divergence,
@@ -15,12 +20,10 @@ from megatron_dppo.algorithms.divergence import (
 from megatron_dppo.algorithms.inputs import PolicyLossInputs
 from megatron_dppo.algorithms.loss import PolicyLossOutput, policy_loss
 from megatron_dppo.algorithms.objective import Objective
-from megatron_dppo.algorithms.own_rule import rule_options
 from megatron_dppo.algorithms.presets import PRESETS, preset
-from megatron_dppo.algorithms.responses import Responses
 from megatron_dppo.algorithms.rules import RULES, trust_region_weight
 from megatron_dppo.algorithms.shadow import shadow_masks, shadow_weights
-from megatron_dppo.algorithms.trust_region import TrustRegionRule, TrustRegionTokens
+from megatron_dppo.algorithms.trust_region import Responses, TrustRegionRule, TrustRegionTokens, rule_options
 
 __all__ = [
     "AGGREGATIONS",

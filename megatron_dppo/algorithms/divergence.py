@@ -11,20 +11,26 @@ point, binary <= Top-K is exact for KL. The other inequalities hold to within th
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from types import MappingProxyType
+from typing import Literal, Protocol, TypeVar
 
 import torch
+from jaxtyping import Float, Integer
 from torch import Tensor
 
-from megatron_dppo.algorithms.registry import registry
+from megatron_dppo.errors import ConfigError, Problem
 
 SampledToken = Literal["union", "replace"]
+
 
 # A tail of at most this many machine epsilons is indistinguishable from zero: 1 - sum(p) over up to 64 columns
 # has an error of 4 epsilons after log_softmax, and of 18 if a log-sum-exp near 30 was subtracted.
 ROUNDOFF_EPSILONS = 32
+
+
 # If the rollout's tail is at least this large and the policy's is 0, the KL exceeds .05 despite any roundoff.
 SURELY_POSITIVE_TAIL = 0.01
 
@@ -33,36 +39,72 @@ SURELY_POSITIVE_TAIL = 0.01
 class TopKLogProbs:
     """The rollout policy's K' most probable tokens at each position, and both policies' log-probs of them."""
 
-    ids: Tensor  # [T, K'] integer; columns by rollout probability, highest first; -1 pads
-    rollout_log_probs: Tensor  # [T, K'] log mu, as the rollout engine sent it
-    log_probs: Tensor  # [T, K'] log pi of the same ids; never differentiated
+    ids: Integer[Tensor, "T K"]  # columns by rollout probability, highest first; -1 pads
+    rollout_log_probs: Float[Tensor, "T K"]  # log mu, as the rollout engine sent it
+    log_probs: Float[Tensor, "T K"]  # log pi of the same ids; never differentiated
 
 
 @dataclass(frozen=True)
 class Divergence:
     """A registered divergence, and the partition it is defined on."""
 
-    function: Callable[[Tensor, Tensor], Tensor]  # (log_probs, anchor_log_probs) -> [T]
+    function: Callable[[Tensor, Tensor], Float[Tensor, " T"]]  # of log_probs, anchor_log_probs
     id: int  # its number in DppoDivergence of kernels/csrc/capi.h, or one that neither that nor another has
     over: Literal["sampled", "topk"]
     needs_other: bool = False  # undefined if the outcomes do not sum to 1
     at_most: float = math.inf  # upper bound of its values
 
 
-def log1mexp(log_probs: Tensor) -> Tensor:
+class Identified(Protocol):
+    """An entry of a registry, with an explicit id."""
+
+    @property
+    def id(self) -> int:
+        """The number, which no other entry of the registry has."""
+        ...
+
+
+Entry = TypeVar("Entry", bound=Identified)
+
+
+def registry(name: str, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
+    """Return the entries, read-only, after a check that each id is unique. Their order does not matter.
+
+    Args:
+        name: Name of the registry in messages.
+        entries: Entry per name that an objective can use.
+
+    Raises:
+        ConfigError: Two entries have one id.
+    """
+    holders: defaultdict[int, list[str]] = defaultdict(list)
+    for entry_name, entry in entries.items():
+        holders[entry.id].append(entry_name)
+    action = f"Give one of them another: {max(holders, default=-1) + 1} is free."
+    problems = [
+        Problem(name, f"id {id} of {' and '.join(names)}", "a unique id for each", action)
+        for id, names in holders.items()
+        if len(names) > 1
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return MappingProxyType(dict(entries))
+
+
+def log1mexp(log_probs: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
     """log(1 - p) from log p <= 0, accurate at both ends: -inf at p = 1, 0 at p = 0."""
     near_one = torch.log(-torch.expm1(log_probs))
     near_zero = torch.log1p(-torch.exp(log_probs))
     return torch.where(log_probs > -math.log(2.0), near_one, near_zero)
 
 
-def binary_tv(log_probs: Tensor, anchor_log_probs: Tensor) -> Tensor:
-    """|mu(a) - pi(a)| (Eq. 13): total variation of {a, not a}. [T], [T] -> [T]."""
+def binary_tv(log_probs: Float[Tensor, " T"], anchor_log_probs: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """|mu(a) - pi(a)| (Eq. 13): total variation of {a, not a}."""
     return (log_probs.exp() - anchor_log_probs.exp()).abs()
 
 
-def binary_kl(log_probs: Tensor, anchor_log_probs: Tensor) -> Tensor:
-    """KL(mu || pi) of {a, not a} (Eq. 14), in log space. [T], [T] -> [T].
+def binary_kl(log_probs: Float[Tensor, " T"], anchor_log_probs: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """KL(mu || pi) of {a, not a} (Eq. 14), in log space.
 
     The tails 1 - pi and 1 - mu go through `_resolved_tails`. If log pi rounds to 0, float32 cannot resolve
     1 - pi. The KL is then a lower bound, or +inf if 1 - mu is certainly positive.
@@ -72,16 +114,20 @@ def binary_kl(log_probs: Tensor, anchor_log_probs: Tensor) -> Tensor:
     return (sampled + other).clamp(min=0)
 
 
-def topk_tv(log_masses: Tensor, anchor_log_masses: Tensor) -> Tensor:
-    """Half the sum of |mu - pi| over the outcomes (Eq. 15). [T, outcomes] twice -> [T].
+def topk_tv(
+    log_masses: Float[Tensor, "T outcomes"], anchor_log_masses: Float[Tensor, "T outcomes"]
+) -> Float[Tensor, " T"]:
+    """Half the sum of |mu - pi| over the outcomes (Eq. 15).
 
     It can be below the binary TV by at most half of the change that `_resolved_tails` makes to the tails.
     """
     return (log_masses.exp() - anchor_log_masses.exp()).abs().sum(1) / 2
 
 
-def topk_kl(log_masses: Tensor, anchor_log_masses: Tensor) -> Tensor:
-    """KL(mu || pi) over the outcomes (Eq. 16); they must include 'other'. [T, outcomes] twice -> [T].
+def topk_kl(
+    log_masses: Float[Tensor, "T outcomes"], anchor_log_masses: Float[Tensor, "T outcomes"]
+) -> Float[Tensor, " T"]:
+    """KL(mu || pi) over the outcomes (Eq. 16); they must include 'other'.
 
     The result is at least the binary KL of the last outcome but one, which is the sampled token in a Top-K
     partition. Both are lower bounds of the full vocabulary's KL, and so is the larger of the two. The sum over
@@ -111,15 +157,15 @@ DIVERGENCES: Mapping[str, Divergence] = registry(
 
 def topk_partition(
     topk: TopKLogProbs,
-    targets: Tensor,
-    log_probs: Tensor,
-    rollout_log_probs: Tensor,
+    targets: Integer[Tensor, " T"],
+    log_probs: Float[Tensor, " T"],
+    rollout_log_probs: Float[Tensor, " T"],
     *,
     top_k: int,
     sampled_token: SampledToken = "union",
     include_other: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Return log-masses (policy, rollout) of the Top-K outcomes, each [T, outcomes]; -inf for absent outcomes.
+) -> tuple[Float[Tensor, "T outcomes"], Float[Tensor, "T outcomes"]]:
+    """Return log-masses (policy, rollout) of the Top-K outcomes; -inf for absent outcomes.
 
     The outcomes are A' = the first `top_k` ids of mu and the sampled token (section 4.4). The sampled token's
     mass always comes from `log_probs` and `rollout_log_probs`. If it is not among these ids, "union" adds it

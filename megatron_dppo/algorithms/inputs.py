@@ -1,14 +1,14 @@
-"""Inputs of the policy loss, validated, with masked tokens replaced by neutral values."""
+"""Inputs of the policy loss, and their checks."""
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+from jaxtyping import Bool, Float, Int64, Integer
 from torch import Tensor
 
 from megatron_dppo.algorithms.divergence import TopKLogProbs
 from megatron_dppo.algorithms.objective import Objective
-from megatron_dppo.algorithms.responses import Responses, require_lengths
+from megatron_dppo.algorithms.trust_region import TrustRegionTokens
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.types import ROLLOUT_TOKENS, RolloutTokens
 
@@ -23,27 +23,27 @@ class PolicyLossInputs:
     Computation is in float64 if `log_probs` is float64, and in float32 otherwise.
     """
 
-    log_probs: Tensor  # [T] log pi(y_t) of the policy being trained; the only one that is differentiated
-    rollout_log_probs: Tensor  # [T] log mu(y_t) of the policy that sampled
-    advantages: Tensor  # [T]
-    loss_mask: Tensor | None = None  # [T] bool: the tokens that learn; none means all
-    old_log_probs: Tensor | None = None  # [T] log pi'(y_t) before the step; read only for anchor = "recomputed"
-    ref_log_probs: Tensor | None = None  # [T] log-probs of the reference; read only if ref_kl_coef is not 0
-    topk: TopKLogProbs | None = None  # [T, K'] each; read only by Top-K divergences
-    targets: Tensor | None = None  # [T] integer ids y_t; read only by Top-K divergences
-    token_weights: Tensor | None = None  # [T] >= 0: multiplies each token's loss; none means 1
-    entropy: Tensor | None = None  # [T] with gradient; read only if entropy_coef is not 0
-    response_lengths: Tensor | None = None  # [B] int64, sums to T; read only by rules over complete responses
+    log_probs: Float[Tensor, " T"]  # log pi(y_t) of the trained policy; the only one that is differentiated
+    rollout_log_probs: Float[Tensor, " T"]  # log mu(y_t) of the policy that sampled
+    advantages: Float[Tensor, " T"]
+    loss_mask: Bool[Tensor, " T"] | None = None  # the tokens that learn; none means all
+    old_log_probs: Float[Tensor, " T"] | None = None  # log pi'(y_t) before the step; for anchor = "recomputed"
+    ref_log_probs: Float[Tensor, " T"] | None = None  # of the reference; read only if ref_kl_coef is not 0
+    topk: TopKLogProbs | None = None  # read only by Top-K divergences
+    targets: Integer[Tensor, " T"] | None = None  # ids y_t; read only by Top-K divergences
+    token_weights: Float[Tensor, " T"] | None = None  # >= 0: multiplies each token's loss; none means 1
+    entropy: Float[Tensor, " T"] | None = None  # with gradient; read only if entropy_coef is not 0
+    response_lengths: Int64[Tensor, " B"] | None = None  # sums to T; read only by rules over complete responses
 
     @classmethod
     def of(
         cls,
         tokens: RolloutTokens,
-        log_probs: Tensor,
+        log_probs: Float[Tensor, " T"],
         *,
-        topk_log_probs: Tensor | None = None,
-        entropy: Tensor | None = None,
-        response_lengths: Tensor | None = None,
+        topk_log_probs: Float[Tensor, "T K"] | None = None,
+        entropy: Float[Tensor, " T"] | None = None,
+        response_lengths: Integer[Tensor, " B"] | None = None,
     ) -> "PolicyLossInputs":
         """Join the record of a rollout's tokens with the policy's log-probs of them.
 
@@ -64,104 +64,28 @@ class PolicyLossInputs:
         return cls(**of_policy, response_lengths=response_lengths, **shared)
 
 
-@dataclass(frozen=True, eq=False)
-class LearningTokens:
-    """Checked inputs in one dtype: ignored rows are neutral (log-probs, A and weight 0), log-probs are <= 0."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LearningTokens(TrustRegionTokens):
+    """Checked inputs in one dtype: what a rule reads, and what only the loss does. Rows are neutral as there.
 
-    is_learning: Tensor  # [T] bool
-    trained_log_probs: Tensor  # [T] with gradient, and not clamped; nothing else but `entropy` has one
-    log_probs: Tensor
-    rollout_log_probs: Tensor
-    anchor_log_probs: Tensor
-    ref_log_probs: Tensor | None
-    advantages: Tensor
-    token_weights: Tensor
-    num_clamped: Tensor  # scalar: learning tokens with a log-prob above CLAMP_COUNTED_FROM
-    topk: TopKLogProbs | None
-    targets: Tensor | None
-    entropy: Tensor | None
-    responses: Responses | None
+    `divergence` is 0 and `outcomes` is absent until an objective compares the policies.
+    """
+
+    trained_log_probs: Float[Tensor, " T"]  # with gradient, and not clamped; nothing else but `entropy` has one
+    token_weights: Float[Tensor, " T"]  # 0 for rows that do not learn
+    num_clamped: Integer[Tensor, ""]  # learning tokens with a log-prob above CLAMP_COUNTED_FROM
+    ref_log_probs: Float[Tensor, " T"] | None
+    topk: TopKLogProbs | None  # the columns in use; rows that do not learn are padding
+    targets: Integer[Tensor, " T"] | None
+    entropy: Float[Tensor, " T"] | None
 
 
-def learning_tokens(
-    objective: Objective, inputs: PolicyLossInputs, *, has_known_values: bool = False
-) -> LearningTokens:
-    """Check the inputs that `objective` reads, and neutralise the rows that do not learn.
-
-    Neutralising comes before all arithmetic, so a NaN of an ignored row reaches neither value nor gradient.
-    Set `has_known_values` if a loss was computed from these inputs before. Their values are then not checked
-    again, and the call does not synchronise with the device.
+def required_inputs(objective: Objective, inputs: PolicyLossInputs) -> dict[str, Tensor]:
+    """Return the tensors that `objective` reads, by name.
 
     Raises:
-        ConfigError: An input is missing, has the wrong shape or type, or an invalid value for a learning token.
+        ConfigError: One is missing, or has the wrong shape or type.
     """
-    present = _inputs_read(objective, inputs)
-    _check_shapes(present)
-    lengths = inputs.response_lengths if objective.needs_responses else None
-    if lengths is not None and not has_known_values:
-        require_lengths(lengths, inputs.log_probs.numel(), objective.name)
-    dtype = torch.float64 if inputs.log_probs.dtype == torch.float64 else torch.float32
-    is_learning = torch.ones_like(inputs.log_probs, dtype=torch.bool)
-    if inputs.loss_mask is not None:
-        is_learning = inputs.loss_mask != 0
-
-    def clean(values: Tensor) -> Tensor:
-        return torch.where(is_learning, values.to(dtype), 0.0)
-
-    trained, rollout = clean(inputs.log_probs), clean(inputs.rollout_log_probs.detach())
-    old = present.get("old_log_probs")
-    anchor = rollout if old is None else clean(old.detach())
-    ref, weights = present.get("ref_log_probs"), inputs.token_weights
-    tokens = LearningTokens(
-        is_learning=is_learning,
-        trained_log_probs=trained,
-        log_probs=trained.detach(),
-        rollout_log_probs=rollout,
-        anchor_log_probs=anchor,
-        ref_log_probs=None if ref is None else clean(ref.detach()),
-        advantages=clean(inputs.advantages.detach()),
-        token_weights=clean(torch.ones_like(rollout) if weights is None else weights.detach()),
-        num_clamped=(torch.stack([trained.detach(), rollout, anchor]) > CLAMP_COUNTED_FROM).any(0).sum(),
-        topk=_clean_topk(objective, inputs.topk, is_learning, dtype) if "topk.ids" in present else None,
-        targets=torch.where(is_learning, present["targets"].long(), 0) if "targets" in present else None,
-        entropy=clean(present["entropy"]) if "entropy" in present else None,
-        responses=None if lengths is None else Responses(lengths.long(), is_learning),
-    )
-    if not has_known_values:
-        _check_values(tokens)
-    return _clamped(tokens)
-
-
-def _clean_topk(
-    objective: Objective, topk: TopKLogProbs | None, is_learning: Tensor, dtype: torch.dtype
-) -> TopKLogProbs:
-    """The columns in use; ignored rows become padding, and the log-probs of padding -inf."""
-    assert topk is not None, "required inputs are checked first"
-    used = slice(None, objective.top_k)
-    ids = torch.where(is_learning[:, None], topk.ids[:, used].long(), -1)
-
-    def clean(columns: Tensor) -> Tensor:
-        return torch.where(ids >= 0, columns.detach()[:, used].to(dtype), -math.inf)
-
-    return TopKLogProbs(ids, rollout_log_probs=clean(topk.rollout_log_probs), log_probs=clean(topk.log_probs))
-
-
-def _clamped(tokens: LearningTokens) -> LearningTokens:
-    """Rounding leaves log-probs of certain tokens a little above 0; the divergences need them at most 0."""
-    topk = tokens.topk
-    if topk is not None:
-        topk = TopKLogProbs(topk.ids, topk.rollout_log_probs.clamp(max=0), topk.log_probs.clamp(max=0))
-    return replace(
-        tokens,
-        log_probs=tokens.log_probs.clamp(max=0),
-        rollout_log_probs=tokens.rollout_log_probs.clamp(max=0),
-        anchor_log_probs=tokens.anchor_log_probs.clamp(max=0),
-        topk=topk,
-    )
-
-
-def _inputs_read(objective: Objective, inputs: PolicyLossInputs) -> dict[str, Tensor]:
-    """The tensors that `objective` reads, by name; raises naming those it needs and did not get."""
     topk = inputs.topk
     needed: dict[str, Tensor | None] = {
         "log_probs": inputs.log_probs,
@@ -170,8 +94,7 @@ def _inputs_read(objective: Objective, inputs: PolicyLossInputs) -> dict[str, Te
     }
     if objective.anchor == "recomputed":
         needed["old_log_probs"] = inputs.old_log_probs
-    if objective.ref_kl_coef != 0:
-        needed["ref_log_probs"] = inputs.ref_log_probs
+    needed |= {name: getattr(inputs, name) for name in objective.inputs_of_terms}
     if objective.needs_topk:
         needed["targets"] = inputs.targets
         needed["topk.ids"] = None if topk is None else topk.ids
@@ -185,13 +108,15 @@ def _inputs_read(objective: Objective, inputs: PolicyLossInputs) -> dict[str, Te
     if missing:
         raise ConfigError([_missing(objective, name) for name in missing])
     optional = {"loss_mask": inputs.loss_mask, "token_weights": inputs.token_weights}
-    return {name: tensor for name, tensor in (needed | optional).items() if tensor is not None}
+    present = {name: tensor for name, tensor in (needed | optional).items() if tensor is not None}
+    _check_shapes(present)
+    return present
 
 
 def _missing(objective: Objective, name: str) -> Problem:
     expected = {
         "old_log_probs": "a [T] tensor, because anchor = 'recomputed'",
-        "ref_log_probs": "a [T] tensor, because ref_kl_coef is not 0",
+        **{read: f"a [T] tensor, because {coef} is not 0" for read, coef in objective.inputs_of_terms.items()},
         "topk": f"a TopKLogProbs, because the divergence is {objective.divergence}",
         "targets": f"a [T] tensor of sampled ids, because the divergence is {objective.divergence}",
         "entropy": "a [T] tensor with gradient, because entropy_coef is not 0",
@@ -239,7 +164,7 @@ def _kind(tensor: Tensor) -> str:
     return "floating" if tensor.is_floating_point() else "integer"
 
 
-def _check_values(tokens: LearningTokens) -> None:
+def check_values(tokens: LearningTokens) -> None:
     """Refuse values that would silently keep or spoil a learning token; synchronises with the device once.
 
     A NaN of `log_probs` passes: it makes loss_sum NaN, and the training step skips losses that are not finite.

@@ -3,17 +3,25 @@
 The divergence decides which tokens learn, the objective what they learn; the weight never enters the graph.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from megatron_dppo.algorithms.divergence import DIVERGENCES, topk_partition
-from megatron_dppo.algorithms.inputs import LearningTokens, PolicyLossInputs, learning_tokens
+from megatron_dppo.algorithms.divergence import DIVERGENCES, TopKLogProbs, topk_partition
+from megatron_dppo.algorithms.inputs import (
+    CLAMP_COUNTED_FROM,
+    LearningTokens,
+    PolicyLossInputs,
+    check_values,
+    required_inputs,
+)
+from megatron_dppo.algorithms.loss_terms import added_terms
 from megatron_dppo.algorithms.objective import Objective
-from megatron_dppo.algorithms.ref_kl import ref_kl_term
 from megatron_dppo.algorithms.rules import trust_region_weight
-from megatron_dppo.algorithms.trust_region import TrustRegionTokens
+from megatron_dppo.algorithms.trust_region import Responses, require_lengths
 
 BAD_UPDATE = 0.5  # mu - pi of a negative token from which its update is bad (section 5.3, the formula: >=)
 
@@ -25,18 +33,18 @@ class TokenUpdates:
     Rows outside `loss_mask` have weight 0, mask False, divergence 0, ratio 1, coefficient 0.
     """
 
-    weight: Tensor  # [T] M, the factor of the update: 0 or 1 for a mask, < 0 to reverse the update
-    mask: Tensor  # [T] bool: M is not 0, the tokens that learn
-    divergence: Tensor  # [T] of the policy from its anchor; Binary-TV if the objective has none
-    ratio: Tensor  # [T] pi/mu, uncapped
-    coefficient: Tensor  # [T] M min(r, C) A, without token_weights; r is the response's if importance is set so
+    weight: Float[Tensor, " T"]  # M, the factor of the update: 0 or 1 for a mask, < 0 to reverse the update
+    mask: Bool[Tensor, " T"]  # M is not 0, the tokens that learn
+    divergence: Float[Tensor, " T"]  # of the policy from its anchor; Binary-TV if the objective has none
+    ratio: Float[Tensor, " T"]  # pi/mu, uncapped
+    coefficient: Float[Tensor, " T"]  # M min(r, C) A without token_weights; r of the response if importance is
 
 
 @dataclass(frozen=True, eq=False)
 class PolicyLossOutput(TokenUpdates):
     """The loss and its results for each token. Only `loss_sum` carries gradient."""
 
-    loss_sum: Tensor  # scalar; divide by a global count, or weigh tokens with token_weights()
+    loss_sum: Float[Tensor, ""]  # divide by a global count, or weigh tokens with token_weights()
     metrics: dict[str, Tensor]  # scalars that add up over micro-batches and ranks; see `policy_loss`
 
 
@@ -45,8 +53,8 @@ def policy_loss(objective: Objective, inputs: PolicyLossInputs) -> PolicyLossOut
 
     At C = inf that is the gradient of the surrogate of Eq. 11; above a finite cap it keeps C A grad log pi,
     which autograd through min(r, C) would drop. The value is not the surrogate: do not plot it as such. With
-    `entropy_coef` the weighted entropy of all learning tokens, masked ones included, is subtracted; with
-    `log_ratio_coef` their weighted (log pi/mu)^2 is added, with `ref_kl_coef` their term of `ref_kl_term`.
+    `entropy_coef` the weighted entropy of all learning tokens, masked ones included, is subtracted; the
+    `LOSS_TERMS` in use are added.
 
     Metrics are float64 and additive, over the tokens of `loss_mask`. Counts: `num_loss_tokens`; `num_positive`
     and `num_negative` (by sign of A); `num_masked_positive` and `num_masked_negative` (of those, M = 0);
@@ -68,13 +76,62 @@ def policy_loss(objective: Objective, inputs: PolicyLossInputs) -> PolicyLossOut
         metrics=update_metrics(
             objective,
             updates,
-            is_learning=tokens.is_learning,
+            is_learning=tokens.loss_mask,
             log_probs=tokens.log_probs,
             rollout_log_probs=tokens.rollout_log_probs,
             advantages=tokens.advantages,
             num_clamped=tokens.num_clamped,
         ),
     )
+
+
+def learning_tokens(
+    objective: Objective, inputs: PolicyLossInputs, *, has_known_values: bool = False
+) -> LearningTokens:
+    """Check the inputs that `objective` reads, and neutralise the rows that do not learn.
+
+    Neutralising comes before all arithmetic, so a NaN of an ignored row reaches neither value nor gradient.
+    Set `has_known_values` if a loss was computed from these inputs before. Their values are then not checked
+    again, and the call does not synchronise with the device.
+
+    Raises:
+        ConfigError: An input is missing, has the wrong shape or type, or an invalid value for a learning token.
+    """
+    present = required_inputs(objective, inputs)
+    lengths = inputs.response_lengths if objective.needs_responses else None
+    if lengths is not None and not has_known_values:
+        require_lengths(lengths, inputs.log_probs.numel(), objective.name)
+    dtype = torch.float64 if inputs.log_probs.dtype == torch.float64 else torch.float32
+    is_learning = torch.ones_like(inputs.log_probs, dtype=torch.bool)
+    if inputs.loss_mask is not None:
+        is_learning = inputs.loss_mask != 0
+
+    def clean(values: Tensor) -> Tensor:
+        return torch.where(is_learning, values.to(dtype), 0.0)
+
+    trained, rollout = clean(inputs.log_probs), clean(inputs.rollout_log_probs.detach())
+    old = present.get("old_log_probs")
+    anchor = rollout if old is None else clean(old.detach())
+    ref, weights = present.get("ref_log_probs"), inputs.token_weights
+    tokens = LearningTokens(
+        loss_mask=is_learning,
+        trained_log_probs=trained,
+        log_probs=trained.detach(),
+        rollout_log_probs=rollout,
+        anchor_log_probs=anchor,
+        ref_log_probs=None if ref is None else clean(ref.detach()),
+        advantages=clean(inputs.advantages.detach()),
+        token_weights=clean(torch.ones_like(rollout) if weights is None else weights.detach()),
+        divergence=torch.zeros_like(rollout),
+        num_clamped=(torch.stack([trained.detach(), rollout, anchor]) > CLAMP_COUNTED_FROM).any(0).sum(),
+        topk=_clean_topk(objective, inputs.topk, is_learning, dtype) if "topk.ids" in present else None,
+        targets=torch.where(is_learning, present["targets"].long(), 0) if "targets" in present else None,
+        entropy=clean(present["entropy"]) if "entropy" in present else None,
+        responses=None if lengths is None else Responses(lengths.long(), is_learning),
+    )
+    if not has_known_values:
+        check_values(tokens)
+    return _clamped(tokens)
 
 
 @torch.no_grad()
@@ -97,28 +154,22 @@ def token_updates(objective: Objective, tokens: LearningTokens) -> TokenUpdates:
 
 
 def learning_weight(
-    objective: Objective, tokens: LearningTokens, log_masses: tuple[Tensor, Tensor], divergence: Tensor
-) -> Tensor:
-    """Return M, [T]; 0 outside the loss mask, and 1 if A = 0, because there is no update to drop.
+    objective: Objective,
+    tokens: LearningTokens,
+    log_masses: tuple[Tensor, Tensor],
+    divergence: Float[Tensor, " T"],
+) -> Float[Tensor, " T"]:
+    """Return M; 0 outside the loss mask, and 1 if A = 0, because there is no update to drop.
 
     Args:
         objective: Whose trust region.
         tokens: T of them.
         log_masses: What the objective's divergence compares; see `compared_log_masses`.
-        divergence: [T], what it finds.
+        divergence: What it finds.
     """
-    seen = TrustRegionTokens(
-        log_probs=tokens.log_probs,
-        anchor_log_probs=tokens.anchor_log_probs,
-        rollout_log_probs=tokens.rollout_log_probs,
-        advantages=tokens.advantages,
-        divergence=divergence,
-        loss_mask=tokens.is_learning,
-        outcomes=log_masses if objective.needs_topk else None,
-        responses=tokens.responses,
-    )
+    seen = replace(tokens, divergence=divergence, outcomes=log_masses if objective.needs_topk else None)
     weight = torch.where(tokens.advantages == 0, 1.0, trust_region_weight(objective, seen))
-    return torch.where(tokens.is_learning, weight, 0.0)
+    return torch.where(tokens.loss_mask, weight, 0.0)
 
 
 def compared_log_masses(objective: Objective, tokens: LearningTokens) -> tuple[Tensor, Tensor]:
@@ -137,6 +188,34 @@ def compared_log_masses(objective: Objective, tokens: LearningTokens) -> tuple[T
     )
 
 
+def _clean_topk(
+    objective: Objective, topk: TopKLogProbs | None, is_learning: Tensor, dtype: torch.dtype
+) -> TopKLogProbs:
+    """The columns in use; ignored rows become padding, and the log-probs of padding -inf."""
+    assert topk is not None, "required inputs are checked first"
+    used = slice(None, objective.top_k)
+    ids = torch.where(is_learning[:, None], topk.ids[:, used].long(), -1)
+
+    def clean(columns: Tensor) -> Tensor:
+        return torch.where(ids >= 0, columns.detach()[:, used].to(dtype), -math.inf)
+
+    return TopKLogProbs(ids, rollout_log_probs=clean(topk.rollout_log_probs), log_probs=clean(topk.log_probs))
+
+
+def _clamped(tokens: LearningTokens) -> LearningTokens:
+    """Rounding leaves log-probs of certain tokens a little above 0; the divergences need them at most 0."""
+    topk = tokens.topk
+    if topk is not None:
+        topk = TopKLogProbs(topk.ids, topk.rollout_log_probs.clamp(max=0), topk.log_probs.clamp(max=0))
+    return replace(
+        tokens,
+        log_probs=tokens.log_probs.clamp(max=0),
+        rollout_log_probs=tokens.rollout_log_probs.clamp(max=0),
+        anchor_log_probs=tokens.anchor_log_probs.clamp(max=0),
+        topk=topk,
+    )
+
+
 def _loss_sum(objective: Objective, tokens: LearningTokens, updates: TokenUpdates) -> Tensor:
     """The only place with gradient. Rows of coefficient 0 leave the graph: their log pi may be -inf."""
     has_weight = tokens.token_weights != 0
@@ -144,16 +223,14 @@ def _loss_sum(objective: Objective, tokens: LearningTokens, updates: TokenUpdate
     scale = torch.where(is_live, updates.coefficient * tokens.token_weights, 0.0)
     loss_sum = -(scale * torch.where(is_live, tokens.trained_log_probs, 0.0)).sum()
     if tokens.entropy is not None:
-        entropy = torch.where(tokens.is_learning & has_weight, tokens.entropy, 0.0)
+        entropy = torch.where(tokens.loss_mask & has_weight, tokens.entropy, 0.0)
         loss_sum = loss_sum - objective.entropy_coef * (entropy * tokens.token_weights).sum()
-    if objective.log_ratio_coef != 0:
-        log_ratio = torch.where(has_weight, tokens.trained_log_probs - tokens.rollout_log_probs, 0.0)
-        loss_sum = loss_sum + objective.log_ratio_coef * (log_ratio.square() * tokens.token_weights).sum()
-    if objective.ref_kl_coef != 0:
-        values, by_log_prob = ref_kl_term(objective, tokens, updates.ratio)
-        moving = torch.where(by_log_prob != 0, tokens.trained_log_probs, 0.0)
-        values = values + by_log_prob * (moving - moving.detach())
-        loss_sum = loss_sum + torch.where(has_weight, values * tokens.token_weights, 0.0).sum()
+    for loss, by_log_prob in added_terms(objective, tokens, updates.ratio):
+        is_moving = (by_log_prob != 0) & tokens.log_probs.isfinite()
+        moving = torch.where(is_moving, tokens.trained_log_probs, 0.0)
+        loss_sum = (
+            loss_sum + (loss + torch.where(is_moving, by_log_prob, 0.0) * (moving - moving.detach())).sum()
+        )
     return loss_sum
 
 
@@ -162,10 +239,10 @@ def update_metrics(
     objective: Objective,
     updates: TokenUpdates,
     *,
-    is_learning: Tensor,
-    log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    advantages: Tensor,
+    is_learning: Bool[Tensor, " T"],
+    log_probs: Float[Tensor, " T"],
+    rollout_log_probs: Float[Tensor, " T"],
+    advantages: Float[Tensor, " T"],
     num_clamped: Tensor,
 ) -> dict[str, Tensor]:
     """The counts and sums that `policy_loss` documents, float64 scalars.

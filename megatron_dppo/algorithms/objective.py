@@ -2,7 +2,7 @@
 
 Every algorithm of the paper (arXiv 2602.04879) is one of these, for they share the gradient of Eq. 23,
 sum_t M_t min(r_t, C) A_t grad log pi(y_t), and differ only in the mask M and the cap C. Others weigh tokens
-(M is a number), replace r by the ratio of complete responses, or add a further term.
+(M is a number), replace r by the ratio of complete responses, or add the terms of `loss_terms.py`.
 """
 
 import math
@@ -12,7 +12,8 @@ from types import MappingProxyType
 from typing import Literal, get_args
 
 from megatron_dppo.algorithms.divergence import DIVERGENCES, SampledToken
-from megatron_dppo.algorithms.own_rule import Option, OwnRule
+from megatron_dppo.algorithms.loss_terms import LOSS_TERMS, RefKl, TermCoefficients
+from megatron_dppo.algorithms.trust_region import Option, OwnRule
 from megatron_dppo.errors import ConfigError, Problem
 
 Rule = Literal[
@@ -34,15 +35,14 @@ Rule = Literal[
 Importance = Literal["token", "response"]
 Relax = Literal["none", "high", "low", "both"]
 Anchor = Literal["rollout", "recomputed"]
-RefKl = Literal["k3", "k1"]
 
 DELTAS = ("delta", "delta_low", "delta_high")
 _AT_LEAST_0 = (
     *("delta_low", "delta_high", "eps_low", "eps_high", "alpha", "rho_low", "rho_high"),
     *("token_kl", "response_kl", "prefix_delta", "prefix_delta_max"),
 )
-_FINITE = ("entropy_coef", "log_ratio_coef", "ref_kl_coef", "tau_low", "tau_high", "late_weight")
-UNIVERSAL_FIELDS = ("ratio_cap", "anchor", "entropy_coef", "log_ratio_coef", "ref_kl_coef", "ref_kl")
+_FINITE = ("entropy_coef", *LOSS_TERMS, "tau_low", "tau_high", "late_weight")
+UNIVERSAL_FIELDS = ("ratio_cap", "anchor", "entropy_coef", *LOSS_TERMS, "ref_kl")
 OWN_FIELDS = ("rule_divergence", "rule_over", "rule_options")
 _CLIP = ("eps_low", "eps_high")
 _OVER_RESPONSES: tuple[Rule, ...] = ("response_ratio", "response_mismatch", "response_divergence", "prefix")
@@ -68,7 +68,7 @@ _BY_RULE: Mapping[Rule, tuple[str, ...]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Objective:
+class Objective(TermCoefficients):
     """A policy-gradient objective. Start from a preset; a field that the rule does not read keeps its default.
 
     Attributes:
@@ -97,9 +97,7 @@ class Objective:
         include_other: Whether the mass outside the Top-K is an outcome (App. C); False is Eq. 15 as printed.
         sampled_token: How a sampled token outside the Top-K joins it.
         entropy_coef: Weight of an entropy bonus.
-        log_ratio_coef: Weight of (log pi/mu)^2, which is added for all learning tokens, masked ones included.
-        ref_kl_coef: Weight of the KL from the reference policy, of all learning tokens, masked ones included.
-        ref_kl: Its estimator, and with that its gradient; see `ref_kl.ref_kl_term`.
+        ref_kl: Estimator of the KL from the reference, and with that its gradient; see `ref_kl_term`.
         own: A user's own rule, where `rule` is "own".
 
     Raises:
@@ -131,8 +129,6 @@ class Objective:
     include_other: bool = True
     sampled_token: SampledToken = "union"
     entropy_coef: float = 0.0
-    log_ratio_coef: float = 0.0
-    ref_kl_coef: float = 0.0
     ref_kl: RefKl = "k3"
     own: OwnRule | None = None
 

@@ -6,9 +6,9 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_dppo.algorithms.objective import DELTAS, OWN_FIELDS, Objective, Rule
-from megatron_dppo.algorithms.own_rule import Option, Over, OwnRule, complete_options
+from megatron_dppo.algorithms.trust_region import Option, Over, OwnRule, complete_options
 from megatron_dppo.errors import ConfigError, Problem, did_you_mean
-from megatron_dppo.runtime.user_code import imported, problem_with_path
+from megatron_dppo.runtime.user_code import import_named, problem_with_path
 
 
 def _ratio(name: str, eps_low: float, eps_high: float, **others: Any) -> Objective:
@@ -114,7 +114,7 @@ def _own(
     problem = problem_with_path("algorithm.preset", name, "package.module:function")
     if problem is not None:
         raise ConfigError(problem)
-    function = imported("algorithm.preset", name)
+    function = import_named("algorithm.preset", name)
     options = complete_options(name, function, rule_options or {})
     rule = OwnRule(name, function, tuple(sorted(options.items())), rule_over)
     return Objective(name, rule="own", divergence=rule_divergence, own=rule)

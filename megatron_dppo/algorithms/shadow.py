@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.algorithms.divergence import DIVERGENCES
-from megatron_dppo.algorithms.inputs import LearningTokens, PolicyLossInputs, learning_tokens
-from megatron_dppo.algorithms.loss import compared_log_masses, learning_weight
+from megatron_dppo.algorithms.inputs import LearningTokens, PolicyLossInputs
+from megatron_dppo.algorithms.loss import compared_log_masses, learning_tokens, learning_weight
+from megatron_dppo.algorithms.loss_terms import LOSS_TERMS
 from megatron_dppo.algorithms.objective import Objective
 
 
@@ -78,7 +79,7 @@ class _Shared:
         widest = max(objectives, key=lambda objective: objective.needs_topk * objective.top_k)
         if any(objective.needs_responses for objective in objectives):
             widest = replace(widest, importance="response")
-        widest = replace(widest, entropy_coef=0.0, ref_kl_coef=0.0)
+        widest = replace(widest, entropy_coef=0.0, **dict.fromkeys(LOSS_TERMS, 0.0))
         self._tokens: LearningTokens = learning_tokens(widest, inputs, has_known_values=True)
         self._log_masses: dict[Any, tuple[Tensor, Tensor]] = {}
         self._divergences: dict[Any, Tensor] = {}

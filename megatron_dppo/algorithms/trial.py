@@ -10,7 +10,7 @@ from megatron_dppo.algorithms.divergence import TopKLogProbs
 from megatron_dppo.algorithms.inputs import PolicyLossInputs
 from megatron_dppo.algorithms.loss import PolicyLossOutput, policy_loss
 from megatron_dppo.algorithms.objective import Objective
-from megatron_dppo.algorithms.own_rule import Option
+from megatron_dppo.algorithms.trust_region import Option
 
 RESPONSES = (7, 1, 12)  # tokens of each
 VOCABULARY = 128

@@ -1,17 +1,143 @@
-"""Inputs and protocol of a trust-region rule."""
+"""A trust-region rule: the tokens and responses that it reads, its weights, and a user's own function."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from megatron_dppo.algorithms.objective import Objective
-from megatron_dppo.algorithms.responses import Responses
-from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.errors import ConfigError, Problem, did_you_mean
+
+if TYPE_CHECKING:  # an objective holds a user's rule
+    from megatron_dppo.algorithms.objective import Objective
 
 RULE_DIVERGENCE, RULE_OVER = "algorithm.rule_divergence", "algorithm.rule_over"
 """Settings of a custom rule that give it log-masses or responses."""
+
+
+Option = bool | int | float | str
+Over = Literal["tokens", "responses"]
+DECLARED = "OPTIONS"
+"""Attribute of a function: its options by name, each with its default."""
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_WHAT_TO_DO = "Correct the function; megatron_dppo/algorithms/README.md shows one."
+
+
+@dataclass(frozen=True, eq=False)
+class Responses:
+    """The responses that T packed tokens make up, end to end. Each method returns a number for every token.
+
+    Only learning tokens count: prompts and the turns of an environment are no part of a response. Sums are made
+    in float64, in an order that is the response's own, and returned in the type of what is summed: every rank
+    finds the same bits, and neither the packing nor an infinite neighbour shows.
+    """
+
+    lengths: Int64[Tensor, " B"]  # tokens of each; their sum is T
+    is_learning: Bool[Tensor, " T"]
+
+    @cached_property
+    def index(self) -> Int64[Tensor, " T"]:
+        """The response that each token belongs to."""
+        which = torch.arange(self.lengths.numel(), device=self.lengths.device)
+        return which.repeat_interleave(self.lengths, output_size=self.is_learning.numel())
+
+    @cached_property
+    def num_tokens(self) -> Int64[Tensor, " T"]:
+        """Learning tokens of each token's response, at least 1."""
+        return self._total(self.is_learning.long()).clamp(min=1)
+
+    @cached_property
+    def num_before(self) -> Int64[Tensor, " T"]:
+        """Number of the response's learning tokens before each token."""
+        return self._before(self.is_learning.long())
+
+    @cached_property
+    def _start(self) -> Int64[Tensor, " T"]:
+        """Index of the first token of each token's response."""
+        return (self.lengths.cumsum(0) - self.lengths)[self.index]
+
+    @cached_property
+    def _place(self) -> Int64[Tensor, " T"]:
+        """Number of the response's packed tokens before each token, learning or not."""
+        return torch.arange(self.index.numel(), device=self.index.device) - self._start
+
+    def sum(self, values: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+        """Return the sum over each token's response."""
+        return self._total(self._counted(values)).to(values.dtype)
+
+    def mean(self, values: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+        """Return the mean over each token's response; 0 if none of its tokens learns."""
+        return (self._total(self._counted(values)) / self.num_tokens).to(values.dtype)
+
+    def max(self, values: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+        """Return the largest value of each token's response; -inf if none of its tokens learns."""
+        lowest = values.new_full(self.lengths.shape, -torch.inf)
+        counted = torch.where(self.is_learning, values, -torch.inf)
+        return lowest.scatter_reduce(0, self.index, counted, "amax")[self.index]
+
+    def before(self, values: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+        """Return the sum over the response's tokens before each token."""
+        return self._before(self._counted(values)).to(values.dtype)
+
+    def quantile(self, values: Float[Tensor, " T"], q: float) -> Float[Tensor, " T"]:
+        """Return the q-quantile over each token's response, linear between two values."""
+        ranked = torch.where(self.is_learning, values, torch.inf)
+        order = ranked.argsort(stable=True)
+        order = order[self.index[order].argsort(stable=True)]  # response by response, each ascending
+        ranked = ranked[order]
+        place = q * (self.num_tokens - 1).to(values.dtype)
+        lower = place.floor()
+        low = ranked[self._start + lower.long()]
+        high = ranked[self._start + torch.minimum(lower.long() + 1, self.num_tokens - 1)]
+        return torch.where((place > lower) & (high > low), low + (place - lower) * (high - low), low)
+
+    def _counted(self, values: Tensor) -> Tensor:
+        return torch.where(self.is_learning, values, 0.0).double()
+
+    def _total(self, values: Tensor) -> Tensor:
+        return self._running(values)[self._start + self.lengths[self.index] - 1]
+
+    def _before(self, values: Tensor) -> Tensor:
+        return self._from(1, self._running(values))
+
+    def _running(self, values: Tensor) -> Tensor:
+        """Return the sums up to and with each token, in log2(T) doublings of how far back they reach."""
+        reach = 1
+        while reach < values.numel():
+            values = values + self._from(reach, values)
+            reach *= 2
+        return values
+
+    def _from(self, distance: int, values: Tensor) -> Tensor:
+        """Return the value `distance` tokens before each token; 0 if that token is not in the same response."""
+        earlier = values.new_zeros(distance), values[:-distance]
+        return torch.where(self._place >= distance, torch.cat(earlier)[: values.numel()], 0)
+
+
+def require_lengths(lengths: Tensor, num_tokens: int, rule: str) -> None:
+    """Raise unless the lengths are valid for T tokens; the message names the rule that reads them.
+
+    Raises:
+        ConfigError: The lengths are not a vector of integers, one is negative, or they do not sum to T.
+    """
+    is_vector = lengths.dim() == 1 and not lengths.is_floating_point() and lengths.dtype != torch.bool
+    if is_vector and not bool((lengths < 0).any()) and int(lengths.sum()) == num_tokens:
+        return
+    found = f"shape {list(lengths.shape)}, {lengths.dtype}"
+    if is_vector:
+        shown = ", ".join(str(int(n)) for n in lengths[:8]) + (", ..." if lengths.numel() > 8 else "")
+        found = f"{shown} (sum {int(lengths.sum())})"
+    expected = f"[B] integers >= 0 that sum to {num_tokens}, the tokens of log_probs"
+    action = "Give the number of packed tokens of each response, in their order, prompts included."
+    raise ConfigError(Problem(f"PolicyLossInputs.response_lengths of {rule}", found, expected, action))
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,37 +147,37 @@ class TrustRegionTokens:
     Rows that do not learn are neutral: log-probs and advantage 0, divergence 0.
     """
 
-    log_probs: Tensor  # [T] log pi(a)
-    anchor_log_probs: Tensor  # [T] of the policy that the rule compares with: mu, or pi' if recomputed
-    rollout_log_probs: Tensor  # [T] log mu(a)
-    advantages: Tensor  # [T]
-    divergence: Tensor  # [T] of pi from the anchor, the one that the objective names
-    loss_mask: Tensor  # [T] bool: the tokens that learn
+    log_probs: Float[Tensor, " T"]  # log pi(a)
+    anchor_log_probs: Float[Tensor, " T"]  # of the policy that the rule compares with: mu, or pi' if recomputed
+    rollout_log_probs: Float[Tensor, " T"]  # log mu(a)
+    advantages: Float[Tensor, " T"]
+    divergence: Float[Tensor, " T"]  # of pi from the anchor, the one that the objective names
+    loss_mask: Bool[Tensor, " T"]  # the tokens that learn
     outcomes: tuple[Tensor, Tensor] | None = None  # log-masses of a Top-K divergence; None for others
     responses: Responses | None = None  # for rules over complete responses
 
     @property
-    def is_above(self) -> Tensor:
-        """[T] bool: pi(a) is above the anchor's, read off log-probs, which resolve what rounds to 1."""
+    def is_above(self) -> Bool[Tensor, " T"]:
+        """Whether pi(a) is above the anchor's, read off log-probs, which resolve what rounds to 1."""
         return self.log_probs > self.anchor_log_probs
 
     @property
-    def is_below(self) -> Tensor:
-        """[T] bool: pi(a) is below the anchor's."""
+    def is_below(self) -> Bool[Tensor, " T"]:
+        """Whether pi(a) is below the anchor's."""
         return self.log_probs < self.anchor_log_probs
 
     @property
-    def moves_away(self) -> Tensor:
-        """[T] bool: the update would push pi(a) further from the anchor; False if A = 0."""
+    def moves_away(self) -> Bool[Tensor, " T"]:
+        """Whether the update would push pi(a) further from the anchor; False if A = 0."""
         return by_sign(self.advantages, self.is_above, self.is_below)
 
     @property
-    def moves_back(self) -> Tensor:
-        """[T] bool: the update would bring pi(a) back to the anchor; False if A = 0."""
+    def moves_back(self) -> Bool[Tensor, " T"]:
+        """Whether the update would bring pi(a) back to the anchor; False if A = 0."""
         return by_sign(self.advantages, self.is_below, self.is_above)
 
-    def of_sign(self, of_positive: float, of_negative: float) -> Tensor:
-        """Return [T]: `of_positive` if A > 0, else `of_negative`."""
+    def of_sign(self, of_positive: float, of_negative: float) -> Float[Tensor, " T"]:
+        """Return `of_positive` if A > 0, else `of_negative`."""
         return torch.where(
             self.advantages > 0,
             self.log_probs.new_full((), of_positive),
@@ -59,8 +185,8 @@ class TrustRegionTokens:
         )
 
     @property
-    def log_masses(self) -> Tensor:
-        """[T, outcomes] log pi of a Top-K divergence's outcomes, in the order of `topk_partition`.
+    def log_masses(self) -> Float[Tensor, "T outcomes"]:
+        """Log pi of a Top-K divergence's outcomes, in the order of `topk_partition`.
 
         Raises:
             ConfigError: The rule is a custom one, and its divergence reads only the sampled token.
@@ -68,8 +194,8 @@ class TrustRegionTokens:
         return self._of_outcomes[0]
 
     @property
-    def anchor_log_masses(self) -> Tensor:
-        """[T, outcomes] log mu of the same outcomes. Raises what `log_masses` does."""
+    def anchor_log_masses(self) -> Float[Tensor, "T outcomes"]:
+        """Log mu of the same outcomes. Raises what `log_masses` does."""
         return self._of_outcomes[1]
 
     @property
@@ -97,7 +223,9 @@ class TrustRegionTokens:
 class TrustRegionRule:
     """A registered trust-region rule."""
 
-    weigh: Callable[[Objective, TrustRegionTokens], Tensor]  # [T] factor of each token's update; 0: dropped
+    weigh: Callable[
+        [Objective, TrustRegionTokens], Float[Tensor, " T"]
+    ]  # factor of each token's update; 0: dropped
     id: int  # its number in DppoRule of kernels/csrc/capi.h, or one that neither that nor another rule has
 
 
@@ -112,6 +240,96 @@ def masking(
     return weigh
 
 
-def by_sign(advantages: Tensor, of_positive: Tensor, of_negative: Tensor) -> Tensor:
-    """Choose [T] bool by the sign of A; False if A = 0."""
+def by_sign(
+    advantages: Float[Tensor, " T"], of_positive: Bool[Tensor, " T"], of_negative: Bool[Tensor, " T"]
+) -> Bool[Tensor, " T"]:
+    """Choose by the sign of A; False if A = 0."""
     return ((advantages > 0) & of_positive) | ((advantages < 0) & of_negative)
+
+
+@dataclass(frozen=True)
+class OwnRule:
+    """A function of the user's, and the numbers that the config gives it."""
+
+    name: str  # "package.module:function"
+    function: Callable[[TrustRegionTokens, Mapping[str, Option]], Float[Tensor, " T"]] = field(compare=False)
+    """Returns the factor >= 0 of each token's update; bool is 0 or 1."""
+    options: tuple[tuple[str, Option], ...] = ()
+    over: Over = "tokens"  # "responses" if the rule needs complete responses
+
+    def takes(self, option: str) -> bool:
+        """Whether the function may read an option of that name: any, unless it declares which."""
+        return option in getattr(self.function, DECLARED, (option,))
+
+    def weigh(self, tokens: TrustRegionTokens) -> Float[Tensor, " T"]:
+        """Return the weight of each token, checked; one device synchronisation.
+
+        Raises:
+            ConfigError: The function returned no tensor [T] of numbers, or a learning token got one that is
+                negative or not finite.
+        """
+        found: Any = self.function(tokens, dict(self.options))
+        shape = tokens.log_probs.shape
+        if not isinstance(found, Tensor) or found.shape != shape or found.is_complex():
+            what = f"{type(found).__name__}"
+            if isinstance(found, Tensor):
+                what = f"a tensor of shape {list(found.shape)}, {found.dtype}"
+            expected = f"a real tensor [{shape[0]}], the weight of each token"
+            raise ConfigError(Problem(self.name, what, expected, _WHAT_TO_DO))
+        weight = torch.where(tokens.loss_mask, found.detach().to(tokens.log_probs), 0.0)
+        is_bad = ~(weight.isfinite() & (weight >= 0))
+        if bool(is_bad.any()):
+            first = int(is_bad.nonzero()[0, 0])
+            what = f"{float(weight[first]):g} for token {first} ({int(is_bad.sum())} learning tokens in all)"
+            raise ConfigError(Problem(self.name, what, "finite weights >= 0", _WHAT_TO_DO))
+        return weight
+
+
+def rule_options(**defaults: Option) -> Callable[[Function], Function]:
+    """Declare the options of an own rule with their defaults: others are refused, and each one is there.
+
+    Example: `@rule_options(delta=0.2)` above `def fades_out(tokens, options)`.
+    """
+
+    def declare(function: Function) -> Function:
+        setattr(function, DECLARED, MappingProxyType(dict(defaults)))
+        return function
+
+    return declare
+
+
+def complete_options(name: str, function: Any, given: Mapping[str, Option]) -> dict[str, Option]:
+    """Return the options that a rule gets: the given ones, and the defaults of those that it declares.
+
+    Args:
+        name: Name of the rule, for messages.
+        function: Custom rule, with or without declared options.
+        given: Options from the config.
+
+    Raises:
+        ConfigError: The rule declares its options, and one is unknown or of another type.
+    """
+    attribute: Any = getattr(function, DECLARED, None)
+    if attribute is None:
+        return dict(given)
+    declared = cast("Mapping[str, Any]", attribute)
+    if not isinstance(attribute, Mapping) or not all(isinstance(x, Option) for x in declared.values()):
+        found, expected = f"{DECLARED} = {attribute!r}", "a mapping of names to numbers, texts or booleans"
+        raise ConfigError(Problem(name, found, expected, "Declare them with @rule_options(name=default)."))
+    problems: list[Problem] = []
+    for option, value in given.items():
+        if option not in declared:
+            expected = f"options of {name}: {', '.join(declared) or 'none'}"
+            action = did_you_mean(option, declared, "Choose one of these, or leave it out.")
+            problems.append(Problem("algorithm.rule_options", repr(option), expected, action))
+        elif _kind(value) != _kind(declared[option]):
+            found, expected = f"{option} = {value!r}", f"a {_kind(declared[option])}, as {declared[option]!r}"
+            action = "Give it as the rule declares it."
+            problems.append(Problem("algorithm.rule_options", found, expected, action))
+    if problems:
+        raise ConfigError(problems)
+    return {**declared, **given}
+
+
+def _kind(value: Option) -> str:
+    return "boolean" if isinstance(value, bool) else "text" if isinstance(value, str) else "number"

@@ -42,7 +42,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def contrast(values: Sequence[float], others: Sequence[float]) -> Contrast:
-    """Return `values` minus `others`, pair by pair: runs of equal seeds, whose common part cancels.
+    """Return `values` minus `others` by pairs of runs with equal seeds, so that their common part cancels.
 
     A percentile bootstrap is too narrow with few pairs: treat an interval of five pairs as a hint.
     """
@@ -80,6 +80,15 @@ def pooled_change(weights: Sequence[float], before: Sequence[float], after: Sequ
         return PooledChange(change if math.isfinite(change) else math.nan, math.nan, math.nan, w.size)
     low, high = np.percentile(resampled, _PERCENTS)
     return PooledChange(change, float(low), float(high), w.size)
+
+
+def mean_intervals(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return [P] ends of the intervals of means over S seeds of values [S, P], as `estimate` does."""
+    num_seeds = len(values)
+    chosen = np.random.default_rng(_SEED).integers(num_seeds, size=(NUM_RESAMPLES, num_seeds))
+    shares = np.stack([(chosen == seed).mean(axis=1) for seed in range(num_seeds)], axis=1)
+    low, high = np.percentile(shares @ values, _PERCENTS, axis=0)
+    return low, high
 
 
 def _interval(values: np.ndarray) -> tuple[float, float]:

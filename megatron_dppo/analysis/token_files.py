@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dppo.errors import ConfigError, DataError, Problem
-from megatron_dppo.metrics.clipped_tokens import ACTIVE, MEANS, TOP
+from megatron_dppo.metrics.masked_tokens import MEANS, TOP
 from megatron_dppo.run_folder.reader import Run
-from megatron_dppo.runtime.jsonl import read_jsonl
+from megatron_dppo.runtime.files import read_jsonl
 
 _STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 _ROLLOUT_FILE = re.compile(r"rollout_(\d+)\.jsonl")
@@ -43,7 +43,7 @@ class TokenList:
         return [row for row in self.rows if (row.preset, row.sign) == (preset, sign)]
 
 
-def listed_rollouts(run: Run) -> dict[int, tuple[Path, ...]]:
+def list_files(run: Run) -> dict[int, tuple[Path, ...]]:
     """Return the files of each listed rollout, by the rollout counted from 1, in order.
 
     Earlier versions wrote a file for each gradient step, so a rollout may have several. Files of rollouts and
@@ -60,30 +60,30 @@ def listed_rollouts(run: Run) -> dict[int, tuple[Path, ...]]:
     return {index + 1: found[index] for index in sorted(found)}
 
 
-def rollouts_to_show(listed: Mapping[str, Collection[int]], asked: int | None) -> dict[str, int]:
+def rollouts_to_show(listed: Mapping[str, Collection[int]], requested: int | None) -> dict[str, int]:
     """Return the rollout to show the list of, for each run that has lists; rollouts are counted from 1.
 
     Args:
         listed: Listed rollouts by the run's name.
-        asked: Rollout, from 1. `None` means the last one that all runs list, or each run's last one.
+        requested: Rollout, from 1. `None` means the last one that all runs list, or each run's last one.
 
     Raises:
-        ConfigError: No run has lists, or one that has lists does not list the asked rollout.
+        ConfigError: No run has lists, or a run with lists does not list the rollout.
     """
     having = {name: sorted(of) for name, of in listed.items() if of}
     shared = sorted(set[int].intersection(*map(set, having.values()))) if having else []
-    if asked is None:
+    if requested is None:
         return {name: shared[-1] if shared else of[-1] for name, of in having.items()}
-    if asked in shared:
-        return dict.fromkeys(having, asked)
+    if requested in shared:
+        return dict.fromkeys(having, requested)
     if not having:
-        found, expected = f"{asked}, and no run that lists masked tokens", "a listed rollout"
+        found, expected = f"{requested}, and no run that lists masked tokens", "a listed rollout"
         action = "Train with tracking.clipped_tokens_every, or leave the option out."
         raise ConfigError(Problem("--tokens-at", found, expected, action))
     each = "; ".join(f"{name} lists {', '.join(map(str, of))}" for name, of in having.items())
     action = f"Name {' or '.join(map(str, shared))}." if shared else "Compare runs that share a listed rollout."
     expected = "a rollout, counted from 1, that each run with lists has listed"
-    raise ConfigError(Problem("--tokens-at", f"{asked}, but {each}", expected, action))
+    raise ConfigError(Problem("--tokens-at", f"{requested}, but {each}", expected, action))
 
 
 def read_list(files: Sequence[Path]) -> TokenList:
@@ -92,12 +92,12 @@ def read_list(files: Sequence[Path]) -> TokenList:
     Raises:
         DataError: A file is no list of clipped tokens.
     """
-    lists = [read_clipped(file) for file in files]
+    lists = [[_row(file, number, row) for number, row in read_jsonl(file)] for file in files]
     num_steps = sum(max((row.num_steps for row in rows), default=0) for rows in lists)
-    return TokenList(lists[0] if len(lists) == 1 else _merged(lists), num_steps)
+    return TokenList(lists[0] if len(lists) == 1 else _merge(lists), num_steps)
 
 
-def _merged(lists: Sequence[Sequence[ClippedRow]]) -> list[ClippedRow]:
+def _merge(lists: Sequence[Sequence[ClippedRow]]) -> list[ClippedRow]:
     """Return lists as one: counts and totals of masked tokens add up, and means are weighted by counts."""
     of_token: dict[tuple[str, str], dict[int, list[ClippedRow]]] = {}
     totals: Counter[tuple[str, str]] = Counter()
@@ -125,24 +125,6 @@ def step_files(run: Run, folder: str) -> dict[int, Path]:
     names = sorted((run.path / folder).glob("step_*.jsonl"))
     found = {int(match[1]): file for file in names if (match := _STEP_FILE.fullmatch(file.name))}
     return {step: found[step] for step in sorted(found) if step in steps}
-
-
-def read_clipped(file: Path) -> list[ClippedRow]:
-    """Read a list, all presets.
-
-    Raises:
-        DataError: The file is no list of clipped tokens.
-    """
-    return [_row(file, number, row) for number, row in read_jsonl(file)]
-
-
-def own_rows(file: Path) -> list[ClippedRow]:
-    """Return the rows of the mask that trained.
-
-    Raises:
-        DataError: The file is no list of clipped tokens.
-    """
-    return [row for row in read_clipped(file) if row.preset == ACTIVE]
 
 
 def _mean(rows: Sequence[ClippedRow], name: str) -> float:

@@ -11,9 +11,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from megatron_dppo.architectures.refusals import rope_table
-from megatron_dppo.architectures.sglang_facts import SglangFacts
-from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, dense_sizes
+from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, dense_sizes, rope_table
 from megatron_dppo.architectures.weight_map import (
     EMBEDDING,
     OUTPUT,
@@ -48,6 +46,42 @@ def _nothing_more(hf: HFConfig, sizes: ModelSizes) -> Mapping[str, Any]:
 
 def _no_problems(hf: HFConfig) -> Iterator[Problem]:
     yield from ()
+
+
+@dataclass(frozen=True)
+class SglangFacts:
+    """Facts of SGLang's model class of an architecture.
+
+    Attributes:
+        has_dense_layers: Whether it builds `first_k_dense_replace` dense layers before the MoE layers. If not,
+            it treats every layer as sparse, loads the tensors that fit, and serves nonsense.
+        config_keys: Keys of config.json that it needs and transformers may leave out, with the values that
+            training uses. Without them no server starts.
+        arguments: Server arguments that apply unless [sglang] sets them.
+        derives_head_dim: Whether it uses hidden_size / num_attention_heads as head size and ignores `head_dim`.
+        has_plain_rotary: Whether it reads only `rope_theta` of the rotary frequencies. It would silently serve
+            other frequencies as plain ones.
+        has_own_output: Whether it builds a separate output layer even if config.json ties it to the embedding,
+            and loads none from a checkpoint without one. Weight sync then sends the embedding by that name too.
+        lacks_routes: Versions with routers that do not know their layer. A server that returns routes fails at
+            the first request.
+    """
+
+    has_dense_layers: bool = False
+    config_keys: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    derives_head_dim: bool = False
+    has_plain_rotary: bool = False
+    has_own_output: bool = False
+    lacks_routes: tuple[str, ...] = ()
+
+
+SHARED_EXPERTS_APART: Mapping[str, Any] = {"disable_shared_experts_fusion": True}
+"""Arguments for models with shared experts.
+
+On some GPUs, SGLang would otherwise fuse one with the routed experts, as another column of the routes, under
+another name.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,12 +205,6 @@ class ModelFamily:
         self, hf: HFConfig, found: Mapping[str, Shape], folder: Path, file_of: Callable[[str], Path]
     ) -> None:
         """Compare a checkpoint's tensor names and shapes with its config.json, before any tensor is read.
-
-        Args:
-            hf: Content of config.json.
-            found: Shapes of the tensors by name.
-            folder: Folder of the checkpoint.
-            file_of: Function that returns the file of a tensor.
 
         Raises:
             ConversionError: A tensor is missing, left over, or of another shape.

@@ -1,13 +1,8 @@
 """GLM-4.5 and GLM-4.6, with and without "Air": experts with a sigmoid router, half of each head rotated."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from megatron_dppo.architectures.family import SILU_ONLY, ModelFamily
-from megatron_dppo.architectures.refusals import rotary_part
-from megatron_dppo.architectures.sglang_facts import SHARED_EXPERTS_APART, SglangFacts
-from megatron_dppo.architectures.sigmoid_router import (
+from megatron_dppo.architectures.deepseek_v3 import (
     SIGMOID_DEFAULTS,
     SIGMOID_SPELLINGS,
     SIGMOID_VARIANTS,
@@ -16,7 +11,8 @@ from megatron_dppo.architectures.sigmoid_router import (
     sigmoid_router,
     sparse_layers,
 )
-from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, moe_sizes
+from megatron_dppo.architectures.family import SHARED_EXPERTS_APART, SILU_ONLY, ModelFamily, SglangFacts
+from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, moe_sizes, rotary_part
 from megatron_dppo.architectures.weight_map import (
     BACKBONE,
     DENSE_MLP,
@@ -38,10 +34,6 @@ def _sizes(hf: HFConfig) -> ModelSizes:
     sizes = moe_sizes(hf, int(hf["n_routed_experts"]), width, sparse_layers(hf), shared_width=shared)
     options = {key for key in (_BIAS, _NORM) if hf[key]} | ({SHARED_EXPERTS} if shared else set[str]())
     return replace(sizes, rotary_percent=rotary_part(hf, _HALF), options=frozenset(options))
-
-
-def _transformer_config(hf: HFConfig, sizes: ModelSizes) -> Mapping[str, Any]:
-    return sigmoid_router(hf)
 
 
 GLM4_MOE = ModelFamily(
@@ -69,6 +61,6 @@ GLM4_MOE = ModelFamily(
     problems=router_problems,
     rope_types=("default",),
     partial_rotary=_HALF,
-    transformer_config=_transformer_config,
+    transformer_config=lambda hf, sizes: sigmoid_router(hf),
     sglang=SglangFacts(has_dense_layers=True, has_own_output=True, arguments=SHARED_EXPERTS_APART),
 )

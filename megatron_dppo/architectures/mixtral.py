@@ -1,11 +1,8 @@
 """Mixtral: experts in every layer with a softmax router."""
 
-from dataclasses import replace
-
-from megatron_dppo.architectures.family import DEFAULTS, SILU_ONLY, ModelFamily
-from megatron_dppo.architectures.sglang_facts import SglangFacts
+from megatron_dppo.architectures.family import DEFAULTS, SILU_ONLY, ModelFamily, SglangFacts
 from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, moe_sizes
-from megatron_dppo.architectures.weight_map import BACKBONE, MOE_MLP, OUTPUT, WeightRule
+from megatron_dppo.architectures.weight_map import BACKBONE, MOE_MLP, OUTPUT, rename
 
 _NAMES = {
     ".mlp.gate.": ".block_sparse_moe.gate.",
@@ -20,17 +17,10 @@ def _sizes(hf: HFConfig) -> ModelSizes:
     return moe_sizes(hf, int(hf["num_local_experts"]), int(hf["intermediate_size"]))
 
 
-def _renamed(rule: WeightRule) -> WeightRule:
-    names = rule.hf
-    for ours, theirs in _NAMES.items():
-        names = tuple(name.replace(ours, theirs) for name in names)
-    return replace(rule, hf=names)
-
-
 MIXTRAL = ModelFamily(
     architecture="MixtralForCausalLM",
     sizes=_sizes,
-    rules=(*BACKBONE, OUTPUT, *map(_renamed, MOE_MLP)),
+    rules=(*BACKBONE, OUTPUT, *(rename(rule, _NAMES) for rule in MOE_MLP)),
     variants={**SILU_ONLY, "sliding_window": (None, None)},
     defaults={
         **DEFAULTS,

@@ -129,11 +129,7 @@ def largest_gathered_bytes(
 ) -> int:
     """Return the most bytes that `checkpoints.megatron_weights.export_hf_weights` gathers at a time.
 
-    Args:
-        shape: Shape of the model.
-        layout: Parallel layout.
-        dtype_bytes: Bytes of an element.
-        max_bytes: Limit of the export for a layer's experts.
+    `max_bytes` limits the experts of a layer.
     """
     rules = _rules_of(shape)
     return max(_gathered_bytes(rule, shape, layout, dtype_bytes, max_bytes) for rule in rules)
@@ -159,13 +155,7 @@ def _gathered_bytes(
 
 
 def chunk_tensors(shape: ModelShape, layout: Layout, chunk: Chunk) -> tuple[Tensor, ...]:
-    """Return the parameters of one rank in one model chunk, without buffers, which no optimizer updates.
-
-    Args:
-        shape: Shape of the model.
-        layout: Parallel layout.
-        chunk: Layers of the chunk.
-    """
+    """Return the parameters of one rank in one model chunk, without buffers, which no optimizer updates."""
     rules = [rule for rule in shape.family.rules if not rule.is_buffer]
     first_of_kind = {shape.is_moe(layer): layer for layer in reversed(chunk.layers)}
     of_layer = {

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_dppo.architectures.family import DEFAULTS, SILU_ONLY, ModelFamily, Variants
-from megatron_dppo.architectures.sglang_facts import SglangFacts
+from megatron_dppo.architectures.family import DEFAULTS, SILU_ONLY, ModelFamily, SglangFacts, Variants
 from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, dense_sizes, moe_sizes
 from megatron_dppo.architectures.weight_map import BACKBONE, DENSE_MLP, MOE_MLP, OUTPUT, QK_NORM
 

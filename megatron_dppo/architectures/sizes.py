@@ -1,4 +1,4 @@
-"""Reads a model's config.json and its sizes without torch, so that `megatron-dppo check` is fast."""
+"""Reads config.json: a model's sizes and rotary frequencies, without torch, so that `check` is fast."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -207,3 +207,39 @@ def end_tokens(hf_folder: Path, default: Any) -> tuple[int, ...]:
     ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
     ids = default if ids is None else ids
     return () if ids is None else tuple(ids) if isinstance(ids, list) else (int(ids),)
+
+
+def rope_scaling_factor(hf: Mapping[str, Any]) -> float | None:
+    """Return the factor of llama3's frequencies; None for other rotary frequencies."""
+    return float(rope_table(hf)["factor"]) if rope_kind(hf) == "llama3" else None
+
+
+def rope_kind(hf: Mapping[str, Any]) -> str:
+    """Return the kind of a model's rotary frequencies, `rope_type`."""
+    rope = rope_table(hf)
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def rotary_part(hf: Mapping[str, Any], default: float = 1.0) -> float:
+    """Return the part of a head that is rotated."""
+    return float(hf.get("partial_rotary_factor") or rope_table(hf).get("partial_rotary_factor") or default)
+
+
+def yarn_table(hf: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return YaRN's numbers for Megatron; None for other rotary frequencies.
+
+    transformers scales cosines and sines by the quotient of both mscales if both are set, and otherwise as if
+    they were 1 and 0.
+    """
+    if rope_kind(hf) != "yarn":
+        return None
+    rope = rope_table(hf)
+    both: tuple[Any, Any] = rope.get("mscale"), rope.get("mscale_all_dim")
+    mscale, of_all = both if all(both) else (1.0, 0.0)
+    return {**rope, "mscale": float(mscale), "mscale_all_dim": float(of_all)}
+
+
+def rope_table(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the rotary embedding's table that transformers reads; the older key takes precedence."""
+    table = hf.get("rope_scaling") or hf.get("rope_parameters")
+    return table if isinstance(table, Mapping) else {}

@@ -267,6 +267,14 @@ def is_weight_buffer(name: str) -> bool:
     return name.endswith("mlp.router.expert_bias")
 
 
+def rename(rule: WeightRule, names: Mapping[str, str]) -> WeightRule:
+    """Return the rule with other parts of Hugging Face names: our part, and the checkpoint's."""
+    renamed = rule.hf
+    for ours, theirs in names.items():
+        renamed = tuple(name.replace(ours, theirs) for name in renamed)
+    return replace(rule, hf=renamed)
+
+
 def linears_of(rule: WeightRule) -> tuple[str, ...]:
     """Return the last name parts of a parameter's Hugging Face linears that LoRA can adapt; often empty."""
     is_linear = re.search(r"_proj(_with_mqa)?\.weight$", rule.hf[0]) is not None

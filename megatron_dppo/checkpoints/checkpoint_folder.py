@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.runtime.full_disk import byte_count, free_bytes
+from megatron_dppo.runtime.files import byte_count, free_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Retention:
     keep_best: int  # number of checkpoints with the best scores
     highest_is_best: bool
 
-    def deleted(self, checkpoints: Sequence[Kept]) -> list[Path]:
+    def choose_deleted(self, checkpoints: Sequence[Kept]) -> list[Path]:
         """Return the checkpoints to delete, given all complete ones, oldest first."""
         if self.keep_last == 0:
             return []
@@ -157,7 +157,7 @@ class SavedRun:
 
 def saved_run(folder: Path) -> SavedRun | None:
     """Read the saved run of the first readable candidate in a run's `checkpoints/`; None if there is none."""
-    interrupted = _interrupted(folder)
+    interrupted = _find_interrupted(folder)
     for checkpoint in candidates(folder) if interrupted is None else [interrupted]:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             content = json.loads((checkpoint / STATE).read_text())
@@ -241,7 +241,7 @@ def recover(folder: Path) -> Path | None:
     The new checkpoint is used if it is complete, and the earlier one of the same step otherwise.
     No other process may be using the folder.
     """
-    replaced = _interrupted(folder)
+    replaced = _find_interrupted(folder)
     if replaced is None:
         return None
     step = _step_of(replaced)
@@ -252,7 +252,7 @@ def recover(folder: Path) -> Path | None:
     return recovered
 
 
-def _interrupted(folder: Path) -> Path | None:
+def _find_interrupted(folder: Path) -> Path | None:
     """Return the replaced copy of the checkpoint that `latest` names, if neither copy is visible."""
     name = _latest(folder)
     if name is None or not _NAME.fullmatch(name) or (folder / name).exists():

@@ -23,11 +23,16 @@ from megatron_dppo.architectures.published_names import (
 )
 from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.architectures.sizes import HFConfig, architecture_of, read_model_config
-from megatron_dppo.checkpoints.model_files import copy_model_files, main_dtype, name_dtype
-from megatron_dppo.checkpoints.weight_files import INDEX as INDEX
-from megatron_dppo.checkpoints.weight_files import WeightFiles, weight_files
+from megatron_dppo.checkpoints.model_files import INDEX as INDEX
+from megatron_dppo.checkpoints.model_files import (
+    WeightFiles,
+    copy_model_files,
+    main_dtype,
+    name_dtype,
+    weight_files,
+)
 from megatron_dppo.errors import ConversionError
-from megatron_dppo.runtime.tensor_files import save_tensors
+from megatron_dppo.runtime.files import save_tensors
 
 _NOT_WEIGHTS = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry
 
@@ -58,7 +63,7 @@ class HFWeights:
         self._num_mapped = num_mapped
         self._mapped: OrderedDict[str, safe_open] = OrderedDict()
         self._lock = threading.Lock()
-        file_of = _read_index(folder) if files is None and (folder / INDEX).is_file() else None
+        file_of = _read_index(folder) if files is None else None
         found = (
             weight_files(folder, file_of and file_of.values()) if files is None else WeightFiles((*files,), ())
         )
@@ -181,12 +186,14 @@ def require_one_set(folder: Path) -> tuple[str, ...]:
     Raises:
         ConversionError: The files are not one complete set, by their names; see `HFWeights`.
     """
-    file_of = _read_index(folder) if (folder / INDEX).is_file() else None
+    file_of = _read_index(folder)
     return weight_files(folder, file_of and file_of.values()).ignored
 
 
-def _read_index(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor that the index names."""
+def _read_index(folder: Path) -> dict[str, str] | None:
+    """Return the file of each tensor that the index names; None if there is no index."""
+    if not (folder / INDEX).is_file():
+        return None
     try:
         weight_map: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
         file_of = {name: file for name, file in weight_map.items() if not name.endswith(_NOT_WEIGHTS)}
@@ -225,12 +232,7 @@ def write_hf_checkpoint(
     """Write a Hugging Face folder that appears completely or not at all.
 
     A file is written while the tensors of the next one are produced, so memory holds the tensors of two files.
-
-    Args:
-        weights: Names and tensors in checkpoint spelling.
-        out: Folder to create.
-        template: Folder whose config, tokenizer and licence are copied.
-        shard_bytes: Most bytes per file. A new file starts when the current one would exceed this.
+    Config, tokenizer and licence are copied from `template`.
 
     Raises:
         ConversionError: `out` exists already, or a tensor comes twice.

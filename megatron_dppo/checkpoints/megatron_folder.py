@@ -1,26 +1,22 @@
-"""Reads and writes Megatron folders: a distributed checkpoint (`megatron/`), config and tokenizer (`hf/`)."""
+"""Reads Megatron folders: a distributed checkpoint (`megatron/`), config and tokenizer (`hf/`).
 
-import queue
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+Any layout can load the weights. `require_reshardable` refuses what another layout cannot load besides.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import is_main_replica
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.models.gpt import GPTModel
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.architectures.weight_map import is_adapter, is_weight_buffer
 from megatron_dppo.checkpoints.checkpoint_folder import (
@@ -29,13 +25,15 @@ from megatron_dppo.checkpoints.checkpoint_folder import (
     require_megatron_checkpoint,
 )
 from megatron_dppo.checkpoints.hf_folder import HFWeights, whole_folder
+from megatron_dppo.checkpoints.megatron_save import save_sharded
 from megatron_dppo.checkpoints.megatron_weights import load_hf_weights
 from megatron_dppo.checkpoints.model_files import copy_model_files
 from megatron_dppo.checkpoints.untrusted import refuse_code
 from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.mcore.fixes import forget_stored_strides, plan_save, refuse_newer
+from megatron_dppo.mcore.fixes import forget_stored_strides, refuse_newer
 
+logger = logging.getLogger(__name__)
 HF = "hf"
 # Errors that torch and Megatron raise on a torn file, or on missing or misshapen tensors.
 _LOAD_ERRORS = (
@@ -94,10 +92,7 @@ def _key(chunk: int) -> str:
 def save_weights(chunks: Sequence[GPTModel], out: Path, template: Path) -> None:
     """Write a Megatron checkpoint of only weights, completely or not at all, from one process.
 
-    Args:
-        chunks: Model chunks to write.
-        out: Folder to create.
-        template: Hugging Face folder. Its config and tokenizer are copied into `hf/`.
+    Config and tokenizer are copied from `template`, a Hugging Face folder, into `hf/`.
 
     Raises:
         ConversionError: `out` exists already.
@@ -135,158 +130,6 @@ def load_sharded(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
             f"{folder} cannot be loaded: {reason}. It is torn, or of another model or optimizer; "
             "name another checkpoint, or make it again."
         ) from error
-
-
-class PendingSave:
-    """A distributed save: all ranks plan it together, each writes its files, then all make it valid together.
-
-    Megatron would write from forked children. A thread is enough, since writing releases the interpreter
-    lock, and no writer survives a killed trainer.
-    """
-
-    def __init__(self, state: dict[str, Any], folder: Path, *, is_copied: bool) -> None:
-        """Plan the save of a sharded state into an existing empty folder; every rank calls this together.
-
-        Args:
-            state: Sharded state dict.
-            folder: Empty folder to write to.
-            is_copied: Keep copies on the host, so that training may change the tensors before they are written.
-                Otherwise a tensor is copied from its device when it is written.
-        """
-        live = _storages(state)
-        with results_in_this_process():
-            self._request: Any = plan_save(state, folder)
-        self._buckets: list[Any] = []
-        if self._request.async_fn is not None:
-            self._buckets = self._request.async_fn_args[1]
-        if is_copied and self._buckets:
-            self._buckets = _copied(self._request.preload_fn(), live)
-
-    def write(self) -> list[Path]:
-        """Write and sync this rank's files, in any thread, without communicating with other ranks.
-
-        Raises:
-            OSError: The disk is full, or fails in another way.
-        """
-        written: dict[int, Any] = {}
-        outcomes: Any = queue.Queue()
-        unfinished: Any = queue.Queue()
-        for index, (path, key, (objects, tensors)) in enumerate(self._buckets):
-            bucket: Any = (path, key, (objects, _OnHost(tensors)))
-            unfinished.put(index)
-            transforms = self._request.async_fn.args[0]
-            FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, outcomes, unfinished, True)
-            _, written[index] = outcomes.get()
-            if isinstance(written[index], Exception):
-                raise OSError(f"{bucket[0]}: {written[index]}; is the disk full?") from written[index]
-        if self._buckets:
-            self._request.async_fn_args[2].put(written)
-        return [Path(path) for path, *_ in self._buckets]
-
-    def finish(self) -> None:
-        """Write the metadata that makes the folder loadable; every rank calls this after all have written.
-
-        Raises:
-            CheckpointError: The metadata could not be written, or a rank did not write; raised on every rank.
-        """
-        self._buckets = []
-        finish_save(self._request)
-
-
-def finish_save(request: Any) -> None:
-    """Write a planned save's metadata; every rank calls this after all ranks have written.
-
-    Raises:
-        CheckpointError: The metadata could not be written, or a rank did not write; raised on every rank.
-    """
-    with _disk_errors_kept() as errors:
-        try:
-            for finalize in request.finalize_fns:
-                finalize()
-        except CheckpointException as error:
-            raise CheckpointError(f"the checkpoint's metadata could not be written: {error}") from error
-    reason: list[Any] = [str(errors[0]) if errors else None]
-    dist.broadcast_object_list(reason, src=0)
-    if reason[0] is not None:
-        raise CheckpointError(f"the checkpoint's metadata could not be written: {reason[0]}")
-
-
-@contextmanager
-def _disk_errors_kept() -> Iterator[list[OSError]]:
-    """Let rank 0 continue if Megatron cannot write metadata, because other ranks wait for it in collectives."""
-    errors: list[OSError] = []
-
-    def keeping(write: Callable[..., None]) -> Callable[..., None]:
-        def write_or_keep(*args: Any, **kwargs: Any) -> None:
-            try:
-                write(*args, **kwargs)
-            except OSError as error:
-                errors.append(error)
-
-        return write_or_keep
-
-    before = FileSystemWriterAsync.finish, serialization.save_config
-    FileSystemWriterAsync.finish, serialization.save_config = map(keeping, before)
-    try:
-        yield errors
-    finally:
-        FileSystemWriterAsync.finish, serialization.save_config = before
-
-
-def bytes_to_write(state: Any) -> int:
-    """Return the bytes of a sharded state's tensors that this rank writes."""
-    sharded, _ = extract_sharded_tensors_and_factories(state)
-    return sum(each.data.nbytes for each in nested_values(sharded) if is_main_replica(each.replica_id))
-
-
-class _OnHost:
-    """Iterates over tensors for Megatron's writer, and copies each to the host when it is written."""
-
-    def __init__(self, tensors: Sequence[tuple[Any, Tensor]]) -> None:
-        self._tensors = tensors
-
-    def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
-        for item, tensor in self._tensors:
-            yield item, tensor.to("cpu")
-
-
-def _storages(state: Any) -> set[int]:
-    """Return the storages of a sharded state's tensors, which later training changes."""
-    sharded, _ = extract_sharded_tensors_and_factories(state)
-    return {each.data.untyped_storage().data_ptr() for each in nested_values(sharded)}
-
-
-def _copied(buckets: Sequence[Any], live: set[int]) -> list[Any]:
-    """Copy the tensors that share memory with the model or its optimizer; tensors from a device share none."""
-    return [
-        (path, key, (objects, [(item, _apart(tensor, live)) for item, tensor in tensors]))
-        for path, key, (objects, tensors) in buckets
-    ]
-
-
-def _apart(tensor: Tensor, live: set[int]) -> Tensor:
-    return tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
-
-
-def save_sharded(state: dict[str, Any], folder: Path) -> None:
-    """Save into an existing empty folder from a single process; return when the bytes are on disk."""
-    save = PendingSave(state, folder, is_copied=False)
-    save.write()
-    save.finish()
-
-
-@contextmanager
-def results_in_this_process() -> Iterator[None]:
-    """Make a save return its results in a plain queue.
-
-    Megatron otherwise starts a manager process by spawning, which takes seconds and runs the main module again.
-    """
-    before = filesystem_async._results_queue
-    filesystem_async._results_queue = queue.Queue()
-    try:
-        yield
-    finally:
-        filesystem_async._results_queue = before
 
 
 def stored_lora(folder: Path) -> LoraConfig | None:
@@ -330,3 +173,71 @@ def _stored_tensors(folder: Path) -> dict[str, Any]:
     refuse_code(folder / WEIGHTS)
     forget_stored_strides()
     return dict(dist_checkpointing.load_tensors_metadata(str(folder / WEIGHTS)))
+
+
+def is_resharded(content: dict[str, Any], layout: Layout) -> bool:
+    """Whether a checkpoint with this state.json was saved on another layout."""
+    return content["layout"] != asdict(layout)
+
+
+def require_reshardable(
+    checkpoint: Path, content: dict[str, Any], layout: Layout, *, is_optimizer_distributed: bool
+) -> None:
+    """Refuse a checkpoint that cannot be moved from the layout in its state.json to this one.
+
+    Raises:
+        CheckpointError: The checkpoint is in the middle of a rollout, or contains rollouts sampled ahead, with
+            batches made for its layout. Or the optimizer states are not distributed, and Megatron stores them
+            by their position on a rank.
+    """
+    saved = Layout(**content["layout"])
+    found = f"{checkpoint} was saved on {saved}; this run has {layout}"
+    weights_alone = f"or train from its weights only: model.load = {str(checkpoint)!r}."
+    if content["open_rollout"] is not None:
+        raise CheckpointError(
+            f"{found}, and it stands in the middle of a rollout with batches for the saved layout. Start with "
+            f"that layout until a rollout is finished and saved, name an earlier checkpoint in "
+            f"{checkpoint.parent / 'latest'}, {weights_alone}"
+        )
+    if content.get("queue"):
+        raise CheckpointError(
+            f"{found}, and it holds {len(content['queue'])} rollouts sampled ahead (rollout.lag), with "
+            f"batches for the saved layout. Start with that layout, {weights_alone}"
+        )
+    if not is_optimizer_distributed:
+        raise CheckpointError(
+            f"{found}, and optimizer.distributed = false stores moments by their place on a rank. Start with "
+            f"that layout, {weights_alone}"
+        )
+    logger.info("%s: resharding from %s to %s", checkpoint, saved, layout)
+
+
+def fit_to_chain(state: dict[Any, Any], num_members: int) -> dict[Any, Any]:
+    """Convert the optimizer's loaded state to the structure of this run's optimizer.
+
+    Megatron chains a second optimizer, for parameters that expert-parallel ranks do not share, after the first.
+    A layout without expert parallelism has one optimizer for all parameters. Tensors are stored in the same
+    form, but parameter groups are not.
+
+    Args:
+        state: Loaded state: common entries as in the checkpoint, tensors as this run requested them.
+        num_members: Optimizers in this run's chain.
+    """
+    chained = [
+        state[key] for key in sorted(k for k in state if isinstance(k, int)) if "optimizer" in state[key]
+    ]
+    saved = chained or [state]
+    groups = [group for member in saved for group in member["optimizer"]["param_groups"]]
+    either = [{**group, "is_expert_parallel": flag} for group in groups for flag in (False, True)]
+    common = {key: value for key, value in saved[0].items() if not isinstance(key, int)}
+    common["optimizer"] = {**common["optimizer"], "param_groups": either}
+    if num_members == 1:
+        return {
+            **{key: value for key, value in state.items() if not isinstance(key, int)},
+            **_drop_sharded(common),
+        }
+    return {index: {**state[index], **_drop_sharded(common)} for index in range(num_members)}
+
+
+def _drop_sharded(common: dict[Any, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in common.items() if key != "param_state"}

@@ -30,7 +30,7 @@ from megatron_dppo.architectures.weight_map import (
 )
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.errors import ConversionError
-from megatron_dppo.models.lora import Read, itself, merged
+from megatron_dppo.models.lora import Read, itself, merge
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -39,11 +39,6 @@ T = TypeVar("T")
 @torch.no_grad()
 def load_hf_weights(chunks: Sequence[GPTModel], weights: HFWeights, hf: HFConfig) -> None:
     """Load this rank's parameters, cast to each parameter's dtype.
-
-    Args:
-        chunks: This rank's part of the model: one per virtual pipeline stage.
-        weights: The checkpoint.
-        hf: The model's config.json.
 
     Raises:
         ConversionError: A tensor is missing, left over, or of another shape.
@@ -84,7 +79,7 @@ class _Parameter:
         """Return the tensor in our layer spec's shape, with LoRA's update; a copy if experts are separate."""
         if self.is_apart:
             return torch.stack([read(t.detach()) for t in self.tensors])
-        return merged(self.tensors[0], read)
+        return merge(self.tensors[0], read)
 
 
 def _parameters(
@@ -127,7 +122,7 @@ def _require_fit(weights: HFWeights, hf: HFConfig) -> None:
     family.require_shapes(hf, found, weights.folder, weights.file_of)
 
 
-def _of_all_stages(value: T) -> list[T]:
+def gather_stages(value: T) -> list[T]:
     """Gather every pipeline stage's value, first stage first. Only for small picklable objects."""
     gathered: list[Any] = [None] * parallel_state.get_pipeline_model_parallel_world_size()
     dist.all_gather_object(gathered, value, group=parallel_state.get_pipeline_model_parallel_group())
@@ -216,10 +211,10 @@ def export_hf_weights(
                 continue
             entry = table.entry(name)
             part = own[name].whole(read) if name in own else None
-            for expert, shards in _gathered(part, places[name], entry.rule, group, device, max_bytes):
+            for expert, shards in _gather(part, places[name], entry.rule, group, device, max_bytes):
                 pieces = zip(*(table.unfuse(entry.rule, shard) for shard in shards), strict=True)
                 for hf_name, of_ranks in zip(entry.hf_names(expert), pieces, strict=True):
-                    yield hf_name, _joined(of_ranks, entry.rule, hf)
+                    yield hf_name, _join(of_ranks, entry.rule, hf)
 
     return export()
 
@@ -243,7 +238,7 @@ def describe_hf_weights(
         shard = torch.empty(
             place.shape[1:] if rule.is_expert else place.shape, dtype=place.dtype, device="meta"
         )
-        pieces = [_joined([part] * _num_shards(rule), rule, hf) for part in table.unfuse(rule, shard)]
+        pieces = [_join([part] * _num_shards(rule), rule, hf) for part in table.unfuse(rule, shard)]
         for expert in range(count):
             for hf_name, piece in zip(entry.hf_names(expert if rule.is_expert else None), pieces, strict=True):
                 if hf_name in found:
@@ -269,13 +264,13 @@ def _places(
     """Return the location of every parameter of the model; the first stage's location for tied layers."""
     own = {p.name: (p.shape, p.tensors[0].dtype) for p in _parameters(chunks, hf, tensors)}
     places: dict[str, _Place] = {}
-    for stage, described in enumerate(_of_all_stages(own)):
+    for stage, described in enumerate(gather_stages(own)):
         for name, (shape, dtype) in described.items():
             places.setdefault(name, _Place(stage, shape, dtype))
     return places
 
 
-def _gathered(
+def _gather(
     own: Tensor | None,
     place: _Place,
     rule: WeightRule,
@@ -293,13 +288,13 @@ def _gathered(
         count = min(step, local[0] - start)
         piece = own.view(local)[start : start + count] if own is not None else None
         shape = torch.Size((count, *local[1:]))
-        parts = _gathered_piece(piece, _Place(place.stage, shape, place.dtype), rule, stages, device)
+        parts = _gather_piece(piece, _Place(place.stage, shape, place.dtype), rule, stages, device)
         for index, shards in enumerate(parts):
             holder, place_there = divmod(index, count)
             yield (holder * local[0] + start + place_there if rule.is_expert else None), shards
 
 
-def _gathered_piece(
+def _gather_piece(
     own: Tensor | None, place: _Place, rule: WeightRule, stages: Any, device: torch.device
 ) -> Tensor:
     """Gather the parts of some experts of each rank: [experts, tensor-parallel ranks, ...]."""
@@ -310,10 +305,10 @@ def _gathered_piece(
         assert own is not None
         parts = own[None]
         if num_shards > 1:
-            parts = _all_gathered(parts, _tensor_parallel_group(rule))
+            parts = all_gather_rows(parts, _tensor_parallel_group(rule))
         parts = parts.transpose(0, 1)
         if num_holders > 1:
-            parts = _all_gathered(parts, experts)
+            parts = all_gather_rows(parts, experts)
     else:
         shape = (place.shape[0] * num_holders, num_shards, *place.shape[1:])
         parts = torch.empty(shape, dtype=place.dtype, device=device)
@@ -323,14 +318,14 @@ def _gathered_piece(
     return parts
 
 
-def _all_gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather [n, ...] of each rank -> [ranks * n, ...] in rank order."""
     gathered = own.new_empty(group.size() * own.shape[0], *own.shape[1:])
     dist.all_gather_into_tensor(gathered, own.contiguous(), group=group)
     return gathered
 
 
-def _joined(pieces: Sequence[Tensor], rule: WeightRule, hf: HFConfig) -> Tensor:
+def _join(pieces: Sequence[Tensor], rule: WeightRule, hf: HFConfig) -> Tensor:
     """Join a Hugging Face tensor from its tensor-parallel parts, without the padding of a vocabulary."""
     if rule.tensor_parallel_dim is None or len(pieces) == 1:
         whole = pieces[0]

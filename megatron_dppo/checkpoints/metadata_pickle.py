@@ -168,7 +168,7 @@ class StoredPlace(_Record):
             raise ForbiddenError("a place outside of any file")
 
 
-class StoredTensor(_Record):
+class TensorEntry(_Record):
     """Replaces TensorStorageMetadata."""
 
     properties: _TensorProperties
@@ -239,7 +239,7 @@ _STAND_INS: dict[tuple[str, str], type] = {
     (f"{_TORCH}.metadata", "Metadata"): StoredMetadata,
     (f"{_TORCH}.metadata", "MetadataIndex"): TensorKey,
     (f"{_TORCH}.metadata", "StorageMeta"): _StorageMeta,
-    (f"{_TORCH}.metadata", "TensorStorageMetadata"): StoredTensor,
+    (f"{_TORCH}.metadata", "TensorStorageMetadata"): TensorEntry,
     (f"{_TORCH}.metadata", "BytesStorageMetadata"): StoredBytes,
     (f"{_TORCH}.metadata", "ChunkStorageMetadata"): _Chunk,
     (f"{_TORCH}.metadata", "TensorProperties"): _TensorProperties,

@@ -1,9 +1,16 @@
-"""Copies the files next to a model's weights, and sets the weights' dtype in config.json."""
+"""The files of a Hugging Face folder: chooses the files with the weights, and copies the files next to them.
+
+Two sets of weights are refused. config.json gets the dtype and the layers of the weights that are written.
+"""
 
 import json
+import logging
+import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -11,9 +18,136 @@ from typing import Any
 import torch
 
 from megatron_dppo.architectures.family import FURTHER_LAYERS
-from megatron_dppo.architectures.published_names import stays_float32
-from megatron_dppo.architectures.registry import FAMILIES
-from megatron_dppo.architectures.sizes import architecture_of
+from megatron_dppo.architectures.published_names import BLOCK, stays_float32
+from megatron_dppo.architectures.refusals import QUANTIZED, is_block_fp8, of_dequantized
+from megatron_dppo.architectures.registry import FAMILIES, family_of, variant_problems
+from megatron_dppo.architectures.sizes import architecture_of, config_file, read_model_config
+from megatron_dppo.checkpoints.checkpoint_folder import is_megatron_checkpoint
+from megatron_dppo.errors import ConfigError, ConversionError, Problem
+
+logger = logging.getLogger(__name__)
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_ADAPTER = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin")
+_SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
+
+
+class WeightFilesError(ConversionError):
+    """The files of a folder are not one complete set of weights; `problem` describes why."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """Files of a Hugging Face folder.
+
+    Attributes:
+        read: Names of the files that hold the weights.
+        ignored: Names of files with weights that are not read: pickles, and files that the index does not name.
+    """
+
+    read: tuple[str, ...]
+    ignored: tuple[str, ...]
+
+
+def weight_files(folder: Path, named: Iterable[str] | None) -> WeightFiles:
+    """Choose the files that contain a folder's weights, only by their names.
+
+    Without an index, `named` is None.
+
+    Raises:
+        WeightFilesError: There are no safetensors, a file is missing, there are two sets of weights, or the
+            folder has an adapter in addition to a model's weights.
+    """
+    there = sorted(file.name for file in folder.glob("*.safetensors") if file.is_file())
+    adapter = [name for name in _ADAPTER if (folder / name).is_file()]
+    if adapter:
+        expected = "a model's weights alone: an adapter is not applied when a model is read"
+        action = "Move the adapter to another folder, or add it with megatron-dppo convert merge-adapter."
+        raise WeightFilesError(Problem(str(folder), f"{_list(adapter)}, an adapter,", expected, action))
+    found = _without_index(folder, there) if named is None else _of_index(folder, there, sorted(set(named)))
+    if isinstance(found, Problem):
+        raise WeightFilesError(found)
+    others = [name for name in there if name not in found]
+    pickles = sorted(file.name for file in folder.glob("pytorch_model*.bin"))
+    return WeightFiles(tuple(found), (*others, *pickles))
+
+
+def _of_index(folder: Path, there: Sequence[str], named: Sequence[str]) -> Sequence[str] | Problem:
+    missing = [name for name in named if name not in there]
+    others = [files for files in _sets(name for name in there if name not in named) if not _lacking(files)]
+    if missing:
+        are = "is" if len(missing) == 1 else "are"
+        found = f"{INDEX}, which names {_list(missing)}: {len(missing)} of {len(named)} files {are} not there"
+        action = "Download the missing files."
+        if others:
+            found += f", and {_list(others[0])} is, which it does not name"
+            action = (
+                f"Remove {INDEX} if {_list(others[0])} has the model. Otherwise download the missing files."
+            )
+        return Problem(str(folder), found, "the files of the index", action)
+    if others:
+        found = f"two sets of weights, {_date(folder, others[0])} and {_date(folder, named)}"
+        expected = "one, because programs differ in the set that they read"
+        action = f"Remove {_list(others[0])}, or remove {INDEX} and the files that it names."
+        return Problem(str(folder), found, expected, action)
+    return named
+
+
+def _without_index(folder: Path, there: Sequence[str]) -> Sequence[str] | Problem:
+    if not there and is_megatron_checkpoint(folder):
+        action = f"Run megatron-dppo convert to-hf --megatron {folder} --out NEW, and name NEW."
+        return Problem(str(folder), "a Megatron checkpoint", "a Hugging Face folder", action)
+    if not there:
+        expected = "a Hugging Face checkpoint in that format (pickled .bin files are not read)"
+        return Problem(str(folder), "no *.safetensors files", expected, "Save it again with save_pretrained.")
+    sets = _sets(there)
+    whole = [files for files in sets if not _lacking(files)]
+    if len(whole) > 1:
+        found = f"{len(whole)} sets of weights and no {INDEX}: {' and '.join(_date(folder, x) for x in whole)}"
+        return Problem(str(folder), found, "one set", "Remove the files of the others.")
+    torn = next((files for files in sets if _lacking(files)), None)
+    if torn is not None:
+        action = f"Remove {_list(torn)} if {_list(whole[0])} has the model." if whole else "Download them."
+        found = f"{_list(torn)} without {_list(_lacking(torn))}"
+        return Problem(str(folder), found, "all files of a set", action)
+    return there
+
+
+def _sets(names: Iterable[str]) -> list[list[str]]:
+    """Return the files that make up a checkpoint by their names: `model.safetensors`, and numbered shards."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        shard = _SHARD.fullmatch(name)
+        if name == SINGLE or (shard is not None and not name.startswith("consolidated")):
+            found.setdefault((shard[1], shard[3]) if shard is not None else (name, ""), []).append(name)
+    return list(found.values())
+
+
+def _lacking(files: Sequence[str]) -> list[str]:
+    """Return the names of the shards that a set lacks."""
+    shards = [match for match in map(_SHARD.fullmatch, files) if match is not None]
+    if not shards:
+        return []
+    prefix, width, count = shards[0][1], len(shards[0][2]), shards[0][3]
+    there = {int(match[2]) for match in shards}
+    first = 0 if 0 in there else 1
+    numbers = (number for number in range(first, first + int(count)) if number not in there)
+    return [f"{prefix}-{number:0{width}d}-of-{count}.safetensors" for number in numbers]
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]} ({len(names)} files)"
+
+
+def _date(folder: Path, names: Sequence[str]) -> str:
+    newest = max((folder / name).stat().st_mtime for name in names)
+    return f"{_list(names)} (written {datetime.fromtimestamp(newest).isoformat(' ', 'minutes')})"
+
 
 _DTYPES = ("dtype", "torch_dtype")  # as transformers 5 and 4 spell it
 _BESIDE_WEIGHTS = (
@@ -98,3 +232,69 @@ def main_dtype(num_elements: Iterable[tuple[str, torch.dtype, int]]) -> torch.dt
     for name, dtype, number in num_elements:
         found[dtype] += 0 if stays_float32(name) else number
     return found.most_common(1)[0][0]
+
+
+def read_convertible_config(folder: Path) -> dict[str, Any]:
+    """Read config.json of a folder to convert, adjusted to the converted weights.
+
+    The entry for block-wise 8-bit weights is left out, because these weights become bfloat16 when they are
+    read.
+
+    Raises:
+        ConfigError: There is no config.json, it is torn, or it describes a variant that is not implemented.
+    """
+    path, content = read_model_config(folder)
+    hf = _of_dequantized(content, path)
+    family_of(hf)
+    problems = list(variant_problems(hf))
+    if problems:
+        raise ConfigError(problems)
+    return hf
+
+
+def description_of(folder: Path) -> tuple[dict[str, Any], Path]:
+    """Read the config to convert with, and find the folder with config.json and tokenizer.
+
+    Returns:
+        Result of `read_convertible_config`, and the folder that contains config.json and tokenizer.
+
+    Raises:
+        ConfigError: `read_convertible_config` refuses the config.
+    """
+    hf, path = read_convertible_config(folder), config_file(folder)
+    assert path is not None, "it was read"
+    return hf, path.parent
+
+
+def write_description(template: Path, out: Path, dtype: torch.dtype | None = None) -> None:
+    """Copy config, tokenizer and licence, and log the files that are not copied.
+
+    config.json is copied byte for byte, unless it describes 8-bit weights, layers for multi-token prediction or
+    another dtype.
+
+    Args:
+        template: A Hugging Face folder, or a Megatron checkpoint's `hf/`.
+        out: Folder to write to; it is created if it is missing.
+        dtype: Dtype of the tensors, for config.json. None keeps the template's.
+    """
+    others = copy_model_files(template, out)
+    if others:
+        logger.info("not copied: %s", ", ".join(others))
+    path = out / "config.json"
+    content = json.loads(path.read_text())
+    if QUANTIZED in content:
+        path.write_text(json.dumps(_of_dequantized(content, path), indent=2) + "\n")
+    if dtype is not None:
+        name_dtype(path, dtype)
+
+
+def _of_dequantized(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    quantized = content.get(QUANTIZED)
+    if quantized is not None and not is_block_fp8(quantized):
+        table: Mapping[str, Any] = quantized if isinstance(quantized, Mapping) else {}
+        found = (table.get("quant_method"), table.get("weight_block_size"))
+        raise ConversionError(
+            f"{path}: {QUANTIZED} with quant_method {found[0]!r} and weight_block_size {found[1]!r}. Expected "
+            f"'fp8' with [{BLOCK}, {BLOCK}], or unquantised weights: convert the model's bfloat16 checkpoint."
+        )
+    return of_dequantized(content)

@@ -23,7 +23,7 @@ from megatron_dppo.checkpoints.metadata_pickle import (
     StoredBytes,
     StoredMetadata,
     StoredPlace,
-    StoredTensor,
+    TensorEntry,
     TensorKey,
     read_metadata,
 )
@@ -36,10 +36,6 @@ _COMMON_FILE = {"common_backend": "torch", "common_backend_version": 1}
 
 def refuse_code(folder: Path) -> None:
     """Refuse a distributed checkpoint if a pickle contains more than plain data, without reading tensors.
-
-    Args:
-        folder: Folder with `metadata.json`, `.metadata`, `*.distcp` files and, from older versions,
-            `common.pt`.
 
     Raises:
         CheckpointError: A pickle contains more than data, a file is torn or missing, or a path leaves the
@@ -86,7 +82,7 @@ def _objects(folder: Path, metadata: StoredMetadata) -> Iterator[tuple[str, Path
     kinds, places = metadata.state_dict_metadata, metadata.storage_data
     source = folder / ".metadata"
     for name, kind in kinds.items():
-        is_item = type(kind) is StoredBytes or (type(kind) is StoredTensor and kind.is_filled)
+        is_item = type(kind) is StoredBytes or (type(kind) is TensorEntry and kind.is_filled)
         if type(name) is not str or not is_item:
             raise _refusal(source, f"an item {str(name)[:200]!a} that is neither tensor nor object")
     sizes: dict[str, int] = {}

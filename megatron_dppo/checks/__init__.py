@@ -12,29 +12,19 @@ from typing import get_args
 from megatron_dppo.checks import (  # which registers their rules, in this order
     algorithm_rules,
     data_rules,
-    disk_rules,
-    evaluation_rules,
-    layer_rules,
     megatron_rules,
     model_rules,
-    reference_rules,
     run_rules,
     sampling_rules,
-    serving_rules,
-    staleness_rules,
-    trial_rules,
 )
-from megatron_dppo.checks.algorithm_rules import remarks
-from megatron_dppo.checks.disk_rules import folder_remarks
-from megatron_dppo.checks.doubts import doubts
-from megatron_dppo.checks.facts import Facts, gather_facts, model_facts
-from megatron_dppo.checks.registry import RULES, Need, Rule
-from megatron_dppo.checks.run_rules import period_remarks
+from megatron_dppo.checks.facts import RULES, Facts, Need, Rule, gather_facts, model_facts
+from megatron_dppo.checks.notes import doubts, remarks
+from megatron_dppo.checks.run_rules import folder_remarks, period_remarks
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang.options import installed_version, interpreter, read_options
 from megatron_dppo.engines.sglang.protocol import GENERATIONS, NEWEST
 from megatron_dppo.errors import ConfigError, Problem
-from megatron_dppo.runtime.tested_versions import installed_versions, untested_versions
+from megatron_dppo.runtime.libraries import installed_versions, untested_versions
 
 logger = logging.getLogger(__name__)
 
@@ -46,30 +36,22 @@ __all__ = [
     "Rule",
     "algorithm_rules",
     "check",
-    "check_run",
     "data_rules",
-    "disk_rules",
     "doubts",
-    "evaluation_rules",
     "folder_remarks",
     "gather_facts",
-    "layer_rules",
     "megatron_rules",
     "model_facts",
     "model_rules",
     "not_checked",
     "period_remarks",
     "problems_of",
-    "reference_rules",
     "remarks",
     "require_evaluable",
     "require_valid",
     "run_rules",
     "sampling_rules",
-    "serving_rules",
-    "staleness_rules",
-    "trial_rules",
-    "untested",
+    "version_notes",
 ]
 
 AT_ONCE: tuple[Need, ...] = ("config", "machine")
@@ -91,22 +73,12 @@ def check(
     Args:
         config: Resolved config.
         world_size: Processes of the job.
-        rules: Asked in their order.
+        rules: Rules in their order.
         accepts_changes: A resume may change the experiment.
         needs: Inputs of the rules to run; rules with other inputs are skipped.
     """
     facts = gather_facts(config, world_size, accepts_changes=accepts_changes)
     return problems_of(config, facts, rules.values(), needs)
-
-
-def check_run(config: Config, facts: Facts) -> list[Problem]:
-    """Return every problem that `check` finds on any machine; `plan` calls this for each layout.
-
-    Args:
-        config: The run's.
-        facts: From `model_facts`, for as many processes as are to run.
-    """
-    return problems_of(config, facts, needs=("config",))
 
 
 def problems_of(
@@ -115,9 +87,8 @@ def problems_of(
     rules: Iterable[Rule] = RULES.values(),
     needs: Collection[Need] = get_args(Need),
 ) -> list[Problem]:
-    """Return every problem that rules of these needs find."""
-    asked = (rule for rule in rules if rule.needs in needs)
-    return [problem for rule in asked for problem in rule.check(config, facts)]
+    """Return every problem that rules of these needs find; `plan` asks the rules that need the config alone."""
+    return [problem for rule in rules if rule.needs in needs for problem in rule.check(config, facts)]
 
 
 def require_valid(
@@ -129,7 +100,7 @@ def require_valid(
         ConfigError: The config has problems; the error lists all of them.
     """
     facts = gather_facts(config, world_size, accepts_changes=accepts_changes)
-    problems = problems_of(config, facts, RULES.values(), needs)
+    problems = problems_of(config, facts, needs=needs)
     if problems:
         raise ConfigError(problems)
     if "data" in needs:
@@ -163,7 +134,7 @@ def require_evaluable(config: Config, world_size: int, *, needs: Collection[Need
         raise ConfigError(problems)
 
 
-def untested(config: Config) -> list[str]:
+def version_notes(config: Config) -> list[str]:
     """Return sentences on libraries with untested versions; `check` refuses none of them."""
     notes = untested_versions(installed_versions())
     python = interpreter(config)

@@ -1,4 +1,4 @@
-"""Rules about the objective, sampling and R3."""
+"""Rules about the objective, its inputs, shadow presets and R3."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -7,16 +7,13 @@ from typing import Any
 
 from megatron_dppo.algorithms import DIVERGENCES, PRESETS, Objective, preset
 from megatron_dppo.algorithms.presets import overrides_in
-from megatron_dppo.algorithms.trial import doubts, try_objective
+from megatron_dppo.algorithms.trial import try_objective
 from megatron_dppo.algorithms.trust_region import RULE_DIVERGENCE, RULE_OVER
 from megatron_dppo.architectures.layout import Layout
-from megatron_dppo.checks.facts import Facts
-from megatron_dppo.checks.paper_findings import findings_against
-from megatron_dppo.checks.registry import rule
-from megatron_dppo.checks.serving_rules import rounding_remarks
+from megatron_dppo.checks.facts import Facts, rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem, did_you_mean
-from megatron_dppo.runtime.user_code import described, problem_with_path
+from megatron_dppo.runtime.user_code import describe_error, problem_with_path
 
 
 @rule("preset")
@@ -35,7 +32,7 @@ def _preset(config: Config, facts: Facts) -> Iterator[Problem]:
 @rule("preset_fields")
 def _preset_fields(config: Config, facts: Facts) -> Iterator[Problem]:
     """The overridden fields make an objective of this preset."""
-    objective = _objective(config)
+    objective = objective_of(config)
     if isinstance(objective, ConfigError):
         written = overrides_in(config.algorithm.model_dump())
         problems = (_where_written(problem, written) for problem in objective.problems)
@@ -45,11 +42,11 @@ def _preset_fields(config: Config, facts: Facts) -> Iterator[Problem]:
 @rule("own_rule", needs="machine")
 def _own_rule(config: Config, facts: Facts) -> Iterator[Problem]:
     """Custom rules, for training or as shadows, return valid weights for the tokens of a small batch."""
-    objective = _objective(config)
+    objective = objective_of(config)
     if isinstance(objective, Objective):
         yield from problems_with_own_rule("algorithm.preset", objective)
     for name in config.tracking.shadow_presets:
-        shadow = _shadow(config, name)
+        shadow = shadow_of(config, name)
         if isinstance(shadow, Objective):
             yield from problems_with_own_rule("tracking.shadow_presets", shadow, how_to_set=_of_shadow(name))
 
@@ -78,7 +75,7 @@ def problems_with_own_rule(
                 field, value = problem.where.removeprefix("algorithm."), problem.expected.split("'")[1]
                 yield replace(problem, where=key, action=how_to_set(field, value))
     except Exception as error:  # noqa: BLE001  whatever the function raises
-        found = f"{objective.name!r}, which fails on a small batch: {described(error)}"
+        found = f"{objective.name!r}, which fails on a small batch: {describe_error(error)}"
         action = "Correct the function; megatron_dppo/algorithms/README.md shows one."
         yield Problem(key, found, "a weight for each token", action)
 
@@ -93,7 +90,7 @@ _MAY_BE_0 = ("prefix_delta",)  # then the budget is the response's own 90th perc
 @rule("thresholds")
 def _thresholds(config: Config, facts: Facts) -> Iterator[Problem]:
     """Each threshold of the trust region can act, and does not drop all updates; infinity turns it off."""
-    objective = _objective(config)
+    objective = objective_of(config)
     if not isinstance(objective, Objective):
         return
     written = overrides_in(config.algorithm.model_dump())
@@ -142,34 +139,6 @@ def _reached(objective: Objective) -> dict[str, float]:
     return {}
 
 
-# The mean over responses of the means over their tokens, in the papers of these presets.
-_OF_RESPONSE_MEANS = ("gspo", "icepop", "sapo")
-
-
-def remarks(config: Config) -> list[str]:
-    """Return notes on settings that may surprise: rounding, findings of the paper, custom rules."""
-    objective = _objective(config)
-    found = findings_against(config, objective) if isinstance(objective, Objective) else ()
-    return [*rounding_remarks(config), *found, *_aggregation_remarks(config), *_own_rule_remarks(config)]
-
-
-def _aggregation_remarks(config: Config) -> Iterator[str]:
-    preset, aggregation = config.algorithm.preset, config.algorithm.aggregation
-    if preset in _OF_RESPONSE_MEANS and aggregation != "seq_mean_token_mean":
-        yield f"algorithm.aggregation is {aggregation!r}; {preset} was published with 'seq_mean_token_mean'."
-
-
-def _own_rule_remarks(config: Config) -> Iterator[str]:
-    """Yield the doubts about custom rules that work on a small batch; a rule that fails there is a problem."""
-    named = {"algorithm.preset": _objective(config)}
-    named |= {
-        f"tracking.shadow_presets {name}": _shadow(config, name) for name in config.tracking.shadow_presets
-    }
-    for key, objective in named.items():
-        if isinstance(objective, Objective) and not any(problems_with_own_rule(key, objective)):
-            yield from (f"{key}: {doubt}" for doubt in doubts(objective))
-
-
 @rule("topk_log_probs")
 def _topk_log_probs(config: Config, facts: Facts) -> Iterator[Problem]:
     """The engine returns all the log-probs that a topk_* divergence uses."""
@@ -184,8 +153,11 @@ def _topk_vocabulary(config: Config, facts: Facts) -> Iterator[Problem]:
     """The number of top-K columns is at most the vocabulary's size."""
     if facts.model_sizes is None:
         return
-    asked = {"algorithm.top_k": _top_k(config), "rollout.num_topk_log_probs": config.rollout.num_topk_log_probs}
-    for key, columns in asked.items():
+    wanted = {
+        "algorithm.top_k": _top_k(config),
+        "rollout.num_topk_log_probs": config.rollout.num_topk_log_probs,
+    }
+    for key, columns in wanted.items():
         if columns is not None and columns > facts.model_sizes.vocab_size:
             expected = f"at most the vocabulary, {facts.model_sizes.vocab_size}"
             yield Problem(key, str(columns), expected, "Lower it.")
@@ -193,16 +165,10 @@ def _topk_vocabulary(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("sampling_distribution")
 def _sampling_distribution(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Training samples from mu itself, without truncation and penalties."""
-    expected_and_found = {
-        "rollout.top_p": (1.0, config.rollout.top_p),
-        "rollout.top_k": (-1, config.rollout.top_k),
-        "rollout.repetition_penalty": (1.0, config.rollout.repetition_penalty),
-    }
-    action = "Remove it: the ratio pi/mu needs mu to be the distribution that was sampled from."
-    for key, (expected, found) in expected_and_found.items():
-        if found != expected:
-            yield Problem(key, str(found), f"{expected} (off)", action)
+    """Training samples from mu itself, without truncation."""
+    if config.rollout.top_p != 1:
+        action = "Remove it: the ratio pi/mu needs mu to be the distribution that was sampled from."
+        yield Problem("rollout.top_p", str(config.rollout.top_p), "1.0 (off)", action)
 
 
 @rule("group_size")
@@ -262,13 +228,13 @@ def _paired_routing(config: Config, facts: Facts) -> Iterator[Problem]:
 @rule("shadow_presets")
 def _shadow_presets(config: Config, facts: Facts) -> Iterator[Problem]:
     """Shadow presets exist, and the batches have their inputs."""
-    objective, names = _objective(config), config.tracking.shadow_presets
+    objective, names = objective_of(config), config.tracking.shadow_presets
     for name in config.tracking.shadow_options:
         if name not in names:
             action = did_you_mean(name, names, "Add it to tracking.shadow_presets, or remove the table.")
             yield Problem("tracking.shadow_options", repr(name), "names in tracking.shadow_presets", action)
     for name in names:
-        shadow = _shadow(config, name)
+        shadow = shadow_of(config, name)
         if shadow is None:
             action = did_you_mean(name, PRESETS, "Choose from these.")
             expected = f"names among {', '.join(PRESETS)}, or package.module:function"
@@ -288,12 +254,12 @@ def _shadow_presets(config: Config, facts: Facts) -> Iterator[Problem]:
             yield Problem("tracking.shadow_presets", found, expected, action)
 
 
-def _objective(config: Config) -> Objective | ConfigError | None:
+def objective_of(config: Config) -> Objective | ConfigError | None:
     """Return the configured objective, or the error in it; None if the preset is unknown."""
     return _named(config.algorithm.preset, **overrides_in(config.algorithm.model_dump()))
 
 
-def _shadow(config: Config, name: str) -> Objective | ConfigError | None:
+def shadow_of(config: Config, name: str) -> Objective | ConfigError | None:
     """Return the objective of a name in tracking.shadow_presets, with its options, or the error in it."""
     return _named(name, **config.tracking.shadow_options.get(name, {}))
 
@@ -307,7 +273,7 @@ def _named(name: str, **overrides: Any) -> Objective | ConfigError | None:
     except ConfigError as error:
         return error
     except Exception as error:  # noqa: BLE001  whatever the module raises
-        found, expected = f"{name!r}, which fails ({described(error)})", "an importable function"
+        found, expected = f"{name!r}, which fails ({describe_error(error)})", "an importable function"
         return ConfigError(Problem("algorithm.preset", found, expected, "Correct the module."))
 
 
@@ -321,5 +287,5 @@ def _where_written(problem: Problem, written: Mapping[str, Any]) -> Problem:
 
 def _top_k(config: Config) -> int | None:
     """Return the number of columns of mu that the objective uses; None if it uses none."""
-    objective = _objective(config)
+    objective = objective_of(config)
     return objective.top_k if isinstance(objective, Objective) and objective.needs_topk else None

@@ -1,22 +1,38 @@
-"""Rules about files of prompts, and the rewards that go with them."""
+"""Rules about prompts and rewards; some run user code once, in a separate process."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.checks.facts import TRAINING, Facts, prompt_files
-from megatron_dppo.checks.registry import rule
+from megatron_dppo.checks.facts import TRAINING, Facts, prompt_files, rule
 from megatron_dppo.config.schema import Config
-from megatron_dppo.data.prompts.final_answer import excerpt
+from megatron_dppo.data.prompts.final_answer import answer_kind, excerpt, final_answer, number_of
+from megatron_dppo.data.prompts.prompts import PromptRow
 from megatron_dppo.data.prompts.schemas import TRAINING_SCHEMAS, detect, has
 from megatron_dppo.data.prompts.special_tokens import special_ids
 from megatron_dppo.data.prompts.survey import Survey
+from megatron_dppo.environments import problem_with
+from megatron_dppo.errors import EnvironmentFailedError, Problem, RewardError, did_you_mean
+from megatron_dppo.rewards import REWARDS, RewardChoice, RewardRequest, RewardResult, answer_form, problems_with
+from megatron_dppo.rollout.evaluation import evaluation_sets
+from megatron_dppo.rollout.scoring import RewardPools, training_reward
+from megatron_dppo.rollout.trajectories import environment_pool, try_environment
+from megatron_dppo.runtime.user_code import problem_with_import, problem_with_path
+from megatron_dppo.data.prompts.final_answer import excerpt
+from megatron_dppo.data.prompts.rows import TRAINING_SCHEMAS, detect, has
+from megatron_dppo.data.prompts.survey import Survey, special_ids
 from megatron_dppo.errors import Problem, did_you_mean
 from megatron_dppo.rewards import REWARDS, RewardChoice, answer_form, problems_with
 from megatron_dppo.types import AnswerForm
 
+_WHOLE = re.compile(r"(.*?)found (.*?); expected (.*?)\. (.*)", re.DOTALL)
+"""A sentence of `Problem`, without its location, and the text before it."""
+
 THINKING_ENDS = "</think>"
-_ASKED: dict[AnswerForm, str] = {
+_FORMS: dict[AnswerForm, str] = {
     "boxed": "an answer in \\boxed{}",
     "answer_line": "a last line 'Answer: ...'",
 }
@@ -53,7 +69,7 @@ def _prompt_rows(config: Config, facts: Facts) -> Iterator[Problem]:
     """Every row of the prompt files has a prompt with tokens, and an answer."""
     if isinstance(facts.tokenizer, Problem):
         yield facts.tokenizer
-    for key, path, found in surveyed(config, facts):
+    for key, path, found in iterate_surveys(config, facts):
         if found.num_faulty:
             shown = f", the first {len(found.faults)} below" if len(found.faults) < found.num_faulty else ""
             yield Problem(
@@ -68,7 +84,7 @@ def _prompt_rows(config: Config, facts: Facts) -> Iterator[Problem]:
 @rule("prompt_token_ids", needs="data")
 def _prompt_token_ids(config: Config, facts: Facts) -> Iterator[Problem]:
     """The tokenizer's ids are rows of the model's embedding."""
-    for key, _, found in surveyed(config, facts):
+    for key, _, found in iterate_surveys(config, facts):
         if facts.model_sizes is not None and found.largest_id >= facts.model_sizes.vocab_size:
             yield Problem(
                 key,
@@ -82,7 +98,7 @@ def _prompt_token_ids(config: Config, facts: Facts) -> Iterator[Problem]:
 def _prompt_lengths(config: Config, facts: Facts) -> Iterator[Problem]:
     """The share of prompts that are too long is at most the share of samples that a rollout may drop."""
     longest, limit = config.data.max_prompt_tokens, config.rollout.max_dropped_fraction
-    for key, path, found in surveyed(config, facts):
+    for key, path, found in iterate_surveys(config, facts):
         if found.num_too_long > limit * found.num_prompts:
             yield Problem(
                 key,
@@ -137,18 +153,18 @@ def gives_rewards(config: Config) -> bool:
 def _reward_reads_answers(config: Config, facts: Facts) -> Iterator[Problem]:
     """Prompts ask for an answer in the form that their reward reads."""
     own = {f"evaluation.sets.{name}": each.reward for name, each in config.evaluation.used_sets.items()}
-    for key, path, found in surveyed(config, facts, is_once=False):
+    for key, path, found in iterate_surveys(config, facts, is_once=False):
         where = "data.reward" if key == TRAINING else f"{key.removesuffix('.prompts')}.reward"
         reward = own.get(key.removesuffix(".prompts")) or config.data.reward
         for name in RewardChoice(reward).weights:
             form = answer_form(name)
-            for asked, count in found.num_asking.items():
-                if form is not None and asked != form:
-                    fits = [other for other in REWARDS if answer_form(other) == asked]
+            for requested, count in found.num_asking.items():
+                if form is not None and requested != form:
+                    fits = [other for other in REWARDS if answer_form(other) == requested]
                     yield Problem(
                         where,
-                        f"{name!r}, which reads {_ASKED[form]}, but {count} of {found.num_prompts} prompts "
-                        f"of {path} ask for {_ASKED[asked]}: nearly all of their responses are wrong",
+                        f"{name!r}, which reads {_FORMS[form]}, but {count} of {found.num_prompts} prompts "
+                        f"of {path} ask for {_FORMS[requested]}: nearly all of their responses are wrong",
                         f"a reward and prompts that fit: {' or '.join(map(repr, fits))} for these",
                         "Set the reward, or make the prompts with another --template "
                         "of megatron-dppo prepare-data.",
@@ -165,7 +181,7 @@ def rewards_of(config: Config, key: str) -> list[str]:
 @rule("prompt_answers", needs="data")
 def _prompt_answers(config: Config, facts: Facts) -> Iterator[Problem]:
     """Most answers are not texts: a registered reward compares a response's answer with the complete cell."""
-    for key, path, found in surveyed(config, facts, is_once=False):
+    for key, path, found in iterate_surveys(config, facts, is_once=False):
         num_texts, names = found.num_answers.get("prose", 0), rewards_of(config, key)
         if names and 2 * num_texts > found.num_prompts:
             first = found.odd_answers["prose"][0]
@@ -182,11 +198,11 @@ def _prompt_answers(config: Config, facts: Facts) -> Iterator[Problem]:
 def _reward_thinking(config: Config, facts: Facts) -> Iterator[Problem]:
     """If thinking is required, a response can end it: prompts leave it open, and texts keep `</think>`."""
     tokenizer = facts.tokenizer
-    files = [each for each in surveyed(config, facts, is_once=False) if rewards_of(config, each[0])]
+    files = [each for each in iterate_surveys(config, facts, is_once=False) if rewards_of(config, each[0])]
     if config.data.thinking != "require" or not files or tokenizer is None or isinstance(tokenizer, Problem):
         return
     ignore = "data.thinking = 'ignore'"
-    if THINKING_ENDS not in _written(tokenizer, f"1{THINKING_ENDS}1"):
+    if THINKING_ENDS not in _decode_again(tokenizer, f"1{THINKING_ENDS}1"):
         is_special = tokenizer.convert_tokens_to_ids(THINKING_ENDS) in special_ids(tokenizer)
         why = "is a special token, which responses omit" if is_special else "cannot be written"
         action = f'Give it "special": false in the tokenizer\'s files, or set {ignore}.'
@@ -203,7 +219,7 @@ def _reward_thinking(config: Config, facts: Facts) -> Iterator[Problem]:
             )
 
 
-def _written(tokenizer: Any, text: str) -> str:
+def _decode_again(tokenizer: Any, text: str) -> str:
     """Return a text as it comes back from token ids, without special tokens; "" if none can encode it."""
     try:
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -221,10 +237,128 @@ def _overlong_buffer(config: Config, facts: Facts) -> Iterator[Problem]:
         yield Problem("data.overlong_buffer_tokens", str(buffer), expected, "Lower it.")
 
 
-def surveyed(config: Config, facts: Facts, *, is_once: bool = True) -> Iterator[tuple[str, Path, Survey]]:
+def iterate_surveys(
+    config: Config, facts: Facts, *, is_once: bool = True
+) -> Iterator[tuple[str, Path, Survey]]:
     """Yield the key of each file of prompts, its path and its survey; once if several keys name the file."""
     seen: set[Path] = set()
     for key, path in prompt_files(config).items():
         if key in facts.surveys and not (is_once and path in seen):
             seen.add(path)
             yield key, path, facts.surveys[key]
+
+
+@rule("reward_trial", needs="trial")
+def _reward_trial(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Each reward is imported in a worker, and scores the reference answer of the first prompt."""
+    keys = {training_reward(config): ("data.reward", TRAINING)}
+    for each in evaluation_sets(config):
+        where = f"evaluation.sets.{each.name}"
+        keys.setdefault(each.reward, (f"{where}.reward", f"{where}.prompts"))
+    for reward, (where, key) in keys.items():
+        found = facts.surveys.get(key)
+        choice = RewardChoice.read(reward)
+        if found is None or found.first is None or choice.is_environment or any(problems_with(choice)):
+            continue
+        with closing(RewardPools(config.data, [reward])) as pools:
+            try:
+                pools.start({reward: found.first})
+            except RewardError as error:
+                action = "Correct the function; megatron_dppo/rewards/README.md documents its signature."
+                yield _worker_problem(where, "data.reward", error, "a reward that scores a response", action)
+
+
+@rule("reward_answer_trial", needs="trial")
+def _reward_answer_trial(config: Config, facts: Facts) -> Iterator[Problem]:
+    """If most answers are texts around a final answer, a response with this answer is right."""
+    for key, path, found in iterate_surveys(config, facts, is_once=False):
+        num_texts = found.num_answers.get("marked", 0)
+        for reward in rewards_of(config, key) if 2 * num_texts > found.num_prompts else ():
+            wrong = find_misread(config, reward, found.odd_answers["marked"])
+            if wrong is not None and 2 * wrong.num_wrong > wrong.num_tried:
+                cell, row = excerpt(wrong.row.prompt.answer), wrong.row.number
+                yield Problem(
+                    key,
+                    f"{num_texts} of {found.num_prompts} answers of {path} that are texts around a final "
+                    f"answer: {reward!r} scores {wrong.response!r} as wrong for {cell} in row {row}",
+                    "bare answers",
+                    "Make the file with megatron-dppo prepare-data, which extracts final answers, or "
+                    "name a column of bare answers in data.answer_column.",
+                )
+
+
+@rule("environment_trial", needs="trial")
+def _environment_trial(config: Config, facts: Facts) -> Iterator[Problem]:
+    """The environment is imported in a worker, starts with the first prompt, and replies to one response."""
+    name, found = config.rollout.environment, facts.surveys.get(TRAINING)
+    if found is None or found.first is None or problem_with(name) is not None:
+        return
+    pool = environment_pool(name, config.data)
+    if pool is None:
+        return
+    with closing(pool):
+        try:
+            try_environment(pool, found.first)
+        except EnvironmentFailedError as error:
+            action = "Correct the class; megatron_dppo/environments/README.md documents its methods."
+            key = "rollout.environment"
+            yield _worker_problem(key, key, error, "an environment that replies to a response", action)
+
+
+@rule("generate_import", needs="trial")
+def _generate_import(config: Config, facts: Facts) -> Iterator[Problem]:
+    """A custom sampling function can be imported."""
+    key, name = "rollout.generate", config.rollout.generate
+    if name is not None and problem_with_path(key, name, "package.module:function") is None:
+        problem = problem_with_import(key, name)
+        if problem is not None:
+            yield problem
+
+
+def _worker_problem(where: str, key: str, error: Exception, expected: str, action: str) -> Problem:
+    """Return a worker's error as a problem; the error may include the expected value and the action."""
+    said = str(error).removeprefix(f"{key}: ")
+    whole = _WHOLE.fullmatch(said)
+    if whole is None:
+        return Problem(where, said, expected, action)
+    before, found, expected, action = whole.groups()
+    return Problem(where, before + found, expected, action)
+
+
+@dataclass(frozen=True)
+class Misread:
+    """Answer cells for which a response with the right final answer is scored as wrong."""
+
+    num_wrong: int
+    num_tried: int
+    row: PromptRow  # the first of them
+    response: str  # to it
+
+
+def find_misread(config: Config, reward: str, rows: Sequence[PromptRow]) -> Misread | None:
+    """Score each cell's final answer, or the number before its words, as a response; None if all are right.
+
+    Args:
+        config: Config; its [data] limits the worker that scores.
+        reward: Name of a registered reward.
+        rows: Rows with answers that are texts around a final answer, or numbers with words.
+    """
+    responses = [(row, response) for row in rows for response in _responses(reward, row)]
+    if not responses:
+        return None
+    text = RewardChoice(reward).text
+    with closing(RewardPools(config.data, [text])) as pools:
+        requests = [RewardRequest(row.prompt, response, "stop") for row, response in responses]
+        results = pools.of(text).score(requests)
+    scored = [(tried, result) for tried, result in zip(responses, results, strict=True)]
+    wrong = [tried for tried, result in scored if isinstance(result, RewardResult) and result.value <= 0]
+    return Misread(len(wrong), len(responses), *wrong[0]) if wrong else None
+
+
+def _responses(reward: str, row: PromptRow) -> Iterator[str]:
+    """Yield a response with the final answer of a cell, in the form that the reward reads."""
+    cell = row.prompt.answer
+    answer = number_of(cell) if answer_kind(cell) == "with_words" else final_answer(cell)
+    form = answer_form(reward)
+    if answer is not None and form is not None:
+        yield f"\\boxed{{{answer}}}" if form == "boxed" else f"Answer: {answer}"

@@ -11,8 +11,8 @@ from megatron_dppo.checks.data_rules import THINKING_ENDS, rewards_of, surveyed
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts.final_answer import KINDS, excerpt, final_answer, number_of, text_only_doubt
-from megatron_dppo.data.prompts.rendering import turn_ends
 from megatron_dppo.data.prompts.survey import Survey
+from megatron_dppo.data.prompts.templates import turn_ends
 from megatron_dppo.errors import DataError, Problem
 
 _MAY_EARN_NOTHING = "a response with only the right answer may be scored as wrong."

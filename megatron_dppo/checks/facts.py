@@ -1,12 +1,13 @@
-"""Facts that rules read from the disk and the launcher, each gathered once and on demand."""
+"""The facts that rules read from the disk and the launcher, and the ordered registry of rules."""
 
 import contextlib
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 from tqdm import tqdm
 
@@ -98,7 +99,7 @@ class Facts:
     @property
     def free_bytes(self) -> int:
         """Free bytes on the disk of the run folder."""
-        return shutil.disk_usage(existing(self.config.run.folder)).free
+        return shutil.disk_usage(nearest_folder(self.config.run.folder)).free
 
 
 def gather_facts(config: Config, world_size: int, *, accepts_changes: bool = False) -> Facts:
@@ -137,7 +138,7 @@ def prompt_files(config: Config) -> dict[str, Path]:
     return {TRAINING: config.data.prompts, **held_out}
 
 
-def existing(folder: Path) -> Path:
+def nearest_folder(folder: Path) -> Path:
     """Return the folder, or the nearest one above it that exists."""
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if path.is_dir())
@@ -155,3 +156,48 @@ def _columns(key: str, path: Path) -> list[str] | Problem:
 def _with_progress(rows: Iterable[Any], path: Path) -> Iterable[Any]:
     """Show a progress bar on a terminal, if a file takes more than a moment."""
     return tqdm(rows, desc=f"reading {path}", unit=" prompts", disable=None, leave=False, delay=2)
+
+
+Check = Callable[[Config, Facts], Iterable[Problem]]
+Need = Literal["config", "machine", "data", "trial", "now"]
+"""Input of a rule, which decides the commands that run the rule.
+
+config: only the config, the model's config.json and the number of processes, so that `plan` runs the rule too.
+machine: other files, and libraries. data: every row of the prompt files. trial: the result of user code, or of
+a library, in a separate process. now: the present state of another process, which `train` finds out by itself.
+"""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition on the config.
+
+    Attributes:
+        id: A short name, unique.
+        description: The condition, in one sentence.
+        check: Function that yields a `Problem` for each fault. It yields none if its input could not be read,
+            because the rule about that input reports it.
+        needs: Input of the rule, which decides the commands that run it.
+    """
+
+    id: str
+    description: str
+    check: Check
+    needs: Need = "config"
+
+
+_rules: dict[str, Rule] = {}
+RULES: Mapping[str, Rule] = MappingProxyType(_rules)
+"""Every rule, in the order in which problems are reported."""
+
+
+def rule(id: str, needs: Need = "config") -> Callable[[Check], Check]:
+    """Register a function as a rule; the first line of its docstring is the description."""
+
+    def register(function: Check) -> Check:
+        assert id not in _rules, f"rule {id} is registered twice"
+        assert function.__doc__, f"rule {id} says nothing"
+        _rules[id] = Rule(id, function.__doc__.splitlines()[0], function, needs)
+        return function
+
+    return register

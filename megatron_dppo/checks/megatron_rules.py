@@ -16,13 +16,12 @@ from typing import Any
 
 from megatron_dppo import __version__
 from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.architectures.megatron_options import BALANCE, Z, router_loss_problems
 from megatron_dppo.architectures.registry import FAMILIES
-from megatron_dppo.architectures.router_losses import BALANCE, Z, router_loss_problems
-from megatron_dppo.checks.facts import Facts
-from megatron_dppo.checks.registry import rule
+from megatron_dppo.checks.facts import Facts, rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem, did_you_mean
-from megatron_dppo.runtime.cache import cache_folder, write_json
+from megatron_dppo.runtime.files import cache_folder, write_json
 
 _PRINT_FIELDS = """
 import dataclasses, json, types, typing
@@ -261,8 +260,8 @@ def _megatron_config(config: Config, facts: Facts) -> Iterator[Problem]:
         layout = Layout.of(config.parallel, facts.world_size)
     except ConfigError:  # another rule reports it
         return
-    asked = [facts.model, config.model.dtype, asdict(layout), config.megatron]
-    for refusal in [] if others else _refusals(asked):
+    settings = [facts.model, config.model.dtype, asdict(layout), config.megatron]
+    for refusal in [] if others else _refusals(settings):
         action = "Correct [megatron]; these are fields of Megatron's TransformerConfig."
         yield Problem("megatron", refusal, "settings that Megatron accepts together", action)
 
@@ -297,9 +296,9 @@ def _read_fields() -> dict[str, list[str]] | None:
     return _last_line(_PRINT_FIELDS)
 
 
-def _refusals(asked: list[Any]) -> list[str]:
+def _refusals(settings: list[Any]) -> list[str]:
     """Return Megatron's objections to a config; an empty list if it accepts the config or is not installed."""
-    version, text = _version(), json.dumps(asked, sort_keys=True)
+    version, text = _version(), json.dumps(settings, sort_keys=True)
     if version is None:
         return []
     key = hashlib.blake2b(f"{__version__} {text}".encode(), digest_size=16).hexdigest()

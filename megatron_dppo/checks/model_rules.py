@@ -1,22 +1,93 @@
-"""Rules about the model folder, the parallel layout, and the memory of a rollout on each process."""
+"""Rules about the model, its layers and adapters, the parallel layout, and the reference policy."""
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from megatron_dppo.architectures.layout import layout_problems
-from megatron_dppo.architectures.refusals import architecture_problem
-from megatron_dppo.architectures.registry import FAMILIES, variant_problems
-from megatron_dppo.architectures.sizes import config_file
+from megatron_dppo.architectures.megatron_options import library_problems, transformer_engine_limits
+from megatron_dppo.architectures.registry import (
+    FAMILIES,
+    architecture_problem,
+    family_of,
+    read_hf_config,
+    read_model_sizes,
+    variant_problems,
+)
+from megatron_dppo.architectures.sizes import ModelSizes, config_file
+from megatron_dppo.architectures.weight_map import linears_of
 from megatron_dppo.checkpoints.hf_folder import require_one_set
 from megatron_dppo.checkpoints.weight_files import WeightFilesError
+from megatron_dppo.checks.facts import Facts, rule
+from megatron_dppo.checkpoints.model_files import WeightFilesError
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.memory import rollout_bytes_bound
-from megatron_dppo.errors import ConversionError, Problem
+from megatron_dppo.errors import ConfigError, ConversionError, Problem, did_you_mean
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_REFERENCE = "model.reference"
+_MAY_DIFFER = ("max_position_embeddings",)
+
+
+@rule("layer_spec", needs="machine")
+def _layer_spec(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Transformer Engine can be used if the config selects its layers."""
+    if facts.transformer_engine is not None:
+        yield from library_problems(facts.transformer_engine)
+
+
+@rule("layer_spec_limits")
+def _layer_spec_limits(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Transformer Engine's layers support the config that selects them."""
+    if config.model.layer_spec == "transformer_engine":
+        yield from transformer_engine_limits(config, facts.model_sizes)
+
+
+@rule("lora_targets")
+def _lora_targets(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Every target is a linear of the model, and there is at least one."""
+    if not config.lora.rank or isinstance(facts.model, Problem):
+        return
+    if facts.architecture not in FAMILIES:
+        return
+    known = list(dict.fromkeys(name for rule in family_of(facts.model).rules for name in linears_of(rule)))
+    expected = f"linears of {facts.architecture}: {', '.join(known)}"
+    if not config.lora.targets:
+        yield Problem("lora.targets", "an empty list", expected, "Name one, or set lora.rank to 0.")
+    for name in config.lora.targets:
+        if name not in known:
+            action = did_you_mean(name, known, "Remove it.")
+            yield Problem("lora.targets", f"{name!r}, which matches nothing", expected, action)
+
+
+@rule("lora_experts")
+def _lora_experts(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Adapters of experts can be computed, and written so that peft reads all of them."""
+    sizes = facts.model_sizes
+    if not config.lora.rank or sizes is None or sizes.num_experts is None or isinstance(facts.model, Problem):
+        return
+    of_experts = [linears_of(each) for each in family_of(facts.model).rules if each.is_expert]
+    known = [linear for linears in of_experts for linear in linears]
+    targets = set(config.lora.targets) & set(known)
+    if not targets:
+        return
+    if config.lora.rank % 8:
+        expected = "a multiple of 8 if experts have adapters: their grouped products need rows of 16 bytes"
+        yield Problem("lora.rank", str(config.lora.rank), expected, f"Use {-(-config.lora.rank // 8) * 8}.")
+    for fused in of_experts:
+        if 0 < len(targets & set(fused)) < len(fused):
+            found = f"one of {' and '.join(fused)} on a model with experts"
+            expected = "both or neither: in transformers they are one weight, and peft adapts all of it"
+            yield Problem("lora.targets", found, expected, "Name both, or neither.")
+    others = ["dense layers besides layers with experts"] * (len(sizes.moe_layers) < sizes.num_layers)
+    others += ["shared experts"] * bool(sizes.shared_expert_intermediate_size)
+    if others:
+        named = ", ".join(sorted(targets))
+        found = f"{named} on a model that has {' and '.join(others)}"
+        expected = "only attention's linears: peft would not read the other adapters"
+        yield Problem("lora.targets", found, expected, f"Leave out {', '.join(known[:-1])} and {known[-1]}.")
 
 
 @rule("rollout_memory")
@@ -122,7 +193,7 @@ def _model_code(config: Config, facts: Facts) -> Iterator[Problem]:
     except (OSError, ValueError, AttributeError) as error:
         yield Problem("model.load", f"{file}: {error}", "a JSON object", "Copy or download the model again.")
         return
-    # Any other class that transformers finds by this name would be asked, and may run the folder's code.
+    # Any other class that transformers finds by this name would be used, and may run the folder's code.
     is_usual = "Tokenizer" in str(name) or name is None
     if (tokenizer.get("auto_map") or not is_usual) and not _has_tokenizer_class(name):
         found = f"tokenizer_class = {name!r}{' and auto_map' * ('auto_map' in tokenizer)} in {path.parent}"
@@ -191,3 +262,53 @@ def _expert_rows(config: Config, facts: Facts) -> Iterator[Problem]:
             found = f"{name}: {width}"
             expected = f"a multiple of {unit} with model.dtype = {config.model.dtype!r}"
             yield Problem("model.load", found, expected, "Split experts less, or use another model.")
+
+
+@rule("reference_in_use")
+def _reference_in_use(config: Config, facts: Facts) -> Iterator[Problem]:
+    """A reference policy or an estimator is named only if the loss has the KL term."""
+    if config.algorithm.ref_kl_coef:
+        return
+    action = "Set algorithm.ref_kl_coef (GRPO was published with 0.04), or remove this."
+    for key, value in ((_REFERENCE, config.model.reference), ("algorithm.ref_kl", config.algorithm.ref_kl)):
+        if value is not None:
+            found = f"{str(value)!r}, which is not used: algorithm.ref_kl_coef is 0"
+            yield Problem(key, found, "nothing, or a coefficient above 0", action)
+
+
+@rule("reference_model", needs="machine")
+def _reference_model(config: Config, facts: Facts) -> Iterator[Problem]:
+    """The reference has the same architecture, sizes and vocabulary as the trained model."""
+    folder = config.model.reference
+    if folder is None:
+        return
+    try:
+        sizes = read_model_sizes(config.model.load)
+    except ConfigError:  # which the rules about model.load report
+        return
+    try:
+        read_hf_config(folder)
+        differing = _differing(read_model_sizes(folder), sizes)
+    except ConfigError as error:
+        yield from (replace(problem, where=_REFERENCE) for problem in error.problems)
+        return
+    if differing:
+        found = ", ".join(f"{name} {value}" for name, (value, _) in differing.items())
+        expected = ", ".join(f"{name} {value}" for name, (_, value) in differing.items())
+        action = "Name a model that differs from model.load only in its weights."
+        yield Problem(_REFERENCE, f"{folder} of {found}", f"{expected}, as in model.load", action)
+    path = config_file(folder)
+    is_hugging_face = path is not None and path.parent == folder
+    if is_hugging_face and not any(folder.glob("*.safetensors")):
+        action = "Download the weights, or save the model again with save_pretrained."
+        yield Problem(_REFERENCE, f"{folder} without *.safetensors", "weights in safetensors format", action)
+    if config.lora.rank and not is_hugging_face:
+        found = f"{folder}, a Megatron checkpoint, with lora.rank = {config.lora.rank}"
+        action = "Use megatron-dppo convert to-hf; without it, the model without adapters is the reference."
+        yield Problem(_REFERENCE, found, "a Hugging Face folder", action)
+
+
+def _differing(found: ModelSizes, expected: ModelSizes) -> dict[str, tuple[object, object]]:
+    """Return the sizes that differ, by name: found and expected."""
+    pairs = ((name, (value, getattr(expected, name))) for name, value in asdict(found).items())
+    return {name: pair for name, pair in pairs if pair[0] != pair[1] and name not in _MAY_DIFFER}

@@ -1,12 +1,16 @@
-"""Rules about sampling: which groups a rollout begins and keeps, user code, and SGLang's servers."""
+"""Rules about sampling: groups, staleness, user code, SGLang's servers and what they serve."""
 
+import math
 import os
 from collections.abc import Iterator
 
-from megatron_dppo.checks.facts import Facts
-from megatron_dppo.checks.registry import rule
+from megatron_dppo.architectures.registry import FAMILIES
+from megatron_dppo.architectures.sizes import read_model_config
+from megatron_dppo.checks.facts import Facts, rule
 from megatron_dppo.config.schema import Config
+from megatron_dppo.engines.sglang.model import model_problems, routes_problem
 from megatron_dppo.engines.sglang.options import (
+    installed_version,
     interpreter,
     option_problems,
     read_options,
@@ -15,7 +19,7 @@ from megatron_dppo.engines.sglang.options import (
 from megatron_dppo.engines.sglang.protocol import NEWEST
 from megatron_dppo.engines.sglang.sampling_settings import argument_problems, variable_problems
 from megatron_dppo.environments import problem_with
-from megatron_dppo.errors import Problem
+from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.runtime.user_code import problem_with_path
 
 
@@ -161,3 +165,111 @@ def _release_trainer(config: Config, facts: Facts) -> Iterator[Problem]:
     if config.rollout.release_trainer and config.rollout.engine == "sglang":
         expected = "false: with SGLang, rollout.sglang.colocated decides whether trainer and servers take turns"
         yield Problem("rollout.release_trainer", "true with engine = 'sglang'", expected, "Remove it.")
+
+
+@rule("sglang_model")
+def _sglang_model(config: Config, facts: Facts) -> Iterator[Problem]:
+    """SGLang serves the model as it is trained, and config.json has the keys that it reads."""
+    if config.rollout.engine != "sglang" or facts.model_sizes is None or isinstance(facts.model, Problem):
+        return
+    yield from model_problems(config.model.load, facts.model, facts.model_sizes)
+
+
+@rule("sglang_routes", needs="machine")
+def _sglang_routes(config: Config, facts: Facts) -> Iterator[Problem]:
+    """SGLang returns routes of the model's architecture if routing replay needs them."""
+    name = facts.architecture
+    is_asking = config.rollout.engine == "sglang" and config.rollout.routing_replay != "off"
+    if not is_asking or name is None or name not in FAMILIES or not FAMILIES[name].sglang.lacks_routes:
+        return
+    problem = routes_problem(name, installed_version(interpreter(config)) or NEWEST)
+    if problem is not None:
+        yield problem
+
+
+_SPACING = {  # of neighbouring numbers from 1 to 2
+    **{"bfloat16": 2.0**-7, "float16": 2.0**-10, "half": 2.0**-10},
+    **{"bfloat16_fp8": 2.0**-3, "modelopt_fp8": 2.0**-3, "modelopt_nvfp4": 2.0**-1},
+}
+_USUAL_SIZE = 0.02  # of a weight: `initializer_range` of most models
+
+
+def rounding_remarks(config: Config) -> list[str]:
+    """Return a doubt if the steps of a rollout are smaller than the rounding of the weights that are served.
+
+    The engine's type must be coarser than the trainer's for that. Adam moves a weight by about the learning
+    rate in a step, and weights are taken to be as large as config.json's `initializer_range`.
+    """
+    is_sglang = config.rollout.engine == "sglang"
+    key = "sglang.dtype" if is_sglang else "rollout.transformers.weights"
+    served = str(config.sglang.get("dtype", "auto")) if is_sglang else config.embedded_weights
+    if served not in _SPACING or _SPACING[served] <= _SPACING.get(config.model.dtype, 0.0):
+        return []
+    try:
+        size = float(read_model_config(config.model.load)[1].get("initializer_range") or _USUAL_SIZE)
+    except (ConfigError, TypeError, ValueError):
+        size = _USUAL_SIZE
+    spacing = _SPACING[served] * 2.0 ** math.floor(math.log2(size))
+    num_steps = config.algorithm.steps_per_rollout
+    moved = config.optimizer.lr * num_steps
+    if moved >= spacing / 2:
+        return []
+    return [
+        f"{key} is {served!r} and model.dtype {config.model.dtype!r}: served numbers near {size:g} are "
+        f"{spacing:.1e} apart, and the gradient steps of a rollout ({num_steps}) move a weight by about "
+        f"{moved:.1e}. Most "
+        "served weights do not change in a push; sync/changed_weights_fraction counts the embedded engine's. "
+        f"Serve {config.model.dtype}, or raise optimizer.lr."
+    ]
+
+
+@rule("max_staleness")
+def _max_staleness(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Asynchronous sampling has separate servers, and uses the package's sampling."""
+    options, key = config.rollout, "rollout.max_staleness"
+    if not options.max_staleness:
+        return
+    given = str(options.max_staleness)
+    if options.engine != "sglang":
+        expected = "0: this engine samples in the trainer's processes, and they cannot train at the same time"
+        found = f"{given} with rollout.engine = {options.engine!r}"
+        yield Problem(key, found, expected, "Set it to 0, or rollout.engine = 'sglang'.")
+    elif options.sglang.colocated:
+        found = f"{given} with rollout.sglang.colocated"
+        expected = "0: trainer and servers take turns on the same GPUs"
+        yield Problem(key, found, expected, "Give the servers separate GPUs, or set it to 0.")
+    if options.lag:
+        found, expected = f"{given} with rollout.lag = {options.lag}", "one of them: a largest or a fixed age"
+        yield Problem(key, found, expected, "Leave one of them out.")
+    if options.generate is not None:
+        found = f"{given} with rollout.generate = {options.generate!r}"
+        expected = "0: a push interrupts responses, and such a function cannot resume them"
+        yield Problem(key, found, expected, "Write an environment (rollout.environment), or set it to 0.")
+
+
+@rule("open_groups")
+def _open_groups(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Over-sampling starts only groups that rollouts can train on within max_staleness."""
+    options = config.rollout
+    if options.max_staleness and options.over_sampling > options.max_staleness + 1:
+        found = f"{options.over_sampling:g} with rollout.max_staleness = {options.max_staleness}"
+        expected = (
+            f"1 to {options.max_staleness + 1}: further groups would be older than "
+            "max_staleness when they are trained on"
+        )
+        yield Problem("rollout.over_sampling", found, expected, "Lower it, or raise rollout.max_staleness.")
+
+
+@rule("keep_partials")
+def _keep_partials(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Aborted responses are resumed if their age has a bound, and dropped otherwise."""
+    options, key = config.rollout, "rollout.keep_partials"
+    if options.max_staleness and not options.keep_partials:
+        found = f"false with rollout.max_staleness = {options.max_staleness}"
+        expected = "true: responses that a push interrupts are resumed, and none is dropped"
+        yield Problem(key, found, expected, "Remove it.")
+    if not options.max_staleness and options.over_sampling > 1 and options.keep_partials:
+        found = f"true with rollout.over_sampling = {options.over_sampling:g} and rollout.max_staleness = 0"
+        expected = "false, or a bound: otherwise the age of a response in training is not limited"
+        action = "Set rollout.max_staleness = 1 or more, or keep_partials = false to drop aborted responses."
+        yield Problem(key, found, expected, action)

@@ -49,7 +49,7 @@ def compare(
     """
     with user_errors():
         from megatron_dppo.analysis.report.report import compare as write_report
-        from megatron_dppo.analysis.report.watch import watch as write_reports
+        from megatron_dppo.analysis.report.report import watch as write_reports
 
         if watch:
             found = write_reports(runs, out, every, typer.echo, tokens_at=tokens_at)
@@ -222,9 +222,9 @@ def measure_mismatch(
     engine does not serve these weights, because they differ as much as two models.
     """
     with user_errors():
-        from megatron_dppo.analysis.mismatch.settings import measured_config, require_possible, with_servers
+        from megatron_dppo.analysis.mismatch.settings import measurement_config, require_possible, with_servers
 
-        config = measured_config(configs, overrides or (), engine, prompts)
+        config = measurement_config(configs, overrides or (), engine, prompts)
         folder = out or config.run.folder / "mismatch"
         config = with_servers(config, folder, serve)
         require_possible(config, folder, serve)

@@ -20,8 +20,8 @@ from megatron_dppo.runtime import process as runtime
 from megatron_dppo.runtime.tables import show_table
 
 if TYPE_CHECKING:  # so that --help loads none of it
-    from megatron_dppo.checkpoints.convert.options import Options
-    from megatron_dppo.checkpoints.convert.sources import Source
+    from megatron_dppo.checkpoints.convert.options import WriteOptions
+    from megatron_dppo.checkpoints.convert.sources import WeightSource
 
 logger = logging.getLogger(__name__)
 app = typer.Typer()
@@ -63,11 +63,11 @@ def to_megatron(
 ) -> None:
     """Hugging Face -> Megatron. Any parallel layout loads the result."""
     with _process() as this:
-        from megatron_dppo.checkpoints.convert.description import read_convertible_config
         from megatron_dppo.checkpoints.convert.sources import HuggingFaceSource
         from megatron_dppo.checkpoints.convert.to_megatron import write_megatron
         from megatron_dppo.checkpoints.convert.unfinished import refuse_existing
         from megatron_dppo.checkpoints.hf_folder import HFWeights
+        from megatron_dppo.checkpoints.model_files import read_convertible_config
 
         refuse_existing(out)
         with _named("--hf"):
@@ -102,10 +102,10 @@ def to_hf(
 ) -> None:
     """Megatron -> Hugging Face, one name per expert, as transformers and SGLang read it; LoRA is merged."""
     with _process() as this:
-        from megatron_dppo.checkpoints.convert.description import description_of
         from megatron_dppo.checkpoints.convert.sources import MegatronSource, base_of
         from megatron_dppo.checkpoints.convert.to_hf import write_hf
         from megatron_dppo.checkpoints.convert.unfinished import refuse_existing
+        from megatron_dppo.checkpoints.model_files import description_of
 
         refuse_existing(out)
         with _named("--megatron" if hf_template is None else "--hf-template"):
@@ -149,11 +149,11 @@ def merge_adapter(
 ) -> None:
     """Hugging Face + a peft LoRA adapter -> Hugging Face, with the sums that peft's own merge gives."""
     with _process() as this:
-        from megatron_dppo.checkpoints.convert.description import read_convertible_config
         from megatron_dppo.checkpoints.convert.peft_adapter import MergedSource
         from megatron_dppo.checkpoints.convert.to_hf import write_hf
         from megatron_dppo.checkpoints.convert.unfinished import refuse_existing
         from megatron_dppo.checkpoints.hf_folder import HFWeights
+        from megatron_dppo.checkpoints.model_files import read_convertible_config
 
         refuse_existing(out)
         with _named("--hf"):
@@ -171,7 +171,7 @@ def inspect(
 ) -> None:
     """Show a checkpoint's type and contents, without reading tensors."""
     with user_errors(), _named("FOLDER"):
-        from megatron_dppo.checkpoints.convert.contents import contents_of
+        from megatron_dppo.checkpoints.convert.inspect import contents_of
 
         for line in contents_of(folder, is_listing=tensors):
             typer.echo(line)
@@ -184,7 +184,7 @@ def verify(
 ) -> None:
     """Compare two checkpoints bit for bit by Hugging Face name. Exit code 1: they differ."""
     with user_errors():
-        from megatron_dppo.checkpoints.convert.compare import compare
+        from megatron_dppo.checkpoints.convert.inspect import compare
         from megatron_dppo.checkpoints.convert.sources import source_of
 
         pair = source_of(first), source_of(second)
@@ -237,8 +237,7 @@ def quantize(
     """
     with _process() as this:
         from megatron_dppo.analysis.mismatch.quantized import measure as distance
-        from megatron_dppo.checkpoints.convert.quantize import plan
-        from megatron_dppo.checkpoints.convert.to_quantized import tokenized, write_quantized
+        from megatron_dppo.checkpoints.convert.quantize import plan, tokenize_prompts, write_quantized
         from megatron_dppo.checkpoints.convert.unfinished import refuse_existing
         from megatron_dppo.data.prompts.prompts import load_prompts
 
@@ -246,7 +245,7 @@ def quantize(
         questions = load_prompts(prompts, prompt_column, answer_column)
         with _named("--hf"):
             quantization = plan(hf, weight_format, exclude or ())
-        tokens = tokenized(hf, questions, num_prompts, max_tokens)
+        tokens = tokenize_prompts(hf, questions, num_prompts, max_tokens)
         place = torch.device(device) if device else this.device
         compare = distance if measure else None
         found = write_quantized(
@@ -304,7 +303,7 @@ def _named(option: str) -> Iterator[None]:
 
 
 @contextmanager
-def _progress(source: "Source", num_sharers: int) -> Iterator[Callable[[int], object]]:
+def _progress(source: "WeightSource", num_sharers: int) -> Iterator[Callable[[int], object]]:
     """Show a progress bar of bytes with the remaining time, and yield the function that advances it.
 
     Args:
@@ -318,20 +317,19 @@ def _progress(source: "Source", num_sharers: int) -> Iterator[Callable[[int], ob
 
 @contextmanager
 def _options(
-    source: "Source",
+    source: "WeightSource",
     this: runtime.Runtime,
     dtype: str | None,
     shard_size: str,
     writers: int,
-    base: "Source | None" = None,
-) -> Iterator["Options"]:
+    base: "WeightSource | None" = None,
+) -> Iterator["WriteOptions"]:
     """Yield the options of a conversion, and log the loss of a rounding at its end."""
-    from megatron_dppo.checkpoints.convert.options import Options, dtype_of
-    from megatron_dppo.checkpoints.convert.rounding import Loss, Rounding
+    from megatron_dppo.checkpoints.convert.options import Loss, Rounding, WriteOptions, dtype_of
 
     rounded, file_bytes = dtype_of(dtype), parse_bytes(shard_size, "--shard-size")
     with _progress(source, this.world_size if this.is_main else 0) as on_bytes:
-        options = Options(rounded, file_bytes, writers, on_bytes, Rounding(base))
+        options = WriteOptions(rounded, file_bytes, writers, on_bytes, Rounding(base))
         yield options
     if rounded is not None:
         loss = Loss()

@@ -71,7 +71,7 @@ def prepare_data(
     the suffix .counts.json contains row counts. Exit code 2: invalid arguments.
     """
     with user_errors():
-        from megatron_dppo.data.prompts.prepare import Options
+        from megatron_dppo.data.prompts.prepare import PrepareOptions
         from megatron_dppo.data.prompts.prompt_file import (
             DATA_SETS,
             open_data_set,
@@ -80,7 +80,7 @@ def prepare_data(
         )
 
         data_set = DATA_SETS[name]
-        options = Options(
+        options = PrepareOptions(
             name=name.replace("-", "_"),
             template=template,
             instruction=instruction,

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from megatron_dppo.errors import ConfigError, MegatronDppoError
-from megatron_dppo.runtime.full_disk import full_disk_explained
+from megatron_dppo.runtime.files import full_disk_explained
 
 Configs = Annotated[
     list[Path],

@@ -20,9 +20,9 @@ from megatron_dppo.checks import (
     remarks,
     require_evaluable,
     require_valid,
-    untested,
+    version_notes,
 )
-from megatron_dppo.checks.summary import lines_of, summary
+from megatron_dppo.checks.notes import lines_of, summary
 from megatron_dppo.cli.options import (
     AcceptChanges,
     Assumptions,
@@ -135,7 +135,7 @@ def check(
     notes = not_checked(config)
     for note in notes:
         typer.echo(f"not checked: {note}", err=True)
-    for note in untested(config):
+    for note in version_notes(config):
         typer.echo(f"untested version: {note}", err=True)
     noted = [*remarks(config), *period_remarks(config), *doubts(config, facts), *folder_remarks(config)]
     for remark in noted:
@@ -219,7 +219,7 @@ def plan(
             raise ConfigError(Problem(given, "no --split", "one", "Add --split 32, the number of all GPUs."))
         if is_traced or trace_layers is not None:
             quiet_library_warnings()
-            from megatron_dppo import trace
+            from megatron_dppo.plan import trace
 
             traced = trace.trace_run(made, lambda line: typer.echo(f"trace: {line}", err=True), trace_layers)
             shown, text = shown | {"trace": trace.as_json(traced)}, f"{text}\n{trace.as_text(traced)}"

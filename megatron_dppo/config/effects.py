@@ -76,8 +76,6 @@ EFFECTS: Mapping[str, Effect] = {
     "rollout.max_turn_tokens": _ALL_SETS,
     "rollout.temperature": _EXPERIMENT,
     "rollout.top_p": _EXPERIMENT,
-    "rollout.top_k": _EXPERIMENT,
-    "rollout.repetition_penalty": _EXPERIMENT,
     "rollout.num_topk_log_probs": _EXPERIMENT,
     "rollout.routing_replay": _EXPERIMENT,
     "rollout.max_dropped_fraction": _LIMIT,
@@ -267,7 +265,7 @@ def free_settings() -> Mapping[str, list[str]]:
     return reasons
 
 
-def evaluated(key: str) -> Evaluated:
+def effect_on_evaluation(key: str) -> Evaluated:
     """Return whether results of `evaluate` depend on a setting, and the place that records it."""
     return "all sets" if key.startswith("sglang.") else _effect(key).evaluated
 

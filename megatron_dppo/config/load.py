@@ -1,4 +1,4 @@
-"""From TOML files and `--set` to a `Config`, with every fault reported at once.
+"""From TOML files and `--set` to a `Config`, with every fault reported at once; and settings as text and TOML.
 
 Layers are merged left to right: tables key by key, anything else (lists included) is replaced. Relative paths
 in a file mean what they would mean on the command line: they start at the current directory, not at the file.
@@ -9,15 +9,15 @@ A layer takes settings of earlier ones away, so that their defaults count, by `-
 import json
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin
 
+import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.config.settings import to_toml
 from megatron_dppo.errors import ConfigError, Problem, did_you_mean
 
 Table = dict[str, Any]
@@ -26,6 +26,12 @@ KeyPath = tuple[str, ...]
 UNSET = "unset"  # the key at the head of a file that lists the settings to take away
 NONE = "none"  # the value of --set that takes a setting away; '"none"' in quotes is the string
 
+_WRONG_RATIO = "the log-prob of a {} distribution is not the policy's, so the ratio pi/mu would be wrong"
+LEFT_OUT = {
+    "rollout.top_k": _WRONG_RATIO.format("truncated"),
+    "rollout.repetition_penalty": _WRONG_RATIO.format("penalised"),
+}
+"""Keys that a user may expect, and the reason why the schema has none of them."""
 _EXPECTED = {
     "model_type": "a table",
     "dict_type": "a table",
@@ -62,7 +68,7 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
         layer = _parse_override(override)
         if isinstance(layer, Problem):
             problems.append(layer)
-        elif (name := _taken_away(override)) is not None:
+        elif (name := _removed_key(override)) is not None:
             problems.extend(_unset(merged, [name], f"--set {override}", origins))
         else:
             _merge(merged, layer, f"--set {override}", origins, empties=True)
@@ -125,7 +131,7 @@ def _parse_override(override: str) -> Table | Problem:
     return cast(Table, value)
 
 
-def _taken_away(override: str) -> str | None:
+def _removed_key(override: str) -> str | None:
     """Return the setting that `section.key=none` takes away; none for any other override."""
     name, _, text = override.partition("=")
     return ".".join(key.strip() for key in name.split(".")) if text.strip() == NONE else None
@@ -233,6 +239,8 @@ def _is_section(kind: Any) -> bool:
 
 
 def _unknown_key(where: str, keys: KeyPath, found: str) -> Problem:
+    if (reason := LEFT_OUT.get(".".join(keys))) is not None:
+        return Problem(where, found, f"no such key: {reason}", "Remove it.")
     *parents, name = keys
     section = _section(tuple(parents))
     known = sorted(section.model_fields) if section is not None else []
@@ -249,3 +257,40 @@ def _unknown_key(where: str, keys: KeyPath, found: str) -> Problem:
 def _has_field(section_name: str, field_name: str) -> bool:
     section = _section((section_name,))
     return section is not None and field_name in section.model_fields
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested tables as one table with dotted keys; an empty table leaves nothing."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= flat(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found
+
+
+def shown(value: Any) -> str:
+    """Return a setting's value as text; a value that is none is "not set"."""
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return ", ".join(map(shown, cast("list[Any]", value)))
+    return str(value)
+
+
+def to_toml(settings: Mapping[str, Any]) -> str:
+    """Return nested settings as TOML, without those that are none."""
+    return tomli_w.dumps(_for_toml(settings))
+
+
+def _for_toml(value: Any) -> Any:
+    """Convert a value to what TOML can hold: no None, and paths as strings."""
+    if isinstance(value, Mapping):
+        table = cast("Mapping[str, Any]", value)
+        return {str(key): _for_toml(item) for key, item in table.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [_for_toml(item) for item in cast("list[Any]", value)]
+    return str(value) if isinstance(value, Path) else value

@@ -10,8 +10,8 @@ from typing import Any
 from megatron_dppo.algorithms.objective import DELTAS
 from megatron_dppo.algorithms.presets import OVERRIDABLE, PRESETS, overrides_in, preset
 from megatron_dppo.config.effects import may_change
+from megatron_dppo.config.load import LEFT_OUT, flat, shown
 from megatron_dppo.config.schema import Config
-from megatron_dppo.config.settings import flat, shown
 from megatron_dppo.errors import ConfigError
 
 _LENGTH = "run.num_rollouts"
@@ -34,10 +34,6 @@ def setting_changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Sett
 
     A setting that is left out has its default: of the schema, of the preset, or of the setting that it follows.
     Files and folders are compared by their absolute path.
-
-    Args:
-        was: Nested settings, as config.toml holds them.
-        now: Likewise.
     """
     before, after = _alike(_with_defaults(was), _with_defaults(now))
     if before[_PRECISION] != after[_PRECISION]:  # "model" is another name of the model's type
@@ -71,6 +67,7 @@ def change_table(changes: Sequence[SettingChange]) -> str:
 def _with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return all settings by dotted key, without those that are none."""
     given = flat(json.loads(json.dumps(settings, default=str)))
+    given = {key: value for key, value in given.items() if key not in LEFT_OUT}  # runs of earlier versions
     tables = {key.rpartition(".")[0] for key in given}
     defaults = flat(Config().model_dump(mode="json"))
     values = {key: value for key, value in defaults.items() if key not in tables} | given

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_dppo.config.measuring import EvaluationConfig, TrackingConfig
-from megatron_dppo.config.section import RewardSetting, Section
+from megatron_dppo.config.sections import EvaluationConfig, RewardSetting, Section, TrackingConfig
 from megatron_dppo.types import RoutingReplay
 
 EnginePrecision = Literal["float32", "bfloat16", "bfloat16_fp8", "modelopt_fp8", "modelopt_nvfp4"]
@@ -107,7 +106,7 @@ class DataConfig(Section):
     reward_timeout_s: PositiveFloat = 10.0
     """Seconds to score a response or to step an environment. A slower sample is dropped and counted."""
     reward_memory_mb: NonNegativeInt = 2048
-    """Memory limit of a worker in MiB; 0 is no limit. A sample that exceeds it is dropped and counted."""
+    """MiB for a worker of rewards or environments; 0 is no limit. A sample above it is dropped and counted."""
     max_prompt_tokens: PositiveInt = 1024
     """Maximum prompt length. Longer prompts are dropped and counted."""
 
@@ -174,10 +173,6 @@ class RolloutConfig(Section):
     """Sampling temperature. The trainer divides its logits by it, too."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling. Training requires 1, because mu must be the sampling distribution."""
-    top_k: int = Field(default=-1, ge=-1)
-    """Top-k sampling. Training requires -1 (off)."""
-    repetition_penalty: PositiveFloat = 1.0
-    """Repetition penalty. Training requires 1 (off)."""
     num_topk_log_probs: int = Field(default=0, ge=0, le=64)
     """Most probable tokens to keep per position. topk_* divergences need at least `algorithm.top_k`."""
     routing_replay: RoutingReplay = "off"
@@ -294,6 +289,11 @@ class AlgorithmConfig(Section):
     logits_dtype: Literal["model", "float32"] = "model"
     """hidden_states: type of the logits. float32 avoids rounding the logits of a bfloat16 model."""
 
+    @property
+    def steps_per_rollout(self) -> int:
+        """Gradient steps on each rollout."""
+        return self.minibatches_per_rollout * self.epochs_per_rollout
+
 
 class OptimizerConfig(Section):
     """[optimizer]: AdamW and its schedule, in gradient steps."""
@@ -379,6 +379,4 @@ class Config(Section):
     @property
     def num_gradient_steps(self) -> int:
         """Gradient steps of the run: the horizon of the learning-rate schedule."""
-        return (
-            self.run.num_rollouts * self.algorithm.minibatches_per_rollout * self.algorithm.epochs_per_rollout
-        )
+        return self.run.num_rollouts * self.algorithm.steps_per_rollout

@@ -14,11 +14,9 @@ from megatron_dppo.environments.base import (
     problem_with,
     register,
 )
-from megatron_dppo.environments.gem import gem_task
+from megatron_dppo.environments.built_in import SingleTurn, Sudoku, gem_task
 from megatron_dppo.environments.host import Host, InProcess
 from megatron_dppo.environments.pool import EnvironmentPool
-from megatron_dppo.environments.single_turn import SingleTurn
-from megatron_dppo.environments.sudoku import Sudoku
 
 __all__ = [
     "ENVIRONMENTS",

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from megatron_dppo.errors import ConfigError, Problem
-from megatron_dppo.runtime.user_code import imported, problem_with_path
+from megatron_dppo.runtime.user_code import import_named, problem_with_path
 from megatron_dppo.types import FinishReason, Message, Prompt
 
 _KEY = "rollout.environment"
@@ -123,7 +123,7 @@ class Episode:
     fault: str | None = None  # message of its environment's fault
 
 
-def opened(prompt: Prompt, observation: str) -> Observation:
+def append_to_prompt(prompt: Prompt, observation: str) -> Observation:
     """Return the prompt with an observation appended to its text or to its last message."""
     if prompt.text is not None:
         return Observation(f"{prompt.text} {observation}")
@@ -186,4 +186,4 @@ def environment(name: str) -> Maker:
         return _registered[name]
     if (maker := _registered.get(f"{family}{colon}")) is not None:
         return maker(rest)
-    return imported(_KEY, name)
+    return import_named(_KEY, name)

@@ -14,7 +14,7 @@ from megatron_dppo.environments.base import (
     Turn,
 )
 from megatron_dppo.errors import EnvironmentFailedError
-from megatron_dppo.runtime.user_code import described
+from megatron_dppo.runtime.user_code import describe_error
 
 _MAX_LIVE = 4096  # instances that wait for their next turn, including instances of abandoned conversations
 
@@ -47,8 +47,8 @@ class Host:
             environment, num_told = self._begin(trajectory)[0], 0
         turn: Any = None
         for response in trajectory.responses[num_told:]:
-            turn = _checked_turn(
-                trajectory, _told(trajectory, environment.step, response.text, response.finish_reason)
+            turn = _check_turn(
+                trajectory, _call(trajectory, environment.step, response.text, response.finish_reason)
             )
         if not turn.done:
             self._live[trajectory.id] = (environment, len(trajectory.responses))
@@ -57,8 +57,8 @@ class Host:
         return turn
 
     def _begin(self, trajectory: Trajectory) -> tuple[Environment, Observation]:
-        environment = _told(trajectory, self._make)
-        opening = _told(trajectory, environment.reset, trajectory.prompt, trajectory.seed)
+        environment = _call(trajectory, self._make)
+        opening = _call(trajectory, environment.reset, trajectory.prompt, trajectory.seed)
         if not isinstance(opening, Observation):
             raise _wrong(trajectory, f"a {type(opening).__name__} from reset", "an Observation")
         return environment, opening
@@ -72,24 +72,24 @@ class InProcess:
 
     def reset(self, trajectories: Sequence[Trajectory]) -> list[Observation | EnvironmentFault]:
         """See `Environments.reset`."""
-        return [self._answered(self._host.reset, trajectory) for trajectory in trajectories]
+        return [self._answer(self._host.reset, trajectory) for trajectory in trajectories]
 
     def step(self, trajectories: Sequence[Trajectory]) -> list[Turn | EnvironmentFault]:
         """See `Environments.step`."""
-        return [self._answered(self._host.step, trajectory) for trajectory in trajectories]
+        return [self._answer(self._host.step, trajectory) for trajectory in trajectories]
 
     async def answer(self, trajectory: Trajectory) -> Turn | EnvironmentFault:
         """See `Environments.answer`; returns without waiting."""
-        return self._answered(self._host.step, trajectory)
+        return self._answer(self._host.step, trajectory)
 
-    def _answered(self, ask: Any, trajectory: Trajectory) -> Any:
+    def _answer(self, ask: Any, trajectory: Trajectory) -> Any:
         try:
             return ask(trajectory)
         except EnvironmentFailedError as error:
             return EnvironmentFault(str(error))
 
 
-def _told(trajectory: Trajectory, function: Any, *arguments: Any) -> Any:
+def _call(trajectory: Trajectory, function: Any, *arguments: Any) -> Any:
     """Call the user's code, and raise its exceptions, except MemoryError, as EnvironmentFailedError."""
     try:
         return function(*arguments)
@@ -97,11 +97,11 @@ def _told(trajectory: Trajectory, function: Any, *arguments: Any) -> Any:
         raise
     except (Exception, SystemExit) as error:
         raise EnvironmentFailedError(
-            f"prompt {trajectory.prompt.id}: the environment raised {described(error)}"
+            f"prompt {trajectory.prompt.id}: the environment raised {describe_error(error)}"
         ) from error
 
 
-def _checked_turn(trajectory: Trajectory, turn: Any) -> Turn:
+def _check_turn(trajectory: Trajectory, turn: Any) -> Turn:
     """Return the turn after checking its types and numbers."""
     if not isinstance(turn, Turn):
         raise _wrong(trajectory, f"a {type(turn).__name__} from step", "a Turn")
@@ -114,7 +114,9 @@ def _checked_turn(trajectory: Trajectory, turn: Any) -> Turn:
         reward = None if turn.reward is None else float(turn.reward)
         info = {str(key): float(number) for key, number in turn.info.items()}
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
-        raise _wrong(trajectory, f"a Turn with {described(error)}", "numbers as reward and in info") from error
+        raise _wrong(
+            trajectory, f"a Turn with {describe_error(error)}", "numbers as reward and in info"
+        ) from error
     numbers = {**info, "reward": reward or 0.0}
     wrong = {key: number for key, number in numbers.items() if not math.isfinite(number)}
     if wrong:

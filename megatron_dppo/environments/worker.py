@@ -7,7 +7,7 @@ import sys
 
 from megatron_dppo.environments import environment
 from megatron_dppo.environments.host import Host
-from megatron_dppo.environments.wire import decode_trajectory, encode_answer
+from megatron_dppo.environments.pool import decode_trajectory, encode_answer
 from megatron_dppo.workers.service import Fields
 from megatron_dppo.workers.worker import Answer, run_worker
 

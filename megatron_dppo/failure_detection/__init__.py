@@ -17,8 +17,8 @@ Without this package, torchrun reports the waiting rank as the root cause of a h
 hung rank. A second torchrun, as on another node, still kept its hung rank 26 s after the first torchrun had
 ended.
 
-`report` describes the failure of a rank, and `cause` finds the report of the first cause. `head` is rank 0's
-side of the connections, and `member` the other ranks' side. `ending` ends the process.
+`report` describes the failure of a rank, and finds the report of the first cause. `watch` has both sides of the
+connections. `link` is a connection, and ends the process.
 """
 
 import contextlib
@@ -28,10 +28,9 @@ import threading
 from collections.abc import Iterator
 
 from megatron_dppo.errors import LaunchError
-from megatron_dppo.failure_detection.head import Head
 from megatron_dppo.failure_detection.link import Link
-from megatron_dppo.failure_detection.member import Member
 from megatron_dppo.failure_detection.report import Report, record_for_torchrun
+from megatron_dppo.failure_detection.watch import Head, Member
 from megatron_dppo.runtime.process import Runtime
 
 _CONNECT_TIMEOUT_S = 60.0

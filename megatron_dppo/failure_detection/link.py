@@ -1,23 +1,30 @@
-"""Exchanges JSON lines over TCP between rank 0 and the other ranks, and opens rank 0's listening socket."""
+"""Connects the ranks over TCP, and ends this process from any thread, whatever blocks the main thread."""
 
 import ipaddress
 import json
 import os
+import signal
 import socket
+import sys
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from megatron_dppo.runtime.framing import FrameReader, json_frame
 
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 8}
 _SEND_TIMEOUT_S = 5.0
-_MAX_LINE = 1 << 20
+_MAX_MESSAGE = 1 << 20  # bytes
+_WRITE_TIMEOUT_S = 2.0
+_ending = threading.Lock()  # held by the thread that ends the process, so that no other cuts off its message
 
 Message = dict[str, Any]
 
 
 class Link:
-    """A connection that carries one JSON object per line; any thread may send, one receives."""
+    """A connection that carries frames of JSON objects; any thread may send, one receives."""
 
     def __init__(self, connection: socket.socket) -> None:
         """Wrap the connection, and set its time-outs and keep-alive.
@@ -33,13 +40,13 @@ class Link:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
         close_in_children(connection)
         self._sending = threading.Lock()
-        self._received = b""
+        self._reader = FrameReader(_MAX_MESSAGE)
 
     def send(self, **message: Any) -> bool:
         """Send a message; return whether that worked."""
         try:
             with self._sending:
-                self.socket.sendall(json.dumps(message).encode() + b"\n")
+                self.socket.sendall(json_frame(message))
         except OSError:
             return False
         return True
@@ -52,11 +59,8 @@ class Link:
             return []
         except OSError:
             return None
-        *lines, self._received = (self._received + data).split(b"\n")
-        if not data or len(self._received) > _MAX_LINE:
-            return None
         try:
-            return [json.loads(line) for line in lines]
+            return [json.loads(message) for message in self._reader.feed(data)] if data else None
         except ValueError:
             return None
 
@@ -102,6 +106,40 @@ def this_machine() -> str:
         return ""
 
 
+def leave_at_once(exit_code: int) -> NoReturn:
+    """End this process without a message."""
+    _ending.acquire()
+    _try_for(_WRITE_TIMEOUT_S, _flush)
+    os._exit(exit_code)
+
+
+def leave_with(text: str, exit_code: int) -> NoReturn:
+    """End this process with `text` as the last output on stderr."""
+    _ending.acquire()
+    _try_for(_WRITE_TIMEOUT_S, _flush)
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):  # other threads still run, and may log
+        os.dup2(nowhere, stream)
+    _try_for(_WRITE_TIMEOUT_S, lambda: _write(stderr, f"\n{text.rstrip()}\n".encode()))
+    os._exit(exit_code)
+
+
+def state_of(pid: int) -> str:
+    """Return the state of a local process from /proc, such as "T" if it is stopped; empty if unknown."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def kill(pid: int) -> None:
+    """Kill a local process that does not respond."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except OSError:
+        return
+
+
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -114,3 +152,20 @@ def _names_this_host(master: str) -> bool:
         return _is_loopback(socket.gethostbyname(master))
     except OSError:
         return False
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+
+
+def _write(file: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def _try_for(timeout_s: float, action: Callable[[], None]) -> None:
+    """Run an action with a time limit: a full pipe, or a lock of the main thread, must not block the exit."""
+    attempt = threading.Thread(target=action, daemon=True)
+    attempt.start()
+    attempt.join(timeout_s)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TextIO
 
 from megatron_dppo.errors import KernelBuildError
-from megatron_dppo.runtime.cache import cache_folder
+from megatron_dppo.runtime.files import cache_folder
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""An objective as numbers: the form that an operator's schema can carry and a kernel can read.
+"""Encodes objectives as numbers and tensors as addresses: what operators and compiled kernels take.
 
 Every number is written down, here or with its divergence or rule, and none depends on an order. The numbers
 that the compiled kernels read are equal to the numbers in `csrc/capi.h`.
@@ -9,8 +9,16 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from megatron_dppo.algorithms import DIVERGENCES, RULES, Objective
-from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.algorithms.loss_terms import LOSS_TERMS
+from megatron_dppo.errors import ConfigError, MegatronDppoError, Problem
+
+MAX_TOP_K = 64
+LOGITS_DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # and their numbers in capi.h
+
 
 # The number of each value of an objective's other fields that have names.
 IDS: Mapping[str, Mapping[Any, int]] = MappingProxyType(
@@ -21,8 +29,12 @@ IDS: Mapping[str, Mapping[Any, int]] = MappingProxyType(
         "include_other": {False: 0, True: 1},
     }
 )
+
+
 # Bits of `DppoObjective.flags`.
 FLAGS: Mapping[str, int] = MappingProxyType({"include_other": 1, "replace": 2})
+
+
 # The rules and divergences that `csrc` computes.
 COMPILED: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
@@ -30,10 +42,14 @@ COMPILED: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "divergence": {"binary_tv": 0, "binary_kl": 1, "topk_tv": 2, "topk_kl": 3},
     }
 )
+
+
 # Further fields that must have these values in the compiled kernels.
 OF_EVERY_COMPILED: Mapping[str, Any] = MappingProxyType(
-    {"importance": "token", "log_ratio_coef": 0.0, "ref_kl_coef": 0.0}
+    {"importance": "token", **dict.fromkeys(LOSS_TERMS, 0.0)}
 )
+
+
 CHOICES = ("rule", "divergence", *IDS)
 NUMBERS = ("delta_low", "delta_high", "eps_low", "eps_high", "alpha", "ratio_cap", "entropy_coef", "top_k")
 
@@ -86,9 +102,8 @@ def is_compiled(objective: Objective) -> bool:
     """Return whether the compiled kernels support an objective; otherwise `combine` runs in PyTorch."""
     if any(getattr(objective, field) != known for field, known in OF_EVERY_COMPILED.items()):
         return False
-    return all(
-        known.get(name := getattr(objective, field)) == ids_of(field)[name] for field, known in COMPILED.items()
-    )
+    names = {field: getattr(objective, field) for field in COMPILED}  # torch.compile cannot trace := in all()
+    return all(known.get(names[field]) == ids_of(field)[names[field]] for field, known in COMPILED.items())
 
 
 def require_compiled(objective: Objective) -> None:
@@ -114,3 +129,67 @@ def require_compiled(objective: Objective) -> None:
             problems.append(Problem(f"fused_policy_loss.objective.{field}", repr(value), expected, action))
     if problems:
         raise ConfigError(problems)
+
+
+class KernelError(MegatronDppoError, RuntimeError):
+    """A kernel library does not load, got invalid tensors, or reports a device error."""
+
+
+class ArgumentChecker:
+    """Turns the tensors of one call into addresses.
+
+    Raises:
+        KernelError: From every method: a kernel must not see this tensor.
+    """
+
+    def __init__(self, function: str, device_type: str, device: torch.device) -> None:
+        self.function, self.device = function, device
+        if device.type != device_type:
+            self.fail("device", str(device), f"tensors on {device_type}, which this library was built for")
+
+    def fail(self, name: str, found: str, expected: str) -> None:
+        """Raise, naming the function and its argument."""
+        raise KernelError(f"{self.function}: {name}: found {found}; expected {expected}.")
+
+    def needed(self, name: str, tensor: object, is_needed: bool) -> None:
+        """Refuse a call without an input that the objective reads."""
+        if is_needed and tensor is None:
+            self.fail(name, "none", "a tensor, for this objective")
+
+    def top_k(self, topk_ids: Tensor) -> int:
+        """Return K of top-K ids [N, K]."""
+        columns = topk_ids.shape[1] if topk_ids.dim() == 2 else 0
+        if not 1 <= columns <= MAX_TOP_K:
+            self.fail("topk_ids", f"shape {list(topk_ids.shape)}", f"[N, K] with K from 1 to {MAX_TOP_K}")
+        return columns
+
+    def logits(self, name: str, logits: Tensor, num_columns: int) -> int:
+        """Return the number of rows of logits [N, columns], which may have padding columns and row strides."""
+        if logits.dtype not in LOGITS_DTYPES:
+            self.fail(name, str(logits.dtype), "float32 or bfloat16")
+        if logits.dim() != 2 or (logits.shape[1] > 1 and logits.stride(1) != 1):
+            found = f"shape {list(logits.shape)} with strides {list(logits.stride())}"
+            self.fail(name, found, "[N, columns] with neighbouring columns")
+        if not 0 <= num_columns <= logits.shape[1]:
+            self.fail(name, f"{logits.shape[1]} columns", f"at least num_columns = {num_columns}")
+        if logits.device != self.device:
+            self.fail(name, str(logits.device), str(self.device))
+        return logits.shape[0]
+
+    def pointer(
+        self, name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> int | None:
+        """Return a tensor's address; None for None."""
+        if tensor is None:
+            return None
+        fits = (
+            tensor.dtype == dtype
+            and tensor.shape == shape
+            and tensor.is_contiguous()
+            and tensor.device == self.device
+        )
+        if not fits:
+            strides = "" if tensor.is_contiguous() else f" with strides {list(tensor.stride())}"
+            found = f"{tensor.dtype} {list(tensor.shape)}{strides} on {tensor.device}"
+            self.fail(name, found, f"contiguous {dtype} {list(shape)} on {self.device}")
+        return tensor.data_ptr()

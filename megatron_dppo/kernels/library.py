@@ -13,9 +13,17 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.algorithms import Objective
-from megatron_dppo.kernels.arguments import LOGITS_DTYPES, ArgumentChecker, KernelError
-from megatron_dppo.kernels.encoding import COMPILED, IDS, flags_of, require_compiled
+from megatron_dppo.kernels.encoding import (
+    COMPILED,
+    IDS,
+    LOGITS_DTYPES,
+    ArgumentChecker,
+    KernelError,
+    flags_of,
+    require_compiled,
+)
 from megatron_dppo.kernels.reference import ROWS, STATISTICS
+from megatron_dppo.types import RolloutTokens
 
 ABI_VERSION = 1
 
@@ -145,53 +153,31 @@ class KernelLibrary:
         )
         return statistics
 
-    def combine(
-        self,
-        statistics: Tensor,
-        objective: Objective,
-        *,
-        targets: Tensor,
-        topk_ids: Tensor | None,
-        rollout_log_probs: Tensor,
-        topk_rollout_log_probs: Tensor | None,
-        anchor_log_probs: Tensor | None,
-        advantages: Tensor,
-        is_learning: Tensor | None,
-        token_weights: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def combine(self, statistics: Tensor, objective: Objective, tokens: RolloutTokens) -> tuple[Tensor, Tensor]:
         """Return each token's part of the loss, [11, N] float32 in the order of ROWS, and log-probs [N, K].
 
         Args:
             statistics: [shards, N, 4 + K] float32, in rank order.
             objective: Objective to optimise; there must be at most `top_k` columns.
-            targets: [N] int64.
-            topk_ids: [N, K] int32, -1 pads.
-            rollout_log_probs: [N] float32, like all following tensors.
-            topk_rollout_log_probs: [N, K], read by Top-K divergences.
-            anchor_log_probs: [N], read if the anchor is "recomputed".
-            advantages: [N].
-            is_learning: [N] bool; `None` means that all rows learn. Values of other rows are ignored.
-            token_weights: [N]; `None` means weights of 1.
+            tokens: N of them, as `checked_tokens` makes them: float32, and int32 for Top-K ids. Values of rows
+                that do not learn are ignored.
 
         Raises:
             ConfigError: The kernels do not know the objective's rule or divergence.
         """
         encoded = _Objective.of(objective)
         check = ArgumentChecker("combine", self.device_type, statistics.device)
+        topk_ids = None if tokens.topk is None else tokens.topk.ids
+        topk_mu = tokens.topk.log_probs if tokens.topk is not None and objective.needs_topk else None
+        old_log_probs = tokens.old_log_probs if objective.anchor == "recomputed" else None
         top_k = 0 if topk_ids is None else check.top_k(topk_ids)
         num_shards, num_rows = (*statistics.shape, 0, 0)[:2]
-        is_over_topk = objective.needs_topk
-        check.needed("topk_ids", topk_ids, is_over_topk)
-        check.needed("topk_rollout_log_probs", topk_rollout_log_probs, is_over_topk)
-        check.needed("anchor_log_probs", anchor_log_probs, objective.anchor == "recomputed")
-        if is_over_topk and top_k > objective.top_k:
+        check.needed("topk", tokens.topk, objective.needs_topk)
+        check.needed("old_log_probs", old_log_probs, objective.anchor == "recomputed")
+        if objective.needs_topk and top_k > objective.top_k:
             check.fail("topk_ids", f"{top_k} columns", f"at most top_k = {objective.top_k} of {objective.name}")
-        if objective.anchor != "recomputed":
-            anchor_log_probs = None
-        if not is_over_topk:
-            topk_rollout_log_probs = None
         rows = torch.empty(len(ROWS), num_rows, dtype=torch.float32, device=statistics.device)
-        topk_log_probs = None if topk_ids is None else torch.empty_like(topk_ids, dtype=torch.float32)
+        topk_log_probs = torch.empty(num_rows, top_k, dtype=torch.float32, device=statistics.device)
         self._run(
             "dppo_combine",
             statistics.device,
@@ -199,17 +185,17 @@ class KernelLibrary:
             num_shards,
             num_rows,
             top_k,
-            check.pointer("targets", targets, torch.int64, (num_rows,)),
+            check.pointer("targets", tokens.targets, torch.int64, (num_rows,)),
             check.pointer("topk_ids", topk_ids, torch.int32, (num_rows, top_k)),
-            check.pointer("rollout_log_probs", rollout_log_probs, torch.float32, (num_rows,)),
-            check.pointer("topk_rollout_log_probs", topk_rollout_log_probs, torch.float32, (num_rows, top_k)),
-            check.pointer("anchor_log_probs", anchor_log_probs, torch.float32, (num_rows,)),
-            check.pointer("advantages", advantages, torch.float32, (num_rows,)),
-            check.pointer("is_learning", is_learning, torch.bool, (num_rows,)),
-            check.pointer("token_weights", token_weights, torch.float32, (num_rows,)),
+            check.pointer("rollout_log_probs", tokens.rollout_log_probs, torch.float32, (num_rows,)),
+            check.pointer("topk_rollout_log_probs", topk_mu, torch.float32, (num_rows, top_k)),
+            check.pointer("old_log_probs", old_log_probs, torch.float32, (num_rows,)),
+            check.pointer("advantages", tokens.advantages, torch.float32, (num_rows,)),
+            check.pointer("loss_mask", tokens.loss_mask, torch.bool, (num_rows,)),
+            check.pointer("token_weights", tokens.token_weights, torch.float32, (num_rows,)),
             ctypes.byref(encoded),
             rows.data_ptr(),
-            None if topk_log_probs is None else topk_log_probs.data_ptr(),
+            topk_log_probs.data_ptr() if top_k else None,
         )
         return rows, topk_log_probs
 

@@ -15,34 +15,35 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from megatron_dppo.algorithms import Objective
 from megatron_dppo.kernels import ops
-from megatron_dppo.kernels.loss import FusedPolicyLoss, combine_statistics, describe, responses_of
+from megatron_dppo.kernels.combine import FusedPolicyLoss, checked_tokens, combine_statistics, describe
+from megatron_dppo.kernels.inputs import PackedResponses, check_values, given_topk
+from megatron_dppo.kernels.loss import responses_of
+from megatron_dppo.kernels.ops import accumulate_product_
 from megatron_dppo.kernels.output_layer import CHUNK_BYTES, OutputLayer
-from megatron_dppo.kernels.products import accumulate_product_
 from megatron_dppo.kernels.reference import ROWS, STATISTICS, TokenLogProbs, log_probs_of
-from megatron_dppo.kernels.responses import PackedResponses
-from megatron_dppo.kernels.tokens import check_values, checked_tokens, rollout_tokens
 from megatron_dppo.types import RolloutTokens
 
 
 def fused_linear_policy_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    rollout_log_probs: Tensor,
-    advantages: Tensor,
+    hidden: Float[Tensor, "rows H"],
+    weight: Float[Tensor, "V H"],
+    targets: Integer[Tensor, " T"],
+    rollout_log_probs: Float[Tensor, " T"],
+    advantages: Float[Tensor, " T"],
     objective: Objective,
     *,
-    loss_mask: Tensor | None = None,
-    token_weights: Tensor | None = None,
-    topk_ids: Tensor | None = None,
-    topk_rollout_log_probs: Tensor | None = None,
-    old_log_probs: Tensor | None = None,
-    ref_log_probs: Tensor | None = None,
-    response_lengths: Tensor | None = None,
+    loss_mask: Bool[Tensor, " T"] | None = None,
+    token_weights: Float[Tensor, " T"] | None = None,
+    topk_ids: Integer[Tensor, "T K"] | None = None,
+    topk_rollout_log_probs: Float[Tensor, "T K"] | None = None,
+    old_log_probs: Float[Tensor, " T"] | None = None,
+    ref_log_probs: Float[Tensor, " T"] | None = None,
+    response_lengths: Integer[Tensor, " B"] | None = None,
     temperature: float = 1.0,
     vocab_start: int = 0,
     vocab_size: int | None = None,
@@ -84,10 +85,7 @@ def fused_linear_policy_loss(
     Raises:
         ConfigError: `fused_policy_loss` refuses the inputs, or hidden states and weight do not fit each other.
     """
-    tokens = rollout_tokens(
-        objective,
-        topk_ids,
-        topk_rollout_log_probs,
+    tokens = RolloutTokens(
         targets=targets,
         rollout_log_probs=rollout_log_probs,
         advantages=advantages,
@@ -95,9 +93,8 @@ def fused_linear_policy_loss(
         token_weights=token_weights,
         old_log_probs=old_log_probs,
         ref_log_probs=ref_log_probs,
+        topk=given_topk(objective, topk_ids, topk_rollout_log_probs),
     )
-    layer: dict[str, Any] = dict(vocab_start=vocab_start, vocab_size=vocab_size, tp_group=tp_group)
-    layer |= dict(sequence_parallel=sequence_parallel, chunk_bytes=chunk_bytes, logits_dtype=logits_dtype)
     return packed_linear_policy_loss(
         hidden,
         weight,
@@ -105,14 +102,19 @@ def fused_linear_policy_loss(
         objective,
         responses=responses_of(objective, response_lengths, targets),
         temperature=temperature,
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        chunk_bytes=chunk_bytes,
+        logits_dtype=logits_dtype,
         debug=debug,
-        **layer,
     )
 
 
 def packed_linear_policy_loss(
-    hidden: Tensor,
-    weight: Tensor,
+    hidden: Float[Tensor, "rows H"],
+    weight: Float[Tensor, "V H"],
     tokens: RolloutTokens,
     objective: Objective,
     *,
@@ -176,12 +178,12 @@ def packed_linear_policy_loss(
 
 @torch.no_grad()
 def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
+    hidden: Float[Tensor, "rows H"],
+    weight: Float[Tensor, "V H"],
+    targets: Integer[Tensor, " T"],
     *,
-    loss_mask: Tensor | None = None,
-    topk_ids: Tensor | None = None,
+    loss_mask: Bool[Tensor, " T"] | None = None,
+    topk_ids: Integer[Tensor, "T K"] | None = None,
     temperature: float = 1.0,
     vocab_start: int = 0,
     vocab_size: int | None = None,

@@ -1,55 +1,41 @@
 """The policy loss from logits: forward reads them once, backward writes their gradient once."""
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
+from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from megatron_dppo.algorithms import Objective
-from megatron_dppo.algorithms.inputs import CLAMP_COUNTED_FROM
-from megatron_dppo.algorithms.loss import TokenUpdates, update_metrics
-from megatron_dppo.algorithms.responses import require_lengths
-from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.algorithms.trust_region import require_lengths
 from megatron_dppo.kernels import ops
-from megatron_dppo.kernels.encoding import encode, is_compiled
-from megatron_dppo.kernels.reference import ROWS, TokenLogProbs, combine, log_probs_of
-from megatron_dppo.kernels.responses import PackedResponses
-from megatron_dppo.kernels.tokens import check_values, checked_tokens, rollout_tokens
-from megatron_dppo.kernels.vocab_parallel import VocabShard, gather_statistics
+from megatron_dppo.kernels.combine import FusedPolicyLoss, checked_tokens, combine_statistics, describe
+from megatron_dppo.kernels.inputs import (
+    PackedResponses,
+    VocabShard,
+    check_values,
+    gather_statistics,
+    given_topk,
+    require_shard,
+    require_temperature,
+)
+from megatron_dppo.kernels.reference import TokenLogProbs, log_probs_of
 from megatron_dppo.types import RolloutTokens
-
-LOGIT_TYPES = (torch.bfloat16, torch.float32, torch.float64)
-
-
-@dataclass(frozen=True, eq=False)
-class FusedPolicyLoss(TokenUpdates):
-    """The loss and its results for each token, float32 (float64 for float64). Only `loss_sum` has gradient.
-
-    Logits outside `loss_mask` are not read: log-prob, entropy, divergence, weight and coefficient are 0, mask
-    is False, ratio 1, and top-K log-probs are -inf.
-    """
-
-    loss_sum: Tensor  # scalar, the same on every tensor-parallel rank
-    log_probs: Tensor  # [T] log pi(y_t)
-    entropy: Tensor  # [T] nats
-    topk_log_probs: Tensor | None  # [T, K], of the columns in use; -inf for an id of -1
 
 
 def fused_policy_loss(
-    logits: Tensor,
-    targets: Tensor,
-    rollout_log_probs: Tensor,
-    advantages: Tensor,
+    logits: Float[Tensor, "T V"],
+    targets: Integer[Tensor, " T"],
+    rollout_log_probs: Float[Tensor, " T"],
+    advantages: Float[Tensor, " T"],
     objective: Objective,
     *,
-    loss_mask: Tensor | None = None,
-    token_weights: Tensor | None = None,
-    topk_ids: Tensor | None = None,
-    topk_rollout_log_probs: Tensor | None = None,
-    old_log_probs: Tensor | None = None,
-    ref_log_probs: Tensor | None = None,
-    response_lengths: Tensor | None = None,
+    loss_mask: Bool[Tensor, " T"] | None = None,
+    token_weights: Float[Tensor, " T"] | None = None,
+    topk_ids: Integer[Tensor, "T K"] | None = None,
+    topk_rollout_log_probs: Float[Tensor, "T K"] | None = None,
+    old_log_probs: Float[Tensor, " T"] | None = None,
+    ref_log_probs: Float[Tensor, " T"] | None = None,
+    response_lengths: Integer[Tensor, " B"] | None = None,
     temperature: float = 1.0,
     vocab_start: int = 0,
     vocab_size: int | None = None,
@@ -88,10 +74,7 @@ def fused_policy_loss(
         ConfigError: An input is missing or of the wrong shape or type, the shard does not cover the vocabulary,
             or (always on CPU, on other devices with `debug`) a learning token's input has an invalid value.
     """
-    tokens = rollout_tokens(
-        objective,
-        topk_ids,
-        topk_rollout_log_probs,
+    tokens = RolloutTokens(
         targets=targets,
         rollout_log_probs=rollout_log_probs,
         advantages=advantages,
@@ -99,6 +82,7 @@ def fused_policy_loss(
         token_weights=token_weights,
         old_log_probs=old_log_probs,
         ref_log_probs=ref_log_probs,
+        topk=given_topk(objective, topk_ids, topk_rollout_log_probs),
     )
     return packed_policy_loss(
         logits,
@@ -115,7 +99,7 @@ def fused_policy_loss(
 
 
 def packed_policy_loss(
-    logits: Tensor,
+    logits: Float[Tensor, "T V"],
     tokens: RolloutTokens,
     objective: Objective,
     *,
@@ -147,7 +131,9 @@ def packed_policy_loss(
     return describe(loss_sum, rows, topk_log_probs, has_topk=tokens.topk is not None)
 
 
-def responses_of(objective: Objective, lengths: Tensor | None, targets: Tensor) -> PackedResponses | None:
+def responses_of(
+    objective: Objective, lengths: Tensor | None, targets: Integer[Tensor, " T"]
+) -> PackedResponses | None:
     """Return the responses of tokens that are all on this rank, if the objective reads responses.
 
     Raises:
@@ -160,81 +146,24 @@ def responses_of(objective: Objective, lengths: Tensor | None, targets: Tensor) 
 
 
 def token_statistics(
-    logits: Tensor,
-    targets: Tensor,
-    topk_ids: Tensor | None,
-    loss_mask: Tensor | None,
+    logits: Float[Tensor, "T V"],
+    targets: Integer[Tensor, " T"],
+    topk_ids: Integer[Tensor, "T K"] | None,
+    loss_mask: Bool[Tensor, " T"] | None,
     shard: VocabShard,
     temperature: float,
-) -> Tensor:
-    """[T, 4+K] of this rank's columns; see `reference.row_statistics`."""
+) -> Float[Tensor, "T 4+K"]:
+    """Return the statistics of this rank's columns; see `reference.row_statistics`."""
     start, size = shard.start, shard.vocab_size
     return ops.row_statistics(logits.detach(), targets, topk_ids, loss_mask, start, size, temperature, True)
 
 
-@torch.no_grad()
-def combine_statistics(
-    statistics: Tensor, tokens: RolloutTokens, objective: Objective, responses: PackedResponses | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return ([len(ROWS), T], [T, K] log-probs) from the statistics [shards, T, 4+K]; see `reference.combine`.
-
-    Objectives that the compiled kernels do not support are computed in PyTorch, on any device.
-
-    Args:
-        statistics: Statistics of all shards of the vocabulary.
-        tokens: T tokens, in the kernels' types.
-        objective: Objective to optimise.
-        responses: Responses, needed by rules over complete responses, which read all of their tokens.
-    """
-    if is_compiled(objective):
-        topk = tokens.topk
-        return ops.combine(
-            statistics,
-            tokens.targets,
-            None if topk is None else topk.ids,
-            tokens.rollout_log_probs,
-            None if topk is None else topk.log_probs,
-            tokens.old_log_probs,
-            tokens.advantages,
-            tokens.loss_mask,
-            tokens.token_weights,
-            encode(objective),
-        )
-    if responses is None or not objective.needs_responses:
-        return _combine_in_pytorch(statistics, tokens, objective, None)
-    of_all = responses.whole(statistics.transpose(0, 1)).transpose(0, 1)
-    found = _combine_in_pytorch(of_all, responses.whole_record(tokens), objective, responses.lengths)
-    return responses.own(found[0], dim=1), responses.own(found[1])
-
-
-def _combine_in_pytorch(
-    statistics: Tensor, tokens: RolloutTokens, objective: Objective, response_lengths: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    topk = tokens.topk
-    rows, topk_log_probs = combine(
-        statistics,
-        objective,
-        targets=tokens.targets,
-        topk_ids=None if topk is None else topk.ids,
-        rollout_log_probs=tokens.rollout_log_probs,
-        topk_rollout_log_probs=None if topk is None else topk.log_probs,
-        anchor_log_probs=tokens.old_log_probs,
-        advantages=tokens.advantages,
-        is_learning=tokens.loss_mask,
-        token_weights=tokens.token_weights,
-        ref_log_probs=tokens.ref_log_probs,
-        response_lengths=response_lengths,
-        has_known_values=ops.is_compiled_for(statistics.device.type),
-    )
-    return rows, statistics.new_empty((rows.shape[1], 0)) if topk_log_probs is None else topk_log_probs
-
-
 def fused_log_probs(
-    logits: Tensor,
-    targets: Tensor,
+    logits: Float[Tensor, "T V"],
+    targets: Integer[Tensor, " T"],
     *,
-    loss_mask: Tensor | None = None,
-    topk_ids: Tensor | None = None,
+    loss_mask: Bool[Tensor, " T"] | None = None,
+    topk_ids: Integer[Tensor, "T K"] | None = None,
     temperature: float = 1.0,
     vocab_start: int = 0,
     vocab_size: int | None = None,
@@ -246,90 +175,3 @@ def fused_log_probs(
     ids = None if topk_ids is None else topk_ids.to(torch.int32).contiguous()
     own = token_statistics(logits, targets, ids, loss_mask, shard, temperature)
     return log_probs_of(gather_statistics(own, tp_group), ids, loss_mask)
-
-
-def describe(loss_sum: Tensor, rows: Tensor, topk_log_probs: Tensor, *, has_topk: bool) -> FusedPolicyLoss:
-    """The loss and the rows of `combine` by name."""
-    named = dict(zip(ROWS, rows.detach(), strict=True))
-    return FusedPolicyLoss(
-        weight=named["weight"],
-        mask=named["weight"] != 0,
-        divergence=named["divergence"],
-        ratio=named["ratio"],
-        coefficient=named["coefficient"],
-        loss_sum=loss_sum,
-        log_probs=named["log_probs"],
-        entropy=named["entropy"],
-        topk_log_probs=topk_log_probs if has_topk else None,
-    )
-
-
-def fused_metrics(
-    objective: Objective,
-    out: FusedPolicyLoss,
-    rollout_log_probs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    old_log_probs: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """The additive metrics that `algorithms.policy_loss` documents, of the same tokens [T]."""
-    mu, advantages = (
-        torch.where(loss_mask, x.to(out.ratio.dtype), 0.0) for x in (rollout_log_probs, advantages)
-    )
-    highest = torch.maximum(out.log_probs, mu)
-    if objective.anchor == "recomputed" and old_log_probs is not None:
-        highest = torch.maximum(highest, torch.where(loss_mask, old_log_probs.to(highest.dtype), 0.0))
-    return update_metrics(
-        objective,
-        out,
-        is_learning=loss_mask,
-        log_probs=out.log_probs.clamp(max=0),
-        rollout_log_probs=mu.clamp(max=0),
-        advantages=advantages,
-        num_clamped=(highest > CLAMP_COUNTED_FROM).sum(),
-    )
-
-
-def require_shard(
-    logits: Tensor, vocab_start: int, vocab_size: int | None, group: dist.ProcessGroup | None
-) -> VocabShard:
-    """Return this rank's shard of the vocabulary.
-
-    Raises:
-        ConfigError: The logits are not a matrix of a supported type, the first rank's shard does not start at
-            column 0, or the last rank's shard does not reach the end of the vocabulary.
-    """
-    size = 1 if group is None else group.size()
-    rank = 0 if group is None else group.rank()
-    if logits.dim() != 2 or logits.dtype not in LOGIT_TYPES:
-        found = f"shape {list(logits.shape)}, {logits.dtype}"
-        expected = "[T, V/tp] in bfloat16, float32 or float64"
-        raise ConfigError(
-            Problem("fused_policy_loss.logits", found, expected, "Flatten batch and sequence into T.")
-        )
-    whole = logits.shape[1] * size if vocab_size is None else vocab_size
-    end = vocab_start + logits.shape[1]
-    if vocab_start < 0 or (rank == 0 and vocab_start != 0) or (rank == size - 1 and end < whole):
-        raise ConfigError(
-            Problem(
-                "fused_policy_loss.vocab_start",
-                f"columns {vocab_start} to {end} on rank {rank} of {size}",
-                f"shards in rank order that cover the {whole} tokens of the vocabulary",
-                "Pass the global id of the shard's first column, vocab_size without padding, and the group "
-                "whose ranks hold the other columns.",
-            )
-        )
-    return VocabShard(vocab_start, whole, group)
-
-
-def require_temperature(temperature: float) -> None:
-    """Raise unless the temperature is a valid divisor of logits.
-
-    Raises:
-        ConfigError: It is not a finite number above 0.
-    """
-    if not 0 < temperature < float("inf"):
-        action = "Pass the temperature that the rollout sampled with."
-        raise ConfigError(
-            Problem("fused_policy_loss.temperature", repr(temperature), "a finite number > 0", action)
-        )

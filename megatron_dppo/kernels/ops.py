@@ -1,23 +1,25 @@
-"""The kernels as PyTorch operators: shapes for tracing, and autograd.
+"""The kernels and matrix products as PyTorch operators: shapes for tracing, and autograd.
 
 On CUDA tensors they run the compiled kernels of `csrc/`, on others `reference.py`. Objectives are passed as the
-numbers of `encoding.py`. The loss is differentiated only by the logits.
+numbers of `encoding.py`. The loss is differentiated only by the logits. Products of bfloat16 with float32
+results are operators because cuBLAS has them and PyTorch's CPU backend does not.
 """
 
 from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor
 from torch.library import custom_op
 
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels import reference
 from megatron_dppo.kernels.build import cuda_library
-from megatron_dppo.kernels.encoding import decode
+from megatron_dppo.kernels.inputs import num_columns
 from megatron_dppo.kernels.library import KernelLibrary
 from megatron_dppo.kernels.reference import ROWS, STATISTICS
-from megatron_dppo.kernels.vocab_parallel import num_columns
 
 
 @cache
@@ -36,7 +38,8 @@ def is_compiled_for(device_type: str) -> bool:
     return device_type == "cuda"
 
 
-def _kernels(tensor: Tensor) -> Any:
+def kernels_of(tensor: Tensor) -> Any:
+    """Return the functions that compute on the device of a tensor; see `kernels_for`."""
     return kernels_for(tensor.device.type)
 
 
@@ -52,7 +55,7 @@ def row_statistics(
     with_entropy: bool,
 ) -> Tensor:
     """[T, 4+K] of this shard's logits [T, V/shards]; see `reference.row_statistics`."""
-    return _kernels(logits).row_statistics(
+    return kernels_of(logits).row_statistics(
         logits,
         targets,
         topk_ids,
@@ -127,7 +130,7 @@ def _write_gradient(
 ) -> None:
     if sources is not None:
         out = out[: sources.numel()]
-    _kernels(logits).logits_gradient(
+    kernels_of(logits).logits_gradient(
         logits,
         rows,
         targets,
@@ -139,41 +142,6 @@ def _write_gradient(
         sources=sources,
         out=out,
     )
-
-
-@custom_op("megatron_dppo::combine", mutates_args=())
-def combine(
-    statistics: Tensor,
-    targets: Tensor,
-    topk_ids: Tensor | None,
-    rollout_log_probs: Tensor,
-    topk_rollout_log_probs: Tensor | None,
-    anchor_log_probs: Tensor | None,
-    advantages: Tensor,
-    is_learning: Tensor | None,
-    token_weights: Tensor | None,
-    objective: list[float],
-) -> tuple[Tensor, Tensor]:
-    """([len(ROWS), T], [T, K] log-probs) from the statistics [shards, T, 4+K] of all shards; no gradient."""
-    rows, topk = _kernels(statistics).combine(
-        statistics,
-        decode(objective),
-        targets=targets,
-        topk_ids=topk_ids,
-        rollout_log_probs=rollout_log_probs,
-        topk_rollout_log_probs=topk_rollout_log_probs,
-        anchor_log_probs=anchor_log_probs,
-        advantages=advantages,
-        is_learning=is_learning,
-        token_weights=token_weights,
-    )
-    return rows, statistics.new_empty((rows.shape[1], 0)) if topk is None else topk
-
-
-@combine.register_fake
-def _(statistics: Tensor, targets: Tensor, topk_ids: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
-    num_rows, num_topk = statistics.shape[1], 0 if topk_ids is None else topk_ids.shape[1]
-    return statistics.new_empty((len(ROWS), num_rows)), statistics.new_empty((num_rows, num_topk))
 
 
 @custom_op("megatron_dppo::loss_of_rows", mutates_args=())
@@ -228,3 +196,93 @@ def _backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
 
 
 loss_of_rows.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+@custom_op("megatron_dppo::wide_product", mutates_args=(), device_types="cpu")
+def wide_product(left: Tensor, right: Tensor) -> Tensor:
+    """Left @ right in float32, from bfloat16 or float32 [M, K] and [K, N]."""
+    return left.float() @ right.float()
+
+
+@wide_product.register_kernel("cuda")
+def _wide_product_cuda(left: Tensor, right: Tensor) -> Tensor:
+    if left.dtype == torch.float32:
+        return left @ right
+    return torch.mm(left, right, out_dtype=torch.float32)
+
+
+@wide_product.register_fake
+def _(left: Tensor, right: Tensor) -> Tensor:
+    return left.new_empty((left.shape[0], right.shape[1]), dtype=torch.float32)
+
+
+@custom_op("megatron_dppo::accumulate_product_", mutates_args=("total",), device_types="cpu")
+def accumulate_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Compute total += left @ right; total [M, N] has the type of the factors, or a wider one."""
+    total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
+@accumulate_product_.register_kernel("cuda")
+def _accumulate_product_cuda(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+
+
+_FIRST_SM100_KERNEL = Version("2.9")
+
+
+def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each group of rows by the transpose of the group's matrix.
+
+    Args:
+        rows: [N, in], sorted by group; the last group ends with the last row.
+        weight: [groups, out, in].
+        ends: [groups] int32, where each group ends.
+
+    Returns:
+        [N, out].
+    """
+    if not rows.shape[0]:  # F.grouped_mm refuses an expanded gradient without rows; the weight's is zero
+        return rows @ weight[0].t()
+    if _must_guard(rows.device):
+        weight = with_zero_gradient_where_empty(weight, ends)
+    return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+
+
+def leaves_empty_groups_undefined(capability: tuple[int, int], torch_version: str) -> bool:
+    """Return whether the weight gradient of `F.grouped_mm` may be garbage for groups without rows.
+
+    PyTorch's kernel for sm_100, which later GPUs run too, writes old contents of its accumulator (pytorch
+    #172439, CUTLASS #2674). CUTLASS 4.3 should fix it, but that issue is open, and so is one about NaN on
+    sm_103 with torch 2.13 (#193633). No version counts as correct until a test passes on such a GPU.
+    """
+    return capability >= (10, 0) and Version(torch_version).release >= _FIRST_SM100_KERNEL.release
+
+
+def with_zero_gradient_where_empty(weight: Tensor, ends: Tensor) -> Tensor:
+    """Return the weight; its gradient is exactly zero for groups without rows, even if garbage arrives."""
+    return _ZeroWhereEmpty.apply(weight, ends)
+
+
+@cache
+def _must_guard(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    return leaves_empty_groups_undefined(torch.cuda.get_device_capability(device), torch.__version__)
+
+
+class _ZeroWhereEmpty(torch.autograd.Function):
+    """The identity; its backward pass overwrites the gradient of empty groups."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(ends)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (ends,) = ctx.saved_tensors
+        is_empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+        return gradients[0].masked_fill(is_empty[:, None, None], 0.0), None

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
-from megatron_dppo.algorithms import Objective, PolicyLossInputs, TopKLogProbs
-from megatron_dppo.algorithms.inputs import learning_tokens
-from megatron_dppo.algorithms.loss import token_updates
-from megatron_dppo.algorithms.ref_kl import ref_kl_term
+from megatron_dppo.algorithms import Objective, PolicyLossInputs
+from megatron_dppo.algorithms.loss import learning_tokens, token_updates
+from megatron_dppo.algorithms.loss_terms import added_terms
+from megatron_dppo.types import RolloutTokens
 
 LN2 = math.log(2.0)
 LOG2E = 1.0 / LN2
@@ -40,10 +41,10 @@ ROWS = (
 class TokenLogProbs:
     """Log-probs and entropy of each position; outside the loss mask 0, and -inf for the top-K."""
 
-    log_probs: Tensor  # [T] log pi(target)
-    entropy: Tensor  # [T] nats, over the full vocabulary
-    topk_log_probs: Tensor | None  # [T, K] log pi of the rollout's top-K tokens; -inf for an id of -1
-    score_norms: Tensor | None = None  # [T] |d log pi(target) / dh| of the output layer's input h
+    log_probs: Float[Tensor, " T"]  # log pi(target)
+    entropy: Float[Tensor, " T"]  # nats, over the full vocabulary
+    topk_log_probs: Float[Tensor, "T K"] | None  # log pi of the rollout's top-K tokens; -inf for an id of -1
+    score_norms: Float[Tensor, " T"] | None = None  # |d log pi(target) / dh| of the output layer's input h
 
     @property
     def columns(self) -> Tensor:
@@ -54,17 +55,17 @@ class TokenLogProbs:
 
 
 def row_statistics(
-    logits: Tensor,
-    targets: Tensor,
-    topk_ids: Tensor | None,
+    logits: Float[Tensor, "T V"],
+    targets: Integer[Tensor, " T"],
+    topk_ids: Integer[Tensor, "T K"] | None,
     *,
     vocab_start: int,
     num_columns: int,
-    is_learning: Tensor | None,
+    is_learning: Bool[Tensor, " T"] | None,
     temperature: float,
     with_entropy: bool = True,
-) -> Tensor:
-    """Return one shard's statistics of each row, [T, 4+K]: (m, s, w, y of the target, y of each top-K id).
+) -> Float[Tensor, "T 4+K"]:
+    """Return one shard's statistics of each row: (m, s, w, y of the target, y of each top-K id).
 
     y = logit / temperature in base 2 (times log2 e), m = max y, s = sum 2^(y-m), w = sum 2^(y-m) (y-m). Ids
     of other shards, or of padding, give 0; rows that do not learn give (-inf, 0, 0, ...).
@@ -111,10 +112,10 @@ def _blocks(shape: torch.Size) -> Iterator[slice]:
 class _Merged:
     """All shards' statistics as one; `highest` and `log2_sum` stay apart: log-probs near 0 keep digits."""
 
-    highest: Tensor  # [T] base 2
-    log2_sum: Tensor  # [T]
-    entropy: Tensor  # [T] nats
-    log_probs: Tensor  # [T, 1+K] of the target and of the top-K
+    highest: Float[Tensor, " T"]  # base 2
+    log2_sum: Float[Tensor, " T"]
+    entropy: Float[Tensor, " T"]  # nats
+    log_probs: Float[Tensor, "T 1+K"]  # of the target and of the top-K
 
 
 def _merge(statistics: Tensor) -> _Merged:
@@ -134,7 +135,11 @@ def _merge(statistics: Tensor) -> _Merged:
     )
 
 
-def log_probs_of(statistics: Tensor, topk_ids: Tensor | None, is_learning: Tensor | None) -> TokenLogProbs:
+def log_probs_of(
+    statistics: Float[Tensor, "shards T 4+K"],
+    topk_ids: Integer[Tensor, "T K"] | None,
+    is_learning: Bool[Tensor, " T"] | None,
+) -> TokenLogProbs:
     """Log-probs and entropy from the statistics [shards, T, 4+K] of all shards."""
     return _token_log_probs(_merge(statistics), topk_ids, is_learning)
 
@@ -150,63 +155,43 @@ def _token_log_probs(merged: _Merged, topk_ids: Tensor | None, is_learning: Tens
 
 
 def combine(
-    statistics: Tensor,
+    statistics: Float[Tensor, "shards T 4+K"],
     objective: Objective,
+    tokens: RolloutTokens,
     *,
-    targets: Tensor,
-    topk_ids: Tensor | None,
-    rollout_log_probs: Tensor,
-    topk_rollout_log_probs: Tensor | None,
-    anchor_log_probs: Tensor | None,
-    advantages: Tensor,
-    is_learning: Tensor | None,
-    token_weights: Tensor | None,
-    ref_log_probs: Tensor | None = None,
-    response_lengths: Tensor | None = None,
+    response_lengths: Integer[Tensor, " B"] | None = None,
     has_known_values: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """The loss of each row, and its gradient by log-prob and entropy: ([len(ROWS), T], [T, K] log-probs).
+) -> tuple[Float[Tensor, "ROWS T"], Float[Tensor, "T K"]]:
+    """Return the loss of each row and its gradient by log-prob and entropy, and the Top-K log-probs.
 
-    If `has_known_values` is set, values are not checked, and the call does not synchronise with the device.
+    Args:
+        statistics: Of all shards of the vocabulary.
+        objective: Objective to optimise.
+        tokens: T tokens.
+        response_lengths: [B], needed by rules over complete responses.
+        has_known_values: Values are not checked, and the call does not synchronise with the device.
 
     Raises:
         ConfigError: A learning token's inputs have an invalid value; see `algorithms.policy_loss`.
     """
     merged = _merge(statistics)
-    found = _token_log_probs(merged, topk_ids, is_learning)
-    topk = None
-    if objective.needs_topk:
-        assert topk_ids is not None and topk_rollout_log_probs is not None and found.topk_log_probs is not None
-        topk = TopKLogProbs(topk_ids, topk_rollout_log_probs, found.topk_log_probs)
-    inputs = PolicyLossInputs(
-        log_probs=found.log_probs,
-        rollout_log_probs=rollout_log_probs,
-        advantages=advantages,
-        loss_mask=is_learning,
-        old_log_probs=anchor_log_probs,
-        ref_log_probs=ref_log_probs,
-        topk=topk,
-        targets=targets,
-        token_weights=token_weights,
+    found = _token_log_probs(merged, None if tokens.topk is None else tokens.topk.ids, tokens.loss_mask)
+    inputs = PolicyLossInputs.of(
+        tokens,
+        found.log_probs,
+        topk_log_probs=found.topk_log_probs,
         entropy=found.entropy,
         response_lengths=response_lengths,
     )
-    tokens = learning_tokens(objective, inputs, has_known_values=has_known_values)
-    updates = token_updates(objective, tokens)
-    weights = tokens.token_weights
+    learning = learning_tokens(objective, inputs, has_known_values=has_known_values)
+    updates = token_updates(objective, learning)
+    is_learning, weights = learning.loss_mask, learning.token_weights
     by_log_prob = torch.where(weights != 0, -updates.coefficient * weights, 0.0)
-    by_entropy = torch.where(tokens.is_learning, -objective.entropy_coef * weights, 0.0)
+    by_entropy = torch.where(is_learning, -objective.entropy_coef * weights, 0.0)
     loss = torch.where(by_log_prob != 0, by_log_prob * found.log_probs, 0.0)
     loss = loss + torch.where(by_entropy != 0, by_entropy * found.entropy, 0.0)
-    if objective.log_ratio_coef != 0:
-        scale = torch.where(tokens.is_learning, objective.log_ratio_coef * weights, 0.0)
-        log_ratio = torch.where(scale != 0, tokens.trained_log_probs - tokens.rollout_log_probs, 0.0)
-        loss = loss + scale * log_ratio.square()
-        by_log_prob = by_log_prob + 2 * scale * log_ratio
-    if objective.ref_kl_coef != 0:
-        values, gradients = ref_kl_term(objective, tokens, updates.ratio)
-        loss = loss + torch.where(weights != 0, weights * values, 0.0)
-        by_log_prob = by_log_prob + torch.where(weights != 0, weights * gradients, 0.0)
+    for added, by_added in added_terms(objective, learning, updates.ratio):
+        loss, by_log_prob = loss + added, by_log_prob + by_added
     rows = {
         "log_probs": found.log_probs,
         "entropy": found.entropy,
@@ -217,16 +202,20 @@ def combine(
         "loss": loss,
         "log_prob_gradient": by_log_prob,
         "entropy_gradient": by_entropy,
-        "highest": torch.where(tokens.is_learning, merged.highest, 0.0),
-        "log2_sum": torch.where(tokens.is_learning, merged.log2_sum, 0.0),
+        "highest": torch.where(is_learning, merged.highest, 0.0),
+        "log2_sum": torch.where(is_learning, merged.log2_sum, 0.0),
     }
-    return torch.stack([rows[name].to(statistics.dtype) for name in ROWS]), found.topk_log_probs
+    topk = found.topk_log_probs
+    return (
+        torch.stack([rows[name].to(statistics.dtype) for name in ROWS]),
+        statistics.new_empty((statistics.shape[1], 0)) if topk is None else topk,
+    )
 
 
 def logits_gradient(
-    logits: Tensor,
-    rows: Tensor,
-    targets: Tensor,
+    logits: Float[Tensor, "T V"],
+    rows: Float[Tensor, "ROWS T"],
+    targets: Integer[Tensor, " T"],
     *,
     vocab_start: int,
     num_columns: int,

@@ -24,8 +24,8 @@ from packaging.version import Version
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from megatron_dppo.errors import CheckpointError, ConfigError, Problem
-from megatron_dppo.mcore import exact_combine, optimizer_shards, rotary
-from megatron_dppo.runtime.tested_versions import TESTED
+from megatron_dppo.mcore import layer_functions, optimizer_shards
+from megatron_dppo.runtime.libraries import TESTED
 
 # A module that its package hides behind the function of the same name.
 _finalize: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")
@@ -53,9 +53,8 @@ def apply() -> None:
     _leave_expert_biases()
     _find_groups_of_other_rates()
     forget_stored_strides()
-    exact_combine.install()
+    layer_functions.install()
     optimizer_shards.install()
-    rotary.install()
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         _restore_adam_step()
 

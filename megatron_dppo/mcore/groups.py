@@ -9,18 +9,13 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from megatron_dppo.architectures.layout import Layout
-from megatron_dppo.kernels.vocab_parallel import VocabShard
+from megatron_dppo.kernels.inputs import VocabShard
 
 
 def megatron_sizes(layout: Layout) -> dict[str, Any]:
     """Return the layout as TransformerConfig fields, with those that Megatron needs to be right under it."""
     return dict(
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=_virtual(layout),
-        context_parallel_size=layout.context,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor,
+        **_sizes_of_layout(layout),
         sequence_parallel=layout.tensor > 1,
         variable_seq_lengths=layout.pipeline > 1,  # micro-batches are as long as what was packed into them
         # Interleaved stages give wrong gradients with batched sends.
@@ -34,19 +29,23 @@ def initialize_groups(layout: Layout, seed: int, timeout_s: float = 1800.0) -> N
 
     Collectives of new groups wait `timeout_s` at most.
     """
-    sizes: dict[str, Any] = dict(
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=_virtual(layout),
-        context_parallel_size=layout.context,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor,
-    )
+    sizes = _sizes_of_layout(layout)
     if not parallel_state.model_parallel_is_initialized() or sizes != _sizes_of_groups():
         _destroy_groups()
         timeout_minutes: Any = timeout_s / 60  # annotated as int, and given to timedelta as it is
         parallel_state.initialize_model_parallel(**sizes, distributed_timeout_minutes=timeout_minutes)
     model_parallel_cuda_manual_seed(seed + 1)
+
+
+def _sizes_of_layout(layout: Layout) -> dict[str, Any]:
+    return dict(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+    )
 
 
 def _sizes_of_groups() -> dict[str, int | None]:
@@ -68,10 +67,6 @@ def _destroy_groups() -> None:
         if group is not None:  # None means the default group
             with contextlib.suppress(ValueError):  # a few it does destroy
                 dist.destroy_process_group(group)
-
-
-def _virtual(layout: Layout) -> int | None:
-    return layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
 
 
 def vocab_shard(vocab_size: int) -> VocabShard:

@@ -67,7 +67,7 @@ def owned_states(
                 if rank == spread.owner
             }
         else:
-            states = _gathered(self, spread)
+            states = _gather(self, spread)
         if rank == spread.owner:
             found[spread.index] = {name: _like(of_model, name, states[name], replica) for name in STATES}
     return found
@@ -114,7 +114,7 @@ def spreads(optimizer: Any) -> Iterator[Spread]:
             index += 1
 
 
-def _gathered(optimizer: Any, spread: Spread) -> dict[str, Tensor]:
+def _gather(optimizer: Any, spread: Spread) -> dict[str, Tensor]:
     """Return the flat states on the owner: views if the shard holds them whole, else new tensors on the CPU."""
     group, rank = optimizer.data_parallel_group, optimizer.data_parallel_group.rank()
     if rank not in spread.pieces:

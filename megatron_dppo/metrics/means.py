@@ -32,7 +32,7 @@ GROUP_MEANS: Mapping[str, GroupValue] = MappingProxyType(_group_means)
 _Value = TypeVar("_Value", bound=Callable[..., object])
 
 
-def _added(registry: dict[str, _Value], name: str, function: _Value) -> _Value:
+def _register(registry: dict[str, _Value], name: str, function: _Value) -> _Value:
     if name in registry:
         found = f"a second registration of {name!r}"
         raise ConfigError(Problem("metrics", found, "one function per name", "Choose another name."))
@@ -46,7 +46,7 @@ def token_mean(name: str) -> Callable[[TokenValue], TokenValue]:
     Raises:
         ConfigError: The name is taken.
     """
-    return lambda function: _added(_token_means, name, function)
+    return lambda function: _register(_token_means, name, function)
 
 
 def group_mean(name: str) -> Callable[[GroupValue], GroupValue]:
@@ -55,7 +55,7 @@ def group_mean(name: str) -> Callable[[GroupValue], GroupValue]:
     Raises:
         ConfigError: The name is taken.
     """
-    return lambda function: _added(_group_means, name, function)
+    return lambda function: _register(_group_means, name, function)
 
 
 def add_token_means(metrics: Metrics, out: FusedPolicyLoss, microbatch: Microbatch) -> None:

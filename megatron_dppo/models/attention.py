@@ -1,5 +1,9 @@
-"""Core attention of the torch layer spec: over packed sequences, on one rank or on several."""
+"""Core attention of the torch layer spec over packed sequences, on one rank or on several, and their packing.
 
+The packing of a micro-batch is computed once, on the host, for all layers.
+"""
+
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -7,10 +11,67 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from megatron_dppo.models.packed_sequences import PackedSequences
+from megatron_dppo.models.padded_attention import PaddedBatches
+from megatron_dppo.models.varlen_attention import VarlenSequences
+from megatron_dppo.types import Microbatch
+
+PackedAttentionForm = type[PaddedBatches] | type[VarlenSequences]
+
+
+def head_dim_of(config: TransformerConfig) -> int:
+    """Return the size of a head, the larger one if keys and values differ in size."""
+    if isinstance(config, MLATransformerConfig):
+        return max(config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim)
+    assert config.kv_channels is not None, "the model's family sets it"
+    return config.kv_channels
+
+
+def attention_form(device_type: str, dtype: torch.dtype, head_dim: int) -> PackedAttentionForm:
+    """Select the form of attention over packed sequences: flash attention if PyTorch supports it.
+
+    Flash attention takes half-precision tensors on a GPU, and heads of up to 256 elements in steps of 8. All
+    other cases, including float32 on a GPU, are computed in padded batches.
+    """
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    has_flash = device_type == "cuda" and is_half and head_dim % 8 == 0 and head_dim <= 256
+    return VarlenSequences if has_flash else PaddedBatches
+
+
+@dataclass(kw_only=True)
+class PackedSequences(PackedSeqParams):
+    """Megatron's parameters of packed sequences, with positions and the index tensors of attention."""
+
+    position_ids: Tensor  # [T'] int64, from 0 in each sequence, of this rank's tokens
+    attention: PaddedBatches | VarlenSequences
+    rotary_table: Tensor | None = None  # of latent attention, computed by the first layer
+
+    @classmethod
+    def of(cls, microbatch: Microbatch, rank: int, size: int, form: PackedAttentionForm) -> "PackedSequences":
+        """Return the packing of this rank's part of a micro-batch, on the host.
+
+        Args:
+            microbatch: Micro-batch with the `cu_seqlens` of all context-parallel ranks.
+            rank: Index of this rank in its context-parallel group.
+            size: Number of ranks in that group.
+            form: Form of attention, see `attention_form`.
+        """
+        cu_seqlens, longest = microbatch.cu_seqlens.cpu(), microbatch.max_seqlen
+        # Transformer Engine's attention over several ranks needs it, though there is no gap between sequences.
+        padded = cu_seqlens if size > 1 else None
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q_padded=padded,  # type: ignore[arg-type]  # none by default
+            cu_seqlens_kv_padded=padded,  # type: ignore[arg-type]
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            position_ids=microbatch.position_ids,
+            attention=form.of(cu_seqlens, rank, size),
+        )
 
 
 class PackedAttention(torch.nn.Module):
@@ -42,12 +103,11 @@ class PackedAttention(torch.nn.Module):
         assert isinstance(packed_seq_params, PackedSequences), "the actor always packs"
         if self.context.size() > 1:
             shapes = key.shape[1:], value.shape[1:]  # in one collective
-            gathered = _gathered(torch.cat((key.flatten(1), value.flatten(1)), dim=1), self.context)
+            own = torch.cat((key.flatten(1), value.flatten(1)), dim=1)
+            # of each rank, end to end; backward sums gradients over ranks
+            gathered = gather_from_sequence_parallel_region(
+                own, tensor_parallel_output_grad=True, group=self.context
+            )
             parts = gathered.split([shape.numel() for shape in shapes], dim=1)
             key, value = (part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True))
         return packed_seq_params.attention.attend(query, key, value, self.softmax_scale).flatten(1)
-
-
-def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather [T', ...] of each rank end to end, in rank order; gradients are summed over ranks in backward."""
-    return gather_from_sequence_parallel_region(own, tensor_parallel_output_grad=True, group=group)

@@ -11,19 +11,28 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from megatron_dppo.architectures.layout import layers_of_stages
-from megatron_dppo.architectures.refusals import rope_scaling_factor
+from megatron_dppo.architectures.megatron_options import LayerSpecName, RouterCoefficients, choose_layer_spec
 from megatron_dppo.architectures.registry import family_of, model_sizes
-from megatron_dppo.architectures.router_losses import RouterCoefficients
-from megatron_dppo.architectures.sizes import HFConfig, ModelSizes
-from megatron_dppo.architectures.spec_choice import LayerSpecName, choose_layer_spec
+from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, rope_scaling_factor
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
-from megatron_dppo.mcore.rotary import share_rotary_table
-from megatron_dppo.models.fusions import fusions
+from megatron_dppo.mcore.layer_functions import share_rotary_table
 from megatron_dppo.models.layer_spec import BLOCK_SPECS, BlockSpec
+from megatron_dppo.runtime.libraries import Libraries
 from megatron_dppo.runtime.process import Runtime, gpu_libraries
 
 logger = logging.getLogger(__name__)
+
+
+# Fused kernels that stay off: neither their speed nor their numerical agreement has been measured.
+_OFF: dict[str, Any] = dict(
+    bias_activation_fusion=False,  # compiled by PyTorch; our experts compute without it
+    bias_dropout_fusion=False,  # compiled by PyTorch; there is no dropout, and no bias to add
+    apply_rope_fusion=False,  # Transformer Engine's
+    masked_softmax_fusion=False,  # apex's, of an attention that neither layer spec has
+    moe_permute_fusion=False,  # Transformer Engine's
+    persist_layer_norm=False,  # apex's LayerNorm; all our families have RMSNorm
+)
 
 
 def transformer_config(
@@ -73,6 +82,17 @@ def transformer_config(
     config.moe_aux_loss_coeff, config.moe_z_loss_coeff = 0.0, None
     config.moe_router_load_balancing_type = "none"
     return config
+
+
+def fusions(libraries: Libraries) -> dict[str, Any]:
+    """Return TransformerConfig's keywords for fused kernels that are installed; `[megatron]` overrides them.
+
+    `gradient_accumulation_fusion` adds weight gradients of linears into their float32 sums within the matrix
+    product. Megatron's own linears, such as each model's output layer, do it only with apex's kernel.
+
+    Megatron itself picks a fused Adam, and fused norms of gradients, where Transformer Engine or apex import.
+    """
+    return _OFF | dict(gradient_accumulation_fusion=libraries.fused_weight_gradient.is_usable)
 
 
 def _uneven_stages(num_layers: int, parallel: Mapping[str, Any]) -> dict[str, int]:

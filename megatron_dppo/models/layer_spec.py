@@ -30,8 +30,8 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
-from megatron_dppo.architectures.spec_choice import LayerSpecName
-from megatron_dppo.kernels.grouped_product import grouped_product
+from megatron_dppo.architectures.megatron_options import LayerSpecName
+from megatron_dppo.kernels.ops import grouped_product
 from megatron_dppo.models.attention import PackedAttention
 
 

@@ -36,7 +36,7 @@ from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.architectures.weight_map import ADAPTER_SUFFIX, WeightEntry, WeightRule, linears_of
 from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.kernels.grouped_product import grouped_product
+from megatron_dppo.kernels.ops import grouped_product
 
 Read = Callable[[Tensor], Tensor]
 """Returns the values of a tensor that may be offloaded."""
@@ -97,7 +97,7 @@ class Adapter(torch.nn.Module):
         return dim if factor == ("lora_B" if dim == 0 else "lora_A") else None
 
     @torch.no_grad()
-    def merged(self, base: Tensor, read: Read) -> Tensor:
+    def merge(self, base: Tensor, read: Read) -> Tensor:
         """Return the weight with its update, added in float32, as a new tensor of the same shape and dtype."""
         if not self.entry.rule.is_expert:
             return (base.float() + self._update(base, None, read)).to(base.dtype)
@@ -118,7 +118,7 @@ class Adapter(torch.nn.Module):
                 parts.append(self.scaling * (b.float() @ a.float()))
         return torch.cat([part.unflatten(0, (self._groups, -1)) for part in parts], 1).flatten(0, 1)
 
-    def _fused(self, outputs: Mapping[str, Tensor]) -> Tensor:
+    def _fuse(self, outputs: Mapping[str, Tensor]) -> Tensor:
         """Scale and fuse […, out] of each targeted linear to […, all outputs] in Megatron's order."""
         like = next(iter(outputs.values()))
         parts = (
@@ -163,7 +163,7 @@ class LinearAdapter(Adapter):
         elif self._is_split and self.entry.rule.tensor_parallel_dim == 1:
             low = reduce_scatter_to_sequence_parallel_region(low)
         each = zip(factors.items(), low.split(self._rank, -1), strict=True)
-        return self._fused({name: F.linear(part, lora_b) for (name, (_, lora_b)), part in each})
+        return self._fuse({name: F.linear(part, lora_b) for (name, (_, lora_b)), part in each})
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -200,7 +200,7 @@ class ExpertAdapter(Adapter):
                 lora_b = _with_summed_gradient(lora_b, self._group)
             low = grouped_product(rows, lora_a, ends)
             outputs[name] = grouped_product(low, lora_b, ends)
-        return self._fused(outputs)
+        return self._fuse(outputs)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -254,12 +254,6 @@ def add_lora(chunks: Sequence[GPTModel], hf: HFConfig, options: LoraConfig, seed
 
     Factors start as peft's do: A uniform, B zero. They depend on the seed and their own name alone, so that
     every layout starts from the same adapters.
-
-    Args:
-        chunks: This rank's part of the model, on its device, with its weights.
-        hf: The model's config.json.
-        options: `[lora]`, with a rank above 0.
-        seed: Seed of the run.
     """
     for chunk in chunks:
         chunk.requires_grad_(False)
@@ -277,10 +271,10 @@ def adapters(chunks: Sequence[GPTModel]) -> Iterator[Adapter]:
         yield from (module for module in chunk.modules() if isinstance(module, Adapter))
 
 
-def merged(weight: Tensor, read: Read = itself) -> Tensor:
+def merge(weight: Tensor, read: Read = itself) -> Tensor:
     """Return a parameter of the base with its adapter's update, or unchanged if it has no adapter."""
     adapter: Adapter | None = getattr(weight, "adapter", None)
-    return read(weight.detach()) if adapter is None else adapter.merged(read(weight.detach()), read)
+    return read(weight.detach()) if adapter is None else adapter.merge(read(weight.detach()), read)
 
 
 def _adapt(layer: Any, rule: WeightRule, hf: HFConfig, options: LoraConfig, seed: int) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_dppo.data.batches.token_slices import zigzag
+from megatron_dppo.data.batches.packing import zigzag
 
 
 @dataclass(frozen=True)

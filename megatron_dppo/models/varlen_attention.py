@@ -12,6 +12,7 @@ that both pieces see are therefore stored twice: `size + 1/2` keys for each of t
 `size` are gathered.
 """
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from megatron_dppo.data.batches.token_slices import zigzag
+from megatron_dppo.data.batches.packing import zigzag
+
+# torch 2.11 has no `enable_gqa`: it passes fewer key-value heads to the same kernel unasked.
+_GROUPED_HEADS = dict(enable_gqa=True) if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ class VarlenSequences:
                 F.pad(x, (0, max(head_dim, value_head_dim) - x.shape[-1])) for x in (query, key, value)
             )
         places = (self.cu_seqlens_q, self.cu_seqlens_k, self.max_q, self.max_k)
-        causal: Any = dict(window_size=(-1, 0), enable_gqa=True, scale=scale)
+        causal: Any = dict(window_size=(-1, 0), scale=scale, **_GROUPED_HEADS)
         attended = varlen_attn(query, key, value, *places, **causal)
         assert isinstance(attended, Tensor), "the log-sum-exp was not requested"
         return attended[..., :value_head_dim]

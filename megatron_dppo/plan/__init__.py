@@ -1,11 +1,9 @@
 """Plans a run without loading a model: whether `train` accepts it, its memory, and the layouts that fit."""
 
-from megatron_dppo.plan.machine import Machine
+from megatron_dppo.plan.job import Machine
 from megatron_dppo.plan.plan import Plan, make_plan
 from megatron_dppo.plan.report import as_json, as_text
-from megatron_dppo.plan.split import Split, divide
-from megatron_dppo.plan.split_report import as_json as split_as_json
-from megatron_dppo.plan.split_report import as_text as split_as_text
+from megatron_dppo.plan.split import Split, divide, split_as_json, split_as_text
 from megatron_dppo.plan.units import parse_bytes
 
 __all__ = [

@@ -3,8 +3,10 @@
 The lists follow our torch layer spec. Tests compare its figures on a CPU ("torch-cpu") with the tensors that
 autograd really saves. On a GPU ("torch") PyTorch's RMSNorm is fused and keeps only its input. Half-precision
 attention is flash attention without padding. Traced steps verify both within 5 %. Transformer Engine ("te")
-also fuses the activation functions; its figures come from its sources and are not measured. `latent.py` has the
-differences of latent attention.
+also fuses the activation functions; its figures come from its sources and are not measured.
+Latent attention: Megatron normalises the latents, projects them up to full queries, keys and values, and keeps
+these. Only an engine's cache stores latents instead. Flash attention needs one head size: values with a smaller
+one than queries are padded with zeros, and the kept result has the padded width.
 Letters: e bytes of an activation, H hidden size, D head dimension, F expert width, I feed-forward width.
 """
 
@@ -15,31 +17,11 @@ from dataclasses import dataclass
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import ModelShape
 from megatron_dppo.architectures.weight_map import EXPERT_BIAS, SHARED_GATE
-from megatron_dppo.plan import latent
-from megatron_dppo.plan.latent import Operands
-from megatron_dppo.plan.machine import FRAGMENTATION
-from megatron_dppo.plan.options import LayerSpec, Recompute
+from megatron_dppo.plan.job import EXPECTED, Assumptions, LayerSpec, Recompute
 
-EXPERT_IMBALANCE = 1.3
-"""Rows of the busiest expert-parallel rank, relative to the mean of all ranks."""
-ATTENTION_PADDING = 1.25
-"""Rows of our torch spec's padded batches, relative to the tokens in them (2 at worst), if it cannot use flash
-attention."""
 WORKING_COPIES = 3
 """Temporary tensors of a layer's widest size in its forward or backward pass, in addition to kept ones."""
 FLOAT, INDEX = 4, 8
-
-
-@dataclass(frozen=True)
-class Assumptions:
-    """Assumed values that depend on the data."""
-
-    expert_imbalance: float = EXPERT_IMBALANCE
-    attention_padding: float = ATTENTION_PADDING
-    fragmentation: float = FRAGMENTATION
-
-
-EXPECTED = Assumptions()
 
 
 @dataclass(frozen=True)
@@ -54,6 +36,16 @@ class LayerTokens:
         """Return this rank's part of a micro-batch with this number of tokens."""
         attended = math.ceil(microbatch_tokens / layout.context)
         return cls(attended, math.ceil(attended / layout.tensor))
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Columns of core attention's inputs and outputs, for all heads of a tensor rank."""
+
+    queries: int
+    keys: int
+    values: int
+    result: int  # kept in addition to the input of the output projection
 
 
 @dataclass(frozen=True)
@@ -111,7 +103,7 @@ class LayerModel:
         """Columns of core attention's inputs and outputs, of this rank's heads."""
         sizes = self.shape.sizes
         if sizes.latent is not None:
-            return latent.operands(self)
+            return _latent_operands(self)
         queries = sizes.num_attention_heads // self.layout.tensor * sizes.head_dim
         group = sizes.num_key_value_heads // self.layout.tensor * sizes.head_dim
         return Operands(queries, group, group, 0 if self.is_flash else queries)
@@ -135,7 +127,7 @@ class LayerModel:
         """Return the bytes kept when core attention is recomputed: its inputs, values as a view of qkv."""
         sizes = self.shape.sizes
         if sizes.latent is not None:
-            return latent.core_attention_inputs(self)
+            return _latent_core_attention_inputs(self)
         heads, groups = sizes.num_attention_heads, sizes.num_key_value_heads
         columns = (2 * heads + 3 * groups) * sizes.head_dim // self.layout.tensor
         shared = (heads + 2 * groups) * sizes.head_dim // self.layout.tensor
@@ -147,7 +139,7 @@ class LayerModel:
         sizes, rows, e = self.shape.sizes, self.tokens.attended, self.dtype_bytes
         result = sizes.num_attention_heads // self.layout.tensor * sizes.value_head_dim * e
         norm = self.norm(self.tokens.sequence, sizes.hidden_size) + self.hidden_bytes
-        return norm + self.head_norms() + latent.latents(self) + rows * result
+        return norm + self.head_norms() + _latents(self) + rows * result
 
     @property
     def copies(self) -> int:
@@ -178,13 +170,11 @@ class LayerModel:
         num_experts, top_k = sizes.num_experts or 0, sizes.experts_per_token
         of_token = num_experts * (1 + FLOAT) + top_k * (2 * INDEX + FLOAT)
         if EXPERT_BIAS in self.shape.family.rules:
-            of_token += (
-                num_experts * FLOAT + (top_k + 1) * FLOAT
-            )  # all scores, and the chosen ones with their sum
+            of_token += (num_experts + top_k + 1) * FLOAT  # all scores, and the chosen ones with their sum
         return self.tokens.sequence * of_token
 
     def mlp_norm(self) -> int:
-        """Return the bytes of the norm before the feed-forward or the experts, and of its result."""
+        """Return the bytes of the norm after attention, or of the final norm, and of its result."""
         return self.norm(self.tokens.sequence, self.shape.sizes.hidden_size) + self.hidden_bytes
 
     def layer(self, is_moe: bool, dropped: Iterable[str] = ()) -> int:
@@ -235,10 +225,6 @@ class LayerModel:
         share = self.tokens.sequence * self.shape.sizes.experts_per_token * self.layout.expert_tensor
         return int(share * imbalance)
 
-    def head(self) -> int:
-        """Return the bytes of the final norm and its result, the output layer's input."""
-        return self.mlp_norm()
-
 
 @dataclass(frozen=True)
 class Kept:
@@ -249,13 +235,7 @@ class Kept:
 
 
 def kept_by_layers(model: LayerModel, layers: range, recompute: Recompute) -> Kept:
-    """Return the bytes that the layers of one chunk keep of one micro-batch.
-
-    Args:
-        model: Sizes and options of the layers.
-        layers: 0-based indices of the layers.
-        recompute: Activations that are dropped and recomputed.
-    """
+    """Return the bytes that the layers of one chunk keep of one micro-batch."""
     kinds = [model.shape.is_moe(layer) for layer in layers]
     if not kinds:
         return Kept(0, 0)
@@ -268,10 +248,42 @@ def kept_by_layers(model: LayerModel, layers: range, recompute: Recompute) -> Ke
         held = shared + sum(reduced[kind] for kind in kinds)
         return Kept(held, max(size[kind] - reduced[kind] for kind in size))
     if recompute.method == "block":
-        num = min(
-            recompute.num_layers, len(kinds)
-        )  # the first ones; backward comes to them when the rest is freed
+        # The first layers are recomputed. Backward comes to them when the rest is freed.
+        num = min(recompute.num_layers, len(kinds))
         inputs, rest = shared + num * model.hidden_bytes, sum(whole[num:])
         return Kept(inputs + rest, max(max(whole[:num]) - rest, 0))
     groups = [whole[i : i + recompute.num_layers] for i in range(0, len(whole), recompute.num_layers)]
     return Kept(shared + len(groups) * model.hidden_bytes, max(map(sum, groups)))
+
+
+def _latent_operands(model: LayerModel) -> Operands:
+    """Return the columns of one rank's heads, padded where flash attention needs it."""
+    sizes = model.shape.sizes
+    heads = sizes.num_attention_heads // model.layout.tensor
+    whole, value = heads * sizes.head_dim, heads * sizes.value_head_dim
+    if model.is_flash:
+        padded = max(whole, value)
+        return Operands(padded, padded, padded, padded * (whole != value))
+    return Operands(whole, whole, value, value)
+
+
+def _latent_core_attention_inputs(model: LayerModel) -> int:
+    """Return the bytes kept when core attention is recomputed: queries, keys and values, a tensor each."""
+    sizes = model.shape.sizes
+    of_head = 2 * sizes.head_dim + sizes.value_head_dim
+    heads = sizes.num_attention_heads // model.layout.tensor
+    return model.tokens.attended * heads * of_head * model.dtype_bytes
+
+
+def _latents(model: LayerModel) -> int:
+    """Return the bytes of the latents' norms and of their results, the inputs of the projections up."""
+    sizes, tokens, e = model.shape.sizes.latent, model.tokens, model.dtype_bytes
+    if sizes is None:
+        return 0
+    kept = sum(
+        model.norm(tokens.sequence, width) + tokens.sequence * width * e
+        for width in (sizes.query_rank or 0, sizes.rank)
+        if width
+    )
+    # For keys and values, a norm keeps a view that includes the keys' rotated part.
+    return kept if model.is_norm_cast else kept + tokens.sequence * sizes.rotary_head_dim * e

@@ -13,10 +13,9 @@ from functools import lru_cache
 
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import ModelShape, padded_vocab
-from megatron_dppo.plan import machine as figures
-from megatron_dppo.plan.job import Job
-from megatron_dppo.plan.options import Recompute
-from megatron_dppo.plan.states import GRADIENT_BYTES, optimizer_bytes
+from megatron_dppo.plan import job as figures
+from megatron_dppo.plan.job import Job, Recompute
+from megatron_dppo.plan.stages import GRADIENT_BYTES, optimizer_bytes, stage_parts
 
 BACKWARD = 2  # operations relative to forward
 CORE_ATTENTION = 0.3  # share of an attention block's operations
@@ -113,8 +112,8 @@ def _reference(job: Job, layout: Layout, tokens: float, num: float) -> float:
     forward = _forward(job, layout, tokens, num)
     if not job.has_reference_weights:
         return forward
-    largest = max(part.weights for part in job.partition(layout)) * job.workload.dtype_bytes
-    steps = job.config.algorithm.minibatches_per_rollout * job.config.algorithm.epochs_per_rollout
+    largest = max(part.weights for part in stage_parts(job, layout)) * job.workload.dtype_bytes
+    steps = job.config.algorithm.steps_per_rollout
     return forward + 4 * largest / (figures.PCIE_BYTES_PER_S * figures.LINK_EFFICIENCY) / steps
 
 
@@ -128,7 +127,7 @@ def _slowest_stage(job: Job, layout: Layout, tokens: float, passes: int = 1 + BA
     columns = padded_vocab(job.shape, layout) // layout.tensor
     head = _Seconds(compute=2 * tokens * columns * sizes.hidden_size * passes / _speed())
     stages: list[_Seconds] = []
-    for part in job.partition(layout):
+    for part in stage_parts(job, layout):
         layers = [layer for chunk in part.chunks for layer in chunk.layers]
         num_moe = sum(job.shape.is_moe(layer) for layer in layers)
         seconds = _Seconds().plus(of_layer[True], num_moe).plus(of_layer[False], len(layers) - num_moe)
@@ -141,7 +140,7 @@ def _speed() -> float:
 
 
 def _layer_seconds(job: Job, layout: Layout, layer: _Layer, *, is_forward: bool) -> _Seconds:
-    attention_again, mlp_again = _recomputed(job.options.recompute)
+    attention_again, mlp_again = _recomputed_shares(job.options.recompute)
     passes = 1 if is_forward else 2 + max(attention_again, mlp_again)
     operations = layer.attention * (1 + BACKWARD + attention_again) + layer.mlp * (1 + BACKWARD + mlp_again)
     if is_forward:
@@ -203,7 +202,7 @@ def _latent_columns(shape: ModelShape) -> int:
     return of_queries + latent.rank + latent.rotary_head_dim
 
 
-def _recomputed(recompute: Recompute) -> tuple[float, float]:
+def _recomputed_shares(recompute: Recompute) -> tuple[float, float]:
     """Return the recomputed shares of the forward pass: (attention, feed-forward)."""
     if recompute.granularity == "none":
         return 0.0, 0.0
@@ -217,7 +216,7 @@ def _end_of_step(job: Job, layout: Layout) -> tuple[float, float]:
     """Return the seconds to reduce gradients, gather parameters, and move offloaded optimizer states."""
     dtype_bytes = job.workload.dtype_bytes
     back = dtype_bytes if job.config.optimizer.distributed else GRADIENT_BYTES
-    parts = job.partition(layout)
+    parts = stage_parts(job, layout)
     moved = max(
         sum(
             (e.buffer * (GRADIENT_BYTES + back) * (e.sharers - 1) / e.sharers)

@@ -1,26 +1,193 @@
-"""Defines the inputs of a plan: config, model, machine, and the number of tokens on a rank.
+"""Defines the inputs of a plan: GPUs with published figures of their speed, options, and tokens on a rank.
 
 Token numbers are upper bounds: every prompt and response has the longest allowed length.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 from megatron_dppo.algorithms import PRESETS
 from megatron_dppo.architectures.layout import Layout
-from megatron_dppo.architectures.parameters import Adapters, ModelShape, model_shape
-from megatron_dppo.checks import Facts, check_run
+from megatron_dppo.architectures.parameters import ModelShape, model_shape
+from megatron_dppo.checks import Facts, problems_of
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
-from megatron_dppo.plan.activations import EXPECTED, Assumptions
-from megatron_dppo.plan.machine import Machine
-from megatron_dppo.plan.options import Options
-from megatron_dppo.plan.partition import StagePart, partition
-from megatron_dppo.plan.settings import Settings, with_settings
+from megatron_dppo.plan.units import GIB, Settings, with_settings
+
+RESERVE_BYTES = 2 * GIB
+"""Bytes of CUDA context, NCCL buffers and library workspaces of one process; an assumption, not measured."""
+ENGINE_RESIDUE_BYTES = 2 * GIB
+"""Bytes that a colocated engine's process keeps while weights and cache are released; an assumption."""
+FRAGMENTATION = 0.05
+"""Share of activations and logits that the allocator cannot use; an assumption."""
+PROCESS_HOST_BYTES = 4 * GIB
+"""Host memory of one trainer process with its libraries; an assumption."""
+
+EXPERT_IMBALANCE = 1.3
+"""Rows of the busiest expert-parallel rank, relative to the mean of all ranks."""
+ATTENTION_PADDING = 1.25
+"""Rows of our torch spec's padded batches, relative to the tokens in them (2 at worst), if it cannot use flash
+attention."""
+
+# An H100 SXM node, from NVIDIA's data sheets; bytes and operations per second, one direction.
+GPU_NAME = "H100"
+BFLOAT16_FLOPS = 989e12
+NVLINK_BYTES_PER_S = 450e9
+NETWORK_BYTES_PER_S = 50e9  # one 400 Gbit/s adapter for each GPU
+PCIE_BYTES_PER_S = 64e9
+COMPUTE_EFFICIENCY = 0.5  # of large matrix products within a layer
+LINK_EFFICIENCY = 0.7
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Number and memory of the GPUs and hosts."""
+
+    num_gpus: int
+    gpu_bytes: int  # of each GPU
+    host_bytes: int | None = None  # of each node; None: not checked
+    gpus_per_node: int = 8
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Number of trainer processes that share one host."""
+        return min(self.num_gpus, self.gpus_per_node)
+
+    def link(self, span: int) -> float:
+        """Return bytes per second of each GPU in a group that spans `span` consecutive ranks."""
+        published = NVLINK_BYTES_PER_S if span <= self.gpus_per_node else NETWORK_BYTES_PER_S
+        return published * LINK_EFFICIENCY
+
+
+Granularity = Literal["none", "selective", "full"]
+Method = Literal["uniform", "block"]
+LayerSpec = Literal["torch", "torch-cpu", "te"]
+
+COUNTED_MODULES = ("core_attn", "mlp", "moe")
+"""Values of recompute_modules that our layer specs recompute; others are taken to save nothing."""
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Activations that are recomputed in backward, in Megatron's terms."""
+
+    granularity: Granularity = "none"
+    method: Method = "uniform"
+    num_layers: int = 1  # "full": number of layers recomputed together, or per stage ("block")
+    modules: tuple[str, ...] = ("core_attn",)  # "selective"
+
+    def __str__(self) -> str:
+        if self.granularity == "selective":
+            return f"selective ({', '.join(self.modules)})"
+        is_usual = self.granularity == "none" or (self.method == "uniform" and self.num_layers == 1)
+        return self.granularity if is_usual else f"full ({self.method}, {self.num_layers})"
+
+    def keys(self) -> dict[str, Any]:
+        """Return the keys of `[megatron]` that set it."""
+        if self.granularity == "none":
+            return {}
+        keys: dict[str, Any] = {"recompute_granularity": self.granularity}
+        if self.granularity == "full":
+            return keys | {"recompute_method": self.method, "recompute_num_layers": self.num_layers}
+        return keys | {"recompute_modules": list(self.modules)}
+
+
+FULL = Recompute("full")
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """Recompute and layer spec.
+
+    Attributes:
+        recompute: Activations that are recomputed.
+        layer_spec: Our torch spec ("torch-cpu": as on CPUs), or Transformer Engine's modules.
+    """
+
+    recompute: Recompute = Recompute()
+    layer_spec: LayerSpec = "torch"
+
+    @classmethod
+    def of(cls, config: Config) -> "LayerOptions":
+        """Return the options of a config; for layer_spec "auto", assume the spec that keeps more.
+
+        Raises:
+            ConfigError: A recompute_* key has a value that Megatron does not take.
+        """
+        is_engine = config.model.layer_spec == "transformer_engine"
+        return cls(recompute_of(config.megatron), "te" if is_engine else "torch")
+
+    def __str__(self) -> str:
+        return f"recompute {self.recompute}"
+
+
+def recompute_of(megatron: Mapping[str, Any]) -> Recompute:
+    """Return the recompute settings of `[megatron]`.
+
+    Raises:
+        ConfigError: A recompute_* key has a value that Megatron does not take.
+    """
+    problems = recompute_problems(megatron)
+    if problems:
+        raise ConfigError(problems)
+    default = Recompute()
+    return Recompute(
+        granularity=megatron.get("recompute_granularity", default.granularity),
+        method=megatron.get("recompute_method", default.method),
+        num_layers=megatron.get("recompute_num_layers", default.num_layers),
+        modules=tuple(megatron.get("recompute_modules", default.modules)),
+    )
+
+
+def recompute_problems(megatron: Mapping[str, Any]) -> list[Problem]:
+    """Return the problems of the recompute_* keys of `[megatron]` that Megatron would refuse."""
+    granularity = megatron.get("recompute_granularity")
+    problems = [
+        *_one_of(megatron, "recompute_granularity", ("selective", "full")),
+        *_one_of(megatron, "recompute_method", get_args(Method)),
+    ]
+    num_layers, modules = megatron.get("recompute_num_layers", 1), megatron.get("recompute_modules", [])
+    if type(num_layers) is not int or num_layers < 1:
+        expected, action = "a whole number above 0", "Set it to 1 to recompute layer by layer."
+        problems.append(Problem("megatron.recompute_num_layers", repr(num_layers), expected, action))
+    if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
+        action = "Write for example ['core_attn', 'moe']."
+        problems.append(Problem("megatron.recompute_modules", repr(modules), "a list of names", action))
+    for key, value in FULL.keys().items():
+        if granularity == "full" and key not in megatron:
+            expected, action = "a value with recompute_granularity = 'full'", f"Set megatron.{key} = {value!r}."
+            problems.append(Problem(f"megatron.{key}", "none", expected, action))
+    if granularity == "selective" and "recompute_num_layers" in megatron:
+        found = f"{num_layers!r} with recompute_granularity = 'selective'"
+        action = "Remove it: modules of all layers are recomputed."
+        problems.append(Problem("megatron.recompute_num_layers", found, "none", action))
+    return problems
+
+
+def _one_of(megatron: Mapping[str, Any], key: str, choices: tuple[str, ...]) -> list[Problem]:
+    if key not in megatron or megatron[key] in choices:
+        return []
+    action = "Correct or remove it."
+    return [Problem(f"megatron.{key}", repr(megatron[key]), " or ".join(choices), action)]
+
 
 BATCH_BYTES = 3 * 8 + 1 + 4 * 4
 """Bytes of one token in a micro-batch: tokens, positions, targets; mask; four float32."""
 TOPK_BYTES = 4 + 4  # id, log-prob
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Assumed values that depend on the data."""
+
+    expert_imbalance: float = EXPERT_IMBALANCE
+    attention_padding: float = ATTENTION_PADDING
+    fragmentation: float = FRAGMENTATION
+
+
+EXPECTED = Assumptions()
 
 
 @dataclass(frozen=True)
@@ -90,7 +257,7 @@ class Job:
     machine: Machine
     shape: ModelShape
     workload: Workload
-    options: Options
+    options: LayerOptions
     assumptions: Assumptions = EXPECTED
 
     @classmethod
@@ -104,13 +271,15 @@ class Job:
             raise ConfigError([each for each in (facts.model, facts.sizes) if isinstance(each, Problem)][:1])
         shape = model_shape(facts.model)
         facts = replace(facts, world_size=machine.num_gpus)
-        return cls(config, facts, machine, shape, Workload.of(config, shape), Options.of(config), assumptions)
+        return cls(
+            config, facts, machine, shape, Workload.of(config, shape), LayerOptions.of(config), assumptions
+        )
 
     def having(self, settings: Settings) -> "Job":
         """Return the same job with other values of some keys."""
         config = with_settings(self.config, settings)
         return replace(
-            self, config=config, workload=Workload.of(config, self.shape), options=Options.of(config)
+            self, config=config, workload=Workload.of(config, self.shape), options=LayerOptions.of(config)
         )
 
     def on(self, num_gpus: int) -> "Job":
@@ -121,7 +290,7 @@ class Job:
     @property
     def problems(self) -> list[Problem]:
         """Problems for which `train` refuses the config on this number of processes."""
-        return check_run(self.config, self.facts)
+        return problems_of(self.config, self.facts, needs=("config",))
 
     @property
     def has_reference(self) -> bool:
@@ -132,10 +301,8 @@ class Job:
     def recomputes_log_probs(self) -> bool:
         """Whether the trust region's anchor is recomputed, which needs one more forward per gradient step."""
         algorithm = self.config.algorithm
-        preset = PRESETS.get(
-            algorithm.preset
-        )  # None for a user's rule, which is anchored at the rollout policy
-        default = "rollout" if preset is None else preset.anchor
+        preset = PRESETS.get(algorithm.preset)
+        default = "rollout" if preset is None else preset.anchor  # of a user's rule: rollout
         return (algorithm.anchor or default) == "recomputed"
 
     @property
@@ -156,9 +323,3 @@ class Job:
             LayoutError: The processes do not divide.
         """
         return Layout.of(self.config.parallel, self.machine.num_gpus)
-
-    def partition(self, layout: Layout) -> tuple[StagePart, ...]:
-        """Return the part of the model on each pipeline stage of a layout."""
-        lora = self.config.lora
-        adapters = Adapters(lora.rank, lora.targets) if lora.rank else None
-        return partition(self.shape, layout, self.config.optimizer.distributed, adapters)

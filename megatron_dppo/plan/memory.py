@@ -1,16 +1,256 @@
-"""Estimates the memory of a layout: every pipeline stage, the engine and the host."""
+"""Estimates the memory of a layout: pipeline stages, the rollout engine, weights on their way to it, the host.
 
+"loss": the forward pass has just ended and the loss is at its peak. "backward": backward of one layer. "step":
+the optimizer's step. "rollout": the engine samples. "sync": new weights are sent to the engine. If engine
+and trainer take turns (`runtime.gpu_ledger`), the trainer's states are on the host in "rollout" and "sync", and
+the engine's weights and cache are released in training.
+"""
+
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.architectures.parameters import ModelShape, largest_gathered_bytes
+from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.memory import rollout_bytes_bound
-from megatron_dppo.plan.engine import EngineMemory, engine_memory
-from megatron_dppo.plan.job import Job
-from megatron_dppo.plan.machine import PROCESS_HOST_BYTES
-from megatron_dppo.plan.moments import MOMENTS, Components, stage_moments
-from megatron_dppo.plan.options import Options
-from megatron_dppo.plan.states import RankStates, rank_states
+from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.plan.job import (
+    BATCH_BYTES,
+    ENGINE_RESIDUE_BYTES,
+    PROCESS_HOST_BYTES,
+    RESERVE_BYTES,
+    Job,
+    LayerOptions,
+    Machine,
+)
+from megatron_dppo.plan.stages import RankStates, StagePart, rank_states, stage_activations, stage_parts
+from megatron_dppo.plan.units import GIB, format_count
+
+MOMENTS = ("loss", "backward", "step", "rollout", "sync")
+OF_STATES = ("step", "rollout", "sync")
+"""Moments that recompute does not affect."""
+COMPONENTS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "routes",
+    "top-K",
+    "batch",
+    "engine weights",
+    "engine cache",
+    "reserve",
+)
+EXPERT_ID_BYTES = 8  # int64, as routers use it
+Components = Mapping[str, int]
+SGLANG_MEMORY_FRACTION = 0.8
+"""Default of mem_fraction_static if [sglang] sets none: share of weights and cache in the GPU's memory."""
+SGLANG_WORKSPACE_BYTES = 4 * GIB
+"""Bytes of SGLang's activations and CUDA graphs, in addition to its static memory; an assumption."""
+_CACHED_DTYPE_BYTES = 2
+_WITHOUT_NUCLEUS, _WITH_NUCLEUS = 24, 45  # bytes per logit; measured by a test
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes of the engine on one GPU.
+
+    Attributes:
+        weights: Bytes of its copy of the weights.
+        cache: Bytes of keys and values during a rollout.
+        workspace: Other bytes during a rollout.
+        residue: Bytes that it keeps during training, besides weights.
+        is_resident: Whether the weights stay during training. If not, engine and trainer take turns on the GPU.
+        cached_tokens: Number of tokens that fit the cache of one engine.
+        num_gpus: Number of GPUs that one engine is split over.
+        is_separate: Whether it has separate GPUs; then all bytes here are 0.
+        text: Description for the report.
+    """
+
+    weights: int
+    cache: int
+    workspace: int
+    residue: int
+    is_resident: bool
+    cached_tokens: int
+    num_gpus: int
+    is_separate: bool
+    text: str
+
+    @property
+    def at_work(self) -> int:
+        """Bytes during a rollout."""
+        return self.weights + self.cache + self.workspace
+
+    def holds(self, num_tokens: int) -> bool:
+        """Whether a sequence of `num_tokens` tokens fits its cache."""
+        return self.is_separate or self.cached_tokens >= num_tokens
+
+
+def engine_memory(config: Config, shape: ModelShape, layout: Layout, machine: Machine) -> EngineMemory:
+    """Return the memory of the engine that `rollout.engine` names, next to a trainer with this layout.
+
+    Raises:
+        ConfigError: An option of [sglang] that affects memory has an invalid value.
+    """
+    if config.rollout.engine == "transformers":
+        return _embedded(config, shape, layout)
+    if not config.rollout.sglang.colocated:
+        text = "SGLang on GPUs of its own, which are not counted (rollout.sglang.colocated = false)"
+        return EngineMemory(0, 0, 0, 0, False, 0, 0, True, text)
+    return _sglang(config, shape, machine)
+
+
+def _cache_bytes_per_token(shape: ModelShape, dtype_bytes: int) -> int:
+    """Return the bytes of a token's keys and values for all heads."""
+    sizes = shape.sizes
+    of_head = sizes.head_dim + sizes.value_head_dim
+    return sizes.num_layers * sizes.num_key_value_heads * of_head * dtype_bytes
+
+
+def _sglang_cache_bytes_per_token(shape: ModelShape, size: int) -> int:
+    """Return the bytes of a token in the cache of each of an engine's GPUs.
+
+    Heads are split over the GPUs. A latent belongs to all heads, so each GPU has it, with the rotated part of
+    keys.
+    """
+    sizes = shape.sizes
+    if sizes.latent is not None:
+        return sizes.num_layers * (sizes.latent.rank + sizes.latent.rotary_head_dim) * _CACHED_DTYPE_BYTES
+    return _cache_bytes_per_token(shape, _CACHED_DTYPE_BYTES) // min(size, sizes.num_key_value_heads)
+
+
+def _embedded(config: Config, shape: ModelShape, layout: Layout) -> EngineMemory:
+    """Return the memory of the embedded engine: a full copy of the model in each trainer process."""
+    rollout = config.rollout
+    dtype_bytes = 4 if config.embedded_weights == "float32" else 2
+    samples = -(-rollout.prompts_per_rollout // layout.data) * rollout.samples_per_prompt
+    slots = min(rollout.transformers.batch_size, samples)
+    tokens = slots * (config.data.max_prompt_tokens + rollout.max_response_tokens)
+    return EngineMemory(
+        weights=shape.num_parameters * dtype_bytes,
+        cache=tokens * _cache_bytes_per_token(shape, dtype_bytes),
+        workspace=slots * shape.sizes.vocab_size * (dtype_bytes + _bytes_to_sample_a_logit(config)),
+        residue=0,
+        is_resident=not rollout.takes_turns,
+        cached_tokens=tokens,
+        num_gpus=1,
+        is_separate=False,
+        text=f"transformers, a whole copy of the model in each process, {slots} sequences at once",
+    )
+
+
+def _bytes_to_sample_a_logit(config: Config) -> int:
+    """Return the bytes per logit, besides the logit, that the embedded engine takes to draw a token.
+
+    If top_p = 1, drawing takes most: log-probs and probabilities in float32, and the probabilities and
+    their cumulative sum in float64. If top_p < 1, sorting the tempered log-probs in float64 takes most.
+    """
+    nuclei = [config.rollout.top_p]
+    for each in config.evaluation.used_sets.values():
+        nuclei.append(config.evaluation.top_p if each.top_p is None else each.top_p)
+    return _WITHOUT_NUCLEUS if min(nuclei) == 1.0 else _WITH_NUCLEUS
+
+
+def _sglang(config: Config, shape: ModelShape, machine: Machine) -> EngineMemory:
+    fraction = config.sglang.get("mem_fraction_static", SGLANG_MEMORY_FRACTION)
+    size = config.sglang.get("tp_size", 1)
+    _require_number("sglang.mem_fraction_static", fraction, "a share of the GPU above 0 and below 1", 1.0)
+    _require_number("sglang.tp_size", size, "a number of GPUs", math.inf)
+    weight_bytes = 1 if config.sglang.get("quantization") == "fp8" else 2
+    weights = -(-_sglang_parameters(shape) * weight_bytes // size)
+    cache = max(int(machine.gpu_bytes * fraction) - weights, 0)
+    held = _sglang_cache_bytes_per_token(shape, size)
+    text = (
+        f"SGLang on the trainer's GPUs, over {format_count(size, 'GPU')} each, mem_fraction_static {fraction:g}"
+    )
+    return EngineMemory(
+        weights, cache, SGLANG_WORKSPACE_BYTES, ENGINE_RESIDUE_BYTES, False, cache // held, size, False, text
+    )
+
+
+def _sglang_parameters(shape: ModelShape) -> int:
+    """Return the parameters of a server's model, with the output layer that SGLang adds to some tied models."""
+    sizes = shape.sizes
+    has_own_output = sizes.is_tied and shape.family.sglang.has_own_output
+    return shape.num_parameters + has_own_output * sizes.vocab_size * sizes.hidden_size
+
+
+def _require_number(where: str, found: object, expected: str, below: float) -> None:
+    kinds = int | float if below <= 1 else int
+    if isinstance(found, bool) or not isinstance(found, kinds) or not 0 < found < below:
+        raise ConfigError(Problem(where, repr(found), expected, "Correct or remove it."))
+
+
+def passing_bytes(config: Config, shape: ModelShape, layout: Layout, dtype_bytes: int) -> int:
+    """Return the bytes of weights in transfer to the engine: gathered tensors, their local copy, and a bucket.
+
+    Half of `sync_bucket_bytes` is a server's bucket. The other half limits the gathered experts of a layer, as
+    in `weight_sync.factory`. The embedded engine takes all experts of a layer at once.
+    """
+    half = config.rollout.sglang.sync_bucket_bytes // 2 if config.rollout.engine == "sglang" else None
+    gathered = largest_gathered_bytes(shape, layout, dtype_bytes, half)
+    gathered *= 2 * (layout.world_size > 1)
+    return gathered if half is None else half + max(gathered, half)
+
+
+def stage_moments(
+    job: Job, layout: Layout, engine: EngineMemory, part: StagePart, states: RankStates
+) -> dict[str, Components]:
+    """Return the bytes of each component at each moment, on one rank of a stage; zeros are left out."""
+    trainer = {"parameters": states.parameters, "gradients": states.gradients}
+    trainer["optimizer"] = states.optimizer_between
+    rest = {"reserve": RESERVE_BYTES + engine.residue, "engine weights": engine.weights * engine.is_resident}
+    moments = _training(job, layout, part, states, trainer | rest)
+    of_engine = {} if job.config.rollout.takes_turns else trainer
+    at_work = {"engine weights": engine.weights, "engine cache": engine.cache}
+    moments["rollout"] = of_engine | at_work | {"reserve": RESERVE_BYTES + engine.workspace}
+    moments["sync"] = of_engine | _sync(job, layout, states, engine)
+    return {name: {key: held[key] for key in COMPONENTS if held.get(key)} for name, held in moments.items()}
+
+
+def _training(
+    job: Job, layout: Layout, part: StagePart, states: RankStates, always: Components
+) -> dict[str, dict[str, int]]:
+    work, padded = job.workload, 1 + job.assumptions.fragmentation
+    # A gradient step's micro-batches are all on the device; routers hold the expert ids of one as int64.
+    on_device, current = work.step_tokens(layout.data), work.microbatch_tokens(layout.data)
+    batch = {
+        "routes": on_device * work.routes_bytes
+        + current * work.routed_layers * work.routed_experts * EXPERT_ID_BYTES,
+        "top-K": on_device * work.topk_bytes,
+        "batch": on_device * BATCH_BYTES,
+    }
+    kept = stage_activations(job, layout, part)
+    held = kept.held + kept.passed
+    return {
+        "loss": {
+            **always,
+            **batch,
+            "activations": int((held + kept.head) * padded),
+            "logits": int(kept.logits * padded),
+        },
+        "backward": {
+            **always,
+            **batch,
+            "activations": int((held + kept.again + kept.working) * padded),
+            "gradients": states.gradients + states.largest_gradient,
+        },
+        "step": {**always, **batch, "optimizer": states.optimizer + states.step_temporaries},
+    }
+
+
+def _sync(job: Job, layout: Layout, states: RankStates, engine: EngineMemory) -> dict[str, int]:
+    """Return the bytes of a weight sync: the engine's weights, and tensors on their way to it.
+
+    If the trainer is offloaded, its tensors return to the GPU one at a time.
+    """
+    passing = passing_bytes(job.config, job.shape, layout, job.workload.dtype_bytes)
+    if job.config.rollout.takes_turns:
+        passing += states.largest_parameter
+    return {"engine weights": engine.weights, "reserve": RESERVE_BYTES + engine.residue + passing}
 
 
 @dataclass(frozen=True)
@@ -53,7 +293,7 @@ class Memory:
     """Memory of a layout on its GPUs and hosts."""
 
     layout: Layout
-    options: Options
+    options: LayerOptions
     stages: tuple[StageMemory, ...]
     engine: EngineMemory
     host: HostMemory
@@ -77,7 +317,7 @@ def memory_of(job: Job, layout: Layout) -> Memory:
     Raises:
         ConfigError: An option of [sglang] has an invalid value.
     """
-    parts = job.partition(layout)
+    parts = stage_parts(job, layout)
     engine = engine_memory(job.config, job.shape, layout, job.machine)
     states = [rank_states(job, part) for part in parts]
     return Memory(

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Literal
 
 from megatron_dppo.errors import ConfigError, Problem
-from megatron_dppo.plan import machine as figures
+from megatron_dppo.plan import job as figures
 from megatron_dppo.plan.job import Job
 from megatron_dppo.run_folder.reader import Run
 
@@ -104,8 +104,8 @@ def gather_rates(job: Job, num_gpus: int, given: Mapping[str, float], run: Run |
     Raises:
         ConfigError: The run cannot be measured, or the sampling rate is unknown.
     """
-    measured, where = ({}, "") if run is None else _measured(run, given.get(_SERVING_GPUS))
-    by_name = {name: Rate(value, "assumed") for name, value in _assumed(job, num_gpus).items()}
+    measured, where = ({}, "") if run is None else _measure_rates(run, given.get(_SERVING_GPUS))
+    by_name = {name: Rate(value, "assumed") for name, value in _assume_rates(job, num_gpus).items()}
     by_name |= {name: Rate(value, "measured") for name, value in measured.items()}
     by_name |= {name: Rate(value, "given") for name, value in given.items() if name != _SERVING_GPUS}
     if "serving_rate" not in by_name:
@@ -120,7 +120,7 @@ def gather_rates(job: Job, num_gpus: int, given: Mapping[str, float], run: Run |
     return Rates({name: by_name[name] for name in WORDS if name in by_name}, where)
 
 
-def _assumed(job: Job, num_gpus: int) -> dict[str, float]:
+def _assume_rates(job: Job, num_gpus: int) -> dict[str, float]:
     longest, parameters = job.config.rollout.max_response_tokens, job.shape.num_parameters
     weights_s = parameters * job.workload.dtype_bytes / (figures.NETWORK_BYTES_PER_S * figures.LINK_EFFICIENCY)
     moved = 2 * parameters * STATE_BYTES / num_gpus
@@ -133,7 +133,7 @@ def _assumed(job: Job, num_gpus: int) -> dict[str, float]:
     }
 
 
-def _measured(run: Run, serving_gpus: float | None) -> tuple[dict[str, float], str]:
+def _measure_rates(run: Run, serving_gpus: float | None) -> tuple[dict[str, float], str]:
     """Return the rates measured in a run's last rollouts, and a description of its GPUs."""
     usable = [row for row in run.rollouts if all(math.isfinite(row.values.get(n, math.nan)) for n in _NEEDED)]
     usable = usable[1:][-LAST:] or usable

@@ -6,17 +6,12 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_dppo.config.schema import AlgorithmConfig
-from megatron_dppo.plan import machine as figures
-from megatron_dppo.plan.advice import Advice
+from megatron_dppo.plan import job as figures
 from megatron_dppo.plan.cost import StepTime
-from megatron_dppo.plan.fewest import NODES, Fewest
-from megatron_dppo.plan.job import Job
-from megatron_dppo.plan.memory import Memory
-from megatron_dppo.plan.moments import COMPONENTS, MOMENTS
-from megatron_dppo.plan.plan import Plan
-from megatron_dppo.plan.search import HEADROOM, Proposal
-from megatron_dppo.plan.settings import as_overrides
-from megatron_dppo.plan.units import counted, in_billions, in_gib, in_seconds, layout_text
+from megatron_dppo.plan.memory import COMPONENTS, MOMENTS, Memory
+from megatron_dppo.plan.plan import Advice, Plan
+from megatron_dppo.plan.search import HEADROOM, NODES, Fewest, Proposal
+from megatron_dppo.plan.units import as_overrides, format_count, in_billions, in_gib, in_seconds, layout_text
 
 LOSS_KEYS = ("loss_from", "logits_chunk_bytes", "logits_dtype")  # of [algorithm]
 _NAME, _NUMBER = 24, 10  # column widths
@@ -33,10 +28,10 @@ def as_text(plan: Plan, num_proposals: int = 5) -> str:
     has_times = bool(plan.found and plan.found.proposals) or bool(plan.fewest and plan.fewest.proposal)
     if plan.time is None and has_times:
         blocks.append(list(_ASSUMED_OF_TIMES))
-    return "\n\n".join("\n".join(map(wrapped, lines)) for lines in blocks if lines) + "\n"
+    return "\n\n".join("\n".join(map(wrap_line, lines)) for lines in blocks if lines) + "\n"
 
 
-def wrapped(line: str) -> str:
+def wrap_line(line: str) -> str:
     """Break a line that is too long, never between --set and its value, and indent the rest."""
     if len(line) <= WIDTH:
         return line
@@ -55,8 +50,8 @@ def _conclusion(plan: Plan) -> Iterator[str]:
     yield plan.conclusion
     yield from (f"- {problem}" for problem in plan.problems)
     if plan.time is not None:
-        steps, seconds = steps_per_rollout(plan.job), plan.time.total
-        of_rollout = f"{counted(steps, 'step')} to a rollout, {in_seconds(steps * seconds)}"
+        steps, seconds = plan.job.config.algorithm.steps_per_rollout, plan.time.total
+        of_rollout = f"{format_count(steps, 'step')} to a rollout, {in_seconds(steps * seconds)}"
         yield f"A gradient step: about {in_seconds(seconds)}; {of_rollout}. Sampling is not estimated."
         if anchor := plan.time.anchor:
             share = f"{in_seconds(anchor)}, {anchor / seconds:.0%} of it"
@@ -74,11 +69,6 @@ _ASSUMED_OF_TIMES = (
 )
 
 
-def steps_per_rollout(job: Job) -> int:
-    """Return the number of gradient steps on each rollout."""
-    return job.config.algorithm.minibatches_per_rollout * job.config.algorithm.epochs_per_rollout
-
-
 def _heading(plan: Plan) -> Iterator[str]:
     job, machine = plan.job, plan.job.machine
     shape, sizes = job.shape, job.shape.sizes
@@ -86,7 +76,7 @@ def _heading(plan: Plan) -> Iterator[str]:
     total = in_billions(shape.num_parameters)
     yield f"{sizes.architecture}, {total} parameters{experts}, {job.config.model.dtype}"
     host = "" if machine.host_bytes is None else f", hosts of {in_gib(machine.host_bytes)} GiB"
-    gpus = counted(machine.num_gpus, "GPU")
+    gpus = format_count(machine.num_gpus, "GPU")
     yield f"{gpus}, {machine.ranks_per_node} to a node, {in_gib(machine.gpu_bytes)} GiB each{host}"
     if plan.memory is not None:
         yield f"layout: {layout_text(plan.memory.layout)}; {plan.memory.options}"
@@ -125,7 +115,7 @@ def _host_table(memory: Memory) -> Iterator[str]:
     yield "Host memory of a rank, GiB:"
     for name, num_bytes in memory.host.per_rank.items():
         yield _row(name, [in_gib(num_bytes, 2)])
-    yield _row(f"a node, {counted(memory.host.ranks_per_node, 'rank')}", [in_gib(memory.host.per_node, 2)])
+    yield _row(f"a node, {format_count(memory.host.ranks_per_node, 'rank')}", [in_gib(memory.host.per_node, 2)])
 
 
 def _row(name: str, values: Sequence[str]) -> str:
@@ -133,14 +123,14 @@ def _row(name: str, values: Sequence[str]) -> str:
 
 
 def _proposals(plan: Plan, num_proposals: int) -> Iterator[str]:
-    found, gpus = plan.found, counted(plan.job.machine.num_gpus, "GPU")
+    found, gpus = plan.found, format_count(plan.job.machine.num_gpus, "GPU")
     if found is None:
         yield "No layout helps before this is solved; then plan again."
         return
     if not found.num_admitted:
         yield f"train admits no layout on {gpus} with the rest of the config."
         return
-    admitted = f"{counted(found.num_admitted, 'layout')} that train admits on {gpus}"
+    admitted = f"{format_count(found.num_admitted, 'layout')} that train admits on {gpus}"
     if not found.proposals:
         yield f"Of {admitted}, none fits with {HEADROOM:.0%} of a GPU to spare."
         return
@@ -164,11 +154,11 @@ def _fewest(plan: Plan) -> Iterator[str]:
         return
     tried = f"tried: 1 to {machine.gpus_per_node}, then {', '.join(map(str, NODES[:4]))} ... {NODES[-1]} nodes"
     if fewest.proposal is None:
-        yield f"Nothing fits on up to {counted(fewest.num_gpus, 'GPU')} ({tried}). {fewest.why_not}"
+        yield f"Nothing fits on up to {format_count(fewest.num_gpus, 'GPU')} ({tried}). {fewest.why_not}"
         return
     enough = "is the fewest that is enough" if fewest.num_gpus == 1 else "are the fewest that are enough"
     condition = f" if you {fewest.condition}" if fewest.condition else ""
-    yield f"{counted(fewest.num_gpus, 'GPU')} {enough}{condition} ({tried}), with:"
+    yield f"{format_count(fewest.num_gpus, 'GPU')} {enough}{condition} ({tried}), with:"
     yield from _table([fewest.proposal])
 
 
@@ -208,7 +198,7 @@ def as_json(plan: Plan, num_proposals: int = 5) -> dict[str, Any]:
         "not_counted": list(plan.notes),
         "configured": None if plan.memory is None else _memory_json(plan.memory),
         "configured_step_s": None if plan.time is None else _time_json(plan.time),
-        "steps_per_rollout": steps_per_rollout(job),
+        "steps_per_rollout": job.config.algorithm.steps_per_rollout,
         "proposals": [_proposal_json(proposal) for proposal in proposals[:num_proposals]],
         "num_admitted_layouts": 0 if plan.found is None else plan.found.num_admitted,
         "num_fitting_layouts": len(proposals),

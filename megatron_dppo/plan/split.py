@@ -14,19 +14,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
-from megatron_dppo.plan.conclusion import conclusion_of
 from megatron_dppo.plan.cost import step_time
 from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.memory import memory_of
-from megatron_dppo.plan.rates import Rates, gather_rates, parse_assumptions
-from megatron_dppo.plan.search import fits
-from megatron_dppo.plan.settings import Settings
+from megatron_dppo.plan.rates import WORDS, Rates, gather_rates, parse_assumptions
+from megatron_dppo.plan.report import wrap_line
+from megatron_dppo.plan.search import conclusion_of, fits
+from megatron_dppo.plan.units import Settings, as_overrides, format_count, in_seconds
 from megatron_dppo.run_folder.reader import read_run
 
 SYNCHRONOUS: dict[str, Any] = {
@@ -104,11 +105,7 @@ class Split:
 def divide(job: Job, num_gpus: int, measured: Path | None = None, assume: Sequence[str] = ()) -> Split:
     """Divide `num_gpus` GPUs, with the rates measured in a run's folder or given by `assume`.
 
-    Args:
-        job: Job with the configured `[parallel]` sizes.
-        num_gpus: Total number of GPUs for servers and training.
-        measured: Folder of a run.
-        assume: NAME=VALUE strings, see `rates.WORDS`.
+    `[parallel]` stays as configured. `assume` has NAME=VALUE strings, see `rates.WORDS`.
 
     Raises:
         ConfigError: The sampling rate is unknown, or a number is invalid.
@@ -133,7 +130,7 @@ def make_split(job: Job, num_gpus: int, rates: Rates) -> Split:
             Problem("--split", found, f"at least {size + 1}: a server and a trainer", "Add GPUs.")
         )
     samples = job.config.rollout.prompts_per_rollout * job.config.rollout.samples_per_prompt
-    tokens, seconds = samples * rates["response_tokens"], _Seconds(job, rates)
+    tokens, seconds = samples * rates["response_tokens"], partial(_training_s, job, rates)
     work, tail, push = tokens / rates["serving_rate"], rates.tail_s, rates["push_s"]
 
     def in_turns(serving: int, training_s: float) -> float:
@@ -173,40 +170,34 @@ def divisions(num_gpus: int, server_gpus: int, gpus_per_node: int) -> Iterator[t
         if training > gpus_per_node and training % gpus_per_node:
             continue
         left = num_gpus - training
-        beside = min(-training % gpus_per_node, left)  # on the trainer's last node
-        nodes, rest = divmod(left - beside, gpus_per_node)
+        own_node = min(-training % gpus_per_node, left)  # on the trainer's last node
+        nodes, rest = divmod(left - own_node, gpus_per_node)
         if server_gpus > gpus_per_node:
             servers = 0 if server_gpus % gpus_per_node else nodes // (server_gpus // gpus_per_node)
         else:
-            servers = beside // server_gpus + nodes * (gpus_per_node // server_gpus) + rest // server_gpus
+            servers = own_node // server_gpus + nodes * (gpus_per_node // server_gpus) + rest // server_gpus
         if servers:
             yield servers * server_gpus, training
 
 
-@dataclass(frozen=True)
-class _Seconds:
-    """Seconds of training on a rollout by number of GPUs, from the rate or the plan's estimate."""
+def _training_s(job: Job, rates: Rates, num_gpus: int) -> float:
+    """Return the seconds of training on a rollout, from the rate or the plan's estimate.
 
-    job: Job
-    rates: Rates
-
-    def on(self, num_gpus: int) -> float:
-        """Return the seconds; the estimate is for responses of full length, so it is scaled by tokens."""
-        options = self.job.config.rollout
-        mean = self.rates["response_tokens"]
-        if "training_rate" in self.rates.by_name:
-            samples = options.prompts_per_rollout * options.samples_per_prompt
-            return samples * mean / self.rates["training_rate"] / num_gpus
-        own, algorithm = self.job.on(num_gpus), self.job.config.algorithm
-        steps = algorithm.minibatches_per_rollout * algorithm.epochs_per_rollout
-        return steps * step_time(own, own.layout).total * mean / options.max_response_tokens
+    The estimate is for responses of full length, so it is scaled by tokens.
+    """
+    options, mean = job.config.rollout, rates["response_tokens"]
+    if "training_rate" in rates.by_name:
+        samples = options.prompts_per_rollout * options.samples_per_prompt
+        return samples * mean / rates["training_rate"] / num_gpus
+    own, steps = job.on(num_gpus), job.config.algorithm.steps_per_rollout
+    return steps * step_time(own, own.layout).total * mean / options.max_response_tokens
 
 
 def _best(
     name: str,
     job: Job,
     divided: Sequence[tuple[int, int]],
-    seconds: _Seconds,
+    seconds: Callable[[int], float],
     total: Callable[[int, float], float],
 ) -> Way:
     """Return the fastest division that `train` accepts and that fits, preferring fewer servers if equal."""
@@ -220,8 +211,63 @@ def _best(
         if not fits(own, memory):
             refused.append((0, -training, f"{training} training GPUs: {conclusion_of(own, memory)}"))
             continue
-        found.append(Way(name, serving, training, total(serving, seconds.on(training))))
+        found.append(Way(name, serving, training, total(serving, seconds(training))))
     if not found:
-        nothing = "no whole servers fit"
-        return Way(name, 0, 0, None, min(refused)[2] if refused else nothing)
+        return Way(name, 0, 0, None, min(refused)[2] if refused else "no whole servers fit")
     return min(found, key=lambda way: (way.rollout_s, way.serving))
+
+
+def split_as_text(split: Split) -> str:
+    """Format the three ways as a table, with the smallest S and every number that they depend on."""
+    lines = [*_table(split), *_conclusion(split), *_numbers(split.rates)]
+    return "\n".join(map(wrap_line, lines)) + "\n"
+
+
+def split_as_json(split: Split) -> dict[str, Any]:
+    """Return the split as plain values with stable keys."""
+    return {
+        "num_gpus": split.num_gpus,
+        "server_gpus": split.server_gpus,
+        "ways": [asdict(way) for way in split.ways],
+        "max_staleness": split.max_staleness,
+        "set": dict(split.settings),
+        "rates": {name: asdict(rate) for name, rate in split.rates.by_name.items()},
+        "measured_in": split.rates.measured_in,
+        "training_is_estimated": split.is_estimated,
+    }
+
+
+def _table(split: Split) -> Iterator[str]:
+    yield f"How to divide {split.num_gpus} GPUs, with servers of {format_count(split.server_gpus, 'GPU')}:"
+    yield f"  {'':<26}{'serve':>7}{'train':>7}{'a rollout':>12}  asynchronous is"
+    best = split.ahead.rollout_s
+    for way in split.ways:
+        if way.rollout_s is None:
+            yield f"  {way.name:<26}not possible: {way.why_not}"
+            continue
+        gain = "" if best is None or way is split.ahead else f"  {way.rollout_s / best:.2f} times as fast"
+        yield f"  {way.name:<26}{way.serving:>7}{way.training:>7}{in_seconds(way.rollout_s):>12}{gain}"
+
+
+def _conclusion(split: Split) -> Iterator[str]:
+    ahead, rates = split.ahead, split.rates
+    if ahead.rollout_s is None:
+        return
+    yield (
+        f"The longest response takes {in_seconds(rates.tail_s)}: rollout.max_staleness = {split.max_staleness} "
+        f"is the smallest that hides it (S times {in_seconds(ahead.rollout_s)}). To set:"
+    )
+    yield f"  --gpus {ahead.training} {as_overrides(split.settings)}".rstrip()
+    if idle := split.num_gpus - ahead.serving - ahead.training:
+        yield f"{format_count(idle, 'GPU')} stay idle: no server or layout takes them."
+
+
+def _numbers(rates: Rates) -> Iterator[str]:
+    yield "These seconds rest on:"
+    for name, rate in rates.by_name.items():
+        yield f"  {name:<16}{rate.value:>10.5g}  {rate.source:<9} {WORDS[name]}"
+    if "training_rate" not in rates.by_name:
+        yield f"  {'training_rate':<16}{'':>10}  estimated as the gradient step above, in proportion to tokens"
+    if rates.measured_in:
+        yield f"Measured in {rates.measured_in}. A server counts as busy while it has a request."
+    yield "Assumed besides: seconds of a rollout fall with the number of GPUs; [parallel] stays as configured."

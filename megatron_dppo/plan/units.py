@@ -1,10 +1,17 @@
-"""Formats bytes, counts, times and layouts for reports."""
+"""Formats bytes, counts, times, layouts and settings for reports; applies settings to a config."""
 
+import json
 import math
 import re
+import shlex
+from collections.abc import Mapping
+from typing import Any
 
 from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
+
+Settings = Mapping[str, Any]  # "parallel.tensor" -> 4
 
 GIB = 1 << 30
 _UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
@@ -29,7 +36,7 @@ def parse_bytes(text: str, where: str) -> int:
     return int(amount * factor)
 
 
-def counted(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """Format the number with its noun, as in "1 GPU" and "2 GPUs"."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
@@ -57,3 +64,27 @@ def layout_text(layout: Layout) -> str:
     if layout.expert_tensor != layout.tensor:
         parts.append(f"expert_tensor {layout.expert_tensor}")
     return ", ".join(parts) or "one process"
+
+
+def with_settings(config: Config, settings: Settings) -> Config:
+    """Return the config with other values, without changing the original."""
+    for key, value in settings.items():
+        config = _with(config, key.split("."), value)
+    return config
+
+
+def as_overrides(settings: Settings) -> str:
+    """Format the settings for a shell, as in "--set parallel.tensor=4 --set optimizer.offload=true"."""
+    return " ".join(f"--set {shlex.quote(f'{key}={_written(value)}')}" for key, value in settings.items())
+
+
+def _with(section: Any, keys: list[str], value: Any) -> Any:
+    key, *rest = keys
+    if isinstance(section, dict):  # a pass-through table
+        return {**section, key: value}
+    changed = _with(getattr(section, key), rest, value) if rest else value
+    return section.model_copy(update={key: changed})
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

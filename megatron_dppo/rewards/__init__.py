@@ -1,23 +1,23 @@
 """Rewards by name. Importing this package registers all of them."""
 
-from megatron_dppo.rewards.arithmetic import arithmetic_reward
 from megatron_dppo.rewards.base import (
     REWARDS,
     Reward,
+    RewardChoice,
     RewardFault,
     RewardFaultKind,
     RewardRequest,
     RewardResult,
     answer_form,
-    checked,
+    call_reward,
     problem_with,
+    problems_with,
     register,
     reward,
 )
-from megatron_dppo.rewards.choice import RewardChoice, problems_with
-from megatron_dppo.rewards.dapo import dapo_reward
 from megatron_dppo.rewards.math.reward import is_matched_as_text, math_reward
 from megatron_dppo.rewards.pool import RewardPool
+from megatron_dppo.rewards.text import arithmetic_reward, dapo_reward
 
 __all__ = [
     "REWARDS",
@@ -30,7 +30,7 @@ __all__ = [
     "RewardResult",
     "answer_form",
     "arithmetic_reward",
-    "checked",
+    "call_reward",
     "dapo_reward",
     "is_matched_as_text",
     "math_reward",

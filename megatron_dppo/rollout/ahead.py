@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 from megatron_dppo.data.prompts.prompts import PromptStream
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.metrics.metrics import Metrics
-from megatron_dppo.metrics.staleness import add_ages
+from megatron_dppo.metrics.step_metrics import add_ages
 from megatron_dppo.rollout.counts import RolloutCounts
 from megatron_dppo.rollout.groups import PromptGroup, usable_groups
 from megatron_dppo.rollout.open_groups import Places, Produced, ProducerState

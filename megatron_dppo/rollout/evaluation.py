@@ -25,7 +25,7 @@ from megatron_dppo.rollout.scores import (
 )
 from megatron_dppo.rollout.scoring import Fault, RewardPools, Scorer, Tokenizer, as_text
 from megatron_dppo.rollout.trajectories import TrajectorySampler
-from megatron_dppo.runtime.jsonl import read_jsonl, write_jsonl
+from megatron_dppo.runtime.files import read_jsonl, write_jsonl
 from megatron_dppo.types import Prompt
 
 _NOISE = 1 << 36  # rollout numbers above it key the noise of evaluations, which training never draws

@@ -27,7 +27,7 @@ from megatron_dppo.environments import (
 )
 from megatron_dppo.rollout.counts import DROP_REASONS, RolloutCounts
 from megatron_dppo.rollout.scoring import Fault, Tokenizer, as_text
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.files import write_jsonl
 from megatron_dppo.types import Prompt, Sample, SampleGroup
 
 

@@ -36,7 +36,7 @@ from megatron_dppo.rollout.scores import PromptScore
 from megatron_dppo.rollout.scoring import OverlongShaping, RewardPools, Scorer, training_reward
 from megatron_dppo.rollout.staleness import StalenessBound
 from megatron_dppo.rollout.trajectories import TrajectorySampler
-from megatron_dppo.routing_replay.capture import validate_routes
+from megatron_dppo.routing_replay.routes import validate_routes
 from megatron_dppo.types import DataCursor, ModelRouting, SampleGroup
 
 _SMALLEST_GROUP = 2  # one sample has nothing to compare with
@@ -221,7 +221,7 @@ class Rollouts:
 
         def producer(places: Places) -> Producer:
             return Producer(
-                cast(ConcurrentEngine, self._engine),  # checks.staleness_rules requires it
+                cast(ConcurrentEngine, self._engine),  # checks.sampling_rules requires it
                 self._sampler.conversations(tokenizer),
                 *parts,
                 places,

@@ -71,7 +71,7 @@ def pass_at(k: int, num_samples: int, num_correct: int) -> float:
 
     The unbiased estimator of Chen et al. 2021 (arXiv:2107.03374), Eq. 1: 1 - C(n - c, k) / C(n, k).
     """
-    assert 1 <= k <= num_samples, "checks.evaluation_rules refuses others"
+    assert 1 <= k <= num_samples, "checks.run_rules refuses others"
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 

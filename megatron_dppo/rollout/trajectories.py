@@ -22,7 +22,7 @@ from megatron_dppo.environments import (
 from megatron_dppo.errors import EnvironmentFailedError, RolloutError
 from megatron_dppo.rollout.conversations import Conversations, TurnLimits
 from megatron_dppo.rollout.multi_turn import MultiTurnEngine
-from megatron_dppo.runtime.user_code import described, imported
+from megatron_dppo.runtime.user_code import describe_error, import_named
 from megatron_dppo.types import FinishReason, Prompt
 
 Generate = Callable[[RolloutEngine, Sequence[Request], SamplingParams], Sequence[Completion]]
@@ -62,7 +62,7 @@ class UserGenerate(EngineWrapper):
         except RolloutError:
             raise
         except Exception as error:
-            raise RolloutError(f"rollout.generate: {self._name!r} raised {described(error)}") from error
+            raise RolloutError(f"rollout.generate: {self._name!r} raised {describe_error(error)}") from error
         if len(completions) != len(requests):
             raise self._wrong(
                 "", f"{len(completions)} completions", f"one for each of {len(requests)} requests"
@@ -136,7 +136,7 @@ class TrajectorySampler:
             self.engine = MultiTurnEngine(engine, self.environments, tokenizer, self._limits)
         else:
             vocab_size = AutoConfig.from_pretrained(hf_folder, trust_remote_code=False).vocab_size
-            function = imported("rollout.generate", options.generate)
+            function = import_named("rollout.generate", options.generate)
             self.engine = UserGenerate(options.generate, function, engine, vocab_size)
 
     def conversations(self, tokenizer: Any) -> Conversations:

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float, Int64
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_dppo.errors import RoutingReplayError
-from megatron_dppo.routing_replay.agreement import num_shared
+from megatron_dppo.routing_replay.routes import num_shared
 from megatron_dppo.types import RoutedExperts
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
@@ -30,10 +31,10 @@ class _RouterTap:
     top_k: int
     is_replaying: bool
     is_measuring: bool
-    rollout: Tensor | None = None  # [T, top_k], of the next forward pass
-    counted: Tensor | None = None  # [T] bool: positions that enter the agreement
+    rollout: Float[Tensor, "T top_k"] | None = None  # of the next forward pass
+    counted: Bool[Tensor, " T"] | None = None  # positions that enter the agreement
     forwarded: deque[Tensor] = field(default_factory=deque[Tensor])  # `rollout` of passes not yet recomputed
-    totals: Tensor | None = None  # [2] int64 so far: experts in common, and positions
+    totals: Int64[Tensor, " 2"] | None = None  # so far: experts in common, and positions
 
     def get_replay_topk(
         self,

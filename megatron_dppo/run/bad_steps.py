@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_dppo.actor.actor import Step
+from megatron_dppo.actor.observation import Step
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.batch_file import write_batches
 from megatron_dppo.errors import TrainingError

@@ -22,23 +22,24 @@ from megatron_dppo.checkpoints.checkpoint_folder import STATE, Kept, Retention
 from megatron_dppo.checkpoints.megatron_folder import (
     HF,
     WEIGHTS,
-    PendingSave,
-    bytes_to_write,
+    fit_to_chain,
     hf_files,
+    is_resharded,
     load_model_states,
     load_sharded,
     model_states,
+    require_reshardable,
 )
+from megatron_dppo.checkpoints.megatron_save import PendingSave, bytes_to_write
 from megatron_dppo.checkpoints.model_files import copy_model_files
-from megatron_dppo.checkpoints.resharding import fit_to_chain, is_resharded, require_reshardable
 from megatron_dppo.config.schema import CheckpointConfig
 from megatron_dppo.data.batches.batch_file import bytes_of, read_batches, write_batches
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.mcore.fixes import prime_adam_states
 from megatron_dppo.run.random_states import random_states, restore_random_states
 from megatron_dppo.run.run_point import RunPoint
+from megatron_dppo.runtime.files import save_tensors
 from megatron_dppo.runtime.process import Runtime
-from megatron_dppo.runtime.tensor_files import save_tensors
 from megatron_dppo.types import RunState, TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -259,7 +260,7 @@ class Checkpoints:
                 kept.append(Kept(folder, content["state"]["rollout"], content["score"]))
             except (CheckpointError, KeyError, TypeError):
                 logger.warning("%s/%s cannot be read; the folder is left alone", folder, STATE)
-        return retention.deleted(kept)
+        return retention.choose_deleted(kept)
 
     def _fail(self, unfinished: Path, reason: str) -> None:
         self._failed_in_a_row += 1

@@ -8,24 +8,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from megatron_dppo.architectures.megatron_options import choose_layer_spec
 from megatron_dppo.architectures.registry import read_model_sizes
 from megatron_dppo.architectures.sizes import config_file
-from megatron_dppo.architectures.spec_choice import choose_layer_spec
-from megatron_dppo.config.measuring import is_due
 from megatron_dppo.config.resuming import experiment_changes
 from megatron_dppo.config.schema import Config
+from megatron_dppo.config.sections import is_due
+from megatron_dppo.data.batches.batch_file import write_group
 from megatron_dppo.data.batches.gradient_steps import BatchReport
-from megatron_dppo.data.batches.kept_batches import write_group
 from megatron_dppo.data.batches.memory import bytes_of_samples
 from megatron_dppo.errors import TrainingError
 from megatron_dppo.mcore.groups import data_parallel_place, speaks_for_its_group
 from megatron_dppo.metrics.alarms import write_alarms
-from megatron_dppo.metrics.bound import bound_terms
 from megatron_dppo.metrics.masked_tokens import TokenLists
 from megatron_dppo.metrics.means import add_group_means
 from megatron_dppo.metrics.metrics import Metrics
-from megatron_dppo.metrics.mismatch import prob_diff_so_far, without_lone_age
-from megatron_dppo.metrics.staleness import add_staleness
+from megatron_dppo.metrics.step_metrics import add_staleness, bound_terms, prob_diff_so_far, without_lone_age
 from megatron_dppo.rollout.counts import RolloutCounts, refuse_if_too_many_dropped
 from megatron_dppo.rollout.evaluation import evaluation_sets, merge_responses, responses_file
 from megatron_dppo.rollout.groups import write_samples

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from megatron_dppo.actor.actor import Actor, Step
+from megatron_dppo.actor.actor import Actor
+from megatron_dppo.actor.observation import Step
 from megatron_dppo.actor.reference import ReferencePolicy
 from megatron_dppo.config.schema import Config
 from megatron_dppo.run.bad_steps import BadSteps

@@ -9,11 +9,11 @@ from pathlib import Path
 from megatron_dppo.checkpoints import checkpoint_folder
 from megatron_dppo.checks import BEFORE_LOADING, require_valid
 from megatron_dppo.config.schema import Config
-from megatron_dppo.engines.sglang.nccl import nccl_settings
+from megatron_dppo.engines.sglang.options import nccl_settings
 from megatron_dppo.failure_detection import watching
 from megatron_dppo.run.logger import RunLogger
 from megatron_dppo.run.preemption import StopRequests
-from megatron_dppo.runtime.full_disk import full_disk_explained
+from megatron_dppo.runtime.files import full_disk_explained
 from megatron_dppo.runtime.process import Runtime, start, stop
 
 

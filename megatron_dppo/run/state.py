@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_dppo.config.measuring import is_due
 from megatron_dppo.config.schema import Config
+from megatron_dppo.config.sections import is_due
 from megatron_dppo.runtime.process import Runtime, Stopwatch
 from megatron_dppo.types import DataCursor, OpenRollout, RunState, SampledRollout, TrainBatch
 
@@ -82,7 +82,7 @@ class TrainingState:
         self.run_state, self.open_rollout, self.queue = run_state, open_rollout, tuple(queue)
         self._update()
         if open_rollout is not None:
-            self.timer = Stopwatch.resumed(self._runtime, open_rollout.seconds)
+            self.timer = Stopwatch.resume(self._runtime, open_rollout.seconds)
 
     def restart_timer(self) -> Stopwatch:
         """Start the timer of a new rollout, and return it."""

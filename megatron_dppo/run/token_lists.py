@@ -8,10 +8,9 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from megatron_dppo.checkpoints.megatron_folder import hf_files
-from megatron_dppo.metrics.clipped_tokens import ClippedTokens
-from megatron_dppo.metrics.masked_tokens import TokenLists
+from megatron_dppo.metrics.masked_tokens import ClippedTokens, TokenLists
 from megatron_dppo.run_folder.reader import Run
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.files import write_jsonl
 
 _FILE = re.compile(r"(rollout|step)_(\d+)\.jsonl")
 

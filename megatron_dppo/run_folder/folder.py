@@ -27,8 +27,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megatron_dppo.config.load import to_toml
 from megatron_dppo.config.resuming import SettingChange, change_table, setting_changes
-from megatron_dppo.config.settings import to_toml
 from megatron_dppo.errors import CheckpointError, ConfigError, Problem
 from megatron_dppo.run_folder.trackers import Backend, open_backends
 from megatron_dppo.run_folder.versions import versions

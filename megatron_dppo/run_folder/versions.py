@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron_dppo
-from megatron_dppo.runtime.tested_versions import installed_versions, untested_versions
+from megatron_dppo.runtime.libraries import installed_versions, untested_versions
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "transformers", "sglang", "numpy")
 

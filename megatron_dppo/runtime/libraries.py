@@ -1,17 +1,35 @@
-"""Finds out whether this process can use GPU kernels of Transformer Engine, NVIDIA apex and DeepEP.
+"""Finds the versions of libraries, and whether Transformer Engine, NVIDIA apex and DeepEP can be used here.
 
-Megatron-Core uses each of them if its import does not raise ImportError, whatever the device. A package
+Megatron-Core uses each of these three if its import does not raise ImportError, whatever the device. A package
 that is installed and cannot be loaded raises many other errors, and PyPI's `apex` is another project. So this
 module hides unusable packages from Megatron, and must be called before Megatron is imported.
 """
 
 import functools
 import importlib
+import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
+from types import MappingProxyType
 
 from packaging.version import InvalidVersion, Version
+
+TESTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "python": ("3.11", "3.12"),
+        "megatron-core": ("0.16.1", "0.19.2"),
+        "torch": ("2.13.0", "2.15.0"),
+        "transformers": ("5.23.0", "5.24.0"),
+    }
+)
+"""Versions that the tests ran with: `tests/versions.jsonl` has the tests that passed with each of them.
+
+SGLang's versions are in `engines/sglang/protocol.py`. `mcore/fixes.py` refuses untested versions of
+Megatron-Core. Other libraries may work in other versions.
+"""
 
 # Transformer Engine: CalledProcessError or RuntimeError without cuDNN, OSError without a library or its own
 # binaries, AssertionError or RuntimeError for parts that are missing or of different versions. Binaries made
@@ -134,3 +152,26 @@ def _version_fault(package: str) -> str | None:
     except InvalidVersion:
         is_old = True
     return f"version {found}; expected {_OLDEST_TRANSFORMER_ENGINE} or newer" if is_old else None
+
+
+def installed_versions() -> dict[str, str | None]:
+    """Return the installed versions of the packages in `TESTED`, without local parts; None if missing."""
+    packages = {name: installed_version(name) for name in TESTED if name != "python"}
+    return {"python": ".".join(platform.python_version_tuple()[:2]), **packages}
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of a package, without a local part such as +cpu; None if it is missing."""
+    try:
+        return metadata.version(name).partition("+")[0]
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def untested_versions(found: Mapping[str, str | None]) -> list[str]:
+    """Return a sentence for each version that no test ran with."""
+    return [
+        f"{name} {found[name]}: the tests ran with {' and '.join(versions)}"
+        for name, versions in TESTED.items()
+        if found.get(name) is not None and found[name] not in versions
+    ]

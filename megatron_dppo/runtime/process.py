@@ -306,7 +306,7 @@ class Stopwatch:
     started: float = field(default_factory=time.perf_counter)
 
     @classmethod
-    def resumed(cls, runtime: Runtime, seconds: Mapping[str, float]) -> "Stopwatch":
+    def resume(cls, runtime: Runtime, seconds: Mapping[str, float]) -> "Stopwatch":
         """Continue from an earlier result of `stop`."""
         phases = {phase: elapsed for phase, elapsed in seconds.items() if phase != "total"}
         return cls(runtime, phases, time.perf_counter() - seconds.get("total", 0.0))

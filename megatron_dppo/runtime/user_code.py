@@ -38,7 +38,7 @@ def problem_with_path(key: str, name: str, path: str, registered: Sequence[str] 
     return None
 
 
-def imported(key: str, name: str) -> Any:
+def import_named(key: str, name: str) -> Any:
     """Import the function or class that "package.module:name" names; errors of its module pass through.
 
     The working directory is searched too, last, as in workers.
@@ -83,7 +83,7 @@ def _working_directory_importable() -> Iterator[None]:
             sys.path.remove(here)
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Describe an exception, with the line that raised it."""
     words = "".join(traceback.format_exception_only(error)).strip()
     *_, (frame, line) = [*traceback.walk_tb(error.__traceback__)] or [(None, 0)]
@@ -95,7 +95,7 @@ def described(error: BaseException) -> str:
 
 def problem_with_import(key: str, name: str) -> Problem | None:
     """Return the problem with importing "package.module:name", tried in a new process."""
-    program = f"from megatron_dppo.runtime.user_code import imported; imported({key!r}, {name!r})"
+    program = f"from megatron_dppo.runtime.user_code import import_named; import_named({key!r}, {name!r})"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path.cwd()), *filter(None, sys.path)])}
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment

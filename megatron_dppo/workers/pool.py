@@ -60,7 +60,7 @@ class WorkerPool(Generic[Q, A]):
         """
         worker = self._idle.get()
         try:
-            worker = worker or self._started(lambda: False)
+            worker = worker or self._start_worker(lambda: False)
         finally:
             self._idle.put(worker)
 
@@ -69,7 +69,7 @@ class WorkerPool(Generic[Q, A]):
 
         Cancelling the future ends the worker that processes the request, if there is one.
         """
-        (call,) = self._queued([request])
+        (call,) = self._queue([request])
         return call.answer
 
     def ask(self, requests: Sequence[Q]) -> list[A | WorkerFault]:
@@ -82,7 +82,7 @@ class WorkerPool(Generic[Q, A]):
                 service's `error`, and all pending requests raise it.
             CancelledError: `close` was called meanwhile.
         """
-        answers = [call.answer for call in self._queued(requests)]
+        answers = [call.answer for call in self._queue(requests)]
         try:
             return [answer.result() for answer in answers]
         finally:
@@ -112,7 +112,7 @@ class WorkerPool(Generic[Q, A]):
                 for _ in workers:
                     self._idle.put(None)
 
-    def _queued(self, requests: Sequence[Q]) -> "list[_Call[Q, A]]":
+    def _queue(self, requests: Sequence[Q]) -> "list[_Call[Q, A]]":
         """Queue requests, and start threads for free workers."""
         calls = [_Call[Q, A](next(self._numbers), request) for request in requests]
         with self._lock:
@@ -152,7 +152,7 @@ class WorkerPool(Generic[Q, A]):
                     while not line or worker is None or (len(line) < self._most_sent and worker.is_writable):
                         if (call := self._take(number)) is None:
                             break
-                        worker = worker or self._started(call.is_over)
+                        worker = worker or self._start_worker(call.is_over)
                         worker.send(call.number, call.request)
                     if worker is None or not line:
                         return
@@ -194,7 +194,7 @@ class WorkerPool(Generic[Q, A]):
         """Most requests that a worker may have. Requests after a slow one wait for `_PATIENCE_S` at most."""
         return max(1, min(_MAX_AHEAD, int(_AHEAD_S / self._slow_s)))
 
-    def _started(self, is_cancelled: IsCancelled) -> WorkerProcess[Q, A]:
+    def _start_worker(self, is_cancelled: IsCancelled) -> WorkerProcess[Q, A]:
         return WorkerProcess(self._service, self._name, self._memory_mb, is_cancelled)
 
     def _answer(self, worker: WorkerProcess[Q, A], line: "deque[_Call[Q, A]]") -> tuple[A | WorkerFault, bool]:

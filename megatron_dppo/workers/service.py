@@ -1,10 +1,17 @@
-"""Describes a kind of worker: its program, its requests and replies, and its keys in the config."""
+"""Describes a kind of worker: its program, its requests and replies, and its keys in the config.
 
+Messages are frames of JSON. A worker first sends `{"problem": ...}`: why it could not load the user's code, or
+null. Requests are `{"number": ..., "request": ...}`. Replies repeat the number and have `"answer"` or
+`"failed"`, so that a stray message never becomes the reply to another request.
+"""
+
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, cast
 
 from megatron_dppo.errors import MegatronDppoError
+from megatron_dppo.runtime.framing import json_frame
 
 Fields = dict[str, Any]
 """A request or a reply between a trainer and its workers, as a JSON object."""
@@ -45,3 +52,34 @@ class Service(Generic[Q, A]):
     describe_request: Callable[[Q], str]
     encode_request: Callable[[Q], Fields]
     decode_answer: Callable[[Fields], A]
+
+
+OUT_OF_MEMORY = json_frame({"out_of_memory": True})
+"""The last message of a worker, encoded in advance, because nothing can be allocated when it is needed."""
+
+
+def read_answer(content: bytes, number: int) -> Fields | WorkerFault:
+    """Return the fields of the reply to request `number`, or its fault.
+
+    Raises:
+        ValueError: The message is not a reply to this request.
+    """
+    message = require_keys(json.loads(content))
+    if message == {"out_of_memory": True}:
+        return WorkerFault("out_of_memory", "")
+    if require_keys(message, "number")["number"] != number:
+        raise ValueError(f"a reply to request {message['number']} instead of {number}")
+    if "failed" in message:
+        return WorkerFault("failed", message["failed"])
+    return require_keys(require_keys(message, "answer")["answer"])
+
+
+def require_keys(content: Any, *keys: str) -> Fields:
+    """Return a message's fields after checking that they have these keys.
+
+    Raises:
+        ValueError: A key is missing, or the message is not a JSON object.
+    """
+    if not isinstance(content, dict) or not all(key in content for key in keys):
+        raise ValueError(f"{str(cast(object, content))[:80]!r}, which lacks one of {keys}")
+    return cast(Fields, content)

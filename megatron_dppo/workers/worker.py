@@ -1,7 +1,7 @@
 """The main loop of a worker process: loads user code, limits its memory, and runs it for each request.
 
-It writes one line to stdout for each line of stdin, in order. The first line reports whether the code could be
-loaded. It imports no tensor library, so it starts quickly, and it shares no state with the trainer.
+It writes one message to stdout for each message of stdin, in order. A first message reports whether the code
+could be loaded. It imports no tensor library, so it starts quickly, and it shares no state with the trainer.
 
 There are two processes. The process that the trainer starts runs no user code. It waits for its child, ends in
 the same way as the child, and kills the process group when the trainer is gone. The child could not do this
@@ -10,6 +10,7 @@ itself, because a backtracking regular expression blocks the interpreter, and so
 
 import contextlib
 import faulthandler
+import json
 import os
 import resource
 import signal
@@ -23,9 +24,9 @@ from types import FrameType
 from typing import BinaryIO
 
 from megatron_dppo.errors import MegatronDppoError
-from megatron_dppo.runtime.user_code import described
-from megatron_dppo.workers.service import Fields
-from megatron_dppo.workers.wire import OUT_OF_MEMORY, answer_line, fault_line, hello_line, read_request
+from megatron_dppo.runtime.framing import json_frame, read_message, write_frame
+from megatron_dppo.runtime.user_code import describe_error
+from megatron_dppo.workers.service import OUT_OF_MEMORY, Fields
 
 _MAX_MESSAGE = 2000  # characters of a fault's message
 _PARENT_EVERY_S = 0.25
@@ -66,10 +67,10 @@ def run_worker(key: str, load: Callable[[str], Answer], name: str, memory_mb: in
         problem = str(error)
     except BaseException as error:  # noqa: BLE001 - the user's module may raise anything while it is imported
         traceback.print_exc()
-        problem = f"{key}: {name!r} cannot be imported: it raised {described(error)}"
+        problem = f"{key}: {name!r} cannot be imported: it raised {describe_error(error)}"
     if answer is not None:
         _limit_memory(memory_mb)
-    _write(replies, hello_line(problem))
+    write_frame(replies, json_frame({"problem": problem}))
     if answer is not None:
         _serve(answer, requests, replies)
 
@@ -81,13 +82,10 @@ def _pass_over(number: int, frame: FrameType | None) -> None:
 def _guard(child: int, trainer: int) -> None:
     """End like the child, and end the child and its processes when the trainer has ended. Never returns."""
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for number in (0, 1):
-        os.dup2(
-            nowhere, number
-        )  # only the child keeps the pipes open, so the trainer sees at once when it dies
-    resource.setrlimit(
-        resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1])
-    )  # one core is enough
+    for number in (0, 1):  # only the child keeps the pipes open, so the trainer sees at once when it dies
+        os.dup2(nowhere, number)
+    most = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    resource.setrlimit(resource.RLIMIT_CORE, (0, most))  # one core is enough
     threading.Thread(target=_end_with, args=(trainer,), daemon=True).start()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code < 0:
@@ -122,31 +120,27 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
 def _serve(answer: Answer, requests: BinaryIO, replies: BinaryIO) -> None:
     while True:
         try:
-            line = requests.readline()
-            if not line:
+            message = read_message(requests)
+            if message is None:
                 return
-            reply = _reply(answer, line)
+            reply = _reply(answer, message)
         except MemoryError:
             reply = OUT_OF_MEMORY
         # The exception is gone here, so the memory of the user's frames is free again.
         if reply is OUT_OF_MEMORY:
             _lift_memory_limit()
-        _write(replies, reply)
+        write_frame(replies, reply)
         if reply is OUT_OF_MEMORY:
             return  # memory that is still in use would fail the next request too
 
 
-def _reply(answer: Answer, line: bytes) -> bytes:
-    number, request = read_request(line)
+def _reply(answer: Answer, message: bytes) -> bytes:
+    request = json.loads(message)
+    reply: Fields = {"number": request["number"]}
     try:
-        return answer_line(number, answer(request))
+        return json_frame(reply | {"answer": answer(request["request"])})
     except MegatronDppoError as error:
-        return fault_line(number, str(error)[:_MAX_MESSAGE])
-
-
-def _write(stream: BinaryIO, line: bytes) -> None:
-    stream.write(line)
-    stream.flush()
+        return json_frame(reply | {"failed": str(error)[:_MAX_MESSAGE]})
 
 
 def _limit_memory(memory_mb: int) -> None:

@@ -1,6 +1,7 @@
 """Starts and drives one worker process, with non-blocking pipes and deadlines, and reports how it ended."""
 
 import contextlib
+import json
 import os
 import select
 import shlex
@@ -8,11 +9,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import IO, Generic
 
-from megatron_dppo.workers.service import A, Q, Service, WorkerFault, WorkerFaultKind
-from megatron_dppo.workers.wire import read_answer, read_hello, request_line
+from megatron_dppo.runtime.framing import FrameReader, json_frame
+from megatron_dppo.workers.service import A, Q, Service, WorkerFault, WorkerFaultKind, read_answer, require_keys
 
 _START_TIMEOUT_S = 300.0  # a user's module may import many others, from a slow disk
 _END_TIMEOUT_S = 1.0  # between closing its pipes and the end of the process
@@ -60,12 +62,13 @@ class WorkerProcess(Generic[Q, A]):
             found = f"{service.noun} worker: found {error}; expected a new process. {action}"
             raise service.error(found) from error
         self._in, self._out, self._err = (
-            _unblocked(pipe) for pipe in (self._process.stdin, self._process.stdout, self._process.stderr)
+            _unblock(pipe) for pipe in (self._process.stdin, self._process.stdout, self._process.stderr)
         )
         self._poll = select.poll()
         self._poll.register(self._out, select.POLLIN)
         self._poll.register(self._err, select.POLLIN)
-        self._unsent, self._received, self._printed = memoryview(b""), bytearray(), b""
+        self._unsent, self._printed = memoryview(b""), b""
+        self._reader, self._received = FrameReader(_MAX_REPLY), deque[bytes]()
         try:
             problem = self._hello(name, is_cancelled)
         except BaseException:
@@ -83,7 +86,8 @@ class WorkerProcess(Generic[Q, A]):
     def send(self, number: int, request: Q) -> None:
         """Send a request; bytes that do not fit into the pipe now are sent while `receive` waits."""
         assert self.is_writable, "one request at a time is written to the pipe"
-        self._unsent = memoryview(request_line(number, self._service.encode_request(request)))
+        fields = self._service.encode_request(request)
+        self._unsent = memoryview(json_frame({"number": number, "request": fields}))
         self._poll.register(self._in, select.POLLOUT)
         self._write()
 
@@ -94,9 +98,9 @@ class WorkerProcess(Generic[Q, A]):
             WorkerLostError: No valid reply came in time, or the worker died.
             CallCancelledError: `is_cancelled` returned True first.
         """
-        line = self._line(timeout_s, is_cancelled)
+        message = self._message(timeout_s, is_cancelled)
         try:
-            answer = read_answer(line, number)
+            answer = read_answer(message, number)
             return answer if isinstance(answer, WorkerFault) else self._service.decode_answer(answer)
         except ValueError as error:
             raise WorkerLostError("failed", f"its worker sent {error}") from error
@@ -114,9 +118,7 @@ class WorkerProcess(Generic[Q, A]):
         # The process is not reaped yet, so the id still belongs to its group.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(
-            subprocess.TimeoutExpired
-        ):  # it hangs in the kernel, and dies when the kernel returns
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, and dies afterwards
             self._process.wait(_END_TIMEOUT_S)
         self._read_printed()
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
@@ -125,7 +127,8 @@ class WorkerProcess(Generic[Q, A]):
 
     def _hello(self, name: str, is_cancelled: IsCancelled) -> str | None:
         try:
-            return read_hello(self._line(_START_TIMEOUT_S, is_cancelled))
+            hello = json.loads(self._message(_START_TIMEOUT_S, is_cancelled))
+            return require_keys(hello, "problem")["problem"]
         except (WorkerLostError, ValueError) as error:
             self.kill()
             command = f"python -m {self._service.module} {shlex.quote(name)} 0 </dev/null"
@@ -134,13 +137,11 @@ class WorkerProcess(Generic[Q, A]):
                 f"to load the {self._service.noun}. Try: {command}{self._last_printed()}"
             ) from error
 
-    def _line(self, timeout_s: float, is_cancelled: IsCancelled) -> bytes:
+    def _message(self, timeout_s: float, is_cancelled: IsCancelled) -> bytes:
         deadline = time.monotonic() + timeout_s
-        while (end := self._received.find(b"\n")) < 0:
+        while not self._received:
             self._exchange(deadline, timeout_s, is_cancelled)
-        line = bytes(self._received[:end])
-        del self._received[: end + 1]
-        return line
+        return self._received.popleft()
 
     def _exchange(self, deadline: float, timeout_s: float, is_cancelled: IsCancelled) -> None:
         """Wait for any pipe, then read and write without blocking, because each pipe may be full."""
@@ -161,9 +162,10 @@ class WorkerProcess(Generic[Q, A]):
         data = os.read(self._out, 1 << 16)
         if not data:
             raise WorkerLostError("failed", f"its worker {self._how_it_ended()}", self._last_printed())
-        self._received += data
-        if len(self._received) > _MAX_REPLY and b"\n" not in self._received:
-            raise WorkerLostError("failed", f"its worker sent more than {_MAX_REPLY} bytes in one line")
+        try:
+            self._received += self._reader.feed(data)
+        except ValueError as error:
+            raise WorkerLostError("failed", f"its worker sent {error}") from error
 
     def _write(self) -> None:
         try:
@@ -207,7 +209,7 @@ class WorkerProcess(Generic[Q, A]):
             time.sleep(0.001)
 
 
-def _unblocked(pipe: IO[bytes] | None) -> int:
+def _unblock(pipe: IO[bytes] | None) -> int:
     assert pipe is not None
     os.set_blocking(pipe.fileno(), False)
     return pipe.fileno()

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from megatron_dppo.config import Config
-from megatron_dppo.runtime.jsonl import read_jsonl, write_jsonl
+from megatron_dppo.runtime.files import read_jsonl, write_jsonl
 from megatron_dppo.runtime.process import Runtime, stop
 from tests.support.sanity_run import make_task
 from tests.support.tiny import write_model
@@ -342,9 +342,9 @@ def serve(config: Config, runtime: Runtime) -> None:
     Only the servers are not real: SGLang is not installed where this runs.
     """
     from megatron_dppo.engines.base import Request, SamplingParams
-    from megatron_dppo.engines.sglang.own_servers import own_servers
+    from megatron_dppo.engines.sglang.server import own_servers
     from megatron_dppo.engines.weight_sync.factory import build_sync, build_transport, release_servers
-    from megatron_dppo.engines.weight_sync.run_servers import RunServers
+    from megatron_dppo.engines.weight_sync.fleet import RunServers
     from megatron_dppo.rollout.rollouts import build_engine
 
     with _servers() as stand_in, own_servers(config, runtime):

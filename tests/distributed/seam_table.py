@@ -26,7 +26,7 @@ from tests.distributed.seams import (
 
 _ACTOR = "actor.actor:Actor"
 _CHECKPOINTS = "run.checkpoints"
-_LAUNCH = "engines.sglang.own_servers:plan_launch"
+_LAUNCH = "engines.sglang.server:plan_launch"
 _SYNC = "engines.weight_sync.factory"
 _WORKER = "workers.worker_process:WorkerProcess.__init__"
 _SCORE = "rollout.scoring:Scorer.score_all"
@@ -55,8 +55,8 @@ _AS_IT_IS = {
         data.max_prompt_tokens  rollout.groups:GroupMaker.begin  self.max_prompt_tokens
         rollout.max_response_tokens  rollout.scoring:OverlongShaping.__call__  self.max_response_tokens
         rollout.max_response_tokens  data.batches.gradient_steps:sequence_weights  response_length
-        rollout.temperature  actor.output_head:packed_linear_policy_loss  temperature
-        rollout.temperature  actor.output_head:linear_log_probs  temperature
+        rollout.temperature  actor.forward:packed_linear_policy_loss  temperature
+        rollout.temperature  actor.forward:linear_log_probs  temperature
         rollout.num_topk_log_probs  engines.embedded.continuous_batch:most_probable  k
         rollout.max_dropped_fraction  run.logger:refuse_if_too_many_dropped  max_fraction
         rollout.transformers.weights  rollout.rollouts:TransformersEngine.__init__  weights
@@ -67,8 +67,8 @@ _AS_IT_IS = {
         algorithm.aggregation  data.batches.gradient_steps:sequence_weights  mode
         algorithm.normalize_advantage_std  data.batches.gradient_steps:group_advantages  normalize_std
         algorithm.minibatches_per_rollout  data.batches.gradient_steps:minibatch_of_prompts  num_minibatches
-        algorithm.logits_chunk_bytes  actor.output_head:packed_linear_policy_loss  chunk_bytes
-        algorithm.logits_chunk_bytes  actor.output_head:linear_log_probs  chunk_bytes
+        algorithm.logits_chunk_bytes  actor.forward:packed_linear_policy_loss  chunk_bytes
+        algorithm.logits_chunk_bytes  actor.forward:linear_log_probs  chunk_bytes
         optimizer.beta1  actor.actor:Actor.train_step  self.optimizer.param_groups.0.betas.0
         optimizer.beta2  actor.actor:Actor.train_step  self.optimizer.param_groups.0.betas.1
         optimizer.eps  actor.actor:Actor.train_step  self.optimizer.param_groups.0.eps
@@ -93,10 +93,10 @@ _AS_IT_IS = {
     "turns": """
         model.reference  actor.reference:load_weights  folder
         rollout.environment  environments.pool:EnvironmentPool.__init__  name
-        rollout.temperature  actor.output_head:packed_policy_loss  temperature
-        algorithm.delta  actor.output_head:packed_policy_loss  objective.delta_low
-        algorithm.delta  actor.output_head:packed_policy_loss  objective.delta_high
-        algorithm.{anchor,ref_kl_coef,ref_kl}  actor.output_head:packed_policy_loss  objective.*
+        rollout.temperature  actor.forward:packed_policy_loss  temperature
+        algorithm.delta  actor.forward:packed_policy_loss  objective.delta_low
+        algorithm.delta  actor.forward:packed_policy_loss  objective.delta_high
+        algorithm.{anchor,ref_kl_coef,ref_kl}  actor.forward:packed_policy_loss  objective.*
         algorithm.normalize_advantage_std  data.batches.gradient_steps:group_advantages  normalize_std
     """,
     "skipped": """
@@ -115,8 +115,8 @@ _AS_IT_IS = {
     """,
     "served": """
         run.seed  engines.weight_sync.factory:Probe.__init__  seed
-        rollout.sglang.start_timeout_s  engines.sglang.own_servers:supervise  start_timeout_s
-        rollout.sglang.max_restarts  engines.sglang.own_servers:supervise  max_restarts
+        rollout.sglang.start_timeout_s  engines.sglang.server:supervise  start_timeout_s
+        rollout.sglang.max_restarts  engines.sglang.server:supervise  max_restarts
         rollout.sglang.max_attempts  engines.sglang.client:SglangClient.__init__  patience.max_attempts
         rollout.sglang.max_concurrent_requests  engines.sglang.engine:SglangEngine.__init__  *
         rollout.sglang.sync_timeout_s  engines.weight_sync.factory:RunServers.__init__  timeout_s
@@ -343,11 +343,11 @@ _ALGORITHM = [
         lambda call: call.key[2] + 1,
         fold=max,
     ),
-    Seam("algorithm.loss_from", "actor.output_head:packed_policy_loss", lambda call: "logits", "turns"),
-    Seam("algorithm.loss_from", "actor.output_head:packed_linear_policy_loss", lambda call: "hidden_states"),
+    Seam("algorithm.loss_from", "actor.forward:packed_policy_loss", lambda call: "logits", "turns"),
+    Seam("algorithm.loss_from", "actor.forward:packed_linear_policy_loss", lambda call: "hidden_states"),
     Seam(
         "algorithm.logits_dtype",
-        "actor.output_head:packed_linear_policy_loss",
+        "actor.forward:packed_linear_policy_loss",
         lambda call: str(call.logits_dtype)[6:],
     ),
 ]
@@ -423,7 +423,7 @@ TABLE = [
 ]
 
 READ_FROM_THE_SECTION = {
-    *("data.thinking", "rollout.top_p", "rollout.top_k", "rollout.repetition_penalty", "rollout.max_data_gib"),
+    *("data.thinking", "rollout.top_p", "rollout.max_data_gib"),
     *("rollout.over_sampling", "rollout.keep_partials", "rollout.max_staleness"),
     *("checkpoint.max_failed_saves", "tracking.max_roll_backs"),
 }

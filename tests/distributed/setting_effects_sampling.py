@@ -248,8 +248,6 @@ _ROLLOUT = [
         ),
     ),
     Effect("rollout.top_p", (1.0, 0.9), "prompts", is_refused_by("rollout.top_p")),
-    Effect("rollout.top_k", (-1, 9), "prompts", is_refused_by("rollout.top_k")),
-    Effect("rollout.repetition_penalty", (1.0, 1.1), "prompts", is_refused_by("rollout.repetition_penalty")),
 ]
 
 

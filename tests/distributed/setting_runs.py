@@ -15,7 +15,7 @@ import torch
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import MegatronDppoError
-from megatron_dppo.runtime.jsonl import read_jsonl, write_jsonl
+from megatron_dppo.runtime.files import read_jsonl, write_jsonl
 from megatron_dppo.runtime.process import Runtime
 from tests.distributed.seam_scenarios import make_prompts, train
 from tests.support.records import lines_of

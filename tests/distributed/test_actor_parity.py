@@ -12,7 +12,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.runtime.process import Runtime
 from tests.support.hf_reference import relative
 from tests.support.ranks import run_ranks
-from tests.support.tiny import EXPERTS, TOP_K, random_groups, write_model
+from tests.support.tiny import EXPERTS, TOP_K, gradients_of, random_groups, write_model
 
 LAYOUTS = {"one process": (1, {}), "expert 2": (2, {"expert": 2})}
 ROUTER_LOSSES = {
@@ -49,7 +49,6 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int], settings: di
     """On one rank: the actor's loss and gradients, and the same of an unpacked Hugging Face model."""
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.actor.reference import ReferencePolicy
-    from megatron_dppo.checkpoints.megatron_weights import export_hf_weights
     from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
     from megatron_dppo.metrics.metrics import Metrics
 
@@ -77,7 +76,7 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int], settings: di
     metrics = actor.accumulate_gradients(batch, is_first=True).metrics
     means = runtime.all_gather(metrics.state()["means"])
     losses = [own["loss/policy"][0] for own in means]
-    gradients = dict(export_hf_weights(actor.chunks, actor.hf, actor.main_gradients()))
+    gradients = gradients_of(actor)
     reference_loss, reference, reference_kl, router_losses = _reference(Path(model), config, groups)
     added = Metrics().merge(runtime.all_gather(metrics.state())).values()
     return {

@@ -13,7 +13,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import SampleGroup, TrainBatch
 from tests.support.ranks import run_ranks
-from tests.support.tiny import random_groups, write_model
+from tests.support.tiny import gradients_of, random_groups, write_model
 
 UNEVEN = (120, 3, 90, 1, 2, 64, 5, 1, 100, 2, 2, 7)  # prompts of even number have the long responses
 TOPK = 4
@@ -170,7 +170,6 @@ def test_samples_are_shared_out_over_four_processes(tmp_path: Path) -> None:
 def gradients(runtime: Runtime, model: str) -> dict[str, Any]:
     """Gradients of one mini-batch, sampled and packed in several ways, on this many processes."""
     from megatron_dppo.actor.actor import Actor
-    from megatron_dppo.checkpoints.megatron_weights import export_hf_weights
     from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches
 
     config = settings(model, 6, expert=runtime.world_size)
@@ -183,9 +182,8 @@ def gradients(runtime: Runtime, model: str) -> dict[str, Any]:
         (batch,), report = train_batches([samples], shape, actor.data_parallel)
         step = actor.accumulate_gradients(batch, is_first=True)
         assert not step.faults
-        exported = dict(export_hf_weights(actor.chunks, actor.hf, actor.main_gradients()))
         results[name] = {
-            "gradients": {key: gradient.clone() for key, gradient in exported.items()},
+            "gradients": gradients_of(actor),
             "num_microbatches": len(batch.microbatches),
             "report": report,
         }

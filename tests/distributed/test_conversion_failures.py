@@ -259,7 +259,7 @@ def test_an_end_that_was_interrupted_is_made_up_for(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All files stand in their place, and the metadata is missing."""
-    from megatron_dppo.checkpoints.streamed_save import StreamedSave
+    from megatron_dppo.checkpoints.megatron_save import StreamedSave
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt

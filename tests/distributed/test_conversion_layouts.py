@@ -66,13 +66,8 @@ def save_again(runtime: Runtime, folder: str, layout: str, names: list[str]) -> 
     from megatron_dppo.architectures.layout import Layout
     from megatron_dppo.architectures.registry import read_hf_config
     from megatron_dppo.checkpoints.hf_folder import write_hf_checkpoint
-    from megatron_dppo.checkpoints.megatron_folder import (
-        HF,
-        WEIGHTS,
-        load_weights,
-        model_states,
-        save_sharded,
-    )
+    from megatron_dppo.checkpoints.megatron_folder import HF, WEIGHTS, load_weights, model_states
+    from megatron_dppo.checkpoints.megatron_save import save_sharded
     from megatron_dppo.checkpoints.megatron_weights import export_hf_weights, weight_buffers
     from megatron_dppo.checkpoints.model_files import copy_model_files
     from megatron_dppo.config.schema import ParallelConfig
@@ -115,7 +110,7 @@ def push_problems(runtime: Runtime, chunks: list[Any], hf: Any, model: Path) -> 
     from megatron_dppo.architectures.registry import family_of
     from megatron_dppo.checkpoints.hf_folder import HFWeights
     from megatron_dppo.checkpoints.megatron_weights import describe_hf_weights, export_hf_weights
-    from megatron_dppo.engines.weight_sync.buckets import Buffer
+    from megatron_dppo.engines.weight_sync.base import Buffer
 
     together, stored = family_of(hf).travelling_together(hf), HFWeights(model)
     for of_own_stage in (False, True):
@@ -212,15 +207,15 @@ def test_a_converted_checkpoint_trains_as_the_original_does(tmp_path: Path) -> N
 
 def convert_together(runtime: Runtime, folder: str) -> None:
     """Both ways, as the tool does under torchrun."""
-    from megatron_dppo.checkpoints.convert.description import read_convertible_config
-    from megatron_dppo.checkpoints.convert.options import Options
+    from megatron_dppo.checkpoints.convert.options import WriteOptions
     from megatron_dppo.checkpoints.convert.sources import HuggingFaceSource, MegatronSource
     from megatron_dppo.checkpoints.convert.to_hf import write_hf
     from megatron_dppo.checkpoints.convert.to_megatron import write_megatron
     from megatron_dppo.checkpoints.hf_folder import HFWeights
+    from megatron_dppo.checkpoints.model_files import read_convertible_config
 
     source, out = Path(folder, "Qwen3MoeForCausalLM"), Path(folder, "shared")
-    options = Options(file_bytes=20_000)
+    options = WriteOptions(file_bytes=20_000)
     config = read_convertible_config(source)
     write_megatron(HuggingFaceSource(HFWeights(source)), config, out / "megatron", options, runtime)
     write_hf(MegatronSource(out / "megatron"), source, out / "hf", options, runtime)

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.architectures.spec_choice import LayerSpecName
+from megatron_dppo.architectures.megatron_options import LayerSpecName
 from megatron_dppo.runtime.process import Runtime, gpu_libraries
 from tests.distributed.test_checkpoint_keys import MODELS as ALL_MODELS
 from tests.support.ranks import run_ranks
-from tests.support.tiny import random_groups
+from tests.support.tiny import gradients_of, random_groups
 from tests.support.tiny_families import write_family
 
 ATTENTION = ("self_attention.linear_qkv.layer_norm_weight", "self_attention.linear_qkv.weight")
@@ -52,15 +52,12 @@ def compare_for_real(runtime: Runtime, folder: str, dtype: str) -> dict[str, Any
 
 def compare(runtime: Runtime, folder: Path, parallel: dict[str, int], dtype: str = "float32") -> dict[str, Any]:
     """A model in Transformer Engine's spec, against the same in ours."""
-    from megatron_dppo.checkpoints.megatron_weights import export_hf_weights
-
     losses, gradients, names = {}, {}, {}
     for spec in ("torch", "transformer_engine"):
         actor, loss = _loss_and_gradients(runtime, folder, parallel, spec, dtype)
         losses[spec], names[spec] = loss, [name for name, _ in actor.chunks[0].named_parameters()]
-        exported = export_hf_weights(actor.chunks, actor.hf, actor.main_gradients())
-        gradients[spec] = {name: gradient.float().cpu().clone() for name, gradient in exported}
-        del actor, exported
+        gradients[spec] = {name: gradient.float().cpu() for name, gradient in gradients_of(actor).items()}
+        del actor
     gc.collect()  # the threads of process groups end with the last reference to them
     ours, theirs = gradients["torch"], gradients["transformer_engine"]
     assert sorted(ours) == sorted(theirs)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_dppo.checkpoints.hf_folder import HFWeights
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.files import write_jsonl
 from tests.distributed.test_training_run import train
 from tests.support.ranks import run_ranks
 from tests.support.records import metrics_of

@@ -24,12 +24,8 @@ CLIPS = (1.0, 0.0)
 def measure(runtime: Runtime, folder: str) -> dict[str, dict[str, dict[str, Tensor]]]:
     """Biases before and after a gradient step, and of an actor that loads what was saved then."""
     from megatron_dppo.actor.actor import Actor
-    from megatron_dppo.checkpoints.megatron_folder import (
-        load_model_states,
-        load_sharded,
-        model_states,
-        save_sharded,
-    )
+    from megatron_dppo.checkpoints.megatron_folder import load_model_states, load_sharded, model_states
+    from megatron_dppo.checkpoints.megatron_save import save_sharded
     from megatron_dppo.config.schema import Config
     from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.failure_detection.cause import Rank, first_cause, job_failure
-from megatron_dppo.failure_detection.report import Report
+from megatron_dppo.failure_detection.report import Rank, Report, first_cause, job_failure
 from megatron_dppo.runtime.process import Progress, Runtime
 from tests.distributed import watched_jobs as jobs
 

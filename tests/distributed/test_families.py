@@ -11,9 +11,9 @@ from torch import Tensor
 from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.runtime.process import Runtime
 from tests.support.converting import converted
-from tests.support.hf_reference import backward, logit_error, relative
+from tests.support.hf_reference import backward, packed_logit_error, relative
 from tests.support.ranks import run_ranks
-from tests.support.tiny import logits_of, random_groups
+from tests.support.tiny import gradients_of, logits_of, random_groups
 from tests.support.tiny_families import SIZES, YARN, write_family
 
 LLAMA3 = {
@@ -68,7 +68,6 @@ def measure(runtime: Runtime, folder: Path) -> dict[str, Any]:
 
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.architectures.parameters import model_shape
-    from megatron_dppo.checkpoints.megatron_weights import export_hf_weights
     from megatron_dppo.config.schema import Config
     from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
 
@@ -86,10 +85,10 @@ def measure(runtime: Runtime, folder: Path) -> dict[str, Any]:
     shape = BatchShape("token_mean", 16, 60, routing=actor.routing)
     (batch,), _ = train_batches([list(samples)], shape, actor.data_parallel)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    logit_error = max(logit_error(logits_of(actor, m), m, model) for m in batch.microbatches)
+    logit_error = max(packed_logit_error(logits_of(actor, m), m, model) for m in batch.microbatches)
     planned = model_shape(actor.hf).num_parameters
     loss = actor.accumulate_gradients(batch, is_first=True).metrics.state()["means"]["loss/policy"][0]
-    gradients = dict(export_hf_weights(actor.chunks, actor.hf, actor.main_gradients()))
+    gradients = gradients_of(actor)
     reference_loss, reference = _reference(model, actor.objective, samples)
     return {
         "num_parameters": (sum(p.numel() for p in actor.chunks[0].parameters()), planned),

@@ -29,7 +29,7 @@ from tests.support.layout_cases import (
     references,
 )
 from tests.support.ranks import run_ranks
-from tests.support.tiny import random_groups, write_model
+from tests.support.tiny import gradients_of, random_groups, write_model
 from tests.support.tiny_families import write_family
 
 # The table layout x feature -> worst relative error in megatron_dppo/actor/LAYOUTS.md, as it was measured.
@@ -109,7 +109,6 @@ def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:
 
     from megatron_dppo.actor import forward
     from megatron_dppo.actor.actor import Actor
-    from megatron_dppo.checkpoints.megatron_weights import export_hf_weights
     from megatron_dppo.config.schema import Config
     from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
     from megatron_dppo.metrics.metrics import Metrics
@@ -138,8 +137,7 @@ def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:
     result = actor.train_step(batch, is_first=True, weight_version=3)
     gradients: dict[str, Tensor] = {}
     if not config.optimizer.distributed:
-        exported = export_hf_weights(actor.chunks, actor.hf, actor.main_gradients())
-        gradients = {name: tensor.clone() for name, tensor in exported}
+        gradients = gradients_of(actor)
     updates = {name: tensor - before[name] for name, tensor in actor.weights()}
     metrics = Metrics().merge(runtime.all_gather(result.metrics.state())).values()
     own_sum = sum(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.runtime.process import Runtime
-from tests.support.hf_reference import backward, logit_error, relative
+from tests.support.hf_reference import backward, packed_logit_error, relative
 from tests.support.ranks import run_ranks
 from tests.support.tiny import EXPERTS, LAYERS, logits_of, random_groups
 from tests.support.tiny_families import write_family
@@ -74,7 +74,7 @@ def measure(runtime: Runtime, folder: Path, case: dict[str, Any]) -> dict[str, A
     from transformers import AutoModelForCausalLM
 
     from megatron_dppo.actor.actor import Actor
-    from megatron_dppo.checkpoints.lora_files import adapter_tensors, write_adapter
+    from megatron_dppo.checkpoints.convert.to_adapter import adapter_tensors, write_adapter
 
     config = config_of(folder, case)
     actor = Actor(config, runtime)
@@ -86,7 +86,7 @@ def measure(runtime: Runtime, folder: Path, case: dict[str, Any]) -> dict[str, A
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     plain = {name: tensor.clone() for name, tensor in _weights(model).items()}
     model = PeftModel.from_pretrained(model, str(folder / "adapter"), is_trainable=True)
-    logit_error = max(logit_error(logits_of(actor, m), m, model) for m in batch.microbatches)
+    logit_error = max(packed_logit_error(logits_of(actor, m), m, model) for m in batch.microbatches)
     loss = actor.accumulate_gradients(batch, is_first=True).metrics.state()["means"]["loss/policy"][0]
     gradients = adapter_tensors(actor.chunks, main_gradient)
     reference_loss, reference = _reference(model, actor.objective, samples)

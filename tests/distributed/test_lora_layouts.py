@@ -54,7 +54,7 @@ LIMITS = {"start": 0.0, "norm": 1e-5, "gradients": 1e-5, "updates": 1e-4, "merge
 def measure(runtime: Runtime, folder: str, parallel: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
     """Two gradient steps; every tensor whole, on every rank."""
     from megatron_dppo.actor.actor import Actor
-    from megatron_dppo.checkpoints.lora_files import adapter_tensors
+    from megatron_dppo.checkpoints.convert.to_adapter import adapter_tensors
 
     is_overlapped = "overlap_grad_reduce" in parallel
     optimizer = SMOOTH | {"distributed": is_overlapped}

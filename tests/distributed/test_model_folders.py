@@ -18,7 +18,7 @@ import typer
 from typer.testing import CliRunner
 
 from megatron_dppo.cli import app
-from megatron_dppo.runtime.jsonl import read_jsonl
+from megatron_dppo.runtime.files import read_jsonl
 from tests.support.commands import python
 from tests.support.converting import convert, converted, differences
 from tests.support.sanity_run import TOKENS, make_task, settings, without_clocks

@@ -20,10 +20,16 @@ from megatron_dppo.architectures.parameters import padded_vocab
 from megatron_dppo.checks import model_facts
 from megatron_dppo.config.schema import Config
 from megatron_dppo.plan.activations import Assumptions, LayerModel
-from megatron_dppo.plan.job import Job
-from megatron_dppo.plan.machine import Machine
-from megatron_dppo.plan.stage_activations import FLOAT, ROWS, StageActivations, stage_activations
-from megatron_dppo.plan.states import optimizer_bytes, rank_states
+from megatron_dppo.plan.job import Job, Machine
+from megatron_dppo.plan.stages import (
+    FLOAT,
+    ROWS,
+    StageActivations,
+    optimizer_bytes,
+    rank_states,
+    stage_activations,
+    stage_parts,
+)
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import ModelRouting
 from tests.support import varlen_reference
@@ -323,7 +329,7 @@ def test_weights_and_gradients_are_exact(measured: Any, layout_name: str, case: 
     models, ranks = measured(layout_name)
     job, layout = job_of(layout_name, models[case], CASES[case])
     for found in (rank[case] for rank in ranks):
-        states = rank_states(job, job.partition(layout)[found["stage"]])
+        states = rank_states(job, stage_parts(job, layout)[found["stage"]])
         assert (states.parameters, states.gradients) == (found["parameters"], found["gradients"])
 
 
@@ -335,7 +341,7 @@ def test_optimizer_states_are_exact(measured: Any, layout_name: str, case: str) 
     per_element = optimizer_bytes(1, job.workload.dtype_bytes)
     total = 0.0
     for found in (rank[case] for rank in ranks):
-        part = job.partition(layout)[found["stage"]]
+        part = stage_parts(job, layout)[found["stage"]]
         padding = part.buffer - part.dense.own - part.expert.own
         assert 0 <= rank_states(job, part).optimizer - found["optimizer"] <= padding * per_element
         if CASES[case].is_distributed:
@@ -363,7 +369,7 @@ def test_activations_kept_for_backward_are_within_3_percent(
     models, ranks = measured(layout_name)
     job, layout = job_of(layout_name, models[case], CASES[case])
     for found in (rank[case] for rank in ranks):
-        kept = stage_activations(job, layout, job.partition(layout)[found["stage"]])
+        kept = stage_activations(job, layout, stage_parts(job, layout)[found["stage"]])
         predicted = kept.held + max(_saved_by_head(job, layout, kept), kept.again)
         assert predicted == pytest.approx(found["saved"], rel=0.03), asdict(kept)
 
@@ -377,7 +383,7 @@ def test_the_peak_of_all_live_tensors_is_within_15_percent(
     models, ranks = measured(layout_name)
     job, layout = job_of(layout_name, models[case], CASES[case])
     for found in (rank[case] for rank in ranks):
-        part = job.partition(layout)[found["stage"]]
+        part = stage_parts(job, layout)[found["stage"]]
         states, kept = rank_states(job, part), stage_activations(job, layout, part)
         in_backward = kept.again + kept.working + states.largest_gradient
         predicted = kept.held + kept.passed + max(kept.head + kept.logits, in_backward)
@@ -403,7 +409,7 @@ def saves(
     config = Config.model_validate(tables)
     actor = Actor(config, runtime)
     job = Job.of(config, model_facts(config, runtime.world_size), Machine(runtime.world_size, 1 << 40))
-    (part,) = job.partition(job.layout)
+    (part,) = stage_parts(job, job.layout)
     planned = rank_states(job, part)
     found: dict[str, tuple[int, int, float]] = {}
     for is_asynchronous, num_bytes in ((True, planned.checkpoint), (False, planned.checkpoint_pieces)):

@@ -112,7 +112,7 @@ def load(runtime: Runtime, folder: str) -> dict[str, Any]:
     """What a bfloat16 actor holds and its embedded engine receives, straight from the folder."""
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.config.schema import Config
-    from megatron_dppo.engines.weight_sync.in_process import InProcessSync
+    from megatron_dppo.engines.weight_sync.syncs import InProcessSync
     from megatron_dppo.rollout.rollouts import build_engine
 
     config = Config.model_validate({"model": {"load": folder, "dtype": "bfloat16"}})

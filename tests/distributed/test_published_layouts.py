@@ -16,8 +16,8 @@ from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.architectures.registry import family_of, model_sizes
 from megatron_dppo.architectures.sizes import HFConfig
-from megatron_dppo.checkpoints.convert.pieces import pieces_of
-from megatron_dppo.plan.partition import partition
+from megatron_dppo.checkpoints.convert.stored_tensors import pieces_of
+from megatron_dppo.plan.stages import partition
 from megatron_dppo.runtime.process import Runtime
 from tests.support.larger_recipes import LARGER
 from tests.support.plan_models import QWEN3_30B, layout_of

@@ -26,7 +26,7 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int]) -> dict[str,
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.config.schema import Config
     from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches
-    from megatron_dppo.engines.weight_sync.in_process import InProcessSync
+    from megatron_dppo.engines.weight_sync.syncs import InProcessSync
     from megatron_dppo.rollout.rollouts import build_engine
     from megatron_dppo.routing_replay.replay import replaying, routers
 
@@ -104,8 +104,7 @@ def router_gradient_error(actor: Any, microbatch: Any) -> float:
 
     Relative to the gradient's norm, which the slope is in the mean square: a direction may be nearly level.
     """
-    from megatron_dppo.actor.forward import forward_packed
-    from megatron_dppo.actor.output_head import output_weight
+    from megatron_dppo.actor.forward import forward_packed, output_weight
     from megatron_dppo.routing_replay.replay import replaying, routers
 
     weight = next(iter(routers(actor.chunks[0]).values())).weight

@@ -21,7 +21,7 @@ from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import TrainBatch
 from tests.distributed.test_layouts import LIMIT, NUM_LAYERS
 from tests.support.ranks import run_ranks
-from tests.support.tiny import random_groups, write_model
+from tests.support.tiny import gradients_of, random_groups, write_model
 
 NUM_COLUMNS = 4
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -82,10 +82,9 @@ def measure(
 ) -> dict[str, tuple[dict[str, Tensor], dict[str, float]]]:
     """By preset: every gradient and every metric, of one model in one layout."""
     from megatron_dppo.actor.actor import Actor
+    from megatron_dppo.actor.forward import OutputHead
     from megatron_dppo.actor.observation import Observer
-    from megatron_dppo.actor.output_head import OutputHead
     from megatron_dppo.actor.reference import ReferencePolicy
-    from megatron_dppo.checkpoints.megatron_weights import export_hf_weights
     from megatron_dppo.config.schema import Config
     from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
     from megatron_dppo.metrics.metrics import Metrics
@@ -129,8 +128,7 @@ def measure(
         actor._observer, actor._head = observer, head
         step = actor.accumulate_gradients(batch, is_first=False)
         assert step.faults == ()
-        exported = export_hf_weights(actor.chunks, actor.hf, actor.main_gradients())
-        gradients = {name: tensor.clone() for name, tensor in exported}
+        gradients = gradients_of(actor)
         metrics = Metrics().merge(runtime.all_gather(step.metrics.state())).values()
         found[name] = gradients, {k: v for k, v in metrics.items() if not k.startswith("theory/")}
     return found

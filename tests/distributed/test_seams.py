@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.config import Config
-from megatron_dppo.config.settings import flat
+from megatron_dppo.config.load import flat
 from megatron_dppo.runtime.process import Runtime
 from tests.distributed.seam_scenarios import SCENARIOS, make_prompts
 from tests.distributed.seam_table import READ_FROM_THE_SECTION, TABLE

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig
 
 from megatron_dppo.architectures.registry import FAMILIES
-from megatron_dppo.checkpoints.convert.stored_weights import StoredWeights
+from megatron_dppo.checkpoints.convert.sources import StoredWeights
 from megatron_dppo.engines.embedded.engine import TransformersEngine
 from megatron_dppo.engines.weight_sync.factory import require_cover
 from megatron_dppo.runtime.process import Runtime

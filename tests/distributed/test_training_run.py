@@ -19,10 +19,10 @@ import torch
 from megatron_dppo.algorithms import PRESETS
 from megatron_dppo.checkpoints.convert.stored_tensors import StoredTensors
 from megatron_dppo.checkpoints.hf_folder import HFWeights
-from megatron_dppo.checks.disk_rules import checkpoint_bytes
 from megatron_dppo.checks.facts import model_facts
+from megatron_dppo.checks.run_rules import checkpoint_bytes
 from megatron_dppo.config.schema import Config
-from megatron_dppo.runtime.jsonl import read_jsonl
+from megatron_dppo.runtime.files import read_jsonl
 from megatron_dppo.runtime.process import Runtime
 from tests.support.commands import python
 from tests.support.ranks import run_ranks

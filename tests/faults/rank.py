@@ -23,7 +23,7 @@ MOMENTS: dict[str, tuple[str, str, str]] = {
     "gradient": ("megatron_dppo.actor.actor", "Actor.accumulate_gradients", "after"),
     "update": ("megatron_dppo.actor.actor", "Actor.train_step", "after"),
     "row": ("megatron_dppo.run_folder.folder", "RunFolder.write_step", "before"),
-    "sync": ("megatron_dppo.engines.weight_sync.in_process", "InProcessSync.push", "before"),
+    "sync": ("megatron_dppo.engines.weight_sync.syncs", "InProcessSync.push", "before"),
     "rollout end": ("megatron_dppo.run.parts", "RunParts.finish_rollout", "before"),
     "save": ("megatron_dppo.run.checkpoints", "Checkpoints.save", "before"),
     "write": (
@@ -39,7 +39,7 @@ MOMENTS: dict[str, tuple[str, str, str]] = {
     "wait": ("megatron_dppo.rollout.producer", "Producer.state", "after"),
     "hold": ("megatron_dppo.rollout.producer", "Producer.hold", "before"),
     "abort": ("megatron_dppo.engines.sglang.client", "SglangClient.abort", "before"),
-    "updated": ("megatron_dppo.engines.weight_sync.disk", "DiskTransport.send", "after"),
+    "updated": ("megatron_dppo.engines.weight_sync.transports", "DiskTransport.send", "after"),
     "go on": ("megatron_dppo.rollout.producer", "Producer.go_on", "before"),
     "group": ("megatron_dppo.rollout.groups", "GroupMaker.begin_at_place", "before"),
 }

@@ -1,10 +1,11 @@
-"""The same parity and the same loop on one GPU: `make gpu`. Not measured yet; see the README."""
+"""The same parity and the same loop on one GPU: `make gpu`."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import tomli_w
 import torch
 
 from tests.distributed.test_actor_parity import SETTINGS, measure_all
@@ -24,6 +25,7 @@ def test_loss_and_gradients_equal_hugging_face(tmp_path: Path, monkeypatch: pyte
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", raising=False
     )  # containers set it; torch has TF32 off
     model = write_model(tmp_path / "model")
+    write_model(tmp_path / "model_before", seed=1)
     measured = run_ranks(measure_all, 1, tmp_path, str(model), {})[0]
     for name in SETTINGS:
         result = measured[name]
@@ -42,13 +44,11 @@ def test_the_loop_trains_in_bfloat16(tmp_path: Path) -> None:
         "2",
     ]
     subprocess.run(make, check=True)
-    tables = settings(tmp_path, "run", model={"dtype": "bfloat16"}, run={"num_rollouts": 2})
-    sets = [f"{section}.{key}={value!r}" for section, table in tables.items() for key, value in table.items()]
-    toml = tmp_path / "empty.toml"
-    toml.write_text("")
-    flags = [part.replace("True", "true") for item in sets for part in ("--set", item)]
-    prompts = f"data.prompts={str(tmp_path / 'model' / 'prompts.jsonl')!r}"
-    command = [sys.executable, "-m", "megatron_dppo", "train", toml, *flags, "--set", prompts]
+    prompts = {"prompts": str(tmp_path / "model" / "prompts.jsonl")}
+    tables = settings(tmp_path, "run", model={"dtype": "bfloat16"}, run={"num_rollouts": 2}, data=prompts)
+    toml = tmp_path / "run.toml"
+    toml.write_text(tomli_w.dumps(tables))
+    command = [sys.executable, "-m", "megatron_dppo", "train", toml]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert [row["kind"] for row in metrics_of(tmp_path / "run")].count("rollout") == 2

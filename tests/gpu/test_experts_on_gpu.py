@@ -1,4 +1,4 @@
-"""Grouped experts against sequential ones on one GPU, in both types; not measured yet, see the README."""
+"""Grouped experts against sequential ones on one GPU, in both types."""
 
 from pathlib import Path
 

@@ -1,7 +1,4 @@
-"""The fused losses on device tensors against float64 on the CPU: each objective, type and way to call them.
-
-Not measured yet; see the README.
-"""
+"""The fused losses on device tensors against float64 on the CPU: each objective, type and way to call them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -174,13 +171,14 @@ def test_compacted_rows_equal_those_in_place() -> None:
 
 def rows_of(arguments: dict[str, Any], logits: Tensor, objective: Objective) -> Tensor:
     """[len(ROWS), T]: what the gradient is made from."""
+    from megatron_dppo.kernels.combine import combine
     from megatron_dppo.kernels.encoding import encode
 
     a, size = arguments, arguments["vocab_size"]
     ids = a["topk_ids"]
     statistics = ops.row_statistics(logits, a["targets"], ids, a["loss_mask"], 0, size, a["temperature"], True)
     tokens = (a["targets"], ids, a["rollout_log_probs"], a["topk_rollout_log_probs"], None, a["advantages"])
-    return ops.combine(statistics[None], *tokens, a["loss_mask"], a["token_weights"], encode(objective))[0]
+    return combine(statistics[None], *tokens, a["loss_mask"], a["token_weights"], encode(objective))[0]
 
 
 def test_more_logits_than_31_bits_count() -> None:

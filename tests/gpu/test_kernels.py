@@ -1,7 +1,6 @@
 """The compiled kernels on a GPU: the tests that the host build passes, and what only a GPU can show.
 
-Those of tests/unit/test_kernel_*.py run as they are, on a library that moves tensors to the GPU and back. Not
-measured yet; see the README.
+The tests of tests/unit/test_kernel_*.py run unchanged, on a library that moves tensors to the GPU and back.
 """
 
 import os
@@ -15,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.algorithms import preset
+from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.kernels.build import cuda_library
 from megatron_dppo.kernels.library import KernelLibrary
+from megatron_dppo.types import RolloutTokens, each_token
 from tests.support.kernel_host import gradient_of, random_tokens, shards_of, statistics_of
 from tests.unit import (
     test_kernel_combine,
@@ -85,11 +85,11 @@ class LibraryOn(KernelLibrary):
         named = {name: moved(value) for name, value in named.items()}
         return super().row_statistics(moved(logits), *map(moved, rest), **named).cpu()
 
-    def combine(self, statistics: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
+    def combine(self, statistics: Tensor, objective: Objective, tokens: RolloutTokens) -> tuple[Tensor, Tensor]:
         moved = Moved(self._device)
-        named = {name: moved(value) for name, value in named.items()}
-        rows, topk = super().combine(moved(statistics), *rest, **named)
-        return rows.cpu(), None if topk is None else topk.cpu()
+        on_device = each_token(tokens, lambda values, _: moved(values))
+        rows, topk = super().combine(moved(statistics), objective, on_device)
+        return rows.cpu(), topk.cpu()
 
     def logits_gradient(self, logits: Tensor, *rest: Any, out: Tensor, **named: Any) -> None:
         moved = Moved(self._device)

@@ -11,16 +11,16 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_dppo.checks import AT_ONCE, BEFORE_LOADING, Facts, check
-from megatron_dppo.checks.disk_rules import checkpoint_bytes
 from megatron_dppo.checks.facts import gather_facts
+from megatron_dppo.checks.run_rules import checkpoint_bytes
 from megatron_dppo.cli import app
 from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.plan import Machine, Plan, make_plan
+from megatron_dppo.plan.trace import Trace, as_json, as_text, trace_run
+from megatron_dppo.plan.trace.depths import BETWEEN
 from megatron_dppo.plan.units import in_seconds
-from megatron_dppo.runtime.jsonl import write_jsonl
-from megatron_dppo.trace import Trace, as_json, as_text, trace_run
-from megatron_dppo.trace.depths import BETWEEN
+from megatron_dppo.runtime.files import write_jsonl
 from tests.support.byte_tokenizers import qwen3_tokenizer, r1_tokenizer, save
 from tests.support.experiment_models import OF_EXPERIMENTS
 from tests.support.experiments import ALGORITHMS, EXPERIMENTS, ROOT, Algorithm, model_of
@@ -308,8 +308,8 @@ def require_plan(trace: Trace, config: Config) -> None:
     assert traced[BETWEEN] == pytest.approx(planned[BETWEEN], rel=1e-3)
     assert traced == pytest.approx(planned, rel=0.05)
     waits = {place: n for (phase, place), n in trace.per_layer.waits.items() if phase != "step" and n}
-    is_moe = bool(trace.layout.expert > 1)
-    assert sum(waits.values()) == is_moe * trace.layers_between * trace.num_microbatches, waits
+    is_moe = bool(trace.settings.layout.expert > 1)
+    assert sum(waits.values()) == is_moe * trace.layers_between * trace.settings.num_microbatches, waits
     assert all("token_dispatcher.py" in place for place in waits)
     assert "extrapolated" in as_text(trace)
     assert json.loads(json.dumps(as_json(trace)))["traced_bytes"] == trace.traced

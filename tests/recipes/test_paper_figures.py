@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 from megatron_dppo.analysis.figures.canvas import Drawing, build
 from megatron_dppo.analysis.figures.command import KINDS
-from megatron_dppo.analysis.figures.material import Lacking, Material
-from megatron_dppo.analysis.figures.runs import experiments_of, read_curves
+from megatron_dppo.analysis.figures.material import Lacking, Material, experiments_of, read_curves
 from megatron_dppo.cli import app
 from tests.recipes.synthetic_runs import expected, of_experiments, write
 from tests.support.experiments import ALGORITHMS, Algorithm

@@ -7,9 +7,8 @@ import pytest
 import torch
 from transformers import Qwen3MoeForCausalLM
 
-from megatron_dppo.engines.sglang.client import SglangClient
+from megatron_dppo.engines.sglang.client import Call, SglangClient
 from megatron_dppo.engines.sglang.server import API_KEY
-from megatron_dppo.engines.sglang.update_calls import Call
 from tests.support.serving import KEY, Served, server_of, write_served_model
 
 

@@ -21,7 +21,7 @@ from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.multi_turn import MultiTurnEngine
 from megatron_dppo.rollout.rollouts import RolloutScheduler, build_engine
 from megatron_dppo.rollout.scoring import Scorer
-from megatron_dppo.routing_replay.capture import validate_routes
+from megatron_dppo.routing_replay.routes import validate_routes
 from megatron_dppo.types import Prompt, Sample
 from tests.support.collecting import Collected, collect
 from tests.support.comparing import FULL, PARITY, Lengths, Letters, compare, requests_of

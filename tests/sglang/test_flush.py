@@ -8,9 +8,8 @@ from contextlib import suppress
 import pytest
 
 from megatron_dppo.engines.base import SamplingParams
-from megatron_dppo.engines.sglang.client import Patience
+from megatron_dppo.engines.sglang.client import Call, Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
-from megatron_dppo.engines.sglang.update_calls import Call
 from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
 from megatron_dppo.errors import ServerError
 from tests.support.comparing import FULL, PARITY, compare, requests_of

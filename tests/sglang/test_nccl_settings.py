@@ -8,8 +8,8 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_dppo.engines.sglang.nccl import CUMEM, NVLS, nccl_settings
-from megatron_dppo.engines.sglang.server import registered
+from megatron_dppo.engines.sglang.options import CUMEM, NVLS, nccl_settings
+from megatron_dppo.engines.sglang.server import read_records
 from tests.support.ranks import run_ranks
 from tests.support.serving import PYTHON, Served, served_config
 from tests.support.sync_job import push_once
@@ -51,7 +51,7 @@ def test_they_are_those_of_sglangs_start_up(served: Served, monkeypatch: pytest.
 
 
 def test_each_process_of_a_server_has_those_of_its_record(served: Served) -> None:
-    (record,) = (record for record in registered(served.run / "servers") if record.name == "shared")
+    (record,) = (record for record in read_records(served.run / "servers") if record.name == "shared")
     assert record.nccl == {CUMEM: "0", NVLS: "0"}
     processes = [psutil.Process(record.pid), *psutil.Process(record.pid).children(recursive=True)]
     environments = [process.environ() for process in processes]

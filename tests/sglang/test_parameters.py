@@ -16,7 +16,7 @@ from megatron_dppo.engines.sglang.options import server_environment
 from megatron_dppo.engines.sglang.protocol import ServedModel, generation_of
 from megatron_dppo.engines.sglang.sampling_settings import REFUSED_VARIABLES, SET_VARIABLES
 from megatron_dppo.engines.sglang.server import free_port
-from megatron_dppo.engines.weight_sync.own_output import WithOwnOutput
+from megatron_dppo.engines.weight_sync.factory import WithOwnOutput
 from tests.distributed.test_families import CASES
 from tests.support.serving import PYTHON, VERSION
 from tests.support.tiny_families import SIZES, config_of

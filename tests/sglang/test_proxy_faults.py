@@ -14,8 +14,7 @@ from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.errors import ServerError
-from megatron_dppo.routing_replay.agreement import overlap
-from megatron_dppo.routing_replay.capture import validate_routes
+from megatron_dppo.routing_replay.routes import overlap, validate_routes
 from megatron_dppo.types import Prompt, Sample
 from tests.sglang.fault_proxy import Fault, FaultProxy, of_routes
 from tests.support.collecting import Collected, collect

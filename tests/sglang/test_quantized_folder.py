@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from megatron_dppo.cli import app
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.files import write_jsonl
 from tests.support.serving import PYTHON
 from tests.support.tiny_families import write_family
 from tests.support.word_tokenizers import TOKENIZER

@@ -9,7 +9,7 @@ import torch
 from megatron_dppo.engines.base import Request, SamplingParams
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.server import Server, plan_launch
-from megatron_dppo.engines.weight_sync.temperature import require_temperature
+from megatron_dppo.engines.weight_sync.probe import require_temperature
 from megatron_dppo.errors import WeightSyncError
 from tests.support.serving import KEY, MODEL, START_TIMEOUT_S, Served, served_config
 

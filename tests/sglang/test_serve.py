@@ -25,7 +25,7 @@ from megatron_dppo.engines.sglang.options import (
     read_options,
     shipped_options,
 )
-from megatron_dppo.engines.sglang.server import Server, plan_launch, registered
+from megatron_dppo.engines.sglang.server import Server, plan_launch, read_records
 from megatron_dppo.errors import ConfigError, ServerError
 from tests.support.converting import converted
 from tests.support.processes import wait_until
@@ -55,7 +55,7 @@ def _endless_requests() -> list[Request]:
 
 
 def test_the_shared_server_is_registered(served: Served) -> None:
-    (record,) = registered(served.run / "servers")
+    (record,) = read_records(served.run / "servers")
     assert (record.name, record.url, record.version, record.num_starts) == ("shared", served.url, VERSION, 1)
     os.kill(record.pid, 0)
     assert KEY not in Path(f"/proc/{record.pid}/cmdline").read_text()
@@ -71,8 +71,8 @@ def test_a_killed_server_is_started_again_and_sigterm_ends_all(served: Served, t
         )
     folder = tmp_path / "run" / "servers"
     try:
-        wait_until(lambda: bool(registered(folder)) or serve.poll() is not None, START_TIMEOUT_S)
-        (first,) = registered(folder)
+        wait_until(lambda: bool(read_records(folder)) or serve.poll() is not None, START_TIMEOUT_S)
+        (first,) = read_records(folder)
         engine = SglangEngine(first.url, MODEL, Patience(first_pause_s=0.1), api_key=KEY)
         with ThreadPoolExecutor() as pool:
             sampling = pool.submit(engine.generate, _endless_requests(), SamplingParams(400))
@@ -80,9 +80,9 @@ def test_a_killed_server_is_started_again_and_sigterm_ends_all(served: Served, t
             os.kill(first.pid, signal.SIGKILL)
             with pytest.raises(ServerError, match=r"(?s)POST .*/generate: found .* Look at the server's log"):
                 sampling.result(60)
-        wait_until(lambda: not registered(folder), 30)
-        wait_until(lambda: bool(registered(folder)) or serve.poll() is not None, START_TIMEOUT_S)
-        (second,) = registered(folder)
+        wait_until(lambda: not read_records(folder), 30)
+        wait_until(lambda: bool(read_records(folder)) or serve.poll() is not None, START_TIMEOUT_S)
+        (second,) = read_records(folder)
         assert (second.url, second.num_starts) == (first.url, 2)
         assert second.pid != first.pid
         assert _is_healthy(second.url)
@@ -92,7 +92,7 @@ def test_a_killed_server_is_started_again_and_sigterm_ends_all(served: Served, t
         serve.send_signal(signal.SIGTERM)
         status = serve.wait(60)
     assert status == 0, (tmp_path / "serve.log").read_text()
-    assert registered(folder) == []
+    assert read_records(folder) == []
     assert not _is_healthy(second.url)
     with pytest.raises(ProcessLookupError):
         os.kill(second.pid, 0)
@@ -103,7 +103,7 @@ def test_a_server_that_cannot_start_says_why_and_leaves_nothing(served: Served, 
     server = Server(launch, tmp_path / "servers", "broken")
     with pytest.raises(ServerError, match=r"(?s)it ended with status .*Fix the error in its log.*100000"):
         server.start(START_TIMEOUT_S)
-    assert registered(tmp_path / "servers") == []
+    assert read_records(tmp_path / "servers") == []
 
 
 def sorted_choices(option: Option) -> Option:

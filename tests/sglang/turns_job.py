@@ -25,7 +25,7 @@ class Events(deque[Any]):
 def train_in_turns(runtime: Runtime, tables: dict[str, Any], stop_in_rollout: int | None) -> list[str]:
     """Train, with a server that the run starts; with `stop_in_rollout`, SIGTERM comes while that is sampled."""
     from megatron_dppo.config.schema import Config
-    from megatron_dppo.engines.sglang.own_servers import own_servers
+    from megatron_dppo.engines.sglang.server import own_servers
     from megatron_dppo.engines.weight_sync.fleet import Fleet
     from megatron_dppo.engines.weight_sync.probe import Probe
     from megatron_dppo.run.checkpoints import Checkpoints

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_dppo.config.load import load_config
 from megatron_dppo.data.prompts import sanity_task
 from megatron_dppo.engines.sglang.server import ServerRecord
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.files import write_jsonl
 from tests.support.sglang_stand_in import LiveStandIn
 
 _TOKEN_S = 0.2

@@ -12,7 +12,7 @@ def relative(value: Tensor, reference: Tensor) -> float:
     return float((value - reference).norm() / reference.norm().clamp(min=1e-12))
 
 
-def logit_error(logits: Tensor, microbatch: Any, model: Any) -> float:
+def packed_logit_error(logits: Tensor, microbatch: Any, model: Any) -> float:
     """Worst relative error of a packed sequence's logits."""
     bounds = zip(microbatch.cu_seqlens[:-1].tolist(), microbatch.cu_seqlens[1:].tolist(), strict=True)
     with torch.no_grad():

@@ -18,6 +18,7 @@ from megatron_dppo.algorithms import (
 from megatron_dppo.kernels.encoding import is_compiled
 from megatron_dppo.kernels.library import KernelLibrary
 from megatron_dppo.kernels.reference import ROWS
+from megatron_dppo.types import RolloutTokens, RolloutTopK
 
 PADDING = (math.nan, 1e4)
 
@@ -201,23 +202,21 @@ def statistics_of(library: KernelLibrary, tokens: Tokens, shards: list[Shard], w
 
 def combined(
     library: KernelLibrary, tokens: Tokens, statistics: Tensor, objective: Objective
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """`KernelLibrary.combine`, with NaN in all rows that do not learn."""
     ignored = ~tokens.is_learning
     has_topk = tokens.topk_ids.shape[1] > 0
     topk_rollout = tokens.topk_rollout_log_probs.masked_fill(ignored[:, None], math.nan)
-    return library.combine(
-        statistics,
-        objective,
+    record = RolloutTokens(
         targets=tokens.targets,
-        topk_ids=tokens.topk_ids if has_topk else None,
         rollout_log_probs=tokens.rollout_log_probs.masked_fill(ignored, math.nan),
-        topk_rollout_log_probs=topk_rollout if has_topk else None,
-        anchor_log_probs=tokens.old_log_probs.masked_fill(ignored, math.nan),
         advantages=tokens.advantages.masked_fill(ignored, math.nan),
-        is_learning=tokens.is_learning,
+        loss_mask=tokens.is_learning,
         token_weights=tokens.token_weights.masked_fill(ignored, math.nan),
+        old_log_probs=tokens.old_log_probs.masked_fill(ignored, math.nan),
+        topk=RolloutTopK(tokens.topk_ids, topk_rollout) if has_topk else None,
     )
+    return library.combine(statistics, objective, record)
 
 
 def gradient_of(

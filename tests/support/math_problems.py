@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.files import write_jsonl
 
 LONG = "Add these numbers: " + " ".join(str(n) for n in range(1, 61)) + "."
 PROBLEMS: tuple[tuple[str, str], ...] = (

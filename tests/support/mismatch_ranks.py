@@ -29,15 +29,15 @@ def measure_layouts(
     runtime: Runtime, tables: dict[str, Any], folder: str, layouts: dict[str, dict[str, int]]
 ) -> dict[str, dict[str, Any]]:
     """By layout: the statistics of both ways of forwarding, and the rows of tokens.jsonl."""
-    from megatron_dppo.analysis.mismatch.forwards import measure
-    from megatron_dppo.analysis.mismatch.settings import measured_config
-    from megatron_dppo.metrics.token_mismatch import token_rows
+    from megatron_dppo.analysis.mismatch.measure import measure
+    from megatron_dppo.analysis.mismatch.settings import measurement_config
+    from megatron_dppo.metrics.engine_comparison import token_rows
 
     results: dict[str, dict[str, Any]] = {}
     for name, parallel in layouts.items():
         file = Path(folder) / f"{name}-{runtime.rank}.toml"
         file.write_text(tomli_w.dumps(tables | {"parallel": tables.get("parallel", {}) | parallel}))
-        found = measure(measured_config([file], ()), runtime)
+        found = measure(measurement_config([file], ()), runtime)
         rows = list(token_rows(found.responses))
         results[name] = {"statistics": found.statistics, "rows": rows, "counts": found.counts}
     return results

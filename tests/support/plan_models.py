@@ -7,9 +7,7 @@ from megatron_dppo.architectures.parameters import ModelShape, model_shape
 from megatron_dppo.architectures.registry import model_sizes
 from megatron_dppo.checks import Facts
 from megatron_dppo.config.schema import Config
-from megatron_dppo.plan.job import Job
-from megatron_dppo.plan.machine import Machine
-from megatron_dppo.plan.options import FULL
+from megatron_dppo.plan.job import FULL, Job, Machine
 
 GB = 10**9
 QWEN3_30B: dict[str, Any] = {

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_dppo.errors import RewardError
-from megatron_dppo.rewards import Reward, RewardFault, RewardRequest, RewardResult, checked
+from megatron_dppo.rewards import Reward, RewardFault, RewardRequest, RewardResult, call_reward
 from megatron_dppo.types import (
     ModelRouting,
     Prompt,
@@ -91,6 +91,6 @@ class InProcessScorer:
 
     def _scored(self, request: RewardRequest) -> RewardResult | RewardFault:
         try:
-            return checked(self.reward, request)
+            return call_reward(self.reward, request)
         except RewardError as error:
             return RewardFault("reward_failed", str(error))

@@ -18,7 +18,7 @@ def connect(runtime: Runtime, settings: dict[str, Any]) -> tuple[Any, Any, Any]:
     """(config, actor, engine) of a run whose trainer has weights of its own."""
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.config.schema import Config
-    from megatron_dppo.engines.sglang.nccl import nccl_settings
+    from megatron_dppo.engines.sglang.options import nccl_settings
     from megatron_dppo.rollout.rollouts import build_engine
 
     config = Config.model_validate(settings)
@@ -66,7 +66,7 @@ def push_every_way(
 def perturb_each_tensor(runtime: Runtime, settings: dict[str, Any], version: int) -> dict[str, float]:
     """Give the server one wrong tensor at a time; by name, how far the probe then finds it."""
     from megatron_dppo.engines.weight_sync.factory import build_sync
-    from megatron_dppo.engines.weight_sync.tensor import TensorTransport
+    from megatron_dppo.engines.weight_sync.transports import TensorTransport
     from megatron_dppo.errors import WeightSyncError
 
     config, actor, engine = connect(runtime, settings)

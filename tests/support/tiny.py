@@ -104,10 +104,22 @@ def random_groups(
 
 
 @torch.no_grad()
+def gradients_of(actor: Any) -> dict[str, torch.Tensor]:
+    """Return the accumulated gradients of the trained parameters in Hugging Face names.
+
+    If the optimizer is distributed, a rank has only its shard of the reduced gradients.
+    """
+    from megatron_dppo.checkpoints.megatron_weights import export_hf_weights
+
+    parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
+    gradients = [parameter.main_grad for parameter in parameters if parameter.requires_grad]
+    exported = export_hf_weights(actor.chunks, actor.hf, gradients)
+    return {name: gradient.clone() for name, gradient in exported}
+
+
 def logits_of(actor: Any, microbatch: Any) -> torch.Tensor:
     """[T, V] of one micro-batch, of a model that one rank holds whole, with live routes."""
-    from megatron_dppo.actor.forward import forward_packed
-    from megatron_dppo.actor.output_head import output_weight
+    from megatron_dppo.actor.forward import forward_packed, output_weight
 
     (chunk,) = actor.chunks
     return forward_packed(chunk, microbatch)[0] @ output_weight(chunk).T

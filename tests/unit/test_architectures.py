@@ -14,7 +14,6 @@ from megatron_dppo.architectures.deepseek_v3 import DEEPSEEK_V3
 from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.architectures.published_names import stays_float32
 from megatron_dppo.architectures.qwen3 import QWEN3
-from megatron_dppo.architectures.refusals import rope_scaling_factor
 from megatron_dppo.architectures.registry import (
     FAMILIES,
     family_of,
@@ -23,6 +22,7 @@ from megatron_dppo.architectures.registry import (
     read_model_sizes,
     variant_problems,
 )
+from megatron_dppo.architectures.sizes import rope_scaling_factor
 from megatron_dppo.engines.embedded.engine import checkpoint_targets
 from megatron_dppo.errors import ConfigError, ConversionError
 from tests.support.published_models import PUBLISHED

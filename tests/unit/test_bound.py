@@ -8,9 +8,13 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.metrics.alarms import NOISE_LIMIT, noise_warning
-from megatron_dppo.metrics.bound import add_bound_of_responses, add_bound_of_tokens, bound_terms
 from megatron_dppo.metrics.metrics import Metrics
-from megatron_dppo.metrics.mismatch import add_noise
+from megatron_dppo.metrics.step_metrics import (
+    add_bound_of_responses,
+    add_bound_of_tokens,
+    add_noise,
+    bound_terms,
+)
 from megatron_dppo.types import Microbatch
 from tests.support.exact_bounds import performance_bound
 

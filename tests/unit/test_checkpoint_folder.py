@@ -189,7 +189,7 @@ SCORES = [0.1, 0.9, None, 0.3, 0.2]
 )
 def test_retention_rules_add_up(retention: Retention, kept: list[int]) -> None:
     checkpoints = [Kept(Path(str(i)), 10 * (i + 1), score) for i, score in enumerate(SCORES)]
-    deleted = retention.deleted(checkpoints)
+    deleted = retention.choose_deleted(checkpoints)
     assert [i for i in range(5) if Path(str(i)) not in deleted] == kept
 
 

@@ -27,22 +27,21 @@ from megatron_dppo.checks import (
     AT_ONCE,
     RULES,
     check,
-    check_run,
     folder_remarks,
     gather_facts,
     megatron_rules,
     model_facts,
     not_checked,
     period_remarks,
+    problems_of,
     remarks,
     require_evaluable,
     require_valid,
 )
-from megatron_dppo.checks.facts import TRAINING, prompt_files
-from megatron_dppo.checks.registry import Need
+from megatron_dppo.checks.facts import TRAINING, Need, prompt_files
 from megatron_dppo.cli import app
 from megatron_dppo.config import Config, dump_config, load_config
-from megatron_dppo.config.measuring import is_due
+from megatron_dppo.config.sections import is_due
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.rollout.evaluation import evaluation_sets
 from megatron_dppo.run.state import TrainingState
@@ -540,8 +539,6 @@ EXAMPLES: dict[str, list[Example]] = {
     ],
     "sampling_distribution": [
         Example("rollout.top_p", {"rollout.top_p": 0.9}),
-        Example("rollout.top_k", {"rollout.top_k": 50}),
-        Example("rollout.repetition_penalty", {"rollout.repetition_penalty": 1.1}),
     ],
     "group_size": [Example("rollout.samples_per_prompt", {"rollout.samples_per_prompt": 1})],
     "minibatches": [
@@ -996,7 +993,7 @@ def test_what_plan_asks_needs_config_json_alone(
     own = "tests.support.own_rules"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: find(name) if name == own else None)
     monkeypatch.setattr("subprocess.run", None)
-    assert check_run(config, model_facts(config, example.world_size)) == expected
+    assert problems_of(config, model_facts(config, example.world_size), needs=("config",)) == expected
 
 
 class Watched:

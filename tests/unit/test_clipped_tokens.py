@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.metrics.clipped_tokens import ACTIVE, TOP, ClippedTokens
-from megatron_dppo.metrics.masked_tokens import TokenLists
+from megatron_dppo.metrics.masked_tokens import ACTIVE, TOP, ClippedTokens, TokenLists
 from megatron_dppo.run.token_lists import OpenTokenLists
-from megatron_dppo.runtime.jsonl import read_jsonl
+from megatron_dppo.runtime.files import read_jsonl
 from tests.support.byte_tokenizers import qwen3_tokenizer, save
 
 NUM_TOKENS = 400

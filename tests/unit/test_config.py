@@ -128,11 +128,11 @@ def test_a_misspelt_key_of_an_evaluation_set_is_explained(tmp_path: Path) -> Non
 
 
 def test_all_faults_are_reported_at_once_with_the_file_that_set_them(tmp_path: Path) -> None:
-    base = _file(tmp_path, "base.toml", '[optimizer]\nlr = "fast"\nlrr = 2\n[rollout]\ntop_k = true\n')
+    base = _file(tmp_path, "base.toml", '[optimizer]\nlr = "fast"\nlrr = 2\n[rollout]\nlag = true\n')
     algorithm = _file(tmp_path, "algo.toml", "[optimzer]\nlr = 1\n[optimizer]\nbeta1 = 1.5\n")
     problems = _problems([base, algorithm, tmp_path / "none.toml"], ("run.seed=-1", "nonsense"))
     assert set(problems) == {
-        *("optimizer.lr", "optimizer.lrr", "optimizer.beta1", "optimzer", "rollout.top_k", "run.seed"),
+        *("optimizer.lr", "optimizer.lrr", "optimizer.beta1", "optimzer", "rollout.lag", "run.seed"),
         *(str(tmp_path / "none.toml"), "--set nonsense"),
     }
     assert problems["optimizer.lr"].found == f'"fast" (set by {base})'
@@ -147,6 +147,8 @@ def test_all_faults_are_reported_at_once_with_the_file_that_set_them(tmp_path: P
         ("[optimzer]\nlr = 1", "optimzer", "a key of a config", "Did you mean optimizer?"),
         ("lr = 1", "lr", "a key of a config", "Did you mean optimizer.lr?"),
         ("[run]\nzzz = 1", "run.zzz", "folder", "Remove it"),
+        ("[rollout]\ntop_k = 20", "rollout.top_k", "a truncated distribution", "Remove it."),
+        ("[rollout]\nrepetition_penalty = 1", "rollout.repetition_penalty", "penalised", "Remove it."),
         ("run = 3", "run", "a table", "Write a table [run]"),
         ("[rollout.transformers]\nweight = 1", "rollout.transformers.weight", "batch_size", "weights?"),
         ("[rollout]\nengine = 'sglan'", "rollout.engine", "'transformers' or 'sglang'", "Engine that samples"),

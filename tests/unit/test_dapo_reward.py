@@ -4,7 +4,7 @@ import pytest
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards import RewardResult, dapo_reward
-from megatron_dppo.rewards.dapo import normalized
+from megatron_dppo.rewards.text import normalize
 from megatron_dppo.types import Prompt
 from tests.support.hostile_answers import HOSTILE
 
@@ -87,7 +87,7 @@ def test_a_response_that_was_cut_off_earns_nothing() -> None:
     ],
 )
 def test_spelling(answer: str, spelling: str) -> None:
-    assert normalized(answer) == spelling
+    assert normalize(answer) == spelling
     assert dapo_reward(asked(spelling), f"Answer: {answer}", "stop") == RIGHT
 
 

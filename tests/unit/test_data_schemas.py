@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.data.prompts.prompts import load_prompts, read_prompts
-from megatron_dppo.data.prompts.schemas import PROBLEM_SCHEMAS, TRAINING_SCHEMAS, cell, detect
+from megatron_dppo.data.prompts.rows import PROBLEM_SCHEMAS, TRAINING_SCHEMAS, cell, detect
 from megatron_dppo.errors import DataError
 from tests.support.math_problems import (
     PROBLEMS,

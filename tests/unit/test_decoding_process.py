@@ -16,9 +16,8 @@ import torch
 
 from megatron_dppo.engines.base import Completion
 from megatron_dppo.engines.sglang import decoding_process
-from megatron_dppo.engines.sglang.decoding_process import DecodingProcess
-from megatron_dppo.engines.sglang.decoding_wire import SharedMemory
-from megatron_dppo.engines.sglang.protocol import Generation0521
+from megatron_dppo.engines.sglang.decoding_process import DecodingProcess, SharedMemory
+from megatron_dppo.engines.sglang.protocol import Generation
 from megatron_dppo.errors import ReplyError, RolloutError
 from tests.support.processes import is_alive
 from tests.unit.test_sglang_protocol import MODEL, recorded
@@ -29,11 +28,11 @@ import asyncio, json, sys, time
 from pathlib import Path
 from megatron_dppo.errors import ReplyError
 from megatron_dppo.engines.sglang.decoding_process import DecodingProcess
-from megatron_dppo.engines.sglang.replies import Expected
+from megatron_dppo.engines.sglang.replies import Expected, read_reply_0521
 
 decoding = DecodingProcess(small_bytes=0)
 try:
-    asyncio.run(decoding.read("reply 0.5.21", b"[]", Expected("an answer")))
+    asyncio.run(decoding.read(read_reply_0521, b"[]", Expected("an answer")))
 except ReplyError as error:
     print(json.dumps([decoding.pid, str(error)]), flush=True)
 if sys.argv[1] == "killed":
@@ -44,7 +43,7 @@ if sys.argv[1] == "killed":
 async def _reply(decoding: DecodingProcess, name: str = "topk_and_routes", behind: bytes = b"") -> Completion:
     request, params, body = recorded(name)
     content = json.dumps(body).encode() + behind
-    return await Generation0521(decoding).read_reply(content, request, params, MODEL)
+    return await Generation(decoding).read_reply(content, request, params, MODEL)
 
 
 def _read(decoding: DecodingProcess, behind: bytes = b"") -> Completion:
@@ -170,18 +169,13 @@ def test_it_goes_with_the_object_that_started_it() -> None:
 def test_shared_memory_holds_smaller_and_larger_contents_than_before() -> None:
     memory = SharedMemory.create()
     reader = SharedMemory(os.dup(memory.descriptor))  # as the other process has it
-    try:
-        assert bytes(reader.view(0)) == b""
-        contents = [[b"abc"], [b"", b"12"], [b"x" * 70_000, b"", bytearray(b"y")], [b"z"], [b"0" * 100_000]]
-        for buffers in contents:
-            memory.write(buffers)
-            assert reader.read([len(each) for each in buffers]) == list(map(bytearray, buffers))
-            assert bytes(reader.view(sum(map(len, buffers)))) == b"".join(buffers)
-        with pytest.raises(EOFError):
-            reader.read([100_001])
-    finally:
-        memory.close()
-        reader.close()
+    contents = [[b"abc"], [b"", b"12"], [b"x" * 70_000, b"", bytearray(b"y")], [b"z"], [b"0" * 100_000]]
+    for buffers in contents:
+        memory.write(buffers)
+        sizes = list(map(len, buffers))
+        assert reader.read(sizes) == reader.view(sizes) == buffers
+    with pytest.raises(EOFError):
+        reader.read([100_001])
 
 
 @pytest.mark.parametrize("behind", [(b"", LARGE, b""), (LARGE, b"", 2 * LARGE)])
@@ -213,7 +207,7 @@ def test_small_answers_start_no_process_and_its_program_needs_no_tensor_library(
     decoding = DecodingProcess()
     _read(decoding)
     assert decoding.pid is None
-    imports = "import sys, megatron_dppo.engines.sglang.decoding_worker as worker; print(*sys.modules)"
+    imports = "import sys, megatron_dppo.engines.sglang.decoding_process as worker; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", imports], capture_output=True, text=True, check=True)
     assert {"numpy", "megatron_dppo.engines.sglang.replies"} <= set(done.stdout.split())
     assert {"torch", "transformers", "pydantic", "aiohttp"}.isdisjoint(done.stdout.split())

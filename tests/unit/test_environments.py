@@ -22,8 +22,7 @@ from megatron_dppo.environments import (
     problem_with,
     register,
 )
-from megatron_dppo.environments.gem import GemEnvironment
-from megatron_dppo.environments.sudoku import solved_board
+from megatron_dppo.environments.built_in import GemEnvironment, solved_board
 from megatron_dppo.errors import ConfigError, EnvironmentFailedError
 from megatron_dppo.types import Prompt
 from tests.support.refusals import refused

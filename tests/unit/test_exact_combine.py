@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_dppo.mcore import exact_combine
+from megatron_dppo.mcore import layer_functions
 
 TOKENS, HIDDEN = 300, 48
 Functions = tuple[Callable[..., Any], Callable[..., Any]]
-OURS: Functions = (exact_combine.permute, exact_combine.unpermute)
+OURS: Functions = (layer_functions.permute, layer_functions.unpermute)
 MEGATRONS: Functions = (megatron.permute, megatron.unpermute)
 
 
@@ -76,7 +76,7 @@ def test_bfloat16_rounds_once_forward_and_backward() -> None:
     top_k = 8
     given = layer(128, top_k, torch.bfloat16)
     ours = outcome(OURS, given, top_k)
-    token_of_row, rows_of_token = exact_combine.permute(
+    token_of_row, rows_of_token = layer_functions.permute(
         given.tokens, given.routing_map, given.probs, TOKENS * top_k
     )[2]
     of_token = rows_of_token.view(TOKENS, top_k)
@@ -120,7 +120,7 @@ def test_chunks_of_ranks_are_sorted_as_megatron_does_and_not_copied_in_order(num
     rows, probs = torch.randn(18, HIDDEN), torch.randn(18)
     chunks = torch.arange(8)
     for order in (chunks.view(num_ranks, -1).T.ravel(), chunks.view(-1, num_ranks).T.ravel()):
-        sort: Any = exact_combine.sort_chunks_by_idxs
+        sort: Any = layer_functions.sort_chunks_by_idxs
         expected: Any = megatron.sort_chunks_by_idxs(rows, sizes, order, probs=probs)
         found = sort(rows, sizes, order, probs=probs)
         assert all(map(torch.equal, found, expected))
@@ -131,9 +131,9 @@ def test_chunks_of_ranks_are_sorted_as_megatron_does_and_not_copied_in_order(num
 def test_dropped_tokens_are_left_to_megatron() -> None:
     given = layer(8, 2, torch.float32)
     arguments: Any = (given.tokens, given.routing_map, given.probs)
-    rows, _, indices, *_ = exact_combine.permute(*arguments, num_out_tokens=torch.tensor(TOKENS * 2))
+    rows, _, indices, *_ = layer_functions.permute(*arguments, num_out_tokens=torch.tensor(TOKENS * 2))
     assert indices.shape == (TOKENS * 2,), "Megatron's: one token for each row"
-    whole = exact_combine.unpermute(rows, indices, given.tokens.shape)
+    whole = layer_functions.unpermute(rows, indices, given.tokens.shape)
     assert torch.allclose(whole, 2 * given.tokens)
 
 

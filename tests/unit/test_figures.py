@@ -12,23 +12,32 @@ from matplotlib.patches import Rectangle
 from typer.testing import CliRunner
 
 from megatron_dppo.algorithms import PRESETS, preset
-from megatron_dppo.analysis.contrasts import estimate
 from megatron_dppo.analysis.figures.canvas import NARROW, Drawing, build
 from megatron_dppo.analysis.figures.command import KINDS, Written, draw_figures
-from megatron_dppo.analysis.figures.curves import mean_intervals
-from megatron_dppo.analysis.figures.engine_differences import MOST_TOKENS, drawn_tokens
-from megatron_dppo.analysis.figures.mask_regions import is_drawable, kept, region, surrogate
-from megatron_dppo.analysis.figures.material import Lacking, Material
-from megatron_dppo.analysis.figures.runs import experiments_of, objective_of, read_curves
-from megatron_dppo.analysis.figures.style import LOOKS, NAMES, look
-from megatron_dppo.analysis.figures.titles import labels_of, without_paths
-from megatron_dppo.analysis.figures.tokens import TokenPairs, read_token_pairs
-from megatron_dppo.analysis.report.smoothing import smoothed
+from megatron_dppo.analysis.figures.material import (
+    Lacking,
+    Material,
+    TokenPairs,
+    experiments_of,
+    objective_of,
+    read_curves,
+    read_token_pairs,
+)
+from megatron_dppo.analysis.figures.style import LOOKS, NAMES, labels_of, look, without_paths
+from megatron_dppo.analysis.figures.token_figures import (
+    MOST_TOKENS,
+    evaluate_mask,
+    is_drawable,
+    region,
+    sample_tokens,
+    surrogate,
+)
+from megatron_dppo.analysis.lines import smooth
 from megatron_dppo.cli import app
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.run_folder.folder import RunFolder
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.files import write_jsonl
 from tests.support.records import metrics_of
 from tests.support.refusals import refused
 
@@ -115,11 +124,11 @@ def test_axes_hold_what_metrics_jsonl_holds(runs: list[Path]) -> None:
     (axes,) = [axes for axes in figure.axes if axes.get_title() == "reward"]
     by_label = {line.get_label(): line for line in axes.lines}
     raw = [line for line in axes.lines if line.get_gid() == "raw"]
-    np.testing.assert_allclose(np.asarray(by_label["GRPO-ClipHigher"].get_ydata()), smoothed(rewards(runs[3])))
+    np.testing.assert_allclose(np.asarray(by_label["GRPO-ClipHigher"].get_ydata()), smooth(rewards(runs[3])))
     np.testing.assert_allclose(np.asarray(raw[0].get_ydata()), rewards(runs[3]))
     together = np.mean([rewards(run)[: NUM_ROLLOUTS - 1] for run in runs[:3]], axis=0)
     np.testing.assert_allclose(np.asarray(raw[1].get_ydata()), together)
-    np.testing.assert_allclose(np.asarray(by_label["DPPO-Binary-TV"].get_ydata()), smoothed(together.tolist()))
+    np.testing.assert_allclose(np.asarray(by_label["DPPO-Binary-TV"].get_ydata()), smooth(together.tolist()))
     assert list(np.asarray(raw[1].get_xdata())) == list(range(1, NUM_ROLLOUTS))
     assert len(axes.collections) == 1, "three seeds have an interval, one has none"
 
@@ -131,14 +140,6 @@ def test_scores_are_not_smoothed_and_stand_at_their_rollouts(runs: list[Path]) -
     for line in axes.lines:
         assert list(np.asarray(line.get_xdata())) == [0, 4, 8]
         assert list(np.asarray(line.get_ydata())) == [0.0, 0.04, 0.08]
-
-
-def test_the_interval_is_that_of_the_contrasts() -> None:
-    values = np.random.default_rng(0).random((4, 5))
-    low, high = mean_intervals(values)
-    for place, column in enumerate(values.T):
-        expected = estimate(column.tolist())
-        assert (low[place], high[place]) == pytest.approx((expected.low, expected.high))
 
 
 def test_a_caption_names_runs_seeds_and_smoothing(runs: list[Path]) -> None:
@@ -224,8 +225,8 @@ def test_the_ratio_s_surrogate_is_ppo_s_clipped_objective(advantage: float) -> N
 
 def test_a_mask_keeps_the_token_on_its_edge() -> None:
     mu, pi = np.asarray([0.5]), np.asarray([0.625])
-    assert kept(preset("dppo_binary_tv", delta=0.125001), mu, pi, 1.0).all()
-    assert not kept(preset("dppo_binary_tv", delta=0.124999), mu, pi, 1.0).any()
+    assert evaluate_mask(preset("dppo_binary_tv", delta=0.125001), mu, pi, 1.0).all()
+    assert not evaluate_mask(preset("dppo_binary_tv", delta=0.124999), mu, pi, 1.0).any()
 
 
 def test_anchors_are_paired_with_their_twins(tmp_path: Path) -> None:
@@ -422,7 +423,7 @@ def test_tokens_of_a_measurement_are_drawn_as_they_are(tmp_path: Path) -> None:
 def test_a_sample_of_many_tokens_is_always_the_same() -> None:
     values = np.linspace(-5, 0, 3 * MOST_TOKENS)
     pairs = TokenPairs(Path("run"), "live routes", values, values)
-    first, second = drawn_tokens(pairs), drawn_tokens(pairs)
+    first, second = sample_tokens(pairs), sample_tokens(pairs)
     assert first[0].size == MOST_TOKENS and (first[0] == second[0]).all()
 
 
@@ -534,7 +535,7 @@ def test_a_rule_of_one_s_own_is_drawn_and_its_options_are_lines(tmp_path: Path) 
     own = {f"{RULE}, delta 0.4": folders[0], f"{RULE}, delta 0.05": folders[2], other: folders[3]}
     assert lines.keys() == {"DPPO-Binary-TV", *own}
     for label, run in own.items():
-        np.testing.assert_allclose(np.asarray(lines[label].get_ydata()), smoothed(rewards(run)))
+        np.testing.assert_allclose(np.asarray(lines[label].get_ydata()), smooth(rewards(run)))
         assert f"{label}: seed {3 * (run.name == 'a')} (runs: {run.name})." in " ".join(drawing.caption)
     presets = {look(objective)["color"] for objective in PRESETS.values()}
     assert len({str(line.get_color()) for line in lines.values()}) == 4
@@ -580,7 +581,7 @@ def test_runs_of_another_setting_are_drawn_and_titles_say_what_differs(tmp_path:
         (of_b,) = [drawing for drawing in answer if drawing.runs == ("b",)]
         assert of_b.title.endswith(": dtype float32") and of_b.name == f"{name}_dtype_float32"
         curve = lines_of(of_b, "reward")["GRPO"]
-        np.testing.assert_allclose(np.asarray(curve.get_ydata()), smoothed(rewards(folders[0])))
+        np.testing.assert_allclose(np.asarray(curve.get_ydata()), smooth(rewards(folders[0])))
     models = only(drawn("09_models", folders))
     assert len(models.panels) == 3 and set(models.runs) == {"a", "b", "c", "tv"}
     tasks = only(drawn("17_tasks", folders))

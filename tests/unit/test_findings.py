@@ -11,17 +11,15 @@ import numpy as np
 import pytest
 
 from megatron_dppo.analysis.contrasts import pooled_change
-from megatron_dppo.analysis.figures.curves import curve_of
+from megatron_dppo.analysis.lines import over_rollouts, run_names
+from megatron_dppo.analysis.report.diagnostics import why_not_comparable
 from megatron_dppo.analysis.report.findings import MIN_SEEDS, Finding, findings
-from megatron_dppo.analysis.report.names import run_names
-from megatron_dppo.analysis.report.plots import over_rollouts
 from megatron_dppo.analysis.report.report import summary_table, toggles
-from megatron_dppo.analysis.report.seeds import seed_tables
-from megatron_dppo.analysis.report.speed import why_not_comparable
 from megatron_dppo.analysis.report.summary import (
     difference,
-    formatted,
+    format_number,
     num_shared,
+    seed_tables,
     summary,
     up_to_shared,
 )
@@ -280,7 +278,7 @@ def test_differences_read_as_a_person_writes_them() -> None:
     assert difference(0.003, 0.087, "number") == "× 29"
     assert difference(80, 80, "count") == "=" and difference(None, 1.0, "count") == "–"
     assert difference(-0.54, -0.62, "change") == "−8 points"
-    assert (formatted(-0.54, "change"), formatted(0.0012, "share")) == ("−54 %", "0.12 %")
+    assert (format_number(-0.54, "change"), format_number(0.0012, "share")) == ("−54 %", "0.12 %")
     assert difference(0.0012, 0.0034, "share") == "+0.22 points"
 
 
@@ -306,8 +304,8 @@ def test_the_quickstart_s_picture_is_drawn_of_its_runs(tmp_path: Path) -> None:
     ]
     shown = [(panel, line) for panel in (kl, reward) for line in panel.lines]
     for (panel, line), (of, label, run, metric) in zip(shown, expected, strict=True):
-        curve = curve_of(line, panel)
-        assert curve is not None and panel is of and line.label == label
+        (curve,) = [curve for of_curve, _, curve in panel.curves if of_curve is line]
+        assert panel is of and line.label == label
         assert (curve.x.tolist(), curve.raw.tolist()) == over_rollouts(run, metric)
     assert (file.parent / "r3_off_and_on.svg").stat().st_size <= 60_000
 
@@ -371,7 +369,7 @@ def test_settings_of_several_seeds_are_named_by_what_differs() -> None:
     assert ".700 (on) against .200 (off)" in _said(*runs(long))["reward"][0][1], "the folders' common part"
     names = run_names(made)
     assert [toggle.label for toggle in toggles(made, names)] == ["grpo, R3 on ×3", "dppo_binary_tv, R3 off ×3"]
-    assert [toggle.runs for toggle in toggles(made, names)] == [(0, 2, 5), (1, 3, 4)]
+    assert [toggle.places for toggle in toggles(made, names)] == [(0, 2, 5), (1, 3, 4)]
 
 
 def test_a_longer_run_is_compared_over_the_rollouts_that_all_have() -> None:
@@ -391,8 +389,8 @@ def test_a_longer_run_is_compared_over_the_rollouts_that_all_have() -> None:
     seeds = [
         varied(_run(f"a{s}", seed=s, num_rollouts=25 + 9 * s), reward__mean=lambda n: n / 100) for s in (1, 0)
     ]
-    tables = seed_tables(seeds)
-    assert tables is not None and tables.means[0].cells[1].startswith("0.195 ["), "both up to rollout 25"
+    tables = seed_tables(seeds, run_names(seeds))
+    assert tables is not None and tables["means"][0]["cells"][1].startswith("0.195 ["), "both up to rollout 25"
 
 
 def test_what_a_run_warned_of_is_a_finding() -> None:

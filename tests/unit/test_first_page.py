@@ -35,7 +35,7 @@ def section(title: str) -> str:
 
 
 def test_it_is_short() -> None:
-    assert len(README.read_text().splitlines()) <= 150
+    assert len(README.read_text().splitlines()) <= 180
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -182,7 +182,7 @@ def test_its_figures_are_the_quickstarts() -> None:
         "k3 KL of trainer and engine, mean": "k3 KL, mean over rollouts",
     }
     for ours, theirs in pairs.items():
-        (off, on) = re.findall(rf"^\| {ours} \| (.*) \| (.*) \|$", section("Try it"), re.MULTILINE)[0]
+        (off, on) = re.findall(rf"^\| {ours} \| (.*) \| (.*) \|$", section("Results"), re.MULTILINE)[0]
         expected = [cell.split(" / ") for cell in rows[theirs]]
         assert off.split(", ") == [pair[0] for pair in expected]
         assert on.split(", ") == [pair[1] for pair in expected]

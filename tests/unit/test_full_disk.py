@@ -13,12 +13,11 @@ import typer
 from safetensors.torch import save_file
 
 from megatron_dppo.cli.options import user_errors
-from megatron_dppo.data.batches.kept_batches import write_group
+from megatron_dppo.data.batches.batch_file import write_group
 from megatron_dppo.errors import DiskError
 from megatron_dppo.run.session import newest_checkpoint
 from megatron_dppo.run_folder.folder import RunFolder
-from megatron_dppo.runtime.full_disk import byte_count, full_disk_explained
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.files import byte_count, full_disk_explained, write_jsonl
 from megatron_dppo.types import TrainBatch
 
 
@@ -98,7 +97,7 @@ def test_other_errors_stay_what_they_are(tmp_path: Path, error: Exception) -> No
 def test_the_message_names_the_file_or_the_folder_with_the_least_room(
     tmp_path: Path, small_files: None, monkeypatch: pytest.MonkeyPatch, folders: int
 ) -> None:
-    monkeypatch.setattr("megatron_dppo.runtime.full_disk.free_bytes", lambda path: len(path.name))
+    monkeypatch.setattr("megatron_dppo.runtime.files.free_bytes", lambda path: len(path.name))
     written = tmp_path / "samples.jsonl"
     places = (tmp_path / "roomy", tmp_path / "full")[:folders]
     with pytest.raises(DiskError) as raised, full_disk_explained(*places):

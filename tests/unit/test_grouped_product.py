@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.kernels.grouped_product import (
+from megatron_dppo.kernels.ops import (
     grouped_product,
     leaves_empty_groups_undefined,
     with_zero_gradient_where_empty,

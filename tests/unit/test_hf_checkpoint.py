@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_dppo.checkpoints.convert.rounding import Rounding
+from megatron_dppo.checkpoints.convert.options import Rounding
 from megatron_dppo.checkpoints.hf_folder import INDEX, HFWeights, require_one_set, write_hf_checkpoint
-from megatron_dppo.checkpoints.weight_files import WeightFilesError
+from megatron_dppo.checkpoints.model_files import WeightFilesError
 from megatron_dppo.errors import ConversionError
 
 

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_dppo.architectures.published_names import dequantized
-from megatron_dppo.checkpoints.convert.description import read_convertible_config, write_description
 from megatron_dppo.checkpoints.hf_folder import HFWeights
+from megatron_dppo.checkpoints.model_files import read_convertible_config, write_description
 from megatron_dppo.errors import ConfigError, ConversionError
 
 EXPERTS = "model.layers.0.mlp.experts"

@@ -16,6 +16,7 @@ from megatron_dppo.algorithms import (
 )
 from megatron_dppo.kernels.library import KernelLibrary
 from megatron_dppo.kernels.reference import ROWS
+from megatron_dppo.types import RolloutTokens
 from tests.support.kernel_host import (
     Tokens,
     combined,
@@ -119,7 +120,6 @@ def test_it_is_policy_loss_in_float32(host_library: KernelLibrary, objective: Ob
     for seed in range(3):
         tokens, statistics = hard_tokens(seed)
         planes, topk = combined(host_library, tokens, statistics, objective)
-        assert topk is not None
         rows = dict(zip(ROWS, planes, strict=True))
         out = float32_loss(tokens, objective, planes, topk)
         torch.testing.assert_close(rows["divergence"], out.divergence, rtol=1e-5, atol=5e-7)
@@ -169,7 +169,6 @@ def test_the_last_used_column_is_replaced_wherever_it_is(host_library: KernelLib
     for include_other in (True, False):
         objective = preset("dppo_topk_tv", top_k=64, sampled_token="replace", include_other=include_other)
         planes, topk = combined(host_library, tokens, statistics, objective)
-        assert topk is not None
         expected = float32_loss(tokens, objective, planes, topk).divergence
         torch.testing.assert_close(planes[ROWS.index("divergence")], expected, rtol=1e-5, atol=1e-6)
 
@@ -178,7 +177,6 @@ def test_rows_that_do_not_learn_are_neutral(host_library: KernelLibrary) -> None
     tokens, statistics = hard_tokens(0)
     statistics[:, ~tokens.is_learning] = math.nan
     planes, topk = combined(host_library, tokens, statistics, preset("dppo_topk_kl", entropy_coef=0.1))
-    assert topk is not None
     ignored = planes[:, ~tokens.is_learning]
     assert (ignored[ROWS.index("ratio")] == 1).all()
     assert (ignored[[i for i, name in enumerate(ROWS) if name != "ratio"]] == 0).all()
@@ -199,16 +197,13 @@ def test_without_options_all_learn_with_weight_1(host_library: KernelLibrary) ->
     got, topk = host_library.combine(
         statistics[:, :, :4].contiguous(),
         objective,
-        targets=tokens.targets,
-        topk_ids=None,
-        rollout_log_probs=tokens.rollout_log_probs,
-        topk_rollout_log_probs=None,
-        anchor_log_probs=None,
-        advantages=tokens.advantages,
-        is_learning=None,
-        token_weights=None,
+        RolloutTokens(
+            targets=tokens.targets,
+            rollout_log_probs=tokens.rollout_log_probs,
+            advantages=tokens.advantages,
+        ),
     )
-    assert topk is None
+    assert topk.shape == (len(tokens.targets), 0)
     assert torch.equal(got, expected)
 
 

@@ -12,14 +12,21 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.algorithms import DIVERGENCES, PRESETS, RULES, Divergence, Objective, preset
-from megatron_dppo.algorithms.divergence import SampledToken
+from megatron_dppo.algorithms.divergence import SampledToken, registry
 from megatron_dppo.algorithms.objective import Anchor, Relax, Rule
-from megatron_dppo.algorithms.registry import registry
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.kernels import fused_linear_policy_loss, fused_policy_loss, library, ops
-from megatron_dppo.kernels.arguments import LOGITS_DTYPES, MAX_TOP_K
 from megatron_dppo.kernels.build import CSRC
-from megatron_dppo.kernels.encoding import COMPILED, FLAGS, IDS, decode, encode, is_compiled
+from megatron_dppo.kernels.encoding import (
+    COMPILED,
+    FLAGS,
+    IDS,
+    LOGITS_DTYPES,
+    MAX_TOP_K,
+    decode,
+    encode,
+    is_compiled,
+)
 from megatron_dppo.kernels.library import KernelLibrary
 from megatron_dppo.kernels.reference import ROWS
 from tests.support.kernel_host import combined, random_tokens, shards_of, statistics_of
@@ -145,7 +152,7 @@ def test_a_new_divergence_works_between_the_compiled_kernels(
 ) -> None:
     batch = make_batch(torch.float32)
     expected = fused_policy_loss(batch.logits, **batch.arguments, objective=mine)
-    monkeypatch.setattr(ops, "_kernels", lambda tensor: host_library)
+    monkeypatch.setattr(ops, "kernels_of", lambda tensor: host_library)
     monkeypatch.setattr(ops, "is_compiled_for", lambda device_type: True)
     found = fused_policy_loss(batch.logits, **batch.arguments, objective=mine)
     torch.testing.assert_close(found.loss_sum, expected.loss_sum, rtol=1e-5, atol=1e-5)

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.kernels import fused_linear_policy_loss, fused_policy_loss, ops, packed_linear_policy_loss
+from megatron_dppo.kernels.combine import combine
 from megatron_dppo.kernels.encoding import decode, encode
 from tests.support.loss_batches import Batch, make_batch, policy_loss_from_logits
 
@@ -36,8 +37,8 @@ def test_opcheck_finds_nothing() -> None:
     logits = batch.logits
     torch.library.opcheck(ops.row_statistics, statistics_arguments(batch, logits))
     arguments = combine_arguments(batch, logits)
-    torch.library.opcheck(ops.combine, arguments)
-    rows, _ = ops.combine(*arguments)
+    torch.library.opcheck(combine, arguments)
+    rows, _ = combine(*arguments)
     end = (0, batch.vocab_size, 0.7, True)
     targets, upstream = batch.microbatch.targets, torch.tensor(2.0)
     torch.library.opcheck(ops.loss_of_rows, (logits.clone().requires_grad_(), rows, targets, *end, False))
@@ -84,7 +85,7 @@ def test_the_gradient_may_be_written_over_the_logits_once() -> None:
 def test_compacted_rows_equal_those_in_place() -> None:
     batch = make_batch(torch.float32)
     logits = batch.logits
-    rows, _ = ops.combine(*combine_arguments(batch, logits))
+    rows, _ = combine(*combine_arguments(batch, logits))
     end = (0, batch.vocab_size, 0.7, True)
     whole = ops.logits_gradient(logits, rows, batch.microbatch.targets, None, *end)
     sources = torch.tensor([0, 39, 2, 37, 4])
@@ -287,7 +288,7 @@ def test_debug_finds_nothing_in_good_input(name: str) -> None:
 
 @pytest.mark.parametrize("case", ["nan advantage", "repeated ids", "target outside"])
 def test_debug_tells_it_before_any_kernel_runs(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_kernels", None)
+    monkeypatch.setattr(ops, "kernels_of", None)
     batch = make_batch(torch.float32)
     change, message = REFUSED[case]
     arguments = batch.arguments | change(batch)

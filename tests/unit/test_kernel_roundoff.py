@@ -75,7 +75,6 @@ def test_the_ends_of_log_probs_are_those_of_the_pytorch_code(host_library: Kerne
     statistics = torch.stack([zero, one, zero, pi / math.log(2), pi.roll(5) / math.log(2)], dim=1)[None]
     for name in ("dppo_binary_kl", "dppo_binary_kl_decoupled", "dppo_topk_kl"):
         planes, of_topk = combined(host_library, tokens, statistics, preset(name))
-        assert of_topk is not None
         own, found = planes[ROWS.index("log_probs")], planes[ROWS.index("divergence")]
         topk = TopKLogProbs(tokens.topk_ids, tokens.topk_rollout_log_probs, of_topk)
         cells = topk_partition(topk, tokens.targets, own, mu, top_k=1)
@@ -104,7 +103,6 @@ def test_coarser_partitions_are_closer_in_the_kernels(host_library: KernelLibrar
 
     # The PyTorch code, on the kernels' own log-probs.
     planes, of_topk = combined(host_library, tokens, statistics, preset("dppo_topk_kl", top_k=TOP_K))
-    assert of_topk is not None
     pi, mu = planes[ROWS.index("log_probs")].clamp(max=0), tokens.rollout_log_probs
     assert (pi == 0).sum() > 50
     topk = TopKLogProbs(tokens.topk_ids, tokens.topk_rollout_log_probs, of_topk.clamp(max=0))

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.data.batches.packing import pack, placeholder
-from megatron_dppo.data.batches.token_slices import token_slice
+from megatron_dppo.data.batches.packing import pack, placeholder, token_slice
 from megatron_dppo.metrics.masked_tokens import FARTHEST, TOKENS_AFTER, TOKENS_BEFORE, MaskedTokens
 from megatron_dppo.types import Microbatch, Sample
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards import RewardPool, RewardRequest, RewardResult, math_reward, reward
-from megatron_dppo.rewards.math.bounds import is_small
+from megatron_dppo.rewards.math.compare import OutOfTimeError, within
 from megatron_dppo.rewards.math.reward import last_boxed
-from megatron_dppo.rewards.math.time_limit import OutOfTimeError, within
+from megatron_dppo.rewards.math.text import is_small
 from megatron_dppo.types import Prompt
 from tests.support.hostile_answers import HOSTILE
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_dppo.checkpoints import metadata_pickle
-from megatron_dppo.checkpoints.metadata_pickle import ForbiddenError, StoredTensor, read_metadata
+from megatron_dppo.checkpoints.metadata_pickle import ForbiddenError, TensorEntry, read_metadata
 from megatron_dppo.checkpoints.untrusted import refuse_code
 from megatron_dppo.errors import CheckpointError
 
@@ -38,7 +38,7 @@ def test_the_properties_of_both_versions_are_read(
 ) -> None:
     content = _content(monkeypatch, after, knows_strides=knows_strides)
     found = read_metadata(content).state_dict_metadata["weight"]
-    assert isinstance(found, StoredTensor) and found.is_filled
+    assert isinstance(found, TensorEntry) and found.is_filled
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,13 @@ from megatron_dppo.algorithms import TopKLogProbs
 from megatron_dppo.data.batches.gradient_steps import with_advantages
 from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.kernels import FusedPolicyLoss
-from megatron_dppo.metrics.bound import add_bound_of_tokens
 from megatron_dppo.metrics.means import add_group_means, add_token_means
 from megatron_dppo.metrics.metrics import BINS_PER_DECADE, Metrics
-from megatron_dppo.metrics.mismatch import (
+from megatron_dppo.metrics.step_metrics import (
     LOG_RATIO_LIMIT,
     OLDEST_AGE,
+    add_ages,
+    add_bound_of_tokens,
     add_clipped,
     add_mismatch,
     add_mismatch_by_age,
@@ -28,7 +29,6 @@ from megatron_dppo.metrics.mismatch import (
     prob_diff_so_far,
     without_lone_age,
 )
-from megatron_dppo.metrics.staleness import add_ages
 from megatron_dppo.rollout.counts import DROP_REASONS, DropReason, RolloutCounts
 from megatron_dppo.types import Microbatch, Sample, WeightVersionSpan
 from tests.support.samples import make_group, make_sample

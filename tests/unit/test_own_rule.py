@@ -14,12 +14,11 @@ from megatron_dppo.algorithms import Objective, PolicyLossInputs, policy_loss, p
 from megatron_dppo.algorithms.presets import overrides_in
 from megatron_dppo.algorithms.shadow import shadow_weights
 from megatron_dppo.algorithms.trial import doubts, try_objective
-from megatron_dppo.analysis.what_if.question import parse_sweeps
-from megatron_dppo.analysis.what_if.variants import Variant, require_own_rules, variants
+from megatron_dppo.analysis.what_if.question import Variant, parse_sweeps, require_own_rules, variants
 from megatron_dppo.checks import RULES, check, remarks
 from megatron_dppo.config import load_config
-from megatron_dppo.config.measuring import TrackingConfig
 from megatron_dppo.config.schema import Config
+from megatron_dppo.config.sections import TrackingConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.kernels import fused_linear_policy_loss, fused_policy_loss
 from tests.support.loss_batches import make_batch

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from megatron_dppo.data.batches.token_slices import zigzag
-from megatron_dppo.models.packed_sequences import PackedAttentionForm, attention_form
+from megatron_dppo.data.batches.packing import zigzag
+from megatron_dppo.models.attention import PackedAttentionForm, attention_form
 from megatron_dppo.models.padded_attention import PaddedBatches
 from megatron_dppo.models.varlen_attention import VarlenSequences
 from tests.support import varlen_reference

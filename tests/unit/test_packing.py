@@ -6,8 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_dppo.data.batches.packing import is_chosen, measured_part, pack, placeholder
-from megatron_dppo.data.batches.token_slices import token_slice
+from megatron_dppo.data.batches.packing import is_chosen, measured_part, pack, placeholder, token_slice
 from megatron_dppo.types import Microbatch
 from tests.support.counted_bytes import tensor_work
 from tests.support.samples import ROUTING, assert_same, make_sample

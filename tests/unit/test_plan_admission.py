@@ -16,7 +16,7 @@ from megatron_dppo.plan import Machine, make_plan
 from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.memory import memory_of
 from megatron_dppo.plan.search import HEADROOM, propose
-from megatron_dppo.plan.settings import Settings, as_overrides
+from megatron_dppo.plan.units import Settings, as_overrides
 from tests.support.plan_models import GB, QWEN3_8B, QWEN3_30B
 
 BASE = """

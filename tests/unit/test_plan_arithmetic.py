@@ -21,15 +21,27 @@ from megatron_dppo.errors import ConfigError
 from megatron_dppo.kernels.output_layer import CHUNK_BYTES, OutputLayer
 from megatron_dppo.plan.activations import Assumptions, LayerModel, LayerTokens, kept_by_layers
 from megatron_dppo.plan.cost import step_time
-from megatron_dppo.plan.engine import engine_memory
-from megatron_dppo.plan.machine import LINK_EFFICIENCY, PCIE_BYTES_PER_S
-from megatron_dppo.plan.memory import memory_of
-from megatron_dppo.plan.options import FULL, Options, Recompute, recompute_of
-from megatron_dppo.plan.partition import chunks_of, partition
-from megatron_dppo.plan.settings import as_overrides, with_settings
-from megatron_dppo.plan.stage_activations import LossTokens, chunk_tokens, chunks_in_flight, loss_bytes
-from megatron_dppo.plan.states import optimizer_bytes, rank_states
-from megatron_dppo.plan.units import GIB, parse_bytes
+from megatron_dppo.plan.job import (
+    FULL,
+    LINK_EFFICIENCY,
+    PCIE_BYTES_PER_S,
+    LayerOptions,
+    Recompute,
+    recompute_of,
+)
+from megatron_dppo.plan.memory import engine_memory, memory_of
+from megatron_dppo.plan.stages import (
+    LossTokens,
+    chunk_tokens,
+    chunks_in_flight,
+    chunks_of,
+    loss_bytes,
+    optimizer_bytes,
+    partition,
+    rank_states,
+    stage_parts,
+)
+from megatron_dppo.plan.units import GIB, as_overrides, parse_bytes, with_settings
 from tests.support.plan_models import (
     COLOCATED,
     GB,
@@ -192,7 +204,7 @@ def test_adapters_train_beside_frozen_weights() -> None:
     (some,) = partition(shape, layout, False, Adapters(16, ("o_proj",)))
     assert (some.buffer, some.expert.own) == (48 * 16 * (heads // 2 + hidden), 0)
     job = job_of(QWEN3_30B, {"lora.rank": 8})
-    (of_job,) = job.partition(layout)
+    (of_job,) = stage_parts(job, layout)
     states = rank_states(job, of_job)
     assert of_job == part
     assert (states.parameters, states.gradients) == (2 * part.weights, 4 * part.buffer)
@@ -506,7 +518,7 @@ def test_recompute_keys_go_there_and_back() -> None:
     ("layer_spec", "counted"), [("auto", "torch"), ("torch", "torch"), ("transformer_engine", "te")]
 )
 def test_the_layer_spec_is_that_of_the_config_or_the_one_that_keeps_more(layer_spec: str, counted: str) -> None:
-    assert Options.of(job_of(settings={"model.layer_spec": layer_spec}).config).layer_spec == counted
+    assert LayerOptions.of(job_of(settings={"model.layer_spec": layer_spec}).config).layer_spec == counted
 
 
 def test_settings_reach_sections_of_sections_and_pass_through_tables(tmp_path: Path) -> None:

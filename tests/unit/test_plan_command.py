@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from megatron_dppo.checks import check
 from megatron_dppo.cli import app
 from megatron_dppo.config import load_config
-from megatron_dppo.plan.moments import COMPONENTS, MOMENTS
-from megatron_dppo.plan.settings import as_overrides
+from megatron_dppo.plan.memory import COMPONENTS, MOMENTS
+from megatron_dppo.plan.units import as_overrides
 from tests.support.plan_models import QWEN3_30B, RECOMPUTED
 
 BASE = """

@@ -8,10 +8,9 @@ import pytest
 from megatron_dppo.data.batches.balance import SampleCost
 from megatron_dppo.plan.activations import Assumptions, LayerModel, LayerTokens
 from megatron_dppo.plan.cost import step_time
-from megatron_dppo.plan.engine import engine_memory, passing_bytes
-from megatron_dppo.plan.machine import BFLOAT16_FLOPS, COMPUTE_EFFICIENCY
-from megatron_dppo.plan.memory import memory_of
-from megatron_dppo.plan.partition import partition
+from megatron_dppo.plan.job import BFLOAT16_FLOPS, COMPUTE_EFFICIENCY
+from megatron_dppo.plan.memory import engine_memory, memory_of, passing_bytes
+from megatron_dppo.plan.stages import partition
 from tests.support.plan_models import COLOCATED, job_of, layout_of, shape_of
 from tests.support.published_models import DEEPSEEK_V3, GLM45_AIR, GLM47_FLASH, MOONLIGHT, PUBLISHED
 

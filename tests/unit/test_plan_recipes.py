@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_dppo.architectures.parameters import padded_vocab
-from megatron_dppo.plan.job import Job
-from megatron_dppo.plan.machine import FRAGMENTATION
+from megatron_dppo.plan.job import FRAGMENTATION, Job
 from megatron_dppo.plan.memory import Memory, StageMemory, memory_of
 from megatron_dppo.plan.search import fits
 from tests.support.larger_recipes import LARGER

@@ -8,19 +8,18 @@ from typing import Any
 import pytest
 
 from megatron_dppo.architectures.layout import layers_of_stages
-from megatron_dppo.plan.advice import Advice, advise, fewest_with_other_engine
 from megatron_dppo.plan.cost import step_time
-from megatron_dppo.plan.fewest import fewest_gpus, numbers_to_try
-from megatron_dppo.plan.job import Job
-from megatron_dppo.plan.machine import NETWORK_BYTES_PER_S, NVLINK_BYTES_PER_S, Machine
+from megatron_dppo.plan.job import FULL, NETWORK_BYTES_PER_S, NVLINK_BYTES_PER_S, Job, Machine
 from megatron_dppo.plan.memory import memory_of
-from megatron_dppo.plan.options import FULL
+from megatron_dppo.plan.plan import Advice, advise, fewest_with_other_engine
 from megatron_dppo.plan.search import (
     HEADROOM,
     admitted_layouts,
     divisible_layouts,
+    fewest_gpus,
     fits,
     has_headroom,
+    numbers_to_try,
     propose,
     recompute_choices,
 )

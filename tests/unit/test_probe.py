@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
 from megatron_dppo.engines.weight_sync.probe import Limits, Probe
-from megatron_dppo.engines.weight_sync.sglang import SglangSync
+from megatron_dppo.engines.weight_sync.syncs import SglangSync
 from megatron_dppo.errors import WeightSyncError
 from tests.support.sglang_stand_in import MODEL, ROUTING, StandIn
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_dppo.data.prompts.prompts import PromptStream, load_prompts, read_columns
 from megatron_dppo.errors import DataError
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.files import write_jsonl
 from megatron_dppo.types import DataCursor, Prompt
 from tests.support.refusals import refused
 

@@ -11,7 +11,7 @@ import transformers
 from megatron_dppo.architectures.layout import layers_of_stages, layout_problems
 from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.architectures.registry import family_of, model_sizes, variant_problems
-from megatron_dppo.checkpoints.convert.pieces import pieces_of
+from megatron_dppo.checkpoints.convert.stored_tensors import pieces_of
 from megatron_dppo.config import ParallelConfig
 from megatron_dppo.engines.embedded.engine import checkpoint_targets
 from tests.support.published_models import DEEPSEEK_V3, GLM45_AIR, GLM47_FLASH, MOONLIGHT, PUBLISHED

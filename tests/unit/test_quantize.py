@@ -15,15 +15,13 @@ from typer.testing import CliRunner, Result
 
 from megatron_dppo.analysis.mismatch.quantized import rounding_inputs
 from megatron_dppo.architectures.published_names import stays_float32
-from megatron_dppo.checkpoints.convert.description import read_convertible_config
-from megatron_dppo.checkpoints.convert.quantize import Quantization, calibrated
-from megatron_dppo.checkpoints.convert.quantized_folder import QuantizedFolder
-from megatron_dppo.checkpoints.convert.to_quantized import MISMATCH
+from megatron_dppo.checkpoints.convert.quantize import MISMATCH, Quantization, calibrate
 from megatron_dppo.checkpoints.hf_folder import HFWeights
-from megatron_dppo.checkpoints.weight_formats import WeightFormat, is_linear, round_linears
+from megatron_dppo.checkpoints.model_files import read_convertible_config
+from megatron_dppo.checkpoints.weight_formats import QuantizedFolder, WeightFormat, is_linear, round_linears
 from megatron_dppo.cli import app
 from megatron_dppo.errors import ConversionError
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.files import write_jsonl
 from tests.support.tiny_families import write_family
 from tests.support.word_tokenizers import TOKENIZER
 
@@ -169,7 +167,7 @@ def test_inputs_are_rounded_where_modelopt_rounds_them(models: Path, architectur
         AutoModelForCausalLM.from_pretrained(models / architecture, dtype=torch.bfloat16).eval() for _ in "ab"
     )
     tokens = torch.arange(1, 25)
-    calibrated(theirs, Quantization("fp8"), [tokens], lambda: None)
+    calibrate(theirs, Quantization("fp8"), [tokens], lambda: None)
     scales: dict[str, Tensor] = {}
     for name, module in theirs.named_modules():
         if name.endswith("weight_quantizer") or "weight_quantizers." in name:
@@ -196,7 +194,7 @@ def test_an_interrupted_start_is_resumed(models: Path, tmp_path: Path, monkeypat
     done = quantize(*arguments(models, tmp_path / "out", DENSE))
     assert done.exit_code == 2 and "no memory" in done.stderr
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr("megatron_dppo.checkpoints.convert.to_quantized.quantize", fails)  # is not called again
+    monkeypatch.setattr("megatron_dppo.checkpoints.convert.quantize.quantize", fails)  # is not called again
     done = quantize(*arguments(models, tmp_path / "out", DENSE), "--no-measure")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "out" / "config.json").is_file() and not (tmp_path / "out" / MISMATCH).exists()

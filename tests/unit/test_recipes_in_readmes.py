@@ -19,7 +19,7 @@ import torch
 from megatron_dppo.actor.observation import Observer
 from megatron_dppo.algorithms import preset
 from megatron_dppo.config import Config
-from megatron_dppo.config.measuring import TrackingConfig
+from megatron_dppo.config.sections import TrackingConfig
 from megatron_dppo.kernels import fused_policy_loss
 from megatron_dppo.metrics import means
 from megatron_dppo.metrics.metrics import Metrics
@@ -37,6 +37,7 @@ ROOT = Path(__file__).parents[2]
 ROOMS = {
     "a reward": "rewards",
     "a divergence": "algorithms",
+    "a loss term": "algorithms",
     "a metric": "metrics",
     "a family": "architectures",
 }
@@ -107,26 +108,81 @@ def test_the_divergence_masks_tokens_on_a_cpu(tmp_path: Path) -> None:
     """Binary and Top-K, in a copy of the package: by the loss, and the tests of every preset's properties."""
     functions, lines = blocks("algorithms", "Adding a divergence")
     entries, presets = lines.split("\n\n")
-    package = shutil.copytree(
-        ROOT / "megatron_dppo", tmp_path / "megatron_dppo", ignore=shutil.ignore_patterns("*.so", "__pycache__")
-    )
+    package = _copy_of_package(tmp_path)
     _insert(package / "algorithms" / "divergence.py", "DIVERGENCES: Mapping", functions, is_after=False)
     _insert(package / "algorithms" / "divergence.py", '    "DIVERGENCES",\n    {\n', entries)
     _insert(package / "algorithms" / "presets.py", "        for objective in (\n", presets)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     properties = ROOT / "tests" / "unit" / "test_algorithms_properties.py"
     Path(tmp_path, "pytest.ini").write_text("[pytest]\n")
     tests = ["-m", "pytest", "-q", "-c", str(tmp_path / "pytest.ini"), "-p", "no:cacheprovider"]
-    for command in (["-c", USE], [*tests, "--import-mode=importlib", str(properties), "-k", "hellinger"]):
-        done = subprocess.run(
-            [sys.executable, *command],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=environment,
-            cwd=tmp_path,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+    _run(tmp_path, ["-c", USE])
+    _run(tmp_path, [*tests, "--import-mode=importlib", str(properties), "-k", "hellinger"])
+
+
+USE_TERM = """
+from dataclasses import replace
+from tests.support.loss_batches import make_batch
+import torch
+from megatron_dppo.actor.observation import Observer
+from megatron_dppo.algorithms import preset
+from megatron_dppo.algorithms.presets import overrides_in
+from megatron_dppo.config import Config
+from megatron_dppo.config.sections import TrackingConfig
+from megatron_dppo.kernels import fused_policy_loss
+from megatron_dppo.metrics.metrics import Metrics
+
+settings = Config.model_validate({"algorithm": {"preset": "grpo", "prob_gap_coef": 0.1}}).algorithm
+objective, batch = preset(settings.preset, **overrides_in(settings.model_dump())), make_batch(torch.float64)
+m, learns = batch.microbatch, batch.microbatch.loss_mask
+logits, others = (batch.logits.clone().requires_grad_() for _ in range(2))
+out = fused_policy_loss(logits, **batch.arguments, objective=objective)
+out.loss_sum.backward()
+without = replace(objective, prob_gap_coef=0.0)
+columns = others[:, :batch.vocab_size] / batch.temperature
+pi = columns.log_softmax(1).gather(1, m.targets[:, None])[:, 0].exp()[learns]
+gaps = (pi - m.rollout_log_probs[learns].exp()).square()
+expected = fused_policy_loss(others, **batch.arguments, objective=without).loss_sum
+expected = expected + 0.1 * (m.token_weights[learns] * gaps).sum()
+expected.backward()
+torch.testing.assert_close(out.loss_sum, expected, rtol=1e-12, atol=0)
+torch.testing.assert_close(logits.grad, others.grad, rtol=1e-9, atol=1e-12)
+metrics = Metrics()
+Observer(objective, TrackingConfig(shadow=False), num_topk_log_probs=0).observe(metrics, out, m, is_first=False)
+total, count = metrics.state()["means"]["policy/prob_gap"]
+assert count == int(learns.sum()) and abs(total - float(gaps.sum())) < 1e-9
+"""
+
+
+def test_the_loss_term_trains_and_is_measured(tmp_path: Path) -> None:
+    functions, lines = blocks("algorithms", "Adding a loss term")
+    field, entry, setting, effect = lines.split("\n\n")
+    package = _copy_of_package(tmp_path)
+    terms, config = package / "algorithms" / "loss_terms.py", package / "config"
+    _insert(terms, "LOSS_TERMS: Mapping", functions, is_after=False)
+    _insert(terms, "    ref_kl_coef: float = 0.0\n", field + "\n")
+    _insert(terms, "LOSS_TERMS: Mapping[str, LossTerm] = MappingProxyType(\n    {\n", entry + "\n")
+    _insert(config / "schema.py", "class AlgorithmConfig(Section):\n", setting + "\n")
+    _insert(config / "effects.py", "EFFECTS: Mapping[str, Effect] = {\n", effect)
+    _run(tmp_path, ["-c", USE_TERM])
+
+
+def _copy_of_package(folder: Path) -> Path:
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    return shutil.copytree(ROOT / "megatron_dppo", folder / "megatron_dppo", ignore=ignored)
+
+
+def _run(folder: Path, command: list[str]) -> None:
+    """Run Python with the copy of the package in a folder."""
+    paths = [str(folder), str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _insert(file: Path, mark: str, text: str, *, is_after: bool = True) -> None:

@@ -5,7 +5,6 @@ import json
 import math
 import random
 import re
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,10 +13,10 @@ import plotly.graph_objects as go
 import pytest
 
 import megatron_dppo.analysis as vendored
+from megatron_dppo.analysis.lines import smooth
 from megatron_dppo.analysis.pages import plotly_basic
-from megatron_dppo.analysis.report.report import compare, summary
-from megatron_dppo.analysis.report.smoothing import smoothed
-from megatron_dppo.analysis.report.summary import ROWS
+from megatron_dppo.analysis.report.report import compare
+from megatron_dppo.analysis.report.summary import ROWS, summary
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.run_folder.folder import RunFolder
@@ -182,28 +181,10 @@ def test_every_curve_is_smoothed_in_front_of_itself(report: Path, runs: list[Pat
         raw, before = [t for t in figures[section]["data"] if t["meta"] == 0 and t["yaxis"] == "y"]
         values = [row[metric] for row in rows]
         assert raw["y"] == values and raw["opacity"] == 0.25
-        assert before["y"] == pytest.approx(smoothed(values, log=log), rel=1e-5)
+        assert before["y"] == pytest.approx(smooth(values, is_log=log), rel=1e-5)
     of_rollouts = [t for id in ("entropy", "masked", "response-length", "paired") for t in figures[id]["data"]]
     names = {trace["name"] for trace in of_rollouts if len(trace["x"]) >= 10}
     assert all(f"{name.removesuffix(', smoothed')}, smoothed" in names for name in names) and names
-
-
-def test_smoothing_keeps_levels_and_lines_from_the_first_point_on() -> None:
-    places = [0.0, 2.0, 3.0, 7.0, 8.0, 9.0, 15.0, 16.0, 20.0, 21.0, 30.0]
-    line = [0.5 + 0.03 * x for x in places]
-    assert smoothed(line, places) == pytest.approx(line, rel=1e-12)
-    assert smoothed(len(places) * [0.7]) == pytest.approx(len(places) * [0.7], rel=1e-12)
-    exponential = [math.exp(y) for y in line]
-    assert smoothed(exponential, places, log=True) == pytest.approx(exponential, rel=1e-12)
-    gap = [*line[:4], math.nan, *line[5:]]
-    assert smoothed(gap, places) == pytest.approx(line, rel=1e-12), "a gap is bridged"
-    noise = random.Random(1)
-    noisy = [noise.random() for _ in range(50)]
-    assert min(noisy) <= min(smoothed(noisy)) and max(smoothed(noisy)) <= max(noisy)
-    assert (
-        sum(abs(b - a) for a, b in pairwise(smoothed(noisy))) < sum(abs(b - a) for a, b in pairwise(noisy)) / 3
-    )
-    assert smoothed([math.nan, math.nan])[0] != smoothed([1.0, math.nan])[0] == 1.0
 
 
 def test_noise_does_not_fill_an_axis(report: Path) -> None:

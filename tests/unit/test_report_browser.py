@@ -24,10 +24,10 @@ import pytest
 from megatron_dppo.analysis.report.plots import PHASES
 from megatron_dppo.analysis.report.report import compare
 from megatron_dppo.analysis.report.sections import TRAINING
-from megatron_dppo.analysis.what_if.page import write_page
-from megatron_dppo.analysis.what_if.variants import Variant
+from megatron_dppo.analysis.what_if.question import Variant
+from megatron_dppo.analysis.what_if.results import write_page
 from megatron_dppo.run_folder.folder import RunFolder
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.files import write_jsonl
 from tests.unit.test_what_if_figures import answer
 
 NUM_SECTIONS = len(TRAINING) + 9  # reward, evaluation, sources, drift, staleness, time (2), shadows (2)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from megatron_dppo.analysis.report.summary import formatted
+from megatron_dppo.analysis.report.summary import format_number
 from megatron_dppo.cli import app
 from megatron_dppo.run_folder.folder import RunFolder
 
@@ -131,4 +131,4 @@ def cell(rows: list[dict[str, float]], name: str) -> str:
     """Means; the smallest and largest ratio, and the sum of the tokens."""
     values = [row[name] for row in rows]
     whole = {"ratio_min": min, "ratio_max": max, "num_tokens": math.fsum}.get(name.partition("/")[2], fmean)
-    return formatted(whole(values), "count" if name.endswith("num_tokens") else "number")
+    return format_number(whole(values), "count" if name.endswith("num_tokens") else "number")

@@ -1,12 +1,14 @@
 """Runs that differ in their seed alone, in the report."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_dppo.analysis.contrasts import contrast, estimate
-from megatron_dppo.analysis.report.report import Toggle, compare, looks, title, toggles
-from megatron_dppo.analysis.report.seeds import seed_tables
+from megatron_dppo.analysis.lines import run_names
+from megatron_dppo.analysis.report.report import compare, looks, title, toggles
+from megatron_dppo.analysis.report.summary import seed_tables
 from megatron_dppo.config.schema import Config
 from megatron_dppo.run_folder.folder import RunFolder
 from megatron_dppo.run_folder.reader import read_run
@@ -32,25 +34,27 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [write_run(folder, name, seed, r) for name, of in rewards.items() for seed, r in enumerate(of)]
 
 
+def tables_of(paths: list[Path]) -> dict[str, Any]:
+    runs = [read_run(path) for path in paths]
+    found = seed_tables(runs, run_names(runs))
+    assert found is not None
+    return found
+
+
 def test_means_and_contrasts_are_of_equal_seeds(runs: list[Path]) -> None:
-    tables = seed_tables([read_run(run) for run in (*runs[:3], *runs[3:5])])
-    assert tables is not None
-    assert list(tables.columns) == ["seeds", "reward, last 10", "entropy, last 10"]
-    own, other = tables.means
-    assert (own.label, own.cells[0], other.label, other.cells[0]) == (
-        "preset dppo_binary_tv",
-        "3",
-        "preset grpo",
-        "2",
-    )
+    tables = tables_of([*runs[:3], *runs[3:5]])
+    assert tables["columns"] == ["seeds", "reward, last 10", "entropy, last 10"]
+    assert [(row["label"], row["cells"][0]) for row in tables["means"]] == [
+        ("dppo_binary_tv", "3"),
+        ("grpo", "2"),
+    ]
     expected = estimate([0.8, 0.7, 0.9])
-    assert own.cells[1] == f"0.8 [{expected.low:.3g}, {expected.high:.3g}]"
-    (row,) = tables.contrasts
+    assert tables["means"][0]["cells"][1] == f"0.8 [{expected.low:.3g}, {expected.high:.3g}]"
+    (row,) = tables["contrasts"]
     of_two = contrast([0.5, 0.45], [0.8, 0.7])
-    assert row.label == "preset grpo − preset dppo_binary_tv"
-    assert row.cells[0] == "2"
+    assert (row["label"], row["cells"][0]) == ("grpo − dppo_binary_tv", "2")
     shown = f"{of_two.mean:.3g} [{of_two.low:.3g}, {of_two.high:.3g}]; d {of_two.effect_size:.3g}"
-    assert row.cells[1] == shown.replace("-", "\N{MINUS SIGN}")
+    assert row["cells"][1] == shown.replace("-", "\N{MINUS SIGN}")
 
 
 def test_the_report_has_them_where_there_are_seeds(runs: list[Path], tmp_path: Path) -> None:
@@ -62,15 +66,18 @@ def test_the_report_has_them_where_there_are_seeds(runs: list[Path], tmp_path: P
 
 
 def test_one_setting_has_no_contrast(runs: list[Path]) -> None:
-    tables = seed_tables([read_run(run) for run in runs[:3]])
-    assert tables is not None and tables.means[0].label == "all runs" and not tables.contrasts
+    tables = tables_of(runs[:3])
+    assert [row["label"] for row in tables["means"]] == ["all runs"] and not tables["contrasts"]
 
 
 def test_seeds_share_a_toggle_where_runs_are_many(runs: list[Path]) -> None:
     read = [read_run(run) for run in runs]
     names = [run.name for run in read]
     both = toggles(read, names)
-    assert both == [Toggle("dppo_binary_tv ×3", (0, 1, 2)), Toggle("grpo ×3", (3, 4, 5))]
+    assert [(line.label, line.places) for line in both] == [
+        ("dppo_binary_tv ×3", (0, 1, 2)),
+        ("grpo ×3", (3, 4, 5)),
+    ]
     assert looks(both) == [0, 0, 0, 1, 1, 1] and title(names, both) == "6 runs of 2 settings"
     few = toggles(read[1:4], names[1:4])
     assert looks(few) == [0, 1, 2] and title(names[1:4], few) == "dppo_binary_tv_1 · dppo_binary_tv_2 · grpo_0"

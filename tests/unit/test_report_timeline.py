@@ -10,8 +10,16 @@ import plotly.graph_objects as go
 import pytest
 from typer.testing import CliRunner
 
-from megatron_dppo.analysis.report.timeline import cycles, hidden, sentence, shares
-from megatron_dppo.analysis.report.timeline_plot import BINS, DETAILED, MOST_RUNS, time_line
+from megatron_dppo.analysis.report.timeline import (
+    BINS,
+    DETAILED,
+    MOST_RUNS,
+    cycles,
+    hidden_share,
+    sentence,
+    shares,
+    time_line,
+)
 from megatron_dppo.cli import app
 from megatron_dppo.run_folder.folder import RunFolder
 from megatron_dppo.run_folder.reader import read_run
@@ -108,8 +116,8 @@ def test_shares_are_those_of_the_rows(tmp_path: Path) -> None:
     found = cycles(read_run(_write(tmp_path / "run", 4, ONE_ROW | AHEAD, max_staleness=1)))
     assert shares(found)["train"] == pytest.approx(24 / (4 * 10 + 3 * 3 + 0.5))
     assert sum(shares(found).values()) == pytest.approx(1)
-    assert hidden(found) == pytest.approx(0.75 * 7 / (0.75 * 7 + 2))
-    assert shares([]) == {} and hidden([]) is None
+    assert hidden_share(found) == pytest.approx(0.75 * 7 / (0.75 * 7 + 2))
+    assert shares([]) == {} and hidden_share([]) is None
 
 
 def test_a_synchronous_run_takes_turns(tmp_path: Path) -> None:

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from megatron_dppo.analysis.report.context import farthest
 from megatron_dppo.analysis.report.report import compare
-from megatron_dppo.analysis.report.tokens import token_lists, visible
+from megatron_dppo.analysis.report.tokens import farthest, make_visible, token_lists
 from megatron_dppo.cli import app
 from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.run.token_lists import remove_undone
 from megatron_dppo.run_folder.folder import RunFolder
 from megatron_dppo.run_folder.reader import Run, read_run
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.files import write_jsonl
 from tests.support.refusals import refused
 
 HOSTILE = '</script><img src=x onerror="alert(1)">'
@@ -214,7 +213,7 @@ def test_a_token_cannot_end_the_script_it_stands_in(run: Path, tmp_path: Path) -
     ],
 )
 def test_what_cannot_be_seen_is_named(text: str, shown: str) -> None:
-    assert visible(text) == shown
+    assert make_visible(text) == shown
 
 
 def test_a_broken_list_is_named(run: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.analysis.report.watch import is_going, watch
+from megatron_dppo.analysis.report.report import is_going, watch
 from megatron_dppo.errors import DataError
 from megatron_dppo.run_folder.folder import RunFolder
 from megatron_dppo.run_folder.lock import LOCK, is_in_use, locked

@@ -11,10 +11,16 @@ from typer.testing import CliRunner
 
 from megatron_dppo.cli import app
 from megatron_dppo.config import dump_config
-from megatron_dppo.config.effects import EFFECTS, OPTION_MAY_CHANGE, evaluated, free_settings, may_change
+from megatron_dppo.config.effects import (
+    EFFECTS,
+    OPTION_MAY_CHANGE,
+    effect_on_evaluation,
+    free_settings,
+    may_change,
+)
+from megatron_dppo.config.load import flat
 from megatron_dppo.config.resuming import SettingChange, experiment_changes, setting_changes
 from megatron_dppo.config.schema import Config
-from megatron_dppo.config.settings import flat
 from megatron_dppo.evaluate import _wanted
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +51,7 @@ lora: rank alpha targets
 data: prompts prompt_column answer_column shuffle reward reward_values thinking overlong_buffer_tokens
     overlong_penalty max_prompt_tokens
 rollout: engine prompts_per_rollout samples_per_prompt max_response_tokens environment generate max_turns
-    max_turn_tokens temperature top_p top_k repetition_penalty num_topk_log_probs routing_replay lag
+    max_turn_tokens temperature top_p num_topk_log_probs routing_replay lag
     over_sampling max_staleness keep_partials refill_zero_variance max_refills
 rollout.transformers: weights
 algorithm: preset rule_options rule_divergence rule_over delta delta_low delta_high eps_low eps_high
@@ -88,7 +94,7 @@ def test_every_setting_is_classified_once() -> None:
     assert not free & experiment
     assert free | experiment == set(EFFECTS) == {*KEYS, "evaluation.sets", "tracking.shadow_options"}
     assert {key for key in EFFECTS if may_change(key)} == free
-    assert {key for key in EFFECTS if evaluated(key) != "no"} == keys_of(OF_AN_EVALUATION)
+    assert {key for key in EFFECTS if effect_on_evaluation(key) != "no"} == keys_of(OF_AN_EVALUATION)
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -157,6 +163,7 @@ def test_settings_are_compared_by_value_and_shown_as_text() -> None:
         SettingChange("megatron.recompute_method", "block", "not set")
     ]
     assert experiment_changes({"megatron": {"recompute_method": "block"}}, {}) == []
+    assert setting_changes({"rollout": {"top_k": -1, "repetition_penalty": 1.0}}, {}) == []  # gone since
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

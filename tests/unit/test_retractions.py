@@ -14,7 +14,7 @@ from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.protocol import GENERATIONS
 from megatron_dppo.rewards import RewardResult
-from megatron_dppo.routing_replay.capture import validate_routes
+from megatron_dppo.routing_replay.routes import validate_routes
 from tests.support.collecting import Collected, collect
 from tests.support.samples import InProcessScorer
 from tests.support.sglang_stand_in import MODEL, ROUTING, StandIn, answer

@@ -16,7 +16,7 @@ from megatron_dppo.config.schema import DataConfig
 from megatron_dppo.environments import Episode
 from megatron_dppo.errors import ConfigError, RewardError
 from megatron_dppo.rewards import REWARDS, RewardChoice, RewardPool, RewardRequest, RewardResult, problems_with
-from megatron_dppo.rewards.choice import after_thinking, chosen
+from megatron_dppo.rewards.base import after_thinking, build_reward
 from megatron_dppo.rollout.scoring import Fault, OverlongShaping, RewardPools, Scorer
 from megatron_dppo.runtime.concurrency import all_of
 from megatron_dppo.types import FinishReason, Prompt, Sample
@@ -49,12 +49,12 @@ def problems(choice: RewardChoice) -> list[str]:
 
 @pytest.mark.parametrize("name", sorted(REWARDS))
 def test_a_reward_alone_is_the_registered_one(name: str) -> None:
-    assert chosen(RewardChoice(name)) is REWARDS[name]
+    assert build_reward(RewardChoice(name)) is REWARDS[name]
     assert RewardChoice(name).text == name
 
 
 def test_right_and_wrong_are_worth_what_the_run_says() -> None:
-    dapo = chosen(RewardChoice("dapo", values=(-1.0, 1.0)))
+    dapo = build_reward(RewardChoice("dapo", values=(-1.0, 1.0)))
     assert dapo(PROMPT, "Answer: 34", "stop") == RewardResult(1.0, {"has_answer": 1.0})
     assert dapo(PROMPT, "Answer: 35", "stop") == RewardResult(-1.0, {"has_answer": 1.0})
     assert dapo(PROMPT, "Answer: 34", "length") == RewardResult(-1.0, {"has_answer": 0.0})
@@ -62,12 +62,12 @@ def test_right_and_wrong_are_worth_what_the_run_says() -> None:
 
 @given(st.floats(-1e9, 1e9), st.floats(-1e9, 1e9))
 def test_the_two_values_come_out_exactly(wrong: float, right: float) -> None:
-    dapo = chosen(RewardChoice("dapo", values=(wrong, right)))
+    dapo = build_reward(RewardChoice("dapo", values=(wrong, right)))
     assert [dapo(PROMPT, f"Answer: {n}", "stop").value for n in (35, 34)] == [wrong, right]
 
 
 def test_a_function_of_the_users_has_no_rules() -> None:
-    function = chosen(RewardChoice({MINE: 1.0, "dapo": 1.0}, values=(-1.0, 1.0), thinking="require"))
+    function = build_reward(RewardChoice({MINE: 1.0, "dapo": 1.0}, values=(-1.0, 1.0), thinking="require"))
     assert function(PROMPT, "x</think>", "stop").info[MINE.partition(":")[2]] == 0.1
 
 
@@ -86,14 +86,14 @@ def test_a_function_of_the_users_has_no_rules() -> None:
 )
 def test_only_what_follows_the_one_end_of_thinking_counts(response: str, rest: str | None) -> None:
     assert after_thinking(response) == rest
-    dapo = chosen(RewardChoice("dapo", thinking="require"))
+    dapo = build_reward(RewardChoice("dapo", thinking="require"))
     is_right = rest == "Answer: 34"
     info = {"has_answer": float(is_right), "ends_thinking": float(rest is not None)}
     assert dapo(PROMPT, response, "stop") == RewardResult(float(is_right), info)
 
 
 def test_a_weighted_sum_and_its_parts() -> None:
-    function = chosen(RewardChoice({"math": 1.0, "dapo": 0.25, MINE: -2.0}, values=(-1.0, 1.0)))
+    function = build_reward(RewardChoice({"math": 1.0, "dapo": 0.25, MINE: -2.0}, values=(-1.0, 1.0)))
     response = r"\boxed{34} 456789"
     value, info = function(PROMPT, response, "stop").value, function(PROMPT, response, "stop").info
     assert value == pytest.approx(1.0 - 0.25 - 2.0 / (1 + len(response)))
@@ -112,9 +112,9 @@ def test_a_part_that_fails_is_the_failure_of_the_sum() -> None:
     with pytest.raises(
         RewardError, match=r"prompt p: the reward raised KeyError: 'lost' \(in broken, rewards_of"
     ):
-        chosen(RewardChoice({"dapo": 1.0, "rewards_of_mine:broken": 0.0}))(PROMPT, "", "stop")
+        build_reward(RewardChoice({"dapo": 1.0, "rewards_of_mine:broken": 0.0}))(PROMPT, "", "stop")
     with pytest.raises(RewardError, match=r"prompt p: .*float; expected .*RewardResult"):
-        chosen(RewardChoice({"rewards_of_mine:number": 1.0}))(PROMPT, "", "stop")
+        build_reward(RewardChoice({"rewards_of_mine:number": 1.0}))(PROMPT, "", "stop")
 
 
 CHOICES = [
@@ -137,7 +137,7 @@ def test_a_sum_is_scored_in_workers() -> None:
     request = RewardRequest(PROMPT, "so</think>Answer: 34", "stop")
     with RewardPool(choice, num_workers=1, timeout_s=20.0, memory_mb=64) as pool:
         (result,) = pool.score([request])
-    assert result == chosen(choice)(PROMPT, request.response, "stop")
+    assert result == build_reward(choice)(PROMPT, request.response, "stop")
 
 
 @pytest.mark.parametrize(

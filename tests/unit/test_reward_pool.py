@@ -1,5 +1,6 @@
 """Rewards in real worker processes: whatever one of them does costs one sample."""
 
+import json
 import os
 import signal
 import subprocess
@@ -15,10 +16,11 @@ import pytest
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards import RewardFault, RewardPool, RewardRequest, RewardResult
-from megatron_dppo.rewards.wire import decode_request, decode_result, encode_request
+from megatron_dppo.rewards.pool import decode_request, decode_result, encode_request
+from megatron_dppo.runtime.framing import FrameReader, frame_of, json_frame
 from megatron_dppo.types import Prompt
 from megatron_dppo.workers.pool import WorkerPool
-from megatron_dppo.workers.wire import OUT_OF_MEMORY, read_answer, read_hello, read_request, request_line
+from megatron_dppo.workers.service import OUT_OF_MEMORY, WorkerFault, read_answer
 
 SLEEP_S = f"99999.{os.getpid()}"  # other test processes have sleepers of their own
 PROMPT = Prompt("p", "4", "test", text="2 * 2 =")
@@ -100,7 +102,7 @@ def has_ended(process: psutil.Process) -> bool:
         ("close everything", "reward_failed", "closed its pipes"),
         ("nan", "reward_failed", "found {'value': nan}; expected finite numbers"),
         ("infinite info", "reward_failed", "found {'x': inf}; expected finite numbers"),
-        ("huge info", "reward_failed", "more than 1048576 bytes"),
+        ("huge info", "reward_failed", "expected at most 1048576"),
         ("text value", "reward_failed", "TypeError: a str for a number"),
         ("none value", "reward_failed", "TypeError: a NoneType for a number"),
         ("float", "reward_failed", "found a float; expected a RewardResult"),
@@ -158,10 +160,7 @@ def test_everything_reaches_the_reward(pool: RewardPool) -> None:
 def test_requests_survive_the_way_to_a_worker() -> None:
     chat = Prompt("c", "4", "test", messages=({"role": "user", "content": "2 * 2 = \u2028\n"},))
     for request in (RewardRequest(chat, "a", "stop"), RewardRequest(PROMPT, "\ud800", "length")):
-        line = request_line(3, encode_request(request))
-        assert line.count(b"\n") == 1
-        number, fields = read_request(line)
-        assert (number, decode_request(fields)) == (3, request)
+        assert decode_request(json.loads(json.dumps(encode_request(request)))) == request
 
 
 @pytest.mark.parametrize("fields", [{}, {"value": 1.0}, {"info": {}}])
@@ -290,17 +289,18 @@ def test_a_signal_to_the_whole_job_is_the_trainers_to_answer(pool: RewardPool) -
     assert descendants() == processes
 
 
-def test_the_worker_speaks_json_lines() -> None:
+def test_the_worker_speaks_frames_of_json() -> None:
     requests = b"".join(
-        request_line(number, encode_request(request)) for number, request in enumerate(ask("a", "eat"))
+        json_frame({"number": number, "request": encode_request(request)})
+        for number, request in enumerate(ask("a", "eat"))
     )
     command = [sys.executable, "-m", "megatron_dppo.rewards.worker", NAME, "64"]
     done = subprocess.run(command, input=requests, stdout=subprocess.PIPE, check=True)
-    hello, first, last = done.stdout.splitlines(keepends=True)
-    assert read_hello(hello) is None
-    answer = read_answer(first.strip(), 0)
+    hello, first, last = FrameReader(max_bytes=1000).feed(done.stdout)
+    assert json.loads(hello) == {"problem": None}
+    answer = read_answer(first, 0)
     assert isinstance(answer, dict) and values([decode_result(answer)]) == [1.0]
-    assert last == OUT_OF_MEMORY
+    assert frame_of(last) == OUT_OF_MEMORY and isinstance(read_answer(last, 1), WorkerFault)
 
 
 def test_a_reward_that_answers_nothing_is_not_waited_for() -> None:

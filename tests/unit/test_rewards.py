@@ -94,13 +94,13 @@ def test_an_unknown_name_lists_the_options() -> None:
 
 
 def test_a_function_is_named_by_its_module() -> None:
-    assert reward("megatron_dppo.rewards.arithmetic:arithmetic_reward") is arithmetic_reward
+    assert reward("megatron_dppo.rewards.text:arithmetic_reward") is arithmetic_reward
     for name, words in {
         "no_such_package.rewards:score": "no module 'no_such_package'; expected a module of an installed",
         "megatron_dppo.no_such_module:score": "no module 'megatron_dppo.no_such_module'",
         "megatron_dppo.errors.deeper:score": "no module 'megatron_dppo.errors.deeper'",
-        "megatron_dppo.rewards.arithmetic:nothing": "'nothing' is not there; expected a function of megatron",
-        "megatron_dppo.rewards.arithmetic:_DIGITS": "'_DIGITS' is no function",
+        "megatron_dppo.rewards.text:nothing": "'nothing' is not there; expected a function of megatron",
+        "megatron_dppo.rewards.text:_DIGITS": "'_DIGITS' is no function",
         "megatron_dppo:a.b": "expected 'package.module:function'. Correct the name.",
         "megatron_dppo:": "expected 'package.module:function'",
         ":score": "expected 'package.module:function'",

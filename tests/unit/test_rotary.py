@@ -9,8 +9,8 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor
 
-from megatron_dppo.data.batches.token_slices import zigzag
-from megatron_dppo.mcore.rotary import PackedRotary, apply_rotary_pos_emb
+from megatron_dppo.data.batches.packing import zigzag
+from megatron_dppo.mcore.layer_functions import PackedRotary, apply_rotary_pos_emb
 
 HEADS, LENGTHS = 3, (4, 28, 12, 200, 8)
 CONFIG: Any = SimpleNamespace(apply_rope_fusion=False, multi_latent_attention=False)

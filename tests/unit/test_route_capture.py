@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from megatron_dppo.errors import RoutingReplayError
-from megatron_dppo.routing_replay.agreement import overlap
-from megatron_dppo.routing_replay.capture import validate_routes
+from megatron_dppo.routing_replay.routes import overlap, validate_routes
 from megatron_dppo.types import ModelRouting, RoutedExperts, Sample
 from tests.support.counted_bytes import tensor_work
 from tests.support.samples import ROUTING, make_sample

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from megatron_dppo.architectures.layout import Layout
-from megatron_dppo.checkpoints.resharding import require_reshardable
+from megatron_dppo.checkpoints.megatron_folder import require_reshardable
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.gradient_steps import gradient_steps
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.metrics.metrics import Metrics
-from megatron_dppo.metrics.staleness import add_staleness
+from megatron_dppo.metrics.step_metrics import add_staleness
 from megatron_dppo.run.run_point import RunPoint
 from megatron_dppo.single_phase import rollout_only, train_only
 from megatron_dppo.types import OpenRollout, RunState, SampledRollout, TrainBatch, WeightVersionSpan

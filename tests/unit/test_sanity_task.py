@@ -13,7 +13,7 @@ from megatron_dppo.data.prompts.sanity_task import (
     make_prompts,
     teacher_batch,
 )
-from megatron_dppo.rewards.arithmetic import arithmetic_reward
+from megatron_dppo.rewards.text import arithmetic_reward
 from megatron_dppo.types import Prompt
 from tests.support.records import lines_of
 from tests.support.refusals import refused

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from megatron_dppo.engines.sglang.load_balancer import LoadBalancer, group_of
+from megatron_dppo.engines.sglang.dispatch import LoadBalancer, group_of
 
 URLS = ("a", "b", "c", "d")
 

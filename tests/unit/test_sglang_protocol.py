@@ -16,16 +16,15 @@ import pytest
 import torch
 
 from megatron_dppo.engines.base import Completion, Request, SamplingParams
-from megatron_dppo.engines.sglang.decoding import decode_routes
 from megatron_dppo.engines.sglang.decoding_process import DecodingProcess
 from megatron_dppo.engines.sglang.protocol import (
     GENERATIONS,
     Generation,
-    Generation0521,
     ServedModel,
     generation_of,
 )
 from megatron_dppo.engines.sglang.sampling_settings import UNUSED_PARAMETERS, seed_of
+from megatron_dppo.engines.sglang.topk_and_routes import decode_routes
 from megatron_dppo.errors import ReplyError, RoutingReplayError, ServerError
 from megatron_dppo.types import ModelRouting, RoutedExperts, WeightVersionSpan
 
@@ -36,9 +35,7 @@ Corruption = Callable[[dict[str, Any]], object]
 NESTED, FLAT = "0.5.21", "0.5.23"  # forms of the top-K, by a version that has it
 PROCESSES = [DecodingProcess(small_bytes=size) for size in (1 << 30, 0)]  # reads here, reads there
 WAYS: dict[str, list[Generation]] = {
-    version: [type(generation)(process) for process in PROCESSES]
-    for version, generation in GENERATIONS.items()
-    if isinstance(generation, Generation0521)
+    version: [type(generation)(process) for process in PROCESSES] for version, generation in GENERATIONS.items()
 }
 HERE, THERE = WAYS[NESTED]
 

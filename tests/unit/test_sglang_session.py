@@ -11,7 +11,7 @@ import torch
 from megatron_dppo.engines.base import Completion, Request, SamplingParams
 from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.engines.sglang import session as sessions
-from megatron_dppo.engines.sglang.links import Link
+from megatron_dppo.engines.sglang.client import Link
 from megatron_dppo.engines.sglang.protocol import ServedModel, ServerFacts
 from megatron_dppo.engines.sglang.session import ServerSession
 from megatron_dppo.errors import ReplyError, ServerError

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.architectures.spec_choice import choose_layer_spec, transformer_engine_problems
+from megatron_dppo.architectures.megatron_options import choose_layer_spec, transformer_engine_limits
 from megatron_dppo.config import Config
-from megatron_dppo.models.fusions import fusions
+from megatron_dppo.models.build import fusions
 from megatron_dppo.runtime.libraries import Libraries, Library
 from tests.support.refusals import refused
 
@@ -35,9 +35,9 @@ def test_auto_takes_what_can_do_it(tables: dict[str, Any], library: Library, nam
 
 
 def test_several_ranks_of_a_sequence_are_refused() -> None:
-    assert not list(transformer_engine_problems(_config("transformer_engine"), USABLE))
+    assert not list(transformer_engine_limits(_config("transformer_engine")))
     split = _config("transformer_engine", parallel={"context": 2})
-    (problem,) = transformer_engine_problems(split, USABLE)
+    (problem,) = transformer_engine_limits(split)
     assert problem.where == "parallel.context" and "ring" in problem.expected
     assert "1" in problem.action and "model.layer_spec = 'torch'" in problem.action
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.analysis.mismatch.measure import in_words, other_weights
-from megatron_dppo.analysis.report.mismatch_plot import NUM_BINS, token_counts, write_plot
+from megatron_dppo.analysis.mismatch.measure import other_weights
+from megatron_dppo.analysis.mismatch.results import NUM_BINS, in_words, token_counts, write_plot
 from megatron_dppo.config.schema import Config
-from megatron_dppo.metrics.token_mismatch import (
+from megatron_dppo.metrics.engine_comparison import (
     MeasuredResponse,
     Routes,
     are_of_other_weights,
-    measured_responses,
+    split_responses,
     token_rows,
     token_statistics,
 )
@@ -167,7 +167,7 @@ def _microbatch(topk: RolloutTopK | None = None) -> Microbatch:
 
 def test_responses_come_out_of_a_microbatch() -> None:
     live = torch.arange(7.0)[:, None]
-    (response,) = measured_responses(_microbatch(), {"live": live, "replayed": live + 10})
+    (response,) = split_responses(_microbatch(), {"live": live, "replayed": live + 10})
     assert response.prompt.tolist() == [5, 6]
     assert response.prompt.untyped_storage().nbytes() == 2 * 8  # not the whole micro-batch, where it is pickled
     assert response.tokens.tolist() == [7, 8]
@@ -188,7 +188,7 @@ def test_topk_tv_is_over_the_top_k_the_sampled_token_and_the_rest() -> None:
     columns = torch.full((7, 3), -math.inf)
     columns[1] = torch.tensor([QUARTER, QUARTER, HALF])
     columns[2] = torch.tensor([QUARTER, HALF, math.log(0.125)])
-    (response,) = measured_responses(_microbatch(RolloutTopK(ids, log_mu)), {"live": columns})
+    (response,) = split_responses(_microbatch(RolloutTopK(ids, log_mu)), {"live": columns})
     assert response.topk_tv["live"].tolist() == pytest.approx([0.25, 0.0])
 
 

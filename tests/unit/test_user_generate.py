@@ -13,7 +13,7 @@ from megatron_dppo.engines.base import Completion, SamplingParams
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.rewards import RewardResult
 from megatron_dppo.rollout.trajectories import Generate, UserGenerate
-from megatron_dppo.runtime.user_code import imported
+from megatron_dppo.runtime.user_code import import_named
 from megatron_dppo.types import Prompt
 from tests.support.collecting import Collected, collect
 from tests.support.refusals import refused
@@ -60,7 +60,7 @@ def collected(model: Any, function: Generate) -> Collected:
 def test_a_function_of_a_folder_of_its_own(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_generate.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    batch = collected(model, imported("rollout.generate", "own_generate:twice"))
+    batch = collected(model, import_named("rollout.generate", "own_generate:twice"))
     monkeypatch.delitem(sys.modules, "own_generate")
     assert len(batch.samples) == 4 and batch.counts.metrics()["rollout/num_turns_mean"] == 2.0
     for sample in batch.samples:
@@ -69,7 +69,7 @@ def test_a_function_of_a_folder_of_its_own(model: Any, tmp_path: Path, monkeypat
         assert sample.reward == (sample.tokens[6:] == 1).sum() and sample.reward_info == {"tries": 2.0}
         assert sample.routed_experts is not None and sample.routed_experts.indices.shape[0] == 2 + 7 - 1
     with refused("rollout.generate", "'thrice'"):
-        imported("rollout.generate", "own_generate:thrice")
+        import_named("rollout.generate", "own_generate:thrice")
 
 
 def changed(**changes: Any) -> Generate:

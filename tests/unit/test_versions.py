@@ -11,10 +11,15 @@ import pytest
 
 from megatron_dppo.engines.sglang.options import shipped_options
 from megatron_dppo.engines.sglang.protocol import GENERATIONS, NEWEST
-from megatron_dppo.engines.sglang.update_calls import UPDATE_CALLS
+from megatron_dppo.engines.weight_sync.fleet import UPDATE_CALLS
 from megatron_dppo.run_folder.versions import versions
-from megatron_dppo.runtime.libraries import OLDEST_MODELOPT, OPTIONAL_LIBRARIES
-from megatron_dppo.runtime.tested_versions import TESTED, installed_versions, untested_versions
+from megatron_dppo.runtime.libraries import (
+    OLDEST_MODELOPT,
+    OPTIONAL_LIBRARIES,
+    TESTED,
+    installed_versions,
+    untested_versions,
+)
 from tools.versions import FEATURES, PAGE, Outcome, Record, read_records, record, versions_tables, with_tables
 
 ROOT = Path(__file__).parents[2]

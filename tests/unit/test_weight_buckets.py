@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from megatron_dppo.engines.weight_sync.buckets import Bucket, Buffer
-from megatron_dppo.engines.weight_sync.tensor import _pickled
+from megatron_dppo.engines.weight_sync.base import Bucket, Buffer
+from megatron_dppo.engines.weight_sync.transports import _pickle
 
 SHAPES = [(3, 4), (5,), (1,), (8, 8), (2, 2, 2), (7,)]
 
@@ -85,7 +85,7 @@ def test_one_handle_shows_a_server_a_whole_bucket(num_bytes: int) -> None:
     ForkingPickler.register(Tensor, counted)
     try:
         for num_buckets, bucket in enumerate(Buffer(num_bytes, is_shared=True).fill(iter(weights())), 1):
-            shown = pickle.loads(base64.b64decode(_pickled(bucket)))
+            shown = pickle.loads(base64.b64decode(_pickle(bucket)))
             flat: Tensor = shown["flattened_tensor"]
             assert flat.dtype == torch.uint8
             assert flat.numel() == sum(place.numel for place in shown["metadata"])

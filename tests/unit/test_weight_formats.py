@@ -16,7 +16,7 @@ from megatron_dppo.checkpoints.weight_formats import (
     quantize_fp8,
     quantize_nvfp4,
     round_linears,
-    rounded,
+    round_values,
     scale_for,
 )
 from megatron_dppo.config.schema import EnginePrecision
@@ -75,24 +75,24 @@ def test_halfway_between_two_4_bit_values_the_even_one_is_taken() -> None:
     halfway = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, *[0.0] * 8]])
     expected = torch.tensor([[0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, *[0.0] * 8]])
     for sign in (1, -1):
-        assert torch.equal(rounded(sign * halfway, "nvfp4", torch.tensor(1.0)), sign * expected)
+        assert torch.equal(round_values(sign * halfway, "nvfp4", torch.tensor(1.0)), sign * expected)
 
 
 @pytest.mark.parametrize("weight_format", ["fp8", "nvfp4"])
 def test_what_is_rounded_stays_so_and_zeros_are_zeros(weight_format: WeightFormat) -> None:
     weight = a_weight(torch.float32)
     scale = scale_for(weight_format, weight.abs().amax())
-    once = rounded(weight, weight_format, scale)
-    assert torch.equal(rounded(once, weight_format, scale), once)
+    once = round_values(weight, weight_format, scale)
+    assert torch.equal(round_values(once, weight_format, scale), once)
     zeros = torch.zeros(2, 16)
-    assert not rounded(zeros, weight_format, scale_for(weight_format, zeros.abs().amax())).any()
+    assert not round_values(zeros, weight_format, scale_for(weight_format, zeros.abs().amax())).any()
 
 
 @pytest.mark.parametrize("weight_format", ["fp8", "nvfp4"])
 def test_what_is_larger_than_the_scale_says_saturates(weight_format: WeightFormat) -> None:
     weight = torch.full((1, 16), 3.0)
     scale = scale_for(weight_format, torch.tensor(2.0))
-    assert rounded(weight, weight_format, scale).tolist() == [pytest.approx([2.0] * 16)]
+    assert round_values(weight, weight_format, scale).tolist() == [pytest.approx([2.0] * 16)]
 
 
 def test_which_linears_share_a_scale() -> None:

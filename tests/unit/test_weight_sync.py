@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.engines.checksum import WeightChecksum
-from megatron_dppo.engines.weight_sync.in_process import InProcessSync
-from megatron_dppo.engines.weight_sync.sglang import SglangSync
+from megatron_dppo.engines.weight_sync.syncs import InProcessSync, SglangSync
 from megatron_dppo.errors import WeightSyncError
 from megatron_dppo.runtime.gpu_ledger import GpuLedger
 

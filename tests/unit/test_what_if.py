@@ -8,9 +8,15 @@ import torch
 from megatron_dppo.algorithms import PolicyLossInputs, TopKLogProbs, policy_loss, preset
 from megatron_dppo.analysis.what_if.answer import learning_lengths
 from megatron_dppo.analysis.what_if.measures import PolicyTokens, evaluate_variants
-from megatron_dppo.analysis.what_if.question import Asked, parse_sweeps, question_of
-from megatron_dppo.analysis.what_if.variants import Variant, require_inputs, variants
-from megatron_dppo.data.batches.kept_batches import group_files, kept_rollouts
+from megatron_dppo.analysis.what_if.question import (
+    Asked,
+    Variant,
+    parse_sweeps,
+    question_of,
+    require_inputs,
+    variants,
+)
+from megatron_dppo.data.batches.batch_file import group_files, kept_rollouts
 from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.types import Microbatch
 from tests.support.refusals import refused

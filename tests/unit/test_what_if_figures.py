@@ -13,16 +13,22 @@ from megatron_dppo.algorithms import PRESETS, PolicyLossInputs, preset
 from megatron_dppo.analysis.what_if.measures import (
     PROB_EDGES,
     PolicyTokens,
+    describe_threshold,
     evaluate_variants,
     mismatch_by_routes,
+    scale_threshold,
 )
-from megatron_dppo.analysis.what_if.page import page
-from megatron_dppo.analysis.what_if.question import parse_options, parse_sweeps, rollouts_of
-from megatron_dppo.analysis.what_if.table import as_text
-from megatron_dppo.analysis.what_if.thresholds import described_threshold, with_scaled_threshold
-from megatron_dppo.analysis.what_if.variants import Variant, require_own_rules, variants
+from megatron_dppo.analysis.what_if.question import (
+    Variant,
+    parse_options,
+    parse_sweeps,
+    require_own_rules,
+    rollouts_of,
+    variants,
+)
+from megatron_dppo.analysis.what_if.results import as_text, page
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.metrics.token_mismatch import Routes
+from megatron_dppo.metrics.engine_comparison import Routes
 from tests.support.refusals import refused
 from tests.unit.test_what_if import of_two_rollouts, tokens
 
@@ -257,11 +263,11 @@ def test_every_preset_is_evaluated_and_has_a_threshold_to_scale_or_none() -> Non
 
 
 def test_main_thresholds_are_scaled() -> None:
-    twice = with_scaled_threshold(preset("icepop"), 2.0)
+    twice = scale_threshold(preset("icepop"), 2.0)
     assert twice is not None and (twice.rho_low, twice.rho_high) == (0.25, 25.0)
-    assert with_scaled_threshold(preset("pg_tis"), 2.0) is None
-    assert described_threshold(preset("grpo_clip_higher")) == "eps_low 0.2, eps_high 0.28"
-    assert described_threshold(preset("dppo_binary_tv")) == "delta 0.15"
+    assert scale_threshold(preset("pg_tis"), 2.0) is None
+    assert describe_threshold(preset("grpo_clip_higher")) == "eps_low 0.2, eps_high 0.28"
+    assert describe_threshold(preset("dppo_binary_tv")) == "delta 0.15"
 
 
 MASK = "tests.support.own_rules:divergence_mask"

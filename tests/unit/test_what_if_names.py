@@ -7,8 +7,7 @@ from html import unescape
 from typing import Any
 
 from megatron_dppo.analysis.what_if.measures import PROB_EDGES
-from megatron_dppo.analysis.what_if.page import page
-from megatron_dppo.analysis.what_if.table import as_text
+from megatron_dppo.analysis.what_if.results import as_text, page
 
 VARIANTS = ("dppo_topk_tv top_k=8", "grpo", "gspo eps_low=0.1")
 ROLLOUTS = (3, 7)

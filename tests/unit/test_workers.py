@@ -1,6 +1,8 @@
 """A kind of worker of one's own, as the room's README adds it, and the frames on the wire."""
 
 import importlib
+import io
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -8,15 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_dppo.errors import DataError
-from megatron_dppo.workers.service import WorkerFault
-from megatron_dppo.workers.wire import (
-    OUT_OF_MEMORY,
-    answer_line,
-    fault_line,
-    read_answer,
-    read_request,
-    request_line,
-)
+from megatron_dppo.runtime.framing import FrameReader, frame_of, json_frame, read_message
+from megatron_dppo.workers.service import WorkerFault, read_answer
 
 README = Path(__file__).parents[2] / "megatron_dppo" / "workers" / "README.md"
 MY_FILTERS = """
@@ -64,19 +59,28 @@ def test_a_fault_names_its_request_and_the_options_of_its_service(filters: Any) 
     assert failed.message.endswith("KeyError: 'lost'")
 
 
-def test_each_message_is_one_line() -> None:
-    text = {"text": "é\n\u2028\ud800"}
-    for line in (request_line(3, text), answer_line(3, text), fault_line(3, text["text"])):
-        assert line.count(b"\n") == 1 and line.endswith(b"\n") and line.isascii()
-    assert read_request(request_line(3, text)) == (3, text)
-    assert read_answer(answer_line(3, text), 3) == text
-    assert read_answer(fault_line(3, text["text"]), 3) == WorkerFault("failed", text["text"])
-    assert read_answer(OUT_OF_MEMORY.rstrip(), 3) == WorkerFault("out_of_memory", "")
+def test_a_message_arrives_in_any_pieces() -> None:
+    messages = [{"text": "é\n\u2028\ud800"}, {}, {"number": 3}]
+    data = b"".join(map(json_frame, messages))
+    for size in (1, 3, len(data)):
+        reader = FrameReader(max_bytes=100)
+        parts = [data[start : start + size] for start in range(0, len(data), size)]
+        assert [json.loads(found) for part in parts for found in reader.feed(part)] == messages
+    stream = io.BytesIO(data + frame_of(b"cut")[:-1])
+    assert [json.loads(read_message(stream) or b"") for _ in messages] == messages
+    assert read_message(stream) is None
+
+
+def test_a_message_that_is_too_long_is_refused_after_those_before_it() -> None:
+    reader = FrameReader(max_bytes=3)
+    assert reader.feed(frame_of(b"abc") + frame_of(b"abcd")) == [b"abc"]
+    with pytest.raises(ValueError, match="a message of 4 bytes; expected at most 3"):
+        reader.feed(b"")
 
 
 @pytest.mark.parametrize(
     "message",
-    ["", "[]", "{}", "\udcff", '{"number": 0}', '{"number": 0, "answer": 1}', answer_line(1, {}).decode()],
+    ["", "[]", "{}", "\udcff", '{"number": 0}', '{"number": 0, "answer": 1}', '{"number": 1, "answer": {}}'],
 )
 def test_an_answer_to_no_request_is_none(message: str) -> None:
     with pytest.raises(ValueError):

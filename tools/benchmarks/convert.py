@@ -26,7 +26,7 @@ import torch
 import typer
 
 from megatron_dppo.architectures.registry import family_of
-from megatron_dppo.checkpoints.convert.compare import compare
+from megatron_dppo.checkpoints.convert.inspect import compare
 from megatron_dppo.checkpoints.convert.sources import HuggingFaceSource
 from megatron_dppo.checkpoints.hf_folder import HFWeights, write_hf_checkpoint
 from megatron_dppo.runtime.tables import show_table

@@ -71,19 +71,19 @@ def copy(source: Path, out: Path, watch: Watch) -> None:
 
 def through_files(source: Path, out: Path, watch: Watch) -> None:
     """Convert from folder to folder with `to-megatron`, then with `to-hf`."""
-    from megatron_dppo.checkpoints.convert.description import read_convertible_config
-    from megatron_dppo.checkpoints.convert.options import Options
+    from megatron_dppo.checkpoints.convert.options import WriteOptions
     from megatron_dppo.checkpoints.convert.sources import HuggingFaceSource, MegatronSource
     from megatron_dppo.checkpoints.convert.to_hf import write_hf
     from megatron_dppo.checkpoints.convert.to_megatron import write_megatron
     from megatron_dppo.checkpoints.hf_folder import HFWeights
+    from megatron_dppo.checkpoints.model_files import read_convertible_config
     from megatron_dppo.mcore import cpu, fixes
     from megatron_dppo.runtime import process as runtime
 
     this = runtime.start(num_threads=torch.get_num_threads())
     cpu.install()
     fixes.apply()
-    options = Options(file_bytes=GB // 2, num_writers=WRITERS)
+    options = WriteOptions(file_bytes=GB // 2, num_writers=WRITERS)
     with watch.part("to-megatron", out):
         config, weights = read_convertible_config(source), HFWeights(source)
         write_megatron(HuggingFaceSource(weights), config, out / "megatron", options, this)

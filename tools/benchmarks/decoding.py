@@ -27,7 +27,7 @@ from megatron_dppo.engines.sglang.decoding_process import DecodingProcess
 from megatron_dppo.engines.sglang.protocol import (
     GENERATIONS,
     NEWEST,
-    Generation0521,
+    Generation,
     Generation0522,
     ServedModel,
     generation_of,
@@ -60,7 +60,7 @@ def main(
     """Measure, print, and write runs/bench/decoding.json."""
     others = OtherPrograms()
     kind = type(generation_of(sglang))
-    ways: dict[str, Generation0521 | None] = {
+    ways: dict[str, Generation | None] = {
         "this process": kind(DecodingProcess(small_bytes=1 << 60)),
         "its own": kind(DecodingProcess(small_bytes=0)),
         "nothing": None,
@@ -92,7 +92,7 @@ def main(
     write_json(OUT / "decoding.json", {"machine": machine(), "costs": figures, "others": busy})
 
 
-def measure(generation: Generation0521 | None, content: bytes, params: SamplingParams, num: int) -> Cost:
+def measure(generation: Generation | None, content: bytes, params: SamplingParams, num: int) -> Cost:
     """Decode `num` equal responses that arrive at once, or only sleep if `generation` is `None`."""
     gaps, is_over = [0.0], threading.Event()
 
@@ -127,7 +127,7 @@ def row_of(costs: list[Cost], num: int) -> list[str]:
     return [*(spread(column, 1) for column in columns), f"{per_s:.1f}"]
 
 
-def answer(params: SamplingParams, kind: type[Generation0521]) -> bytes:
+def answer(params: SamplingParams, kind: type[Generation]) -> bytes:
     """Return the random body of a response from /generate, in the format of this kind of server."""
     count, rng = params.max_response_tokens, np.random.default_rng(0)
     log_probs = -np.sort(rng.exponential(3.0, (count, TOPK)).astype(np.float32)).astype(np.float64)

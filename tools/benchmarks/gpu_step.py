@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import typer
 
-from megatron_dppo.architectures.spec_choice import LayerSpecName
+from megatron_dppo.architectures.megatron_options import LayerSpecName
 from megatron_dppo.checks import model_facts
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.balance import SampleCost

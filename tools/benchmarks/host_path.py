@@ -19,7 +19,7 @@ from megatron_dppo.data.batches.batch_file import bytes_of
 from megatron_dppo.data.batches.exchange import DataParallel, decode, encode
 from megatron_dppo.data.batches.gradient_steps import gradient_steps, with_advantages
 from megatron_dppo.data.batches.memory import bytes_of_samples
-from megatron_dppo.data.batches.token_slices import token_slice
+from megatron_dppo.data.batches.packing import token_slice
 from megatron_dppo.data.prompts.prompts import Drawn
 from megatron_dppo.engines.base import Completion, Request, SamplingParams
 from megatron_dppo.engines.sglang.client import SglangClient
@@ -31,7 +31,7 @@ from megatron_dppo.rollout.group_sampling import scored_response
 from megatron_dppo.rollout.groups import GroupMaker, PromptGroup, usable_groups
 from megatron_dppo.rollout.open_groups import OpenedGroup
 from megatron_dppo.rollout.scoring import Scorer
-from megatron_dppo.routing_replay.capture import validate_routes
+from megatron_dppo.routing_replay.routes import validate_routes
 from megatron_dppo.run.logger import RunLogger
 from megatron_dppo.runtime.concurrency import all_of, run_loop
 from megatron_dppo.runtime.process import Runtime

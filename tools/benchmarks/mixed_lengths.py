@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dppo.data.prompts import sanity_task
 from megatron_dppo.data.prompts.sanity_task import VOCABULARY
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.files import write_jsonl
 
 LONGEST, LONGEST_PROMPT = 256, sanity_task.PROMPT_LENGTH + 1
 COUNTING, MEAN_COUNT = 0.25, 60

@@ -65,8 +65,8 @@ def main(
     runtime, others = start(), OtherPrograms()
     with tempfile.TemporaryDirectory() as name:
         config = make_config(Path(name), hidden, python)
-        from megatron_dppo.engines.sglang.nccl import nccl_settings
-        from megatron_dppo.engines.sglang.own_servers import own_servers
+        from megatron_dppo.engines.sglang.options import nccl_settings
+        from megatron_dppo.engines.sglang.server import own_servers
 
         os.environ.update(nccl_settings(config))
 
@@ -156,9 +156,9 @@ def measure_rollouts(config: Config, runtime: Runtime, rounds: int, num_requests
     from megatron_dppo.engines.sglang.engine import SglangEngine
     from megatron_dppo.engines.sglang.model import served_model
     from megatron_dppo.engines.sglang.protocol import generation_of
-    from megatron_dppo.engines.sglang.server import API_KEY, registered
+    from megatron_dppo.engines.sglang.server import API_KEY, read_records
 
-    (record,) = registered(config.run.folder / "servers")
+    (record,) = read_records(config.run.folder / "servers")
     model, key = served_model(config.model.load, ()), os.environ.get(API_KEY)  # no end token: equal lengths
     engine = SglangEngine(record.url, model, api_key=key)
     generation = generation_of(record.version)

@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def score(text: str, has_ended: bool, answer: str) -> float:
-    """Return 1 if the number after `#`, lowest digit first, is right. Copies rewards/arithmetic.py."""
+    """Return 1 if the number after `#`, lowest digit first, is right. Copies rewards/text.py."""
     words = text.split()
     digits = words[words.index("#") + 1 :] if "#" in words else []
     has_answer = bool(digits) and DIGITS.issuperset(digits) and has_ended

@@ -7,25 +7,28 @@ from dataclasses import replace
 
 from megatron_dppo.algorithms import Objective
 from megatron_dppo.analysis.figures.canvas import Drawing
-from megatron_dppo.analysis.figures.curves import MOST_BANDS, CurvePanel, on_one_scale
-from megatron_dppo.analysis.figures.experiment_figures import (
+from megatron_dppo.analysis.figures.curves import (
+    MOST_BANDS,
     REWARD,
+    CurvePanel,
     drawings_of,
+    on_one_scale,
     one_figure,
     per_experiment,
     plain,
     score_notes,
     score_of_paper,
     scores,
+    scores_or_reward,
     six,
 )
-from megatron_dppo.analysis.figures.material import Kind, Lacking, Material
-from megatron_dppo.analysis.figures.runs import Experiment, Line
+from megatron_dppo.analysis.figures.material import AlgorithmLine, Experiment, Kind, Lacking, Material
 
 _NO_PAIR = Lacking(
     "no algorithm was trained with R3 and without it",
     'train one with rollout.routing_replay = "replay", and with "measure" or "off"',
 )
+_NO_TOPK = Lacking("no run has a Top-K trust region", "train dppo_topk_tv or dppo_topk_kl, too")
 _SIDES = {False: "w/o R3", True: "w/ R3"}
 
 
@@ -46,8 +49,8 @@ def draw_overview(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     )
 
 
-def _overview(lines: Sequence[Line]) -> tuple[Line, ...]:
-    """Return the lines of one clipped ratio and one divergence that have R3 and lack it; none unless both.
+def _overview(lines: Sequence[AlgorithmLine]) -> tuple[AlgorithmLine, ...]:
+    """Return a clipped ratio and a divergence, each with and without R3, or nothing if one is missing.
 
     Binary-TV is the paper's divergence here, and comes before others.
     """
@@ -73,7 +76,7 @@ def draw_replay(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     def panels(experiment: Experiment) -> list[CurvePanel]:
         return [
             side
-            for panel in scores(experiment.lines) or plain(experiment.lines, REWARD)
+            for panel in scores_or_reward(experiment.lines)
             for side in on_one_scale([_of_side(panel, is_replayed=is_replayed) for is_replayed in _SIDES])
         ]
 
@@ -85,7 +88,7 @@ def _of_side(panel: CurvePanel, *, is_replayed: bool) -> CurvePanel:
     return replace(panel, title=f"{panel.title} {_SIDES[is_replayed]}", lines=lines)
 
 
-def _of_replay(lines: Sequence[Line]) -> tuple[Line, ...]:
+def _of_replay(lines: Sequence[AlgorithmLine]) -> tuple[AlgorithmLine, ...]:
     has_topk = any(line.objective.needs_topk and line.is_replayed for line in lines)
     return tuple(line for line in lines if has_topk or not line.objective.needs_topk)
 
@@ -105,7 +108,7 @@ def draw_replay_by_algorithm(kind: Kind, material: Material) -> list[Drawing] | 
         of_each = [[line for line in experiment.lines if line.objective == own] for own in algorithms]
         return [
             side
-            for panel in scores(experiment.lines) or plain(experiment.lines, REWARD)
+            for panel in scores_or_reward(experiment.lines)
             for side in on_one_scale(
                 [replace(panel, title=_title(panel.title, lines, of_each), lines=lines) for lines in of_each]
             )
@@ -115,12 +118,12 @@ def draw_replay_by_algorithm(kind: Kind, material: Material) -> list[Drawing] | 
     return per_experiment(kind, experiments, "Routing replay (R3), by algorithm", panels, notes, columns=4)
 
 
-def _twin(line: Line, among: Sequence[Line]) -> bool:
+def _twin(line: AlgorithmLine, among: Sequence[AlgorithmLine]) -> bool:
     """Whether the same algorithm is there with R3, if this line is without, or the other way round."""
     return any(o.objective == line.objective and o.is_replayed != line.is_replayed for o in among)
 
 
-def _title(title: str, lines: Sequence[Line], among: Sequence[Sequence[Line]]) -> str:
+def _title(title: str, lines: Sequence[AlgorithmLine], among: Sequence[Sequence[AlgorithmLine]]) -> str:
     return title if len(among) == 1 else f"{title}, {lines[0].label.removesuffix(' + R3')}"
 
 
@@ -134,7 +137,7 @@ def draw_models(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     panels = [
         replace(panel, title=f"{panel.title}, {experiment.label}")
         for experiment in material.experiments
-        for panel in scores(experiment.lines) or plain(experiment.lines, REWARD)
+        for panel in scores_or_reward(experiment.lines)
     ]
     return one_figure(
         kind, material.experiments, "Models and settings", panels, score_notes(material.experiments)
@@ -144,23 +147,20 @@ def draw_models(kind: Kind, material: Material) -> list[Drawing] | Lacking:
 def draw_topk_scores(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     """Draw Figure 10: Top-K divergences, binary ones and the baselines."""
     experiments = _with_topk(material.experiments)
-    if not experiments:
-        return Lacking("no run has a Top-K trust region", "train dppo_topk_tv or dppo_topk_kl, too")
-    return per_experiment(
-        kind,
-        experiments,
-        "Binary and Top-K divergences",
-        lambda e: scores(e.lines) or plain(e.lines, REWARD),
-        score_notes(experiments),
+    notes = score_notes(experiments)
+    title = "Binary and Top-K divergences"
+    return (
+        per_experiment(kind, experiments, title, lambda e: scores_or_reward(e.lines), notes)
+        if experiments
+        else _NO_TOPK
     )
 
 
 def draw_topk_metrics(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     """Draw Figure 16: the six metrics of the same runs."""
     experiments = _with_topk(material.experiments)
-    if not experiments:
-        return Lacking("no run has a Top-K trust region", "train dppo_topk_tv or dppo_topk_kl, too")
-    return per_experiment(kind, experiments, "Binary and Top-K divergences, all metrics", six)
+    title = "Binary and Top-K divergences, all metrics"
+    return per_experiment(kind, experiments, title, six) if experiments else _NO_TOPK
 
 
 def _with_topk(experiments: Iterable[Experiment]) -> list[Experiment]:
@@ -186,7 +186,7 @@ def draw_metrics(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     return per_experiment(kind, split, "Evolution of metrics", six)
 
 
-def _without_topk(lines: tuple[Line, ...]) -> tuple[Line, ...]:
+def _without_topk(lines: tuple[AlgorithmLine, ...]) -> tuple[AlgorithmLine, ...]:
     return tuple(line for line in lines if not line.objective.needs_topk) or lines
 
 
@@ -223,7 +223,7 @@ def _is_plain_clip(own: Objective) -> bool:
     return own.rule == "ratio" and own.relax == "none" and own.anchor == "rollout"
 
 
-def _is_clip_or_binary_tv(line: Line) -> bool:
+def _is_clip_or_binary_tv(line: AlgorithmLine) -> bool:
     own = line.objective
     is_tv = own.rule == "divergence" and own.divergence == "binary_tv" and own.anchor == "rollout"
     return (_is_plain_clip(own) or is_tv) and not line.is_replayed
@@ -233,7 +233,7 @@ def draw_sensitivity(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     """Draw Figure 19 of the third version: one algorithm with several thresholds."""
     drawings: list[Drawing] = []
     for experiment in material.experiments:
-        families: dict[tuple[object, ...], list[Line]] = {}
+        families: dict[tuple[object, ...], list[AlgorithmLine]] = {}
         for line in experiment.lines:
             own = line.objective
             if own.rule in ("ratio", "divergence", "own") and own.relax == "none":
@@ -255,10 +255,10 @@ def draw_sensitivity(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     )
 
 
-def _thresholds(line: Line) -> tuple[object, ...]:
+def _thresholds(line: AlgorithmLine) -> tuple[object, ...]:
     own = line.objective
     return (own.delta_low, own.delta_high, own.eps_low, own.eps_high, *own.rule_options.items())
 
 
-def _family(lines: Sequence[Line]) -> str:
+def _family(lines: Sequence[AlgorithmLine]) -> str:
     return lines[0].label.partition(",")[0]

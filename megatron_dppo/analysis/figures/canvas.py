@@ -47,20 +47,14 @@ class Drawing:
     caption: Sequence[str]  # sentences
     columns: int = 3  # on a wide page
     panel_height: float = 1.75  # inches
-    runs: tuple[str, ...] = ()  # names of those that are curves of it, or were replaced by a later seed
-
-
-def _at_most(page: Page, width: float) -> Page:
-    """Return the page, or one of that width with proportionally less text."""
-    if page.width <= width:
-        return page
-    return replace(page, width=width, num_characters=int(page.num_characters * width / page.width))
+    runs: tuple[str, ...] = ()  # names of the runs that it draws, and of runs that a later seed replaced
 
 
 def build(drawing: Drawing, page: Page = WIDE, headline: str = "") -> Figure:
     """Draw the drawing on a page, with the headline over its title."""
-    if len(drawing.panels) == 1:
-        page = _at_most(page, _WIDEST_PANEL)
+    if len(drawing.panels) == 1 and page.width > _WIDEST_PANEL:
+        num_characters = int(page.num_characters * _WIDEST_PANEL / page.width)
+        page = replace(page, width=_WIDEST_PANEL, num_characters=num_characters)
     columns = min(drawing.columns, page.most_columns, len(drawing.panels))
     rows = -(-len(drawing.panels) // columns)
     columns = -(-len(drawing.panels) // rows)  # no row is left nearly empty

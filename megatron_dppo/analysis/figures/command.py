@@ -8,17 +8,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_dppo.analysis.figures import (
-    broader,
-    clipped_list,
-    engine_differences,
-    mask_regions,
-    stability,
-)
+from megatron_dppo.analysis.figures import broader, stability, token_figures
 from megatron_dppo.analysis.figures.canvas import NARROW, Drawing, Format, build, render
-from megatron_dppo.analysis.figures.material import Kind, Lacking, Material
-from megatron_dppo.analysis.figures.runs import experiments_of, read_curves
-from megatron_dppo.analysis.figures.tokens import TOKENS, read_token_pairs
+from megatron_dppo.analysis.figures.material import (
+    TOKENS,
+    Kind,
+    Lacking,
+    Material,
+    experiments_of,
+    read_curves,
+    read_token_pairs,
+)
 from megatron_dppo.analysis.pages import page_templates
 from megatron_dppo.errors import ConfigError, Problem, writing_to
 
@@ -26,8 +26,8 @@ FORMATS: tuple[Format, ...] = ("png", "svg")
 
 KINDS: tuple[Kind, ...] = (
     Kind("01_overview", "the right of Figure 1", broader.draw_overview),
-    Kind("01_mask_regions", "", mask_regions.draw, needs_runs=False),
-    Kind("02_engine_differences", "Figure 2", engine_differences.draw),
+    Kind("01_mask_regions", "", token_figures.draw_mask_regions, needs_runs=False),
+    Kind("02_engine_differences", "Figure 2", token_figures.draw_engine_differences),
     Kind("03_stability", "Figure 3", stability.draw_stability),
     Kind("04_anchor", "Figure 4", stability.draw_anchor),
     Kind("05_bad_updates", "Figure 5", stability.draw_bad_updates),
@@ -41,7 +41,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("16_topk_metrics", "Figure 16 (18 since version 3)", broader.draw_topk_metrics),
     Kind("17_tasks", "Figure 17 (20 since version 3)", broader.draw_tasks),
     Kind("thresholds", "Figure 19 of version 3", broader.draw_sensitivity),
-    Kind("clipped_tokens", "the lists of Appendix E (D since version 3)", clipped_list.draw),
+    Kind("clipped_tokens", "the lists of Appendix E (D since version 3)", token_figures.draw_clipped_tokens),
 )
 """All figures, with their numbers in arXiv 2602.04879. README.md lists the sources of the numbers."""
 
@@ -141,7 +141,7 @@ def _with_left_out(drawings: Sequence[Drawing], material: Material) -> Iterator[
 
 
 def _distinct(drawings: Sequence[Drawing]) -> list[Drawing]:
-    """Number the files of drawings whose names are one: none may overwrite another."""
+    """Number the files of drawings with equal names: no file may overwrite another."""
     seen: Counter[str] = Counter()
     found: list[Drawing] = []
     for drawing in drawings:

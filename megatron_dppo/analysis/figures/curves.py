@@ -1,43 +1,46 @@
-"""Curves over rollouts: the mean of a line's seeds, its 95 % interval, the raw mean behind a smoothed one."""
+"""Draws curves over training: means of a line's seeds, 95 % intervals, and raw means behind smoothed ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from megatron_dppo.analysis.contrasts import NUM_RESAMPLES
-from megatron_dppo.analysis.figures.runs import Line
+from megatron_dppo.analysis.figures.canvas import Drawing
+from megatron_dppo.analysis.figures.material import SCORE, AlgorithmLine, Experiment, Kind, Lacking, scores_of
 from megatron_dppo.analysis.figures.style import look, plain_log_ticks
-from megatron_dppo.analysis.report.smoothing import MIN_POINTS, smoothed
+from megatron_dppo.analysis.lines import Curve, can_be_logarithmic, curve_of
 from megatron_dppo.analysis.report.text import changes_of
 
-Floats = np.ndarray
-_PERCENTS = (2.5, 97.5)
-_SEED = 0
 _MARGIN = 0.05  # of the values' range
 _FEW_POINTS = 15  # of which each one is marked
 _LEAST_RANGE = 0.1  # of the largest value: noise does not fill an axis
 _LOG_TICKS, _MOST_LOG_TICKS = (1.0, 2.0, 5.0), 12  # less than a decade has labels, too
 _LEVEL_COLOUR = "#cc0000"
-MOST_BANDS = 4  # in a panel; of more, the interval of the last rollout alone is drawn
+MOST_BANDS = 4  # in a panel; with more curves, only the interval of the last rollout is drawn
+_OF_PAPER = re.compile(r"aime[-_ ]?(20)?24", re.IGNORECASE)  # the set of Figures 1 and 3
+_FIRST_STEP = (
+    "mean |π − μ| is measured on a rollout's first mini-batch, before its gradient step: both engines have the "
+    "same weights."
+)
+_NO_SCORES = (
+    "No evaluation set was evaluated (evaluation.sets): the panels are training rewards instead of scores."
+)
+NOTHING_YET = Lacking("the runs have no finished rollout with these metrics", "let them run on")
+REWARD = ("reward", "reward/mean")
+MISMATCH = ("mean |π − μ|", "mismatch/abs_prob_diff_mean")
+EXTREMES = ("max and min of π − μ", "mismatch/prob_diff_max", "mismatch/prob_diff_min")
+ENTROPY = ("entropy, nats", "policy/entropy")
+LENGTH = ("response length, tokens", "rollout/response_length_mean")
 
-
-@dataclass(frozen=True)
-class Curve:
-    """Values of a line, [P] each, without an interval if there is a single seed."""
-
-    x: Floats  # rollouts
-    raw: Floats  # mean over seeds
-    mean: Floats  # mean of the smoothed curves if the panel is smoothed
-    low: Floats | None
-    high: Floats | None
-    num_seeds: int
-    is_smoothed: bool
+LineCurve = tuple[AlgorithmLine, str, Curve]
+"""A line, the metric, and its curve."""
 
 
 @dataclass(frozen=True)
@@ -46,74 +49,50 @@ class CurvePanel:
 
     title: str
     metric: str
-    lines: Sequence[Line]
-    can_be_smoothed: bool = True
+    lines: Sequence[AlgorithmLine]
     factor: float = 1.0
-    y_range: tuple[float, float] | None = None  # none: its own
+    y_range: tuple[float, float] | None = None  # None: its own
     also: tuple[str, ...] = ()  # further metrics of the same lines, in the same looks
     level: tuple[float, str] | None = None  # a horizontal line, and its entry in the legend
-    is_logarithmic: bool = False  # the y axis
+    is_logarithmic: bool = False  # the y axis, if it can show every value
 
     @property
     def metrics(self) -> tuple[str, ...]:
         """All metrics that it draws."""
         return (self.metric, *self.also)
 
+    @cached_property
+    def has_log_axis(self) -> bool:
+        """Whether the y axis is logarithmic."""
+        return self.is_logarithmic and can_be_logarithmic(
+            value for line in self.lines for name in self.metrics for x, y in line.points(name) for value in y
+        )
 
-def curve_of(line: Line, panel: CurvePanel, metric: str = "") -> Curve | None:
-    """Return the line's curve over the rollouts that all its seeds have; none if no seed has the metric.
+    @cached_property
+    def curves(self) -> list[LineCurve]:
+        """Curves of the lines that have a metric of the panel, a line's metrics one after the other."""
+        found: list[LineCurve] = []
+        for line in self.lines:
+            for metric in self.metrics:
+                seeds = [(x, [self.factor * value for value in y]) for x, y in line.points(metric)]
+                if (curve := curve_of(seeds, metric, is_log=self.has_log_axis)) is not None:
+                    found.append((line, metric, curve))
+        return found
 
-    Args:
-        line: Line of the panel.
-        panel: Says how the values are scaled and smoothed.
-        metric: One of the panel's; the first by default.
-    """
-    metric = metric or panel.metric
-    known = [run.curves[metric] for run in line.runs if metric in run.curves]
-    if not known:
-        return None
-    shared = sorted(set.intersection(*(set(x) for x, _ in known)))
-    if not shared:
-        return None
-    by_rollout = [dict(zip(x, y, strict=True)) for x, y in known]
-    values = panel.factor * np.asarray([[of[x] for x in shared] for of in by_rollout], dtype=np.float64)
-    values[~np.isfinite(values)] = np.nan  # a gap
-    is_smoothed = panel.can_be_smoothed and len(shared) >= MIN_POINTS
-    log = panel.is_logarithmic and bool((values > 0).all())
-    seen = np.asarray([smoothed(row.tolist(), shared, log=log) for row in values]) if is_smoothed else values
-    low, high = mean_intervals(seen) if len(known) > 1 else (None, None)
-    x = np.asarray(shared)
-    return Curve(x, values.mean(axis=0), seen.mean(axis=0), low, high, len(known), is_smoothed)
-
-
-def mean_intervals(values: Floats) -> tuple[Floats, Floats]:
-    """Return [P] bounds of the means of values [S, P] over seeds: `contrasts.estimate`'s at each point."""
-    num_seeds = len(values)
-    chosen = np.random.default_rng(_SEED).integers(num_seeds, size=(NUM_RESAMPLES, num_seeds))
-    shares = np.stack([(chosen == seed).mean(axis=1) for seed in range(num_seeds)], axis=1)
-    low, high = np.percentile(shares @ values, _PERCENTS, axis=0)
-    return low, high
+    @property
+    def num_bands(self) -> int:
+        """Number of curves that have an interval."""
+        return sum(curve.low is not None for _, _, curve in self.curves)
 
 
 def curve_panels(panels: Sequence[CurvePanel]) -> list[Callable[[Axes], None]]:
     """Return the functions that draw the panels, without panels for which no line has a value."""
-    made = [(panel, _curves(panel)) for panel in panels]
-    return [_drawer(panel, curves) for panel, curves in made if curves]
-
-
-def _curves(panel: CurvePanel) -> list[tuple[Line, str, Curve]]:
-    """Return the panel's curves with their lines and metrics, a line's metrics one after the other."""
-    return [
-        (line, metric, curve)
-        for line in panel.lines
-        for metric in panel.metrics
-        if (curve := curve_of(line, panel, metric)) is not None
-    ]
+    return [partial(_draw_panel, panel) for panel in panels if panel.curves]
 
 
 def on_one_scale(panels: Sequence[CurvePanel]) -> list[CurvePanel]:
     """Return the same panels with one y axis, so that neighbours can be compared."""
-    curves = [curve for panel in panels for _, _, curve in _curves(panel)]
+    curves = [curve for panel in panels for _, _, curve in panel.curves]
     shown = [part for c in curves for part in (c.raw, c.mean, c.low, c.high) if part is not None]
     known = np.concatenate([part[np.isfinite(part)] for part in shown]) if shown else np.zeros(0)
     if not known.size:
@@ -123,45 +102,40 @@ def on_one_scale(panels: Sequence[CurvePanel]) -> list[CurvePanel]:
     return [replace(panel, y_range=y_range) for panel in panels]
 
 
-def _drawer(panel: CurvePanel, curves: Sequence[tuple[Line, str, Curve]]) -> Callable[[Axes], None]:
-    def draw(axes: Axes) -> None:
-        num_bands = sum(curve.low is not None for _, _, curve in curves)
-        sides = {(line.objective, line.is_replayed) for line, _, _ in curves}
-        is_of_one = len({objective for objective, _ in sides}) == 1 < len(sides)
-        labelled: set[str] = set()
-        for place, (line, metric, curve) in enumerate(curves):
-            own = look(
-                line.objective,
-                line.shade,
-                is_replayed=line.is_replayed,
-                is_alone=is_of_one,
-                own_place=line.own_place,
-            )
-            named = {"gid": metric} if line.label in labelled else {"label": line.label}
-            labelled.add(line.label)
-            _draw_curve(axes, curve, {**own, **named}, has_band=num_bands <= MOST_BANDS)
-            if num_bands > MOST_BANDS:
-                _draw_last_interval(axes, curve, own, place)
-        if panel.level is not None:
-            value, label = panel.level
-            axes.axhline(value, color=_LEVEL_COLOUR, linestyle="--", linewidth=1, label=label, gid="level")
-        axes.set_title(panel.title)
-        axes.set_xlabel("rollout")
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.margins(x=0.02)
-        if panel.is_logarithmic and all((curve.raw > 0).all() for _, _, curve in curves):
-            axes.set_yscale("log")
-            plain_log_ticks(axes.yaxis)
-            axes.yaxis.set_major_locator(LogLocator(subs=_LOG_TICKS, numticks=_MOST_LOG_TICKS))
-            return
-        if panel.y_range is not None:
-            axes.set_ylim(*panel.y_range)
-            return
+def _draw_panel(panel: CurvePanel, axes: Axes) -> None:
+    sides = {(line.objective, line.is_replayed) for line, _, _ in panel.curves}
+    is_alone = len({objective for objective, _ in sides}) == 1 < len(sides)
+    labelled: set[str] = set()
+    for place, (line, metric, curve) in enumerate(panel.curves):
+        own = look(
+            line.objective,
+            line.shade,
+            is_replayed=line.is_replayed,
+            is_alone=is_alone,
+            own_place=line.own_place,
+        )
+        named = {"gid": metric} if line.label in labelled else {"label": line.label}
+        labelled.add(line.label)
+        _draw_curve(axes, curve, {**own, **named}, has_band=panel.num_bands <= MOST_BANDS)
+        if panel.num_bands > MOST_BANDS:
+            _draw_last_interval(axes, curve, own, place)
+    if panel.level is not None:
+        value, label = panel.level
+        axes.axhline(value, color=_LEVEL_COLOUR, linestyle="--", linewidth=1, label=label, gid="level")
+    axes.set_title(panel.title)
+    axes.set_xlabel("rollout")
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.margins(x=0.02)
+    if panel.has_log_axis:
+        axes.set_yscale("log")
+        plain_log_ticks(axes.yaxis)
+        axes.yaxis.set_major_locator(LogLocator(subs=_LOG_TICKS, numticks=_MOST_LOG_TICKS))
+    elif panel.y_range is not None:
+        axes.set_ylim(*panel.y_range)
+    else:
         low, high = axes.get_ylim()
         if high - low < (least := _LEAST_RANGE * max(abs(low), abs(high))):
             axes.set_ylim((low + high - least) / 2, (low + high + least) / 2)
-
-    return draw
 
 
 def _draw_curve(axes: Axes, curve: Curve, own: Mapping[str, Any], *, has_band: bool) -> None:
@@ -181,11 +155,7 @@ def _draw_last_interval(axes: Axes, curve: Curve, own: Mapping[str, Any], place:
     axes.plot([x, x], [curve.low[-1], curve.high[-1]], color=own["color"], linewidth=2, gid="interval")
 
 
-def _num_bands(panel: CurvePanel) -> int:
-    return sum(curve.low is not None for _, _, curve in _curves(panel))
-
-
-def seeds_said(lines: Sequence[Line]) -> list[str]:
+def describe_seeds(lines: Sequence[AlgorithmLine]) -> list[str]:
     """Return a caption's sentences on each line: its runs and their seeds."""
     found: list[str] = []
     for line in lines:
@@ -212,20 +182,20 @@ def _lacking(panels: Sequence[CurvePanel]) -> Iterator[str]:
             if names:
                 which = "" if len(names) == len(line.runs) else f" ({', '.join(names)})"
                 without.append(f"{line.label}{which}")
-        if without and _curves(panel):
+        if without and panel.curves:
             yield f"Without {panel.title}, which was not measured: {', '.join(without)}."
 
 
-def reading_said(panels: Sequence[CurvePanel]) -> list[str]:
+def describe_reading(panels: Sequence[CurvePanel]) -> list[str]:
     """Return a caption's sentences on means, intervals and smoothing in these panels."""
-    curves = [(panel, curve) for panel in panels for _, _, curve in _curves(panel)]
+    curves = [(panel, curve) for panel in panels for _, _, curve in panel.curves]
     said: list[str] = [*_lacking(panels)]
     if any(curve.num_seeds > 1 for _, curve in curves):
         said.append(
             "Lines are means over seeds, to the last rollout that all of a line's seeds have; "
             "shades are 95 % bootstrap intervals of the mean."
         )
-    if any(_num_bands(panel) > MOST_BANDS for panel in panels):
+    if any(panel.num_bands > MOST_BANDS for panel in panels):
         said.append(
             f"Of more than {MOST_BANDS} curves the interval of the last rollout alone is drawn, to the right."
         )
@@ -241,3 +211,113 @@ def reading_said(panels: Sequence[CurvePanel]) -> list[str]:
     if plain:
         said.append(f"Not smoothed: {'; '.join(plain)}.")
     return said
+
+
+def plain(lines: Sequence[AlgorithmLine], *named: tuple[str, str]) -> list[CurvePanel]:
+    """Return a panel for each title and metric."""
+    return [CurvePanel(title, metric, lines) for title, metric in named]
+
+
+def scores(lines: Sequence[AlgorithmLine]) -> list[CurvePanel]:
+    """Return one panel for each evaluation set; not smoothed, as in the paper."""
+    found: list[CurvePanel] = []
+    for metric in scores_of(lines):
+        match = SCORE.fullmatch(metric)
+        assert match is not None, "scores_of gives names of scores"
+        found.append(CurvePanel(f"{match[1]}, avg@{match[2]}", metric, lines))
+    return found
+
+
+def scores_or_reward(lines: Sequence[AlgorithmLine]) -> list[CurvePanel]:
+    """Return the panels of the scores, or of the reward if nothing was evaluated."""
+    return scores(lines) or plain(lines, REWARD)
+
+
+def score_of_paper(lines: Sequence[AlgorithmLine]) -> list[CurvePanel]:
+    """Return the panel of AIME24, the one score of Figures 1 and 3; all scores without such a set."""
+    all_scores = scores(lines)
+    return [panel for panel in all_scores if _OF_PAPER.search(panel.metric)][:1] or all_scores
+
+
+def extremes(lines: Sequence[AlgorithmLine]) -> CurvePanel:
+    """Return the panel of the largest and the smallest π − μ, two curves to a line, about zero."""
+    title, largest, smallest = EXTREMES
+    return CurvePanel(title, largest, lines, also=(smallest,), level=(0.0, "no mismatch (π = μ)"))
+
+
+def score_notes(experiments: Iterable[Experiment]) -> list[str]:
+    """Return a caption's note where rewards take the place of scores."""
+    return [] if scores_of([line for e in experiments for line in e.lines]) else [_NO_SCORES]
+
+
+def six(experiment: Experiment) -> list[CurvePanel]:
+    """Return the panels of reward, scores, mismatch, length and entropy: Appendix G's six with two sets."""
+    lines = experiment.lines
+    return [*plain(lines, REWARD), *scores(lines), *plain(lines, MISMATCH, LENGTH, ENTROPY)]
+
+
+def keep_lines(
+    experiments: Iterable[Experiment],
+    keeps: Callable[[AlgorithmLine], bool],
+    shows: Callable[[AlgorithmLine], bool],
+) -> list[Experiment]:
+    """Return the experiments with a line that `shows`, reduced to the lines that `keeps`."""
+    kept = [replace(each, lines=tuple(filter(keeps, each.lines))) for each in experiments]
+    return [each for each in kept if any(map(shows, each.lines))]
+
+
+def per_experiment(
+    kind: Kind,
+    experiments: Sequence[Experiment],
+    title: str,
+    panels_of: Callable[[Experiment], Sequence[CurvePanel]],
+    notes: Sequence[str] = (),
+    columns: int = 3,
+) -> list[Drawing] | Lacking:
+    """Return a figure for each experiment that has a curve."""
+    drawings = [
+        drawing
+        for experiment in experiments
+        for drawing in drawings_of(kind, experiment, title, panels_of(experiment), notes, columns)
+    ]
+    return drawings or NOTHING_YET
+
+
+def drawings_of(
+    kind: Kind,
+    experiment: Experiment,
+    title: str,
+    panels: Sequence[CurvePanel],
+    notes: Sequence[str],
+    columns: int = 3,
+) -> list[Drawing]:
+    """Return one figure of one experiment, or `None` if no panel has a curve."""
+    suffix = "_" + re.sub(r"[^a-z0-9.]+", "_", experiment.label.lower()).strip("_") if experiment.label else ""
+    named = replace(kind, name=kind.name + suffix)
+    whole = f"{title}: {experiment.label}" if experiment.label else title
+    made = one_figure(named, [experiment], whole, panels, notes, columns)
+    return made if isinstance(made, list) else []
+
+
+def one_figure(
+    kind: Kind,
+    experiments: Sequence[Experiment],
+    title: str,
+    panels: Sequence[CurvePanel],
+    notes: Sequence[str],
+    columns: int = 3,
+) -> list[Drawing] | Lacking:
+    """Return one figure of several experiments, with the runs, seeds and smoothing in its caption."""
+    drawn = curve_panels(panels)
+    if not drawn:
+        return NOTHING_YET
+    caption = [*notes, *describe_reading(panels)]
+    if any(panel.metric == MISMATCH[1] for panel in panels):
+        caption.append(_FIRST_STEP)
+    for experiment in experiments:
+        if experiment.settings:
+            caption.append(f"Settings of {experiment.label}: {experiment.settings}.")
+        caption += describe_seeds(experiment.lines)
+    lines = [line for experiment in experiments for line in experiment.lines]
+    runs = tuple(name for line in lines for name in (*(run.name for run in line.runs), *line.left_out))
+    return [Drawing(kind.name, kind.paper, title, drawn, caption, columns, runs=runs)]

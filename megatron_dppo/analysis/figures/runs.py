@@ -11,14 +11,14 @@ from torch import Tensor
 
 from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.algorithms.objective import OWN_FIELDS
-from megatron_dppo.algorithms.own_rule import OwnRule
 from megatron_dppo.algorithms.presets import OVERRIDABLE
+from megatron_dppo.algorithms.trust_region import OwnRule
 from megatron_dppo.analysis.figures.style import LOOKS, objective_label
 from megatron_dppo.analysis.figures.titles import labels_of
 from megatron_dppo.analysis.report.plots import Points, over_rollouts
 from megatron_dppo.analysis.report.text import distinct_names, places_of_equal, settings_of
 from megatron_dppo.analysis.token_files import listed_rollouts
-from megatron_dppo.config.settings import shown
+from megatron_dppo.config.load import shown
 from megatron_dppo.run_folder.reader import Run, read_run
 
 METRICS = (

@@ -7,20 +7,19 @@ from dataclasses import replace
 
 from megatron_dppo.algorithms import Objective
 from megatron_dppo.analysis.figures.canvas import Drawing
-from megatron_dppo.analysis.figures.curves import CurvePanel
-from megatron_dppo.analysis.figures.experiment_figures import (
+from megatron_dppo.analysis.figures.curves import (
     ENTROPY,
     EXTREMES,
     MISMATCH,
     REWARD,
+    CurvePanel,
     extremes,
-    narrowed,
+    keep_lines,
     per_experiment,
     plain,
     score_of_paper,
 )
-from megatron_dppo.analysis.figures.material import Kind, Lacking, Material, has
-from megatron_dppo.analysis.figures.runs import Experiment, Line
+from megatron_dppo.analysis.figures.material import AlgorithmLine, Experiment, Kind, Lacking, Material, has
 
 CLIPPED_MU = ("μ of clipped tokens", "clipped/mu_mean")
 CLIPPED_ENTROPY = ("entropy at clipped tokens, nats", "clipped/entropy_mean")
@@ -57,7 +56,7 @@ def draw_stability(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     return per_experiment(kind, experiments, "Stability", panels, notes, columns=4)
 
 
-def _is_compared(line: Line) -> bool:
+def _is_compared(line: AlgorithmLine) -> bool:
     own = line.objective
     is_decoupled = own.rule == "divergence" and own.anchor == "recomputed"
     return own.rule != "negative" and own.relax == "none" and not is_decoupled
@@ -74,7 +73,7 @@ def draw_anchor(kind: Kind, material: Material) -> list[Drawing] | Lacking:
             "no two runs have the same trust region around the rollout's and around recomputed log-probs",
             "train dppo_binary_kl and dppo_binary_kl_decoupled, or grpo_clip_higher and minirl",
         )
-    of_divergence = narrowed(pairs, _is_divergence, _is_divergence)
+    of_divergence = keep_lines(pairs, _is_divergence, _is_divergence)
     return per_experiment(
         kind,
         of_divergence or pairs,
@@ -84,11 +83,11 @@ def draw_anchor(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     )
 
 
-def _is_divergence(line: Line) -> bool:
+def _is_divergence(line: AlgorithmLine) -> bool:
     return line.objective.rule == "divergence"
 
 
-def _by_anchor(lines: Sequence[Line]) -> tuple[Line, ...]:
+def _by_anchor(lines: Sequence[AlgorithmLine]) -> tuple[AlgorithmLine, ...]:
     """Return the lines that have a twin with the other anchor."""
 
     def without_anchor(objective: Objective) -> Objective:
@@ -109,7 +108,7 @@ def draw_bad_updates(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     notes = [
         "Bad updates: tokens with A < 0 and mu - pi of at least 0.5, of all learning tokens; masked ones count."
     ]
-    experiments = narrowed(
+    experiments = keep_lines(
         material.experiments, _is_minimal_or_unmasked, lambda line: line.objective.rule == "negative"
     )
     if not experiments:
@@ -125,13 +124,13 @@ def draw_bad_updates(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     return per_experiment(kind, experiments, "Bad updates", panels, notes)
 
 
-def _is_minimal_or_unmasked(line: Line) -> bool:
+def _is_minimal_or_unmasked(line: AlgorithmLine) -> bool:
     return line.objective.rule == "negative" or line.objective.name == "pg_is"
 
 
 def draw_relaxation_threshold(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     """Draw Figure 6: both sides of the clip lifted for ever more tokens, and the tokens still clipped."""
-    experiments = narrowed(
+    experiments = keep_lines(
         material.experiments, _is_clip_or_relaxed_both, lambda line: line.objective.relax == "both"
     )
     if not experiments:
@@ -159,7 +158,7 @@ def draw_relaxation_threshold(kind: Kind, material: Material) -> list[Drawing] |
     )
 
 
-def _is_clip_or_relaxed_both(line: Line) -> bool:
+def _is_clip_or_relaxed_both(line: AlgorithmLine) -> bool:
     own = line.objective
     return own.rule == "ratio" and own.anchor == "rollout" and own.relax in ("none", "both")
 
@@ -167,13 +166,13 @@ def _is_clip_or_relaxed_both(line: Line) -> bool:
 def draw_relaxation_side(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     """Draw Figure 7: one side of the clip lifted for rare tokens, or both, with the same alpha."""
 
-    def is_clip(line: Line) -> bool:
+    def is_clip(line: AlgorithmLine) -> bool:
         return line.objective.rule == "ratio" and line.objective.anchor == "rollout"
 
-    def is_one_sided(line: Line) -> bool:
+    def is_one_sided(line: AlgorithmLine) -> bool:
         return line.objective.relax in ("high", "low")
 
-    experiments = [_of_equal_alpha(e) for e in narrowed(material.experiments, is_clip, is_one_sided)]
+    experiments = [_of_equal_alpha(e) for e in keep_lines(material.experiments, is_clip, is_one_sided)]
     if not experiments:
         return Lacking(
             "no run relaxes one side of the clip",

@@ -1,9 +1,11 @@
-"""Style of all figures: one colour for each algorithm, distinct for colour-blind readers."""
+"""Names, colours and titles of figures. Each algorithm has one colour, distinct for colour-blind readers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import combinations
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +16,8 @@ from matplotlib.ticker import NullLocator, StrMethodFormatter
 from matplotlib.typing import RcKeyType
 
 from megatron_dppo.algorithms import Objective
+from megatron_dppo.config.load import shown
+from megatron_dppo.analysis.lines import differing_keys
 from megatron_dppo.config.settings import shown
 
 RC: Mapping[RcKeyType, Any] = MappingProxyType(
@@ -49,71 +53,39 @@ RC: Mapping[RcKeyType, Any] = MappingProxyType(
 )
 SOLID, DASHED, DOTTED = "-", (0, (4, 1.6)), (0, (1, 1.2))
 
-# Colours of Okabe and Ito, then of Paul Tol's muted scheme. Kin share a colour; the dash tells them apart.
-LOOKS: Mapping[str, tuple[str, Any]] = MappingProxyType(
-    {
-        "pg_is": ("#000000", SOLID),
-        "pg_tis": ("#e69f00", DASHED),
-        "cispo": ("#e69f00", SOLID),
-        "grpo": ("#d55e00", DASHED),
-        "grpo_clip_higher": ("#d55e00", SOLID),
-        "minirl": ("#cc79a7", SOLID),
-        "minirl_tis": ("#cc79a7", DASHED),
-        "dppo_binary_tv": ("#0072b2", SOLID),
-        "dppo_binary_kl": ("#56b4e9", SOLID),
-        "dppo_topk_tv": ("#009e73", SOLID),
-        "dppo_topk_kl": ("#009e73", DASHED),
-        "dppo_binary_tv_decoupled": ("#0072b2", DOTTED),
-        "dppo_binary_kl_decoupled": ("#56b4e9", DOTTED),
-        "negative_mask": ("#882255", SOLID),
-        "negative_mask_recomputed": ("#882255", DASHED),
-        "relax_both": ("#117733", SOLID),
-        "relax_high": ("#999933", SOLID),
-        "relax_low": ("#aa4499", SOLID),
-        "ipo": ("#332288", SOLID),
-        "drpo": ("#332288", DASHED),
-        "cppo": ("#44aa99", SOLID),
-        "cppo_topk": ("#44aa99", DASHED),
-        "trm": ("#44aa99", DOTTED),
-        "sapo": ("#ddcc77", SOLID),
-        "gspo": ("#cc6677", SOLID),
-        "icepop": ("#cc6677", DASHED),
-        "mis": ("#cc6677", DOTTED),
-        "dppo_topk_kl_predictive": ("#009e73", DOTTED),
-    }
-)
-NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "pg_is": "PG-IS",
-        "pg_tis": "PG-TIS (CISPO)",
-        "cispo": "CISPO",
-        "grpo": "GRPO",
-        "grpo_clip_higher": "GRPO-ClipHigher",
-        "minirl": "MiniRL",
-        "minirl_tis": "MiniRL-TIS",
-        "dppo_binary_tv": "DPPO-Binary-TV",
-        "dppo_binary_kl": "DPPO-Binary-KL",
-        "dppo_topk_tv": "DPPO-TopK-TV",
-        "dppo_topk_kl": "DPPO-TopK-KL",
-        "dppo_binary_tv_decoupled": "DPPO-Binary-TV-Recompute",
-        "dppo_binary_kl_decoupled": "DPPO-Binary-KL-Recompute",
-        "negative_mask": "Mask-Rollout",
-        "negative_mask_recomputed": "Mask-Recompute",
-        "relax_both": "Relax-both",
-        "relax_high": "Relax-high",
-        "relax_low": "Relax-low",
-        "ipo": "IPO",
-        "drpo": "DRPO",
-        "cppo": "CPPO",
-        "cppo_topk": "CPPO-TopK",
-        "trm": "TRM",
-        "sapo": "SAPO",
-        "gspo": "GSPO",
-        "icepop": "IcePop",
-        "mis": "MIS",
-        "dppo_topk_kl_predictive": "DPPO-TopK-KL, predictive",
-    }
-)
+# Colours of Okabe and Ito, then of Paul Tol's muted scheme. Variants share a colour and differ in the dash.
+_ALGORITHMS: Mapping[str, tuple[str, str, Any]] = {  # name, colour, dash
+    "pg_is": ("PG-IS", "#000000", SOLID),
+    "pg_tis": ("PG-TIS (CISPO)", "#e69f00", DASHED),
+    "cispo": ("CISPO", "#e69f00", SOLID),
+    "grpo": ("GRPO", "#d55e00", DASHED),
+    "grpo_clip_higher": ("GRPO-ClipHigher", "#d55e00", SOLID),
+    "minirl": ("MiniRL", "#cc79a7", SOLID),
+    "minirl_tis": ("MiniRL-TIS", "#cc79a7", DASHED),
+    "dppo_binary_tv": ("DPPO-Binary-TV", "#0072b2", SOLID),
+    "dppo_binary_kl": ("DPPO-Binary-KL", "#56b4e9", SOLID),
+    "dppo_topk_tv": ("DPPO-TopK-TV", "#009e73", SOLID),
+    "dppo_topk_kl": ("DPPO-TopK-KL", "#009e73", DASHED),
+    "dppo_binary_tv_decoupled": ("DPPO-Binary-TV-Recompute", "#0072b2", DOTTED),
+    "dppo_binary_kl_decoupled": ("DPPO-Binary-KL-Recompute", "#56b4e9", DOTTED),
+    "negative_mask": ("Mask-Rollout", "#882255", SOLID),
+    "negative_mask_recomputed": ("Mask-Recompute", "#882255", DASHED),
+    "relax_both": ("Relax-both", "#117733", SOLID),
+    "relax_high": ("Relax-high", "#999933", SOLID),
+    "relax_low": ("Relax-low", "#aa4499", SOLID),
+    "ipo": ("IPO", "#332288", SOLID),
+    "drpo": ("DRPO", "#332288", DASHED),
+    "cppo": ("CPPO", "#44aa99", SOLID),
+    "cppo_topk": ("CPPO-TopK", "#44aa99", DASHED),
+    "trm": ("TRM", "#44aa99", DOTTED),
+    "sapo": ("SAPO", "#ddcc77", SOLID),
+    "gspo": ("GSPO", "#cc6677", SOLID),
+    "icepop": ("IcePop", "#cc6677", DASHED),
+    "mis": ("MIS", "#cc6677", DOTTED),
+    "dppo_topk_kl_predictive": ("DPPO-TopK-KL, predictive", "#009e73", DOTTED),
+}
+LOOKS = MappingProxyType({preset: (colour, dash) for preset, (_, colour, dash) in _ALGORITHMS.items()})
+NAMES = MappingProxyType({preset: name for preset, (name, _, _) in _ALGORITHMS.items()})
 _SYMBOLS = {
     "delta_low": "δ₋",
     "delta_high": "δ₊",
@@ -130,19 +102,24 @@ _SYMBOLS = {
     "ref_kl_coef": "β",
 }
 OWN_COLOURS = ("#661100", "#6699cc", "#aa4466", "#777711", "#888888")  # of users' rules, none of a preset's
-_TINTS = (
-    0.0,
-    0.45,
-    0.25,
-    0.65,
-    -0.35,
-    -0.6,
-)  # shares of white in the shades, or of black; those in turn far apart
+# Shares of white in the shades, or of black. Successive shades are far apart.
+_TINTS = (0.0, 0.45, 0.25, 0.65, -0.35, -0.6)
 _REPLAYED: Mapping[Any, Any] = MappingProxyType(
     {SOLID: (0, (6, 1, 1, 1)), DASHED: (0, (4, 1.2, 1, 1.2, 1, 1.2)), DOTTED: (0, (1, 1, 1, 1, 1, 3.5))}
 )
 _REPLAYED_COLOURS = ("#d55e00", "#0072b2")  # next to cold colours, next to warm colours
 _WARM = ("#d55e00", "#e69f00", "#cc79a7", "#882255", "#aa4499", "#999933", "#cc6677", "#ddcc77")
+Settings = Mapping[str, str]
+USUAL = "usual settings"
+_LONGEST = 48  # characters of a label that lists every unusual setting
+_TELLING = (
+    "rollout.environment",
+    "model.load",
+    "data.prompts",
+)  # more informative than any number, in this order
+_PLAIN = "single_turn"  # the environment without a task in its name
+_MOST_KEYS = 3  # in a label that does not list every unusual setting
+_MOST_CANDIDATES = 24  # of the keys that such a label may have, the shortest
 
 
 def objective_label(objective: Objective, alike: Sequence[Objective]) -> str:
@@ -206,3 +183,106 @@ def look(
     tint = _TINTS[shade % len(_TINTS)]
     mixed = (1 - abs(tint)) * np.asarray(to_rgb(colour)) + max(tint, 0.0)
     return {"color": to_hex(tuple(mixed)), "linestyle": _REPLAYED[dash] if is_replayed else dash}
+
+
+def labels_of(settings: Sequence[Settings]) -> list[tuple[str, str]]:
+    """Return a short label and all differing settings, in words, for each experiment.
+
+    A label lists the settings that are unlike most others'. If that is long, or another experiment's too, the
+    label is the shortest setting that no other experiment has, or a few of them: the environment, the model or
+    the prompts, if one of these is enough.
+
+    Args:
+        settings: Settings of each experiment, as text. A single experiment has an empty label.
+    """
+    if len(settings) < 2:
+        return [("", "")] * len(settings)
+    differing = differing_keys(settings)
+    words = [", ".join(f"{key} = {shown(own.get(key))}" for key in differing) for own in settings]
+    texts = _texts(settings, differing)
+    listed = _unusual(settings, differing, texts)
+    count = Counter(listed)
+    labels = [
+        label if len(label) <= _LONGEST and count[label] == 1 else _distinguishing(place, settings, texts)
+        for place, label in enumerate(listed)
+    ]
+    return list(zip(_numbered(labels), words, strict=True))
+
+
+def _texts(settings: Sequence[Settings], differing: Sequence[str]) -> list[dict[str, str]]:
+    """Return each experiment's differing settings as `name value`, with paths cut to what differs."""
+    last = Counter(key.rpartition(".")[2] for key in differing)
+    found: list[dict[str, str]] = [{} for _ in settings]
+    for key in differing:
+        name = key if last[key.rpartition(".")[2]] > 1 else key.rpartition(".")[2]
+        name = "model" if key == "model.load" else name
+        values = [shown(own.get(key)) for own in settings]
+        brief = without_paths(values)
+        for own, value in zip(found, values, strict=True):
+            own[key] = f"{name} {brief[value]}"
+    return found
+
+
+def without_paths(values: Sequence[str]) -> dict[str, str]:
+    """Return paths as the one part, near their end, in which all of them differ; other values as they are.
+
+    If no single part differs everywhere, paths keep the last parts that do.
+    """
+    parts = {value: value.strip("/").split("/") for value in dict.fromkeys(values)}
+    deepest = max(map(len, parts.values()), default=0)
+    for depth in range(1, deepest + 1):
+        names = {value: of[max(-depth, -len(of))] for value, of in parts.items()}
+        if len(set(names.values())) == len(names):
+            return names
+    for depth in range(2, deepest + 1):
+        names = {value: " ".join(of[-depth:]) for value, of in parts.items()}
+        if len(set(names.values())) == len(names):
+            return names
+    return {value: " ".join(of) for value, of in parts.items()}
+
+
+def _unusual(
+    settings: Sequence[Settings], differing: Sequence[str], texts: Sequence[Mapping[str, str]]
+) -> list[str]:
+    """Return for each experiment the settings that are unlike most others'."""
+    usual: dict[str, str | None] = {}
+    for key in differing:
+        (value, count), *others = Counter(own.get(key) for own in settings).most_common()
+        usual[key] = value if not others or others[0][1] < count else ""  # "" if none
+    return [
+        ", ".join(text[key] for key in differing if own.get(key) != usual[key]) or USUAL
+        for own, text in zip(settings, texts, strict=True)
+    ]
+
+
+def _distinguishing(place: int, settings: Sequence[Settings], texts: Sequence[Mapping[str, str]]) -> str:
+    """Return the shortest settings of an experiment that no other one has."""
+    own, others = settings[place], [other for index, other in enumerate(settings) if index != place]
+    for keys in _candidates(own, texts[place]):
+        if all(any(other.get(key) != own.get(key) for key in keys) for other in others):
+            return ", ".join(texts[place][key] for key in keys)
+    return USUAL
+
+
+def _candidates(own: Settings, texts: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+    """Yield sets of keys: few before many, telling ones first, then by the length of their text."""
+
+    def rank(key: str) -> tuple[bool, int, int]:
+        is_set = own.get(key) not in (None, _PLAIN)
+        place = _TELLING.index(key) if is_set and key in _TELLING else len(_TELLING)
+        return not is_set, place, len(texts[key])
+
+    ordered = sorted(texts, key=rank)[:_MOST_CANDIDATES]
+    for size in range(1, _MOST_KEYS + 1):
+        yield from combinations(ordered, size)
+    yield tuple(texts)
+
+
+def _numbered(labels: Sequence[str]) -> list[str]:
+    """Return the labels, equal ones with a number."""
+    seen: Counter[str] = Counter()
+    found: list[str] = []
+    for label in labels:
+        seen[label] += 1
+        found.append(label if seen[label] == 1 else f"{label} ({seen[label]})")
+    return found

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
 from megatron_dppo.analysis.report.text import differing_keys
-from megatron_dppo.config.settings import shown
+from megatron_dppo.config.load import shown
 
 Settings = Mapping[str, str]
 USUAL = "usual settings"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_dppo.data.batches.kept_batches import group_files, kept_rollouts, read_share
+from megatron_dppo.data.batches.batch_file import group_files, kept_rollouts, read_share
 from megatron_dppo.errors import DataError
 
 TOKENS = "tokens.jsonl"  # of megatron-dppo measure-mismatch

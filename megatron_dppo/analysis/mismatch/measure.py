@@ -2,64 +2,57 @@
 
 import asyncio
 import contextlib
-import json
-import math
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
+import torch
 import typer
+from torch import Tensor
+from tqdm import tqdm
 
-from megatron_dppo.analysis.mismatch.forwards import Measurement, measure
-from megatron_dppo.analysis.mismatch.settings import FILES
-from megatron_dppo.analysis.report.mismatch_plot import write_plot
+from megatron_dppo.actor.actor import Actor
+from megatron_dppo.analysis.mismatch.results import Measurement, show, write
 from megatron_dppo.checkpoints.megatron_folder import hf_files
 from megatron_dppo.config.load import dump_config
 from megatron_dppo.config.schema import Config
+from megatron_dppo.data.batches.gradient_steps import gradient_steps, with_advantages
+from megatron_dppo.engines.base import RolloutEngine
 from megatron_dppo.engines.sglang.client import SglangClient
 from megatron_dppo.engines.sglang.model import served_model
-from megatron_dppo.engines.sglang.own_servers import own_servers
 from megatron_dppo.engines.sglang.protocol import ServerFacts
-from megatron_dppo.engines.sglang.server import API_KEY, registered
+from megatron_dppo.engines.sglang.server import API_KEY, own_servers, read_records
 from megatron_dppo.engines.weight_sync.factory import served_dtype
+from megatron_dppo.engines.weight_sync.probe import require_temperature
+from megatron_dppo.engines.sglang.server import API_KEY, registered
+from megatron_dppo.engines.weight_sync.factory import build_sync, served_dtype
 from megatron_dppo.engines.weight_sync.temperature import require_temperature
 from megatron_dppo.errors import ConfigError, Problem, RolloutError
-from megatron_dppo.metrics.token_mismatch import (
+from megatron_dppo.mcore.groups import speaks_for_its_group
+from megatron_dppo.metrics.engine_comparison import (
     MeasuredResponse,
     Routes,
     are_of_other_weights,
     pairs,
-    token_rows,
+    split_responses,
+    token_statistics,
 )
+from megatron_dppo.metrics.metrics import Metrics
+from megatron_dppo.rollout.counts import RolloutCounts, refuse_if_too_many_dropped
+from megatron_dppo.rollout.rollouts import Rollouts, build_engine
 from megatron_dppo.run.session import joined_processes
-from megatron_dppo.run_folder.folder import json_values
 from megatron_dppo.run_folder.lock import locked
-from megatron_dppo.run_folder.versions import versions
 from megatron_dppo.runtime.full_disk import full_disk_explained
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.process import Runtime, Stopwatch
+from megatron_dppo.types import TrainBatch
+from megatron_dppo.run_folder.versions import versions
+from megatron_dppo.runtime.files import full_disk_explained, write_jsonl
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.runtime.tables import show_table
 
-_ROWS: Sequence[tuple[str, str, str]] = (
-    ("|pi - mu| of a token, mean", "abs_prob_diff_mean", "{:.3e}"),
-    ("  99.9th percentile", "tv_p999", "{:.3e}"),
-    ("  largest", "tv_max", "{:.3e}"),
-    ("TV over the rollout's top-K, mean", "topk_tv_mean", "{:.3e}"),
-    ("  largest", "topk_tv_max", "{:.3e}"),
-    ("KL(mu || pi), k1", "kl_k1", "{:+.3e}"),
-    ("  k3", "kl_k3", "{:.3e}"),
-    ("|log pi - log mu|, mean", "log_prob_diff_mean", "{:.3e}"),
-    ("  largest", "log_prob_diff_max", "{:.3e}"),
-    ("pi / mu, smallest", "ratio_min", "{:.6g}"),
-    ("  0.1th percentile", "ratio_p001", "{:.6g}"),
-    ("  1st percentile", "ratio_p01", "{:.6g}"),
-    ("  median", "ratio_p50", "{:.6g}"),
-    ("  99th percentile", "ratio_p99", "{:.6g}"),
-    ("  99.9th percentile", "ratio_p999", "{:.6g}"),
-    ("  largest", "ratio_max", "{:.6g}"),
-    ("experts agreed on, all layers", "agreement_mean", "{:.4%}"),
-)
+logger = logging.getLogger(__name__)
 
 
 def run(config: Config, folder: Path) -> None:
@@ -77,16 +70,16 @@ def run(config: Config, folder: Path) -> None:
                 is_pushing = runtime.on_main(lambda: _require_usable_servers(config))
             found = measure(config, runtime, is_pushing=is_pushing)
         fault = other_weights(config, found.responses, found.statistics)
-        runtime.on_main(lambda: _write(folder, config, found, runtime, fault))
+        runtime.on_main(lambda: write(folder, config, found, runtime, fault))
         if runtime.is_main:
-            _show(found, folder)
+            show(found, folder)
     if fault is not None:
         raise RolloutError(fault) if runtime.is_main else typer.Exit(2)
 
 
 @contextlib.contextmanager
 def _held(config: Config, runtime: Runtime) -> Iterator[None]:
-    """Lock the folder of a run whose servers may get weights here, against a run that would push others."""
+    """Lock the folder of a run with servers that may get weights here, so that no run pushes other weights."""
     with contextlib.ExitStack() as stack:
         if config.rollout.engine == "sglang":
             runtime.on_main(lambda: stack.enter_context(locked(config.run.folder)))
@@ -123,25 +116,6 @@ def _begin(config: Config, folder: Path) -> None:
     (folder / "mismatch.toml").write_text(dump_config(config))
 
 
-def _write(folder: Path, config: Config, found: Measurement, runtime: Runtime, fault: str | None) -> None:
-    """Write the files of the output folder; mismatch.json comes last."""
-    write_jsonl(folder / "tokens.jsonl", token_rows(found.responses))
-    title = f"{config.model.load.name}: {config.rollout.engine} engine, {config.model.dtype} trainer"
-    write_plot(folder / "mismatch.html", found.responses, list(found.statistics), title)
-    content: dict[str, Any] = {
-        "engine": config.rollout.engine,
-        "num_processes": runtime.world_size,
-        "num_responses": len(found.responses),
-        "serves_these_weights": fault is None,
-        "rollout": {name.removeprefix("rollout/"): value for name, value in found.counts.metrics().items()},
-        "seconds": found.seconds,
-        **json_values(found.statistics),
-        "versions": versions(),
-        "config": config.model_dump(mode="json"),
-    }
-    (folder / "mismatch.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-
-
 def _require_usable_servers(config: Config) -> bool:
     """Require servers with the weights of model.load, or without weights, that capture the requested routes.
 
@@ -154,7 +128,7 @@ def _require_usable_servers(config: Config) -> bool:
         WeightSyncError: A server returns log-probs without the temperature.
     """
     problems: list[Problem] = []
-    records, is_pushing = registered(config.run.folder / "servers"), False
+    records, is_pushing = read_records(config.run.folder / "servers"), False
     measured = (config.run.folder / "weights" / "version_0").resolve()  # what a push by disk calls its folder
     for record in records:
         facts = asyncio.run(_facts(record.url))
@@ -181,36 +155,89 @@ async def _facts(url: str) -> ServerFacts:
         return (await client.connect())[1]
 
 
-def _show(found: Measurement, folder: Path) -> None:
-    """Print the table, and one sentence on replay."""
-    kinds = list(found.statistics)
-    layers = sorted(
-        (name for name in found.statistics["live"] if name.startswith("agreement_layer_")),
-        key=lambda name: int(name.rpartition("_")[2]),
-    )
-    rows = [*_ROWS, *((f"  layer {name.rpartition('_')[2]}", name, "{:.4%}") for name in layers)]
-    table = [
-        [label, *(form.format(found.statistics[routes][name]) for routes in kinds)]
-        for label, name, form in rows
-        if name in found.statistics["live"]
-    ]
-    num_tokens = int(found.statistics["live"]["num_tokens"])
-    title = f"{num_tokens:,} tokens of {len(found.responses):,} responses"
-    show_table(title, ["", *(f"{routes} routes" for routes in kinds)], table)
-    typer.echo("\n" + in_words(found.statistics))
-    typer.echo(f"wrote {', '.join(FILES)} to {folder}")
+def measure(config: Config, runtime: Runtime, *, is_pushing: bool = False) -> Measurement:
+    """Roll out once with the weights of model.load, and forward the samples; no weight changes.
+
+    Every rank calls this together. The embedded engine gets the trainer's weights. SGLang's servers have
+    the weights of model.load, or get the trainer's weights too.
+
+    Args:
+        config: The run's; rollout.prompts_per_rollout prompts are sampled.
+        runtime: This process.
+        is_pushing: Give SGLang's servers the trainer's weights first.
+
+    Raises:
+        RolloutError: More samples were dropped than rollout.max_dropped_fraction, or nothing was sampled.
+    """
+    timer, folder = Stopwatch(runtime), hf_files(config.model.load)
+    with timer.time("load"):
+        engine = build_engine(config, folder, runtime.device)
+        actor = Actor(config, runtime)
+        if is_pushing or config.rollout.engine == "transformers":
+            _push(config, actor, engine, runtime)
+        share = (runtime.rank, runtime.world_size)
+        rollouts = Rollouts(config, folder, engine, share=share)
+    num_samples = config.rollout.prompts_per_rollout * config.rollout.samples_per_prompt
+    logger.info("sampling %d responses with the %s engine", num_samples, config.rollout.engine)
+    with closing(rollouts), timer.time("rollout"):
+        groups, own_counts = rollouts.next(0)
+    counts = _require_responses(own_counts, config, runtime)
+    logger.info("%d tokens in %.1f s", counts.num_response_tokens, timer.seconds["rollout"])
+    has_routes = config.rollout.routing_replay != "off"
+    groups = with_advantages(groups, normalize_std=False)
+    routing = actor.routing if has_routes else None
+    steps, *_ = gradient_steps(groups, 0, config, actor.data_parallel, routing=routing)
+    del groups
+    kinds: list[Routes] = ["live", "replayed"] if has_routes else ["live"]
+    with timer.time("forward"):
+        responses, agreement = _forward_all(actor, steps, kinds, runtime)
+    statistics: dict[Routes, Mapping[str, float]] = {
+        routes: token_statistics(responses, routes) | agreement[routes] for routes in kinds
+    }
+    return Measurement(tuple(responses), statistics, counts, dict(timer.seconds))
 
 
-def in_words(statistics: Mapping[Any, Mapping[str, float]]) -> str:
-    """Return one sentence on the effect of replaying the routes."""
-    if "replayed" not in statistics:
-        return "The model has no experts: there are no routes to replay."
-    live, replayed = (statistics[routes]["kl_k3"] for routes in ("live", "replayed"))
-    if not (math.isfinite(live) and math.isfinite(replayed)):
-        return f"The KL (k3) is not finite: {live} with live routes, {replayed} with replayed ones."
-    if live == 0:
-        return f"With live routes the KL (k3) is 0: replay cannot lower it. With replay it is {replayed:.3e}."
-    verb = "lowers" if replayed <= live else "raises"
-    return (
-        f"Replaying the rollout's routes {verb} the KL (k3) by {abs(1 - replayed / live):.0%} on these tokens."
-    )
+def _push(config: Config, actor: Actor, engine: RolloutEngine, runtime: Runtime) -> None:
+    """Give the engine the trainer's weights; servers read them from disk, quantised if they were started so."""
+    sglang = config.rollout.sglang.model_copy(update={"weight_sync": "disk", "probe_every": 0})
+    rollout = config.rollout.model_copy(update={"sglang": sglang})
+    with closing(build_sync(config.model_copy(update={"rollout": rollout}), actor, engine, runtime)) as sync:
+        sync.push(0)
+
+
+def _require_responses(own: RolloutCounts, config: Config, runtime: Runtime) -> RolloutCounts:
+    """Return the counts over all ranks. Raise if no response is left to measure."""
+    totals = torch.stack(runtime.all_gather(own.to_tensor())).sum(0)
+    counts = own.with_totals(totals)
+    refuse_if_too_many_dropped(counts, config.rollout.max_dropped_fraction)
+    if counts.num_response_tokens == 0:
+        raise RolloutError(
+            f"rollout: found no response to {counts.num_prompts} prompts, {counts.num_prompts_too_long} of "
+            f"them longer than data.max_prompt_tokens = {config.data.max_prompt_tokens}; expected some. Raise "
+            "it, or measure more prompts."
+        )
+    return counts
+
+
+def _forward_all(
+    actor: Actor, steps: list[TrainBatch], kinds: list[Routes], runtime: Runtime
+) -> tuple[list[MeasuredResponse], dict[Routes, dict[str, float]]]:
+    """Gather all ranks' responses, and the routers' agreement, for each way of forwarding them."""
+    metrics: dict[Routes, Metrics] = {routes: Metrics() for routes in kinds}
+    own: list[MeasuredResponse] = []
+    for step in tqdm(steps, desc="forward", unit="mini-batch", disable=not runtime.is_main):
+        columns: dict[Routes, list[Tensor]] = {
+            routes: actor.token_log_probs(step, metrics[routes], is_replaying=routes == "replayed")
+            for routes in kinds
+        }
+        if speaks_for_its_group():
+            for index, microbatch in enumerate(step.microbatches):
+                of_microbatch: dict[Routes, Tensor] = {routes: columns[routes][index] for routes in kinds}
+                own += split_responses(microbatch, of_microbatch)
+    responses = [response for several in runtime.all_gather(own) for response in several]
+    responses.sort(key=lambda response: (response.prompt.tolist(), response.tokens.tolist()))
+    agreement: dict[Routes, dict[str, float]] = {}
+    for routes in kinds:
+        merged = Metrics().merge(runtime.all_gather(metrics[routes].state())).values()
+        agreement[routes] = {name.removeprefix("routing/"): value for name, value in merged.items()}
+    return responses, agreement

@@ -14,13 +14,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from megatron_dppo.architectures.registry import read_model_sizes
 from megatron_dppo.architectures.sizes import end_tokens
-from megatron_dppo.checkpoints.convert.quantized_folder import QuantizedFolder
 from megatron_dppo.checkpoints.hf_folder import HFWeights
-from megatron_dppo.checkpoints.weight_formats import WeightFormat, rounded
+from megatron_dppo.checkpoints.weight_formats import QuantizedFolder, WeightFormat, round_values
 from megatron_dppo.engines.embedded.engine import checkpoint_targets
 from megatron_dppo.engines.embedded.sampling import log_softmax
 from megatron_dppo.errors import ConversionError
 from megatron_dppo.metrics.token_mismatch import MeasuredResponse, token_statistics
+from megatron_dppo.routing_replay.routes import overlap
+from megatron_dppo.metrics.engine_comparison import MeasuredResponse, token_statistics
 from megatron_dppo.routing_replay.agreement import overlap
 
 BATCH = 16  # prompts sampled at a time
@@ -59,11 +60,11 @@ def measure(
     fill(model, folder.weights(), quantized)
     with rounding_inputs(model, folder.weight_format, folder.input_scales()):
         ends = end_tokens(hf, model.config.eos_token_id)
-        responses = sampled(model, prompts, max_tokens, ends)
-        of_mu = forwarded(model, prompts, responses, "quantised")
+        responses = sample_responses(model, prompts, max_tokens, ends)
+        of_mu = forward(model, prompts, responses, "quantised")
     original = HFWeights(hf)
     fill(model, ((name, original.tensor(name)) for name in sorted(original.names)), hf)
-    of_pi = forwarded(model, prompts, responses, "original")
+    of_pi = forward(model, prompts, responses, "original")
     return figures(prompts, responses, of_mu, of_pi, read_model_sizes(hf).num_experts or 0)
 
 
@@ -110,7 +111,7 @@ def rounding_inputs(
     handles, wrapped = [], list[Any]()
 
     def round_input(scale: Tensor, values: Tensor) -> Tensor:
-        return rounded(values.float(), weight_format, scale.to(values.device)).to(values.dtype)
+        return round_values(values.float(), weight_format, scale.to(values.device)).to(values.dtype)
 
     def hook(scale: Tensor, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return (round_input(scale, inputs[0]), *inputs[1:])
@@ -138,7 +139,7 @@ def _then(first: Any, second: Any) -> Any:
 
 
 @torch.no_grad()
-def sampled(
+def sample_responses(
     model: Any, prompts: Sequence[Tensor], max_tokens: int, end_token_ids: Sequence[int]
 ) -> list[Tensor]:
     """Sample a response to each prompt from the model's distribution; the same for the same seed and batch.
@@ -178,7 +179,7 @@ def _until_end(tokens: Tensor, end_token_ids: Sequence[int]) -> Tensor:
 
 
 @torch.no_grad()
-def forwarded(model: Any, prompts: Sequence[Tensor], responses: Sequence[Tensor], which: str) -> list[Forward]:
+def forward(model: Any, prompts: Sequence[Tensor], responses: Sequence[Tensor], which: str) -> list[Forward]:
     """Forward each prompt with its response, one at a time."""
     blocks = [layer.mlp for layer in model.base_model.layers]
     gates = {layer: block.gate for layer, block in enumerate(blocks) if hasattr(block, "gate")}

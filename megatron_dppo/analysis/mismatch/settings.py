@@ -15,7 +15,7 @@ OF_TRAINING_ALONE = ("minibatches", "same_experiment", "sglang_weight_sync")
 """Rules that do not bind: no gradient steps of equal size, no run to resume, weights that go by disk."""
 
 
-def measured_config(
+def measurement_config(
     configs: Sequence[Path], overrides: Sequence[str], engine: str | None = None, prompts: int | None = None
 ) -> Config:
     """Return the run's config with one rollout, each token trained once, and routes if the model has experts.

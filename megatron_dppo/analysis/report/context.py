@@ -13,7 +13,7 @@ from megatron_dppo.analysis.token_files import step_files
 from megatron_dppo.errors import DataError
 from megatron_dppo.metrics.masked_tokens import FARTHEST, SIGNS, TOKENS_BEFORE
 from megatron_dppo.run_folder.reader import Run
-from megatron_dppo.runtime.jsonl import read_jsonl
+from megatron_dppo.runtime.files import read_jsonl
 
 _NUMBERS = ("mu", "pi", "divergence", "advantage")
 

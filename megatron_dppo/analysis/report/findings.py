@@ -11,25 +11,34 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Literal
 
 from megatron_dppo.algorithms.advantages import SUM_TO_ZERO, TOLERANCE
 from megatron_dppo.analysis.contrasts import contrast, pooled_change
-from megatron_dppo.analysis.report.advice import sampling_advice
-from megatron_dppo.analysis.report.names import R3, changed_keys, places_of_settings, setting_names
-from megatron_dppo.analysis.report.plots import finite_mean, over_rollouts
-from megatron_dppo.analysis.report.speed import anchor_cost, why_not_comparable
-from megatron_dppo.analysis.report.stability import (
+from megatron_dppo.analysis.lines import (
+    R3,
+    Line,
+    changed_keys,
+    finite_mean,
+    lines_of,
+    over_rollouts,
+)
+from megatron_dppo.analysis.report.diagnostics import (
     Alarm,
     alarms_of,
+    anchor_cost,
+    describe_unfinished,
     num_roll_backs,
     num_skipped_steps,
+    sampling_advice,
     warnings_of,
+    why_not_comparable,
 )
-from megatron_dppo.analysis.report.summary import LAST
+from megatron_dppo.analysis.report.summary import LAST, format_number, paired_rows
 from megatron_dppo.config.effects import may_change
-from megatron_dppo.config.settings import shown
+from megatron_dppo.config.load import shown
 from megatron_dppo.run_folder.reader import Run
 
 Verdict = Literal["decided", "open", "warning", "note"]
@@ -40,7 +49,7 @@ MIN_ROLLOUTS = 2 * LAST  # else the closing mean still holds what a run began wi
 SAME = 0.01  # a smaller relative difference is none
 MOST_COMPARISONS = 3  # settings besides the first; with more, only decided findings are shown
 MOST_PLACES = 4  # rollouts named for one alarm
-_PAIRED = ("mismatch_live/num_tokens", "mismatch_live/kl_k3", "mismatch_replayed/kl_k3")
+_percent, _count = (partial(format_number, style=style) for style in ("share", "count"))
 
 
 @dataclass(frozen=True)
@@ -62,14 +71,6 @@ class Measure:
     format: Callable[[float], str]
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Runs that differ in their seed alone; of two with one seed, the later counts."""
-
-    label: str
-    by_seed: dict[str, Run]
-
-
 def findings(runs: Sequence[Run], names: Sequence[str]) -> list[Finding]:
     """Return the findings, differences between runs first. Empty if no run has a finished rollout."""
     begun = [(run, name) for run, name in zip(runs, names, strict=True) if run.rollouts]
@@ -83,13 +84,8 @@ def findings(runs: Sequence[Run], names: Sequence[str]) -> list[Finding]:
         *_warnings(finished, labels),
         *_stability(finished, labels),
         *_speed(finished, labels),
-        *_unfinished(finished, labels),
+        *(Finding("length of the run", text, "note") for text in describe_unfinished(finished, labels)),
     ]
-
-
-def sentences(found: Sequence[Finding]) -> list[str]:
-    """Return the findings' texts, for a terminal."""
-    return [finding.text for finding in found]
 
 
 def incomparable_keys(runs: Sequence[Run]) -> list[str]:
@@ -99,13 +95,13 @@ def incomparable_keys(runs: Sequence[Run]) -> list[str]:
 
 def _routing_replay(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]:
     """Yield what R3 does, or would do, to the KL of the same tokens: of all runs together, else of each."""
-    having = [(run, name) for run, name in zip(runs, names, strict=True) if _paired_rows(run)]
+    having = [(run, name) for run, name in zip(runs, names, strict=True) if paired_rows(run)]
     if not having:
         return
     together = not incomparable_keys([run for run, _ in having])
     groups = [having] if together else [[one] for one in having]
     for group in groups:
-        rows = [row for run, _ in group for row in _paired_rows(run)]
+        rows = [row for run, _ in group for row in paired_rows(run)]
         where = f"{len(rows)} forwards" + (f" of {len(group)} runs" if len(group) > 1 else "")
         found = pooled_change(*zip(*rows, strict=True))
         if math.isnan(found.change):
@@ -133,14 +129,9 @@ def _routing_replay(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Findi
             yield Finding("mismatch", text, "decided")
 
 
-def _paired_rows(run: Run) -> list[list[float]]:
-    rows = [[row.values.get(name, math.nan) for name in _PAIRED] for row in run.rollouts]
-    return [row for row in rows if all(map(math.isfinite, row)) and row[0] > 0]
-
-
 def _comparisons(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]:
     """Yield each other setting's difference from the first, by measure."""
-    settings = settings_of_runs(runs, names)
+    settings = lines_of(runs, names)
     if len(settings) < 2:
         return
     if keys := incomparable_keys(runs):
@@ -171,14 +162,6 @@ def _comparisons(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]
     yield from found
 
 
-def settings_of_runs(runs: Sequence[Run], names: Sequence[str]) -> list[Setting]:
-    """Return the settings in the runs' order, each under the name that `setting_names` gives it."""
-    return [
-        Setting(name, {shown(runs[place].option("run.seed")): runs[place] for place in places})
-        for name, places in zip(setting_names(runs, names), places_of_settings(runs), strict=True)
-    ]
-
-
 def measures(runs: Sequence[Run]) -> list[Measure]:
     """Return the measures to compare, the ones that R3 changes first if the runs differ in R3.
 
@@ -204,7 +187,7 @@ def _is_score(name: str) -> bool:
     return name.startswith("eval/") and "/avg_at_" in name and not name.endswith(("_low", "_high"))
 
 
-def _compared(measure: Measure, first: Setting, other: Setting, shared: int) -> Finding | None:
+def _compared(measure: Measure, first: Line, other: Line, shared: int) -> Finding | None:
     """Return the sentence on two settings, or `None` if a run of either lacks the number."""
     seeds = [seed for seed in first.by_seed if seed in other.by_seed]
     is_paired = bool(seeds)
@@ -311,14 +294,6 @@ def _places(raised: Sequence[Alarm]) -> str:
     )
 
 
-def _unfinished(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]:
-    for run, name in zip(runs, names, strict=True):
-        planned = run.option("run.num_rollouts")
-        if isinstance(planned, int) and len(run.rollouts) < planned:
-            text = f"{name} has {len(run.rollouts)} of {planned} rollouts: it is still running, or it stopped."
-            yield Finding("length of the run", text, "note")
-
-
 def _closing(metric: str) -> Callable[[Run, int], float | None]:
     """Return a function that gives the mean of the last rollouts before the number that all runs have."""
 
@@ -362,14 +337,6 @@ def _fraction(value: float) -> str:
 def _small(value: float) -> str:
     text = f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.2g}"
     return text.replace("e-0", "e-")
-
-
-def _percent(value: float) -> str:
-    return f"{value:.2%}".replace("%", " %")
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}".replace(",", "\N{NARROW NO-BREAK SPACE}")
 
 
 def _with_minus(text: str) -> str:

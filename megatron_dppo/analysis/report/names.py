@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_dppo.analysis.report.text import differing_keys, distinct_names, places_of_equal, settings_of
-from megatron_dppo.config.settings import shown
+from megatron_dppo.config.load import shown
 from megatron_dppo.run_folder.reader import Run
 
 R3 = "rollout.routing_replay"

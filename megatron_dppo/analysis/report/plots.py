@@ -1,25 +1,28 @@
-"""Builds the report's figures as plain dictionaries for plotly.js. Colours belong to the page, not to them.
+"""Builds the report's figures as plain dictionaries for plotly.js. The page adds the colours.
 
-A point is the number of a rollout's row in metrics.jsonl as it stands; from ten points on a smoothed curve
-stands before it. What only step rows have is the mean of the rollout's gradient steps; bars and the agreement
-of single layers are means over the run, and their titles say so.
+A point is a number of metrics.jsonl. A smoothed curve is drawn in front of it, as `lines.curve_of` decides.
+Metrics of step rows are averaged over a rollout's gradient steps, and bars over the run.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any
 
-from megatron_dppo.analysis.report.axes import is_logarithmic, panel_title, x_axis, y_axis
-from megatron_dppo.analysis.report.smoothing import MIN_POINTS, smoothed
-from megatron_dppo.analysis.report.stability import alarms_of
+from megatron_dppo.analysis.lines import (
+    Points,
+    can_be_logarithmic,
+    curve_of,
+    finite_mean,
+    over_rollouts,
+    points_of,
+)
+from megatron_dppo.analysis.report.diagnostics import alarms_of
 from megatron_dppo.run_folder.reader import MetricsRow, Run
 
-Points = tuple[list[float], list[float]]
 Trace = dict[str, Any]
 
 AXES_HEIGHT = 180  # pixels of one panel's axes
@@ -29,6 +32,8 @@ COLOURS = 8  # the page has this many; further runs repeat them with the next da
 LAYER = re.compile(r"routing/agreement_layer_(\d+)$")
 PHASES = ("rollout", "batch", "train", "sync")
 MAX_POINTS_WITH_MARKERS = 60
+MAX_LABELLED_PLACES = 8  # else plotly chooses round numbers
+LEAST_FACTOR = 3.0  # between the ends of a logarithmic axis
 MAX_RUNS_AT_ONCE = 12  # else pointing at a plot shows one curve's number, not all
 
 
@@ -40,7 +45,7 @@ class Panel:
     metrics: tuple[str, ...]  # metrics to draw; the report explains missing ones
     log: bool = False
     x_title: str = "rollout"
-    points: Callable[[Run, str], Points] | None = None  # none: the metric over the rollouts
+    points: Callable[[Run, str], Points] | None = None  # None: the metric over the rollouts
     bars: bool = False
     bar_labels: tuple[str, ...] = PHASES
     unit: str = ""  # of bars
@@ -65,22 +70,6 @@ class Section:
         return tuple(name for panel in self.panels for name in panel.metrics)
 
 
-def over_rollouts(run: Run, metric: str) -> Points:
-    """Return the metric by rollout, from rollout rows; else the mean of each rollout's gradient steps.
-
-    Rollouts count from 1, as in the log; an evaluation stands at the number of rollouts before it.
-    """
-    rows = [(row.rollout + 1.0, row.values) for row in run.rollouts]
-    rows += [(float(row.rollout), row.values) for row in run.evaluations]
-    if found := [(rollout, values[metric]) for rollout, values in rows if metric in values]:
-        return points_of(found)
-    of_rollout: dict[int, list[float]] = {}
-    for row in run.steps:
-        if metric in row.values:
-            of_rollout.setdefault(row.rollout, []).append(row.values[metric])
-    return [rollout + 1.0 for rollout in of_rollout], [fmean(values) for values in of_rollout.values()]
-
-
 def by_mini_step(run: Run, metric: str) -> Points:
     """Return the metric by the place of a gradient step in its rollout, from 0; means over the rollouts."""
     of_place: dict[int, list[float]] = {}
@@ -97,18 +86,6 @@ def place_in_rollout(run: Run) -> Iterator[tuple[int, MetricsRow]]:
     for row in run.steps:
         if row.step is not None:
             yield row.step - first[row.rollout], row
-
-
-def finite_mean(values: Iterable[float]) -> float | None:
-    """Return the mean of the finite values; none without any."""
-    finite = [value for value in values if math.isfinite(value)]
-    return fmean(finite) if finite else None
-
-
-def points_of(values: Iterable[tuple[float, float | None]]) -> Points:
-    """Return the points (x, y) whose y is known."""
-    known = [(float(x), y) for x, y in values if y is not None]
-    return [x for x, _ in known], [y for _, y in known]
 
 
 def agreement_by_layer(run: Run, _metric: str) -> Points:
@@ -138,11 +115,9 @@ def figure(
 ) -> dict[str, Any] | None:
     """Return a plotly figure without the panels that no run has data for; None without any panel.
 
-    `looks` number the runs' colours and dashes, as `report.looks` gives them.
+    `looks` are the numbers of the runs' colours and dashes, from `report.looks`.
     """
-    drawn = [
-        (panel, traces) for panel in section.panels if (traces := _panel_traces(panel, runs, names, looks))
-    ]
+    drawn = [(panel, made) for panel in section.panels if (made := _panel_traces(panel, runs, names, looks))]
     if not drawn:
         return None
     data: list[Trace] = []
@@ -162,81 +137,112 @@ def figure(
         top = 1 - index * (AXES_HEIGHT + GAP) / axes_height
         bottom = max(0.0, top - AXES_HEIGHT / axes_height)
         data += [{**trace, "xaxis": f"x{axis}", "yaxis": f"y{axis}"} for trace in traces]
-        places = (x for trace in traces for x in trace["x"])
-        layout[f"xaxis{axis}"] = x_axis(
-            panel.x_title, f"y{axis}", places, panel.bar_labels if panel.bars else ()
-        )
+        layout[f"xaxis{axis}"] = _x_axis(panel, traces, f"y{axis}")
         layout[f"yaxis{axis}"] = _y_axis(panel, traces, f"x{axis}", (bottom, top))
         layout["annotations"].append(panel_title(_title(panel, runs), top))
         if panel.points is None:
-            layout["shapes"] += _change_lines(runs, axis) + _alarm_marks(runs, axis)
+            layout["shapes"] += _marks(runs, axis)
     return {"data": data, "layout": layout}
 
 
 def _panel_traces(panel: Panel, runs: Sequence[Run], names: Sequence[str], looks: Sequence[int]) -> list[Trace]:
-    """Return one trace per run and metric that has points; `meta` is the run's index, which sets its colour."""
+    """Return the traces of each run and metric that has points; `meta` is the run's index."""
+    metrics = panel.metrics[:1] if panel.points else panel.metrics
+    found = [
+        (index, position, points)
+        for index, run in enumerate(runs)
+        for position, metric in enumerate(metrics)
+        if (points := (panel.points or over_rollouts)(run, metric))[0]
+    ]
+    is_log = panel.log and can_be_logarithmic(value for *_, (_, y) in found for value in y)
     traces: list[Trace] = []
-    for index, (run, name) in enumerate(zip(runs, names, strict=True)):
-        for position, metric in enumerate(panel.metrics[:1] if panel.points else panel.metrics):
-            x, y = (panel.points or over_rollouts)(run, metric)
-            if not x:
-                continue
-            if panel.band is not None and (between := _band(run, panel.band, name, index)):
-                traces.append(between)
-            label = name if position == 0 else f"{name} ({metric.split('/')[0].split('_')[-1]})"
-            dash = DASHES[(looks[index] // COLOURS + 2 * position) % len(DASHES)]
-            drawn = _bar(label, index, x, y, panel.unit) if panel.bars else _line(label, index, dash, x, y)
-            if panel.points is None and panel.band is None and len(x) >= MIN_POINTS:
-                log = is_logarithmic([value for value in y if math.isfinite(value)], panel.log)
-                before = _line(f"{label}, smoothed", index, dash, x, _rounded(smoothed(y, x, log=log)))
-                traces += [drawn | {"opacity": 0.25, "mode": "lines"}, before | {"mode": "lines"}]
-            else:
-                traces.append(drawn)
+    for index, position, (x, y) in found:
+        name, metric = names[index], metrics[position]
+        if panel.band is not None and (between := _band(runs[index], panel.band, name, index)):
+            traces.append(between)
+        label = name if position == 0 else f"{name} ({metric.split('/')[0].split('_')[-1]})"
+        dash = DASHES[(looks[index] // COLOURS + 2 * position) % len(DASHES)]
+        drawn = _bar(label, index, x, y, panel.unit) if panel.bars else _line(label, index, dash, x, y)
+        curve = None if panel.points else curve_of([(x, y)], metric, is_log=is_log)
+        if curve is not None and curve.is_smoothed:
+            six_digits = [float(f"{value:.6g}") for value in curve.mean]  # the page is smaller
+            in_front = _line(f"{label}, smoothed", index, dash, curve.x.tolist(), six_digits)
+            traces += [drawn | {"opacity": 0.25, "mode": "lines"}, in_front | {"mode": "lines"}]
+        else:
+            traces.append(drawn)
     return traces
 
 
-def _change_lines(runs: Sequence[Run], axis: str) -> list[dict[str, Any]]:
-    """Return vertical lines before the first rollout after a changed setting; `name` is the run's index."""
-    places = {(index, row.rollout) for index, run in enumerate(runs) for row in run.changes}
+def _marks(runs: Sequence[Run], axis: str) -> list[dict[str, Any]]:
+    """Return lines where a setting changed, and short marks at alarms; `name` is the run's index."""
+    changes = sorted({(index, row.rollout + 0.5) for index, run in enumerate(runs) for row in run.changes})
+    alarms = sorted({(index, alarm.rollout) for index, run in enumerate(runs) for alarm in alarms_of(run)})
+    shapes = [(index, x, 0.0, 1.0, {"width": 1.5, "dash": "dot"}) for index, x in changes]
+    for index, x in alarms:
+        low = 0.06 * index % 0.3
+        shapes.append((index, x, low, low + 0.05, {"width": 4}))
+    place = {"type": "line", "xref": f"x{axis}", "yref": f"y{axis} domain"}
     return [
-        {
-            "type": "line",
-            "name": str(index),
-            "xref": f"x{axis}",
-            "yref": f"y{axis} domain",
-            "x0": rollout + 0.5,
-            "x1": rollout + 0.5,
-            "y0": 0,
-            "y1": 1,
-            "line": {"width": 1.5, "dash": "dot"},
-        }
-        for index, rollout in sorted(places)
+        {**place, "name": str(index), "x0": x, "x1": x, "y0": low, "y1": high, "line": line}
+        for index, x, low, high, line in shapes
     ]
 
 
-def _alarm_marks(runs: Sequence[Run], axis: str) -> list[dict[str, Any]]:
-    """Return a short mark on the x axis at each rollout that raised an alarm; `name` is the run's index."""
-    places = {(index, alarm.rollout) for index, run in enumerate(runs) for alarm in alarms_of(run)}
-    return [
-        {
-            "type": "line",
-            "name": str(index),
-            "xref": f"x{axis}",
-            "yref": f"y{axis} domain",
-            "x0": rollout,
-            "x1": rollout,
-            "y0": 0.06 * index % 0.3,
-            "y1": 0.06 * index % 0.3 + 0.05,
-            "line": {"width": 4},
-        }
-        for index, rollout in sorted(places)
-    ]
+def _x_axis(panel: Panel, traces: Sequence[Trace], anchor: str) -> dict[str, Any]:
+    """Return the x axis, with a tick for each bar, or for each position if there are few."""
+    title = {"text": panel.x_title, "font": {"size": 12}, "standoff": 6}
+    axis: dict[str, Any] = {"anchor": anchor, "title": title}
+    if panel.bars:
+        axis["title"] = title if panel.x_title else {}
+        labels = list(panel.bar_labels)
+        return {**axis, "tickvals": list(range(len(labels))), "ticktext": labels, "tickangle": 0}
+    places = sorted({x for trace in traces for x in trace["x"]})
+    return {**axis, "tickvals": places} if len(places) <= MAX_LABELLED_PLACES else {**axis, "nticks": 9}
 
 
 def _y_axis(panel: Panel, traces: Sequence[Trace], anchor: str, domain: tuple[float, float]) -> dict[str, Any]:
+    """Return the y axis. A linear one has at least the panel's range, so that noise does not fill it."""
     values = [value for trace in traces for value in trace["y"] if value is not None]
+    axis: dict[str, Any] = {"anchor": anchor, "domain": list(domain), "automargin": True, "nticks": 6}
+    if panel.bars:  # from 0, with space for the bars' numbers
+        return axis | {"range": [0, 1.15 * max(values, default=1.0)], "exponentformat": "e"}
+    if panel.log and can_be_logarithmic(values):
+        return axis | _log_ticks(min(values), max(values))
+    axis["exponentformat"] = "e"
     least = max(panel.least, panel.least_share * max(map(abs, values), default=0.0))
-    return y_axis(values, anchor, domain, log=panel.log, bars=panel.bars, least=least)
+    if values and max(values) - min(values) < least:
+        axis["range"] = _widen(min(values), max(values), least)
+    return axis
+
+
+def _widen(low: float, high: float, least: float) -> list[float]:
+    """Return a range of `least` about the values. It crosses 0 or 1 only if the values do."""
+    start = (low + high - least) / 2
+    if low >= 0:
+        start = max(start, -0.02 * least)
+    if high <= 1:
+        start = min(start, 1 + 0.02 * least - least)
+    return [min(start, low), max(start + least, high)]
+
+
+def _log_ticks(lowest: float, highest: float) -> dict[str, Any]:
+    """Return powers of ten as ticks, with 2 and 5 times them if decades are few, and more ticks within one."""
+    first, last = math.floor(math.log10(lowest)), math.ceil(math.log10(highest))
+    digits = (1, 2, 5) if last - first <= 2 else (1,)
+    digits = (1, 1.5, 2, 3, 4, 5, 6, 8) if highest < 4 * lowest else digits
+    step = max(1, (last - first) // 6)
+    ticks = [float(f"{digit}e{exponent}") for exponent in range(first, last + 1, step) for digit in digits]
+    axis = {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
+    if highest < LEAST_FACTOR * lowest:
+        middle, half = math.log10(lowest * highest) / 2, math.log10(LEAST_FACTOR) / 2
+        axis["range"] = [middle - half, middle + half]
+    return axis
+
+
+def panel_title(text: str, top: float) -> dict[str, Any]:
+    """Return the title annotation of a panel with axes that end at `top`."""
+    place = {"xref": "paper", "yref": "paper", "x": 0, "y": top, "xanchor": "left", "yanchor": "bottom"}
+    return {"text": text, **place, "yshift": 3, "showarrow": False}
 
 
 def _line(label: str, run: int, dash: str, x: list[float], y: list[float]) -> Trace:
@@ -285,11 +291,6 @@ def _bar(label: str, run: int, x: list[float], y: list[float], unit: str) -> Tra
         "cliponaxis": False,
         "hovertemplate": f"%{{y:.4g}}{unit}",
     }
-
-
-def _rounded(values: Iterable[float]) -> list[float]:
-    """Round to six digits: a smoothed curve has no more, and the page is smaller."""
-    return [float(f"{value:.6g}") for value in values]
 
 
 def _or_gap(value: float) -> float | None:

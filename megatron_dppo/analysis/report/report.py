@@ -4,55 +4,48 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
+from megatron_dppo.analysis.lines import Line, folder_names, lines_of, run_names, seed_of
 from megatron_dppo.analysis.pages import page_templates, plotly_basic
-from megatron_dppo.analysis.report.context import farthest
-from megatron_dppo.analysis.report.findings import findings, sentences
-from megatron_dppo.analysis.report.mismatch import mismatch_tables
-from megatron_dppo.analysis.report.names import places_of_settings, run_names, setting_names
+from megatron_dppo.analysis.report.diagnostics import alarm_table, why_not_comparable
+from megatron_dppo.analysis.report.findings import Finding, findings
+from megatron_dppo.analysis.report.mismatch_sources import mismatch_tables
 from megatron_dppo.analysis.report.plots import COLOURS, Section, figure
-from megatron_dppo.analysis.report.sections import sections
-from megatron_dppo.analysis.report.seeds import seed_tables
-from megatron_dppo.analysis.report.shadow import agreement_table
-from megatron_dppo.analysis.report.speed import why_not_comparable
-from megatron_dppo.analysis.report.stability import alarm_table
+from megatron_dppo.analysis.report.sections import agreement_table, sections
 from megatron_dppo.analysis.report.summary import (
     COUNTS,
     ROWS,
     SummaryRow,
     difference,
-    formatted,
+    format_number,
     is_speed,
     num_shared,
     paired_kl_k3,
+    seed_tables,
     summary,
     up_to_shared,
 )
-from megatron_dppo.analysis.report.text import (
-    caveats,
-    changes_of,
-    differences,
-    distinct_names,
-    why_missing,
-)
-from megatron_dppo.analysis.report.timeline_plot import SECTION as TIME_LINE
-from megatron_dppo.analysis.report.timeline_plot import time_line
-from megatron_dppo.analysis.report.tokens import token_lists
-from megatron_dppo.errors import ConfigError, Problem, writing_to
-from megatron_dppo.metrics.clipped_tokens import TOP
-from megatron_dppo.metrics.masked_tokens import FARTHEST
+from megatron_dppo.analysis.report.text import caveats, changes_of, differences, why_missing
+from megatron_dppo.analysis.report.timeline import SECTION as TIME_LINE
+from megatron_dppo.analysis.report.timeline import time_line
+from megatron_dppo.analysis.report.tokens import farthest, token_lists
+from megatron_dppo.errors import ConfigError, DataError, Problem, writing_to
+from megatron_dppo.metrics.masked_tokens import FARTHEST, TOP
+from megatron_dppo.run_folder.lock import is_in_use
 from megatron_dppo.run_folder.reader import Run, read_run
-from megatron_dppo.runtime.jsonl import write_whole
+from megatron_dppo.runtime.files import write_whole
 
 __all__ = ["compare", "summary"]
 
 FEW = 4  # runs that are each named in the title, and toggled one by one
+MOST_FAULTS = 3  # in a row: a file that is just being replaced reads as damaged for a moment
 
 
 def compare(runs: Sequence[Path], out: Path, refresh_s: float = 0, tokens_at: int | None = None) -> list[str]:
@@ -80,62 +73,66 @@ def compare(runs: Sequence[Path], out: Path, refresh_s: float = 0, tokens_at: in
     with writing_to("--out", out):
         out.parent.mkdir(parents=True, exist_ok=True)
     read = [read_run(Path(path)) for path in runs]
-    html = render(read, out.parent, refresh_s, tokens_at)
+    found = findings(read, run_names(read))
+    html = render(read, found, out.parent, refresh_s, tokens_at)
     with writing_to("--out", out):
         write_whole(out, [html])
-    return sentences(findings(read, run_names(read)))
+    return [finding.text for finding in found]
 
 
-def render(runs: Sequence[Run], folder: Path, refresh_s: float = 0, tokens_at: int | None = None) -> str:
+def render(
+    runs: Sequence[Run],
+    found: Sequence[Finding],
+    folder: Path,
+    refresh_s: float = 0,
+    tokens_at: int | None = None,
+) -> str:
     """Return the report's HTML, which reloads itself every `refresh_s`; links are relative to `folder`."""
-    names = run_names(runs)
-    shown = sections(runs)
+    names, shown, timeline = run_names(runs), sections(runs), time_line(runs, run_names(runs))
     toggled = toggles(runs, names)
-    figures = {section.id: figure(section, runs, names, looks(toggled)) for section in shown}
-    line = time_line(runs, names)
-    if line is not None:
-        figures[TIME_LINE.id] = line.pop("figure")
-    listed = token_lists(runs, names, tokens_at)
-    listed = [of | {"farthest": farthest(runs[of["run"]], folder, of["rollout"])} for of in listed]
-    return (
-        page_templates("megatron_dppo.analysis.report")
-        .get_template("report.html.j2")
-        .render(
-            names=names,
-            title=title(names, toggled),
-            toggles=toggled,
-            looks=looks(toggled),
-            few=FEW,
-            num_colours=COLOURS,
-            findings=findings(runs, names),
-            refresh_s=refresh_s,
-            runs=[_header(run) for run in runs],
-            differences=differences(runs),
-            is_changed=any(run.changes for run in runs),
-            summary_rows=summary_table(runs, names),
-            why_no_speed=why_not_comparable(runs),
-            shared=num_shared(runs),
-            sections=[
-                {
-                    "section": section,
-                    "has_plot": figures[section.id] is not None,
-                    "missing": _missing(section, runs, names),
-                }
-                for section in shown
-            ],
-            time_line=None if line is None else line | {"section": TIME_LINE},
-            mismatch=mismatch_tables(runs),
-            agreement_rows=agreement_table(runs),
-            alarms=alarm_table(runs),
-            seeds=seed_tables(runs),
-            token_lists=listed,
-            top=TOP,
-            farthest=FARTHEST,
-            caveats=caveats(runs, names),
-            figures_json=_for_script({key: value for key, value in figures.items() if value is not None}),
-            token_lists_json=_for_script(listed),
-            plotly_js=plotly_basic(),
-        )
+    of_runs = looks(toggled)
+    figures = {section.id: figure(section, runs, names, of_runs) for section in shown}
+    figures |= {} if timeline is None else {TIME_LINE.id: timeline["figure"]}
+    listed = [
+        of | {"farthest": farthest(runs[of["run"]], folder, of["rollout"])}
+        for of in token_lists(runs, names, tokens_at)
+    ]
+    page = page_templates("megatron_dppo.analysis.report").get_template("report.html.j2")
+    return page.render(
+        names=names,
+        title=title(names, toggled),
+        toggles=toggled,
+        looks=of_runs,
+        few=FEW,
+        num_colours=COLOURS,
+        findings=found,
+        refresh_s=refresh_s,
+        runs=[_header(run) for run in runs],
+        differences=differences(runs),
+        is_changed=any(run.changes for run in runs),
+        summary_rows=summary_table(runs, names),
+        why_no_speed=why_not_comparable(runs),
+        shared=num_shared(runs),
+        sections=[
+            {
+                "section": section,
+                "has_plot": figures[section.id] is not None,
+                "missing": _missing(section, runs, names),
+            }
+            for section in shown
+        ],
+        time_line=None if timeline is None else timeline | {"section": TIME_LINE},
+        mismatch=mismatch_tables(runs),
+        agreement_rows=agreement_table(runs),
+        alarms=alarm_table(runs),
+        seeds=seed_tables(runs, names),
+        token_lists=listed,
+        top=TOP,
+        farthest=FARTHEST,
+        caveats=caveats(runs, names),
+        figures_json=_for_script({key: value for key, value in figures.items() if value is not None}),
+        token_lists_json=_for_script(listed),
+        plotly_js=plotly_basic(),
     )
 
 
@@ -155,15 +152,13 @@ def _header(run: Run) -> dict[str, Any]:
 
 
 def summary_table(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the summary's rows, of two runs with their difference; metrics that no run has are left out.
+    """Return the summary's rows. Metrics that no run has, and seconds that may not be compared, are left out.
 
-    The difference is over the rollouts that both runs have.
-
-    Seconds that may not be compared are left out too. The section on time has each run's seconds.
+    Rows of two runs have their difference over the rollouts that both have.
     """
     summaries = [summary(run) for run in runs]
     shared = [summary(run) for run in up_to_shared(runs)] if len(runs) == 2 else []
-    folders = distinct_names(runs)
+    folders = folder_names(runs)
     table: list[dict[str, Any]] = []
     if folders != list(names):
         table.append({"label": "folder", "cells": [{"text": name, "why": ""} for name in folders]})
@@ -183,7 +178,7 @@ def _cell(row: SummaryRow, run: Run, value: float | None) -> dict[str, str]:
     why = why_missing(run, row.metric) if value is None and row.metric else ""
     if value is not None and row.key.startswith("paired"):
         why = f"pooled over {paired_kl_k3(run)[2]:,} tokens"
-    return {"text": formatted(value, row.format), "why": why}
+    return {"text": format_number(value, row.format), "why": why}
 
 
 def _missing(section: Section, runs: Sequence[Run], names: Sequence[str]) -> list[str]:
@@ -212,34 +207,95 @@ def _for_script(value: Any) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-@dataclass(frozen=True)
-class Toggle:
-    """Runs that one button hides or shows; its index is its colour and dash."""
-
-    label: str
-    runs: tuple[int, ...]  # places in the report's order
-
-
-def toggles(runs: Sequence[Run], names: Sequence[str]) -> list[Toggle]:
-    """Return one toggle for each run; of many runs of several settings, one for each setting."""
-    by_setting = places_of_settings(runs)
-    if len(by_setting) == 1 or len(runs) <= FEW:
-        return [Toggle(name, (index,)) for index, name in enumerate(names)]
+def toggles(runs: Sequence[Run], names: Sequence[str]) -> list[Line]:
+    """Return what a button hides or shows: each run, or each line if there are many runs of several lines."""
+    lines = lines_of(runs, names)
+    if len(lines) == 1 or len(runs) <= FEW:
+        return [
+            Line(name, (index,), {seed_of(run): run})
+            for index, (run, name) in enumerate(zip(runs, names, strict=True))
+        ]
     return [
-        Toggle(f"{name} ×{len(of)}" if len(of) > 1 else name, tuple(of))
-        for name, of in zip(setting_names(runs, names), by_setting, strict=True)
+        replace(line, label=f"{line.label} ×{len(line.places)}") if len(line.places) > 1 else line
+        for line in lines
     ]
 
 
-def looks(toggled: Sequence[Toggle]) -> list[int]:
-    """Return the index of each run's toggle."""
-    place_of = {run: place for place, toggle in enumerate(toggled) for run in toggle.runs}
+def looks(toggled: Sequence[Line]) -> list[int]:
+    """Return the index of each run's toggle, which sets its colour and dash."""
+    place_of = {run: place for place, toggle in enumerate(toggled) for run in toggle.places}
     return [place_of[run] for run in range(len(place_of))]
 
 
-def title(names: Sequence[str], toggled: Sequence[Toggle]) -> str:
+def title(names: Sequence[str], toggled: Sequence[Line]) -> str:
     """Return all names if they are few, else their number."""
     if len(names) <= FEW:
         return " · ".join(names)
     settings = "" if len(toggled) == len(names) else f" of {len(toggled)} settings"
     return f"{len(names)} runs{settings}"
+
+
+def watch(
+    runs: Sequence[Path],
+    out: Path,
+    every_s: float,
+    say: Callable[[str], None],
+    wait: Callable[[float], None] = time.sleep,
+    tokens_at: int | None = None,
+) -> list[str]:
+    """Rewrite the report when a run has written, until all have ended or the user interrupts.
+
+    The page reloads itself meanwhile; the last one written does not.
+
+    Args:
+        runs: Run folders.
+        out: The report.
+        every_s: Seconds between two looks.
+        say: Gets a sentence for each report written, and one on the end.
+        wait: Waits so many seconds.
+        tokens_at: See `compare`.
+
+    Returns:
+        The findings of the last report.
+
+    Raises:
+        ConfigError: See `compare`.
+        DataError: A folder is no run's, or stays unreadable.
+    """
+    seen: list[int] = []
+    faults = 0
+    try:
+        while True:
+            try:
+                files = (path / "metrics.jsonl" for path in runs)
+                sizes = [file.stat().st_size for file in files if file.is_file()]
+                going = [path for path in runs if is_going(read_run(path))]
+                if not going:
+                    say("all runs have ended")
+                    break
+                if sizes != seen:
+                    compare(runs, out, every_s, tokens_at)
+                    say(f"wrote {out}: {progress(runs)}")
+                seen, faults = sizes, 0
+            except DataError:
+                faults += 1
+                if not seen or faults == MOST_FAULTS:
+                    raise
+            wait(every_s)
+    except KeyboardInterrupt:
+        say("stopped watching; the runs go on")
+    return compare(runs, out, tokens_at=tokens_at)
+
+
+def is_going(run: Run) -> bool:
+    """Return whether more rows may come: rollouts are left, and the process is not known to have ended."""
+    planned = run.option("run.num_rollouts")
+    if isinstance(planned, int) and len(run.rollouts) >= planned:
+        return False
+    return is_in_use(run.path) is not False
+
+
+def progress(runs: Sequence[Path]) -> str:
+    """Return the rollouts done and planned, run by run."""
+    read = [read_run(path) for path in runs]
+    return ", ".join(f"{run.name} {len(run.rollouts)}/{run.option('run.num_rollouts') or '?'}" for run in read)

@@ -4,17 +4,19 @@ import re
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 
-from megatron_dppo.analysis.report.mismatch import has_routes, mismatch_sections
+from megatron_dppo.algorithms import PRESETS
+from megatron_dppo.analysis.lines import finite_mean, over_rollouts
+from megatron_dppo.analysis.report.diagnostics import why_not_comparable
+from megatron_dppo.analysis.report.mismatch_sources import has_routes, mismatch_sections
 from megatron_dppo.analysis.report.plots import (
     PHASES,
     Panel,
     Section,
     agreement_by_layer,
+    by_mini_step,
     seconds_by_phase,
     shares_by_phase,
 )
-from megatron_dppo.analysis.report.shadow import shadow_sections
-from megatron_dppo.analysis.report.speed import why_not_comparable
 from megatron_dppo.run_folder.reader import Run
 
 REWARD = Section(
@@ -136,6 +138,7 @@ BOUND = Section(
         Panel("quadratic term", ("theory/quadratic_term",), log=True),
     ),
 )
+_EVALUATED = re.compile(r"shadow/(.+)/masked_fraction$")
 
 
 def sections(runs: Sequence[Run]) -> list[Section]:
@@ -164,7 +167,7 @@ def sections(runs: Sequence[Run]) -> list[Section]:
 
 
 def _time(runs: Sequence[Run]) -> Section:
-    """Return the section on seconds; of runs whose seconds may not be compared, on the shares of phases."""
+    """Return the section on seconds, or on shares of phases if seconds may not be compared."""
     why = why_not_comparable(runs)
     if not why:
         return TIME
@@ -188,3 +191,65 @@ def _eval_panels(names: Set[str]) -> Iterator[Panel]:
 
 def _eval_rows(run: Run) -> list[set[str]]:
     return [set(row.values) for row in (*run.rollouts, *run.evaluations)]
+
+
+def shadow_presets(runs: Sequence[Run]) -> list[str]:
+    """Return the presets that some run evaluated as shadows and that can mask a token, in registry order."""
+    evaluated = {
+        found[1]
+        for run in runs
+        for row in run.steps
+        for name in row.values
+        if (found := _EVALUATED.match(name))
+    }
+    maskless = {name for name, objective in PRESETS.items() if objective.rule == "none"}
+    order = list(PRESETS)
+    return sorted(
+        evaluated - maskless, key=lambda name: (order.index(name) if name in PRESETS else len(order), name)
+    )
+
+
+def shadow_sections(runs: Sequence[Run]) -> list[Section]:
+    """Return a panel for each preset, over the run and by mini-step. Empty if no run has shadows."""
+    names = shadow_presets(runs)
+    if not names:
+        return []
+    over_the_run = Section(
+        "shadow",
+        "Shadow masks",
+        "Share of the tokens with A ≠ 0 that each preset, as published, would have masked at the same weights "
+        "and batches: it trained on none of them, so this says who would act, not how its own run would end.",
+        tuple(Panel(name, (f"shadow/{name}/masked_fraction",)) for name in names),
+        folded=True,
+    )
+    mini_steps = Section(
+        "shadow-mini-steps",
+        "Shadow masks by mini-step",
+        "The same share by the place of a gradient step in its rollout, mean over the run: at 0 pi has the "
+        "weights that sampled, and what is masked there is noise; the rise after it is how far training moved.",
+        tuple(
+            Panel(name, (f"shadow/{name}/masked_fraction",), x_title="gradient step", points=by_mini_step)
+            for name in names
+        ),
+        folded=True,
+    )
+    return [over_the_run, mini_steps]
+
+
+def agreement_table(runs: Sequence[Run]) -> list[dict[str, object]]:
+    """Return by preset each run's agreement with the mask that trained it, and a note on the difference."""
+    return [{"label": name, "cells": [_cell(run, name) for run in runs]} for name in shadow_presets(runs)]
+
+
+def _cell(run: Run, name: str) -> dict[str, str]:
+    def mean(metric: str) -> float | None:
+        return finite_mean(over_rollouts(run, f"shadow/{name}/{metric}")[1])
+
+    agreement, masked, mass = (mean(name) for name in ("agreement", "masked_fraction", "dropped_mass_fraction"))
+    if agreement is None or masked is None:
+        return {"text": "–", "why": "this run did not evaluate it"}
+    of_mass = "" if mass is None else f" and drop {mass:.2%} of the gradient's weight"
+    return {
+        "text": f"{agreement:.2%}".replace("%", " %"),
+        "why": f"would mask {masked:.2%} of the tokens{of_mass}",
+    }

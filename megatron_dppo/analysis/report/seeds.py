@@ -8,7 +8,7 @@ from megatron_dppo.analysis.contrasts import Contrast, Estimate, contrast, estim
 from megatron_dppo.analysis.report.names import experiment_of
 from megatron_dppo.analysis.report.summary import LAST, formatted, summary, up_to_shared
 from megatron_dppo.analysis.report.text import differing_keys
-from megatron_dppo.config.settings import shown
+from megatron_dppo.config.load import shown
 from megatron_dppo.run_folder.reader import Run
 
 # Keys of `summary.summary`.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from megatron_dppo.analysis.report.names import experiment_of
 from megatron_dppo.analysis.report.text import places_of_equal
-from megatron_dppo.config.settings import shown
+from megatron_dppo.config.load import shown
 from megatron_dppo.run_folder.reader import Run
 
 MIN_REPEATS = 6  # runs of each setting, as many as seeds that decide

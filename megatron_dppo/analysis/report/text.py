@@ -2,74 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from statistics import fmean
-from typing import Any
 
-from megatron_dppo.analysis.report.plots import over_rollouts
+from megatron_dppo.analysis.lines import (
+    WITHOUT_EFFECT,
+    differing_keys,
+    experiment_of,
+    over_rollouts,
+    places_of_equal,
+)
+from megatron_dppo.analysis.report.diagnostics import describe_unfinished
 from megatron_dppo.analysis.report.summary import LAST, paired_kl_k3, summary
-from megatron_dppo.config.settings import flat, shown
+from megatron_dppo.config.load import flat, shown
 from megatron_dppo.metrics.alarms import NOISE_LIMIT
 from megatron_dppo.run_folder.reader import Run
 
 PAIRED = ("mismatch_live/", "mismatch_replayed/")
 SEEDS_FOR_A_CLAIM = 10
-BOOKKEEPING = (  # differ in every run, or say in words what another key holds
+BOOKKEEPING = (  # differ in every run, or repeat another key in words
     *("run.folder", "versions.argv", "versions.layer_spec_reason"),
 )
-WITHOUT_EFFECT = (  # on what is learnt, but for chance
-    *("run.folder", "run.seed", "run.num_threads", "versions.host"),
-    *("tracking.", "checkpoint.", "evaluation."),
-)
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A config key, or a version, on which runs differ."""
-
-    key: str
-    values: tuple[str, ...]  # one per run
-
-
-def distinct_names(runs: Sequence[Run]) -> list[str]:
-    """Return folder names, with as much of the path before them as makes them distinct."""
-    return distinct_folders([run.path for run in runs])
-
-
-def distinct_folders(folders: Sequence[Path]) -> list[str]:
-    """Return the folders' names, with as much of the path before them as makes them distinct."""
-    parts = [folder.resolve().parts for folder in folders]
-    for depth in range(1, max(map(len, parts), default=1) + 1):
-        names = ["/".join(part[-depth:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return list(map(str, folders))
-
-
-def differences(runs: Sequence[Run]) -> list[Difference]:
-    """Return config keys and versions with different values across runs, without bookkeeping."""
+def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Return config keys and versions that differ, without bookkeeping, and each run's value."""
     of_runs = [flat(run.config) | flat(run.versions, "versions.") for run in runs]
-    return [
-        Difference(key, tuple(shown(values.get(key)) for values in of_runs))
-        for key in differing_keys(of_runs)
-        if key not in BOOKKEEPING
-    ]
-
-
-def differing_keys(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys whose values, as text, are not the same in all settings."""
-    keys = sorted({key for own in settings for key in own})
-    return [key for key in keys if len({shown(own.get(key)) for own in settings}) > 1]
-
-
-def places_of_equal(settings: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Return the indices of equal settings, group by group, in the order in which groups begin."""
-    groups: dict[str, list[int]] = {}
-    for index, own in enumerate(settings):
-        groups.setdefault(repr(sorted(own.items())), []).append(index)
-    return list(groups.values())
+    keys = [key for key in differing_keys(of_runs) if key not in BOOKKEEPING]
+    return {key: [shown(values.get(key)) for values in of_runs] for key in keys}
 
 
 def changes_of(run: Run) -> list[str]:
@@ -124,9 +84,9 @@ def caveats(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
 
 
 def _seeds(runs: Sequence[Run]) -> str:
-    """Return a note on runs that differ in the seed alone, which repeat one setting."""
+    """Return a note on the number of seeds of each setting."""
     seeds = [shown(run.option("run.seed")) for run in runs]
-    alike = places_of_equal([settings_of(run) for run in runs])
+    alike = places_of_equal([experiment_of(run) for run in runs])
     fewest = min(len({seeds[index] for index in indices}) for indices in alike)
     if fewest >= SEEDS_FOR_A_CLAIM:
         return (
@@ -146,13 +106,7 @@ def _seeds(runs: Sequence[Run]) -> str:
 
 
 def _lengths(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
-    texts: list[str] = []
-    for run, name in zip(runs, names, strict=True):
-        planned = run.option("run.num_rollouts")
-        if isinstance(planned, int) and len(run.rollouts) < planned:
-            texts.append(
-                f"{name} has {len(run.rollouts)} of {planned} rollouts: it is still running, or it stopped."
-            )
+    texts = describe_unfinished(runs, names)
     counts = [len(run.rollouts) for run in runs]
     if min(counts) != max(counts):
         texts.append(
@@ -181,7 +135,7 @@ def _size(runs: Sequence[Run]) -> str:
 
 
 def _several_causes(runs: Sequence[Run]) -> list[str]:
-    keys = [row.key for row in differences(runs) if not row.key.startswith(WITHOUT_EFFECT)]
+    keys = [key for key in differences(runs) if not key.startswith(WITHOUT_EFFECT)]
     if len(keys) < 2:
         return []
     return [
@@ -190,7 +144,7 @@ def _several_causes(runs: Sequence[Run]) -> list[str]:
 
 
 def _changed(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
-    """Return a note on runs whose config holds for their last part only."""
+    """Return a note on runs with a config that holds only for their last part."""
     return [
         f"{name} is not one experiment: {'; '.join(changes_of(run))}. Its config and its label hold for what "
         "came after, and means over its rollouts mix both."
@@ -211,7 +165,7 @@ def _mismatch(runs: Sequence[Run]) -> str:
 
 
 def _noise(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
-    """Return a note on runs whose trust region masked more than the noise limit before any update."""
+    """Return a note on trust regions that masked more than the noise limit before any update."""
     texts: list[str] = []
     for run, name in zip(runs, names, strict=True):
         masked = over_rollouts(run, "trust_region/noise_masked_fraction")[1]
@@ -272,8 +226,3 @@ def _odd_files(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
                 f"{name}: {num_non_finite} values are not finite; plots show gaps, and means skip them."
             )
     return texts
-
-
-def settings_of(run: Run) -> dict[str, Any]:
-    """Return a run's settings as dotted keys, without those that differ between repetitions."""
-    return {key: value for key, value in flat(run.config).items() if not key.startswith(WITHOUT_EFFECT)}

@@ -1,4 +1,4 @@
-"""Reads from a run's rows what the trainer did with its time, and how much of it overlapped with sampling.
+"""Draws what the trainer did with its time, and what was sampled meanwhile.
 
 A row has the seconds of its phases, not when they were, so that the order is the loop's: evaluation,
 checkpoint, rollout, training, push. Time between rows (a start, a resume) is in no row, and left out.
@@ -7,10 +7,12 @@ checkpoint, rollout, training, push. Time between rows (a start, a resume) is in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import accumulate
+from typing import Any, Literal
 
+from megatron_dppo.analysis.report.plots import Section, Trace, panel_title
 from megatron_dppo.run_folder.reader import Run
 
 Phase = Literal["evaluation", "checkpoint", "rollout", "train", "other", "push"]
@@ -27,6 +29,29 @@ WORDS: Mapping[Phase, str] = {
 
 _TRAINING = ("time/batch_s", "time/paired_forward_s", "time/train_s")
 _NEEDED = ("time/rollout_s", "time/train_s")
+DETAILED = 20  # rollouts drawn over time; all of them are in the shares
+BINS = 50  # bars of shares, whatever the run's length
+MOST_RUNS = 4  # that are drawn; more runs have only the sentences
+GENERATION, BUSY = "generation", "busy"  # names of their colours; a phase's is the phase
+_TRAINER_LANE, _GENERATION_LANE, _THICK = 1, 0, 0.8
+_LANES_HEIGHT, _SHARES_HEIGHT, _GAP = 110, 150, 78  # pixels
+_LANE_AXIS = {
+    "range": [-0.5, 1.5],
+    "showgrid": False,
+    "zeroline": False,
+    "tickvals": [_GENERATION_LANE, _TRAINER_LANE],
+    "ticktext": ["generation", "trainer"],
+}
+_SHARE_AXIS = {"range": [0, 100], "nticks": 6}
+_MARGINS = {"l": 78, "r": 8, "t": 28, "b": 44}
+SECTION = Section(
+    "time-line",
+    "Time line",
+    f"What the trainer did over wall time, for the last {DETAILED} rollouts and, as shares, for the whole run. "
+    "The bar of generation beneath is as thick as the share of the time with requests on their way; lines are "
+    "pushes. Where both lanes are full, generation hides behind training; where they take turns, one waits "
+    "for the other. Time between rows, as of a resume, is left out.",
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +90,8 @@ class Cycle:
 def cycles(run: Run) -> list[Cycle]:
     """Return the run's rollouts in order, with an evaluation after the last; empty without seconds in rows."""
     evaluated = {row.rollout: _seconds(row.values, "time/evaluation_s") for row in run.evaluations}
-    is_ahead, is_saving_inside = bool(run.option("rollout.max_staleness")), _saves_between_steps(run)
+    is_ahead = bool(run.option("rollout.max_staleness"))
+    is_saving_inside = bool(run.option("checkpoint.every_steps"))
     found = [
         _cycle(row.rollout, row.values, evaluated.pop(row.rollout, 0.0), is_ahead, is_saving_inside)
         for row in run.rollouts
@@ -101,10 +127,6 @@ def _cycle(
     )
 
 
-def _saves_between_steps(run: Run) -> bool:
-    return bool(run.option("checkpoint.every_steps"))
-
-
 def _seconds(row: Mapping[str, float], name: str) -> float:
     value = _finite(row, name)
     return 0.0 if value is None else max(value, 0.0)
@@ -128,12 +150,12 @@ def busy_in_training(of: Sequence[Cycle]) -> float | None:
     return _mean((cycle.busy, cycle.training_s) for cycle in of)
 
 
-def hidden(of: Sequence[Cycle]) -> float | None:
+def hidden_share(of: Sequence[Cycle]) -> float | None:
     """Return the share of generation's time that overlapped training, or `None` if unknown."""
     known = [cycle for cycle in of if cycle.busy is not None]
-    beside = sum(cycle.busy * cycle.training_s for cycle in known if cycle.busy is not None)
+    overlapping = sum(cycle.busy * cycle.training_s for cycle in known if cycle.busy is not None)
     waited = sum(cycle.seconds["rollout"] for cycle in known)
-    return beside / (beside + waited) if beside + waited else None
+    return overlapping / (overlapping + waited) if overlapping + waited else None
 
 
 def sentence(run: Run) -> str:
@@ -150,7 +172,7 @@ def sentence(run: Run) -> str:
         texts["push"] += f" ({_percent(hold)} until nothing was on its way)"
     order: tuple[Phase, ...] = ("train", "rollout", "push", "evaluation", "checkpoint", "other")
     first, *others = [texts[phase] for phase in order if phase in texts]
-    parts = [f"The trainer spent {_listed([first.replace(' %', ' % of its time', 1), *others])}."]
+    parts = [f"The trainer spent {_enumerate([first.replace(' %', ' % of its time', 1), *others])}."]
     mean = _mean((cycle.age_mean, 1.0) for cycle in found)
     largest = max((cycle.age_max for cycle in found if cycle.age_max is not None), default=None)
     if mean is not None and largest is not None:
@@ -161,7 +183,7 @@ def sentence(run: Run) -> str:
 def _overlap(run: Run, found: Sequence[Cycle]) -> str:
     if not run.option("rollout.max_staleness"):
         return "Generation and training took turns (rollout.max_staleness = 0)."
-    busy, share = busy_in_training(found), hidden(found)
+    busy, share = busy_in_training(found), hidden_share(found)
     if busy is None or share is None:
         return "How much generation overlapped training is not in its rows."
     requests = _mean((cycle.requests, cycle.training_s) for cycle in found)
@@ -181,12 +203,6 @@ def why_absent(run: Run) -> str:
     return "its rows in metrics.jsonl have no time/rollout_s and time/train_s"
 
 
-def binned(of: Sequence[Cycle], num: int) -> list[Sequence[Cycle]]:
-    """Return at most `num` runs of successive cycles, all of one length but the last."""
-    length = max(-(-len(of) // num), 1)
-    return [of[start : start + length] for start in range(0, len(of), length)]
-
-
 def _mean(weighted: Iterable[tuple[float | None, float]]) -> float | None:
     known = [(value, weight) for value, weight in weighted if value is not None]
     total = sum(weight for _, weight in known)
@@ -198,6 +214,172 @@ def _percent(share: float) -> str:
     return f"{value:.1f} %" if 0 < value < 9.95 else f"{value:.0f} %"
 
 
-def _listed(texts: Sequence[str]) -> str:
+def _enumerate(texts: Sequence[str]) -> str:
     *most, last = texts
     return f"{', '.join(most)} and {last}" if most else last
+
+
+def time_line(runs: Sequence[Run], names: Sequence[str]) -> dict[str, Any] | None:
+    """Return the section for the page: figure, words and legend, or `None` if no run has seconds."""
+    texts = [sentence(run) for run in runs]
+    if not any(texts):
+        return None
+    missing = [
+        f"{name}: no time line: {why}."
+        for run, name in zip(runs, names, strict=True)
+        if (why := why_absent(run))
+    ]
+    drawn = [cycles(run) if len(runs) <= MOST_RUNS else [] for run in runs]
+    seen = {phase for of in drawn for cycle in of for phase in WORDS if cycle.seconds[phase]}
+    words = [{"colour": phase, "text": text} for phase, text in WORDS.items() if phase in seen]
+    alone = len(runs) == 1
+    others = [{"colour": GENERATION, "text": "servers sampling"}]
+    if any(cycle.busy for of in drawn for cycle in of):
+        others.append({"colour": BUSY, "text": "line: share of training with requests on their way"})
+    return {
+        "figure": figure(drawn, names),
+        "texts": [text if alone else f"{n}: {text}" for n, text in zip(names, texts, strict=True) if text],
+        "legend": [*words, *others] if seen else [],
+        "missing": missing,
+    }
+
+
+def figure(drawn: Sequence[Sequence[Cycle]], names: Sequence[str]) -> dict[str, Any] | None:
+    """Return a plotly figure of two panels for each run that has cycles; None without any."""
+    having = [(index, of) for index, of in enumerate(drawn) if of]
+    if not having:
+        return None
+    heights = [_LANES_HEIGHT, _SHARES_HEIGHT] * len(having)
+    inner = sum(heights) + _GAP * (len(heights) - 1)
+    layout: dict[str, Any] = {
+        "height": inner + _MARGINS["t"] + _MARGINS["b"],
+        "margin": _MARGINS,
+        "hovermode": "closest",
+        "barmode": "stack",  # bars with an explicit base start there
+        "bargap": 0,
+        "annotations": [],
+        "shapes": [],
+    }
+    data: list[Trace] = []
+    top = float(inner)
+    for panel, height in enumerate(heights):
+        index, of = having[panel // 2]
+        is_lanes, axis = panel % 2 == 0, "" if panel == 0 else str(panel + 1)
+        domain = (max((top - height) / inner, 0.0), top / inner)
+        who = "" if len(drawn) == 1 else f"{names[index]}: "
+        last = of[-DETAILED:]
+        traces = list(_lanes(last) if is_lanes else _bars_of_shares(of))
+        data += [{**trace, "meta": index, "xaxis": f"x{axis}", "yaxis": f"y{axis}"} for trace in traces]
+        title = f"last {len(last)} rollouts" if is_lanes else "% of the time, whole run"
+        x_title = {"text": "seconds" if is_lanes else "rollout", "font": {"size": 12}, "standoff": 6}
+        layout[f"xaxis{axis}"] = {"anchor": f"y{axis}", "title": x_title, "nticks": 9, "zeroline": False}
+        y_axis = _LANE_AXIS if is_lanes else _SHARE_AXIS
+        layout[f"yaxis{axis}"] = {"anchor": f"x{axis}", "domain": list(domain), **y_axis}
+        layout["annotations"].append(panel_title(f"{who}{title}", domain[1]))
+        top -= height + _GAP
+    return {"data": data, "layout": layout}
+
+
+def _lanes(of: Sequence[Cycle]) -> Iterator[Trace]:
+    """Yield the trainer's phases as bars over time, generation beneath, and the pushes."""
+    starts = _starts(of)
+    for phase in WORDS:
+        bars = [(at[phase], cycle.seconds[phase], cycle) for at, cycle in zip(starts, of, strict=True)]
+        if any(seconds for _, seconds, _ in bars):
+            yield _lane(WORDS[phase], phase, _TRAINER_LANE, bars, lambda _: 1.0)
+    sampled: list[tuple[float, float, Cycle]] = []
+    overlapping: list[tuple[float, float, Cycle]] = []
+    for at, cycle in zip(starts, of, strict=True):
+        sampled += [(at[phase], cycle.seconds[phase], cycle) for phase in ("evaluation", "rollout")]
+        overlapping.append((at["train"], cycle.training_s, cycle))
+    yield _lane("sampling", GENERATION, _GENERATION_LANE, sampled, lambda _: 1.0)
+    if any(cycle.busy for cycle in of):
+        name = "sampling during training, %{customdata[1]}"
+        yield _lane(name, GENERATION, _GENERATION_LANE, overlapping, lambda cycle: cycle.busy or 0.0)
+    ends = [at["push"] + cycle.seconds["push"] for at, cycle in zip(starts, of, strict=True)]
+    pushes = [end for end, cycle in zip(ends, of, strict=True) if cycle.seconds["push"]]
+    yield {
+        "type": "scatter",
+        "name": "push",
+        "legendgroup": "phase-push",
+        "mode": "lines",
+        "x": [x for end in pushes for x in (_short(end), _short(end), None)],
+        "y": [y for _ in pushes for y in (-0.5, 1.5, None)],
+        "line": {"width": 1},
+        "hoverinfo": "skip",
+    }
+
+
+def _starts(of: Sequence[Cycle]) -> list[dict[Phase, float]]:
+    """Return when each phase of each cycle begins, in seconds after the first."""
+    times = accumulate((cycle.seconds[phase] for cycle in of for phase in WORDS), initial=0.0)
+    return [dict(zip(WORDS, times, strict=False)) for _ in of]
+
+
+def _lane(
+    name: str,
+    colour: str,
+    lane: int,
+    bars: Sequence[tuple[float, float, Cycle]],
+    share: Callable[[Cycle], float],
+) -> Trace:
+    """Return bars of (start, seconds) in a lane, as thick as the share."""
+    shown = [(start, seconds, cycle) for start, seconds, cycle in bars if seconds and share(cycle)]
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name.partition(",")[0],
+        "legendgroup": f"phase-{colour}",
+        "base": [_short(start) for start, _, _ in shown],
+        "x": [_short(seconds) for _, seconds, _ in shown],
+        "y": [lane] * len(shown),
+        "width": [_short(_THICK * share(cycle)) for _, _, cycle in shown],
+        "customdata": [[cycle.rollout + 1, _load(cycle), _short(seconds)] for _, seconds, cycle in shown],
+        "marker": {"line": {"width": 0}},
+        "hovertemplate": f"rollout %{{customdata[0]}}: {name}, %{{customdata[2]}} s<extra></extra>",
+    }
+
+
+def _load(cycle: Cycle) -> str:
+    busy = "" if cycle.busy is None else f"{cycle.busy:.0%} of its time"
+    return busy if cycle.requests is None else f"{busy}, {cycle.requests:.3g} requests"
+
+
+def _bars_of_shares(of: Sequence[Cycle]) -> Iterator[Trace]:
+    """Yield each phase's share of the time as a stack of bars over rollouts, and servers' share of training."""
+    length = max(-(-len(of) // BINS), 1)  # of successive cycles in one bar
+    bins = [of[start : start + length] for start in range(0, len(of), length)]
+    places = [(part[0].rollout + part[-1].rollout) / 2 + 1 for part in bins]
+    widths = [part[-1].rollout - part[0].rollout + 1 for part in bins]
+    stacks = [shares(part) for part in bins]
+    for phase, words in WORDS.items():
+        values = [100 * stack.get(phase, 0.0) for stack in stacks]
+        if any(values):
+            yield {
+                "type": "bar",
+                "name": words,
+                "legendgroup": f"phase-{phase}",
+                "x": places,
+                "y": [_short(value) for value in values],
+                "width": widths,
+                "marker": {"line": {"width": 0}},
+                "hovertemplate": f"rollout %{{x}}: {words} %{{y:.3g}} %<extra></extra>",
+            }
+    busy = [busy_in_training(part) for part in bins]
+    if any(busy):
+        yield {
+            "type": "scatter",
+            "name": "servers busy",
+            "legendgroup": f"phase-{BUSY}",
+            "mode": "lines+markers",
+            "x": places,
+            "y": [None if value is None else _short(100 * value) for value in busy],
+            "line": {"width": 2},
+            "marker": {"size": 4},
+            "hovertemplate": "servers had requests for %{y:.3g} % of training<extra></extra>",
+        }
+
+
+def _short(value: float) -> float:
+    """Round to five digits: no screen shows more, and the page is smaller."""
+    return float(f"{value:.5g}")

@@ -1,24 +1,31 @@
-"""Builds the report's section on masked tokens: those that each preset drops most often, by sign."""
+"""Builds the report's section on masked tokens: the most frequent ones, and the farthest ones in their text."""
 
 from __future__ import annotations
 
 import math
+import os
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from megatron_dppo.algorithms import PRESETS
 from megatron_dppo.analysis.token_files import (
     ClippedRow,
     TokenList,
-    listed_rollouts,
+    list_files,
     read_list,
     rollouts_to_show,
+    step_files,
 )
-from megatron_dppo.metrics.clipped_tokens import ACTIVE, MEANS
+from megatron_dppo.errors import DataError
+from megatron_dppo.metrics.masked_tokens import ACTIVE, FARTHEST, MEANS, SIGNS, TOKENS_BEFORE
 from megatron_dppo.run_folder.reader import Run
+from megatron_dppo.runtime.jsonl import read_jsonl
 
 _SPACES = {" ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍"}
+_NUMBERS = ("mu", "pi", "divergence", "advantage")
 
 
 def token_lists(
@@ -39,7 +46,7 @@ def token_lists(
         DataError: A file of the list has the wrong format.
     """
     shown: list[dict[str, Any]] = []
-    listed = {name: listed_rollouts(run) for run, name in zip(runs, names, strict=True)}
+    listed = {name: list_files(run) for run, name in zip(runs, names, strict=True)}
     rollouts = rollouts_to_show(listed, tokens_at)
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         if name not in rollouts:
@@ -70,7 +77,7 @@ def _presets(run: Run, found: TokenList) -> Iterator[dict[str, Any]]:
         trained = f"{run.option('algorithm.preset') or 'preset not set'} (trained)"
         yield {
             "name": trained if preset == ACTIVE else f"{preset} (shadow)",
-            **{sign: [_shown(row) for row in rows] for sign, rows in signs.items()},
+            **{sign: [_list_row(row) for row in rows] for sign, rows in signs.items()},
             **{f"num_{sign}": _total(rows) for sign, rows in signs.items()},
         }
 
@@ -80,22 +87,22 @@ def _total(rows: Sequence[ClippedRow]) -> int:
     return round(rows[0].count / rows[0].share) if rows else 0
 
 
-def _shown(row: ClippedRow) -> list[Any]:
-    means = [rounded(row.means[name]) for name in MEANS]
-    return [visible(row.token), row.token_id, row.count, rounded(row.share), *means]
+def _list_row(row: ClippedRow) -> list[Any]:
+    means = [round_to_table(row.means[name]) for name in MEANS]
+    return [make_visible(row.token), row.token_id, row.count, round_to_table(row.share), *means]
 
 
-def rounded(value: float) -> float | None:
+def round_to_table(value: float) -> float | None:
     """Round to four digits, for a table; None for values that are not finite."""
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
-def visible(text: str) -> str:
+def make_visible(text: str) -> str:
     """Return a token with its white space as signs, and invisible characters as their code points."""
     return "".join(map(_sign, text)) or "⟨empty⟩"
 
 
-def readable(text: str) -> str:
+def make_readable(text: str) -> str:
     """Return text around a token: white space stays, line ends get a sign, the rest is as in `visible`."""
     return "".join("↵\n" if char == "\n" else char if char in " \t" else _sign(char) for char in text)
 
@@ -107,3 +114,85 @@ def _sign(char: str) -> str:
     if category[0] in "CZ":
         return f"⟨{ord(char):04X}⟩"
     return f"\N{DOTTED CIRCLE}{char}" if category[0] == "M" else char
+
+
+def farthest(run: Run, report_folder: Path, rollout: int) -> list[dict[str, Any]]:
+    """Return the masked tokens of largest divergence in one rollout, by sign, as plain values.
+
+    `rollout` of a row counts from 1, and so does `step`, the place of the gradient step in the rollout.
+
+    Args:
+        run: Which ran with `tracking.clipped_tokens_every`; of others there are none.
+        report_folder: Folder of the report, for links to samples.
+        rollout: Counted from 1.
+
+    Raises:
+        DataError: A file has the wrong format.
+    """
+    files = step_files(run, "masked_tokens")
+    steps = [row.step for row in run.steps if row.rollout == rollout - 1 and row.step is not None]
+    found = [row for place, step in enumerate(steps, 1) if step in files for row in _rows(place, files[step])]
+    found.sort(key=lambda row: (-float(row["divergence"]), row["step"], row["sample"], row["position"]))
+    kept = [row for sign in SIGNS for row in [row for row in found if row["sign"] == sign][:FARTHEST]]
+    folder = run.path / "samples"
+    samples = _find_samples(folder, kept)
+    shown: list[dict[str, Any]] = []
+    for row in kept:
+        shown.append(_excerpt(row))
+        if (row["rollout"], row["sample"]) in samples:
+            line, prompt_length = samples[row["rollout"], row["sample"]]
+            file = _samples_file(folder, row["rollout"])
+            shown[-1] |= {
+                "link": quote(os.path.relpath(file.resolve(), report_folder.resolve())),
+                "file": f"{folder.name}/{file.name}",
+                "line": line,
+                "place": row["position"] - prompt_length + 1,  # in the response, from 1
+            }
+    return shown
+
+
+def _rows(step: int, file: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for number, row in read_jsonl(file):
+        read: dict[str, Any] = {"step": step} | row
+        try:
+            texts = {name: str(read[name]) for name in ("sign", "before", "token", "after", "sample")}
+            counts = {name: int(read[name]) for name in ("step", "rollout", "position")}
+            rows.append(texts | counts | {name: float(read[name]) for name in _NUMBERS})
+        except (KeyError, ValueError, TypeError) as error:
+            raise DataError(
+                f"{file}, line {number}: not a masked token ({error!r}). Restore or remove the file."
+            ) from error
+    return rows
+
+
+def _excerpt(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "sign": row["sign"],
+        "before": ("… " if row["position"] > TOKENS_BEFORE else "") + make_readable(row["before"]),
+        "token": make_visible(row["token"]),
+        "after": make_readable(row["after"]),
+        **{name: row[name] for name in ("sample", "position")},
+        "step": row["step"],
+        "rollout": row["rollout"] + 1,
+        **{name: round_to_table(row[name]) for name in _NUMBERS},
+    }
+
+
+def _find_samples(folder: Path, rows: Iterable[Mapping[str, Any]]) -> dict[tuple[int, str], tuple[int, int]]:
+    """Return line and prompt length of the rows' samples in `samples/`, by rollout and id."""
+    wanted: dict[int, set[str]] = {}
+    for row in rows:
+        wanted.setdefault(row["rollout"], set()).add(row["sample"])
+    found: dict[tuple[int, str], tuple[int, int]] = {}
+    for rollout, ids in wanted.items():
+        file = _samples_file(folder, rollout)
+        for number, sample in read_jsonl(file) if file.is_file() else ():
+            values: dict[str, Any] = sample
+            if values.get("id") in ids:
+                found[rollout, values["id"]] = number, int(values.get("prompt_length", 0))
+    return found
+
+
+def _samples_file(folder: Path, rollout: int) -> Path:
+    return folder / f"rollout_{rollout:06d}.jsonl"

@@ -19,19 +19,18 @@ from megatron_dppo.analysis.what_if.measures import (
     evaluate_variants,
     mismatch_by_routes,
 )
-from megatron_dppo.analysis.what_if.page import write_page
 from megatron_dppo.analysis.what_if.question import Question
-from megatron_dppo.analysis.what_if.table import as_text
+from megatron_dppo.analysis.what_if.results import as_text, write_page
 from megatron_dppo.checkpoints.megatron_folder import load_weights
 from megatron_dppo.config.schema import Config
-from megatron_dppo.data.batches.kept_batches import read_share
+from megatron_dppo.data.batches.batch_file import read_share
 from megatron_dppo.mcore.groups import data_parallel_place, speaks_for_its_group
+from megatron_dppo.metrics.engine_comparison import Routes
 from megatron_dppo.metrics.metrics import Metrics
-from megatron_dppo.metrics.token_mismatch import Routes
 from megatron_dppo.run.session import joined_processes
 from megatron_dppo.run_folder.folder import json_values
 from megatron_dppo.run_folder.versions import versions
-from megatron_dppo.runtime.full_disk import full_disk_explained
+from megatron_dppo.runtime.files import full_disk_explained
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import Microbatch, TrainBatch
 
@@ -46,7 +45,7 @@ def answer(config: Config, question: Question, runtime: Runtime) -> dict[str, An
 
     Returns:
         Contents of `what_if.json`: `rows` and `agreement` of `evaluate_variants`, the variants' names in that
-        order, those that were left out and why, `mismatch` by routes, and their source.
+        order, variants that were left out and why, `mismatch` by routes, and their source.
 
     Raises:
         DataError: A rollout was not kept, or cannot be shared out over these processes.
@@ -68,7 +67,7 @@ def answer(config: Config, question: Question, runtime: Runtime) -> dict[str, An
     columns = _columns(actor, steps, kinds, "forward", runtime, has_score_norms=True)
     own = _learning(steps, numbers, columns, old, kinds)
     parts = [part for of_rank in runtime.all_gather(own) for part in of_rank]
-    tokens: TokensByRoutes = {routes: _joined([part[routes] for part in parts]) for routes in kinds}
+    tokens: TokensByRoutes = {routes: _concatenate([part[routes] for part in parts]) for routes in kinds}
     rows, agreement = evaluate_variants(question.variants, tokens)
     return {
         "run": str(question.run),
@@ -123,7 +122,7 @@ def _learning(
     old: Sequence[Mapping[Routes, Tensor]] | None,
     kinds: Sequence[Routes],
 ) -> list[TokensByRoutes]:
-    """Return the learning tokens of this rank's micro-batches; empty on ranks whose group another reports."""
+    """Return the learning tokens of this rank's micro-batches; empty unless it reports for its group."""
     if not speaks_for_its_group():
         return []
     microbatches = [m for step in steps for m in step.microbatches]
@@ -166,7 +165,7 @@ def learning_lengths(m: Microbatch) -> Tensor:
     return before[m.cu_seqlens.long()].diff()
 
 
-def _joined(parts: Sequence[Any]) -> Any:
+def _concatenate(parts: Sequence[Any]) -> Any:
     """Concatenate records of tokens field by field, without fields that one of them lacks."""
     values: dict[str, Any] = {}
     for field in fields(parts[0]):
@@ -174,7 +173,7 @@ def _joined(parts: Sequence[Any]) -> Any:
         if any(value is None for value in own):
             values[field.name] = None
         else:
-            values[field.name] = torch.cat(own) if isinstance(own[0], Tensor) else _joined(own)
+            values[field.name] = torch.cat(own) if isinstance(own[0], Tensor) else _concatenate(own)
     return replace(parts[0], **values)
 
 

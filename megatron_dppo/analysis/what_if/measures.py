@@ -1,7 +1,9 @@
 """Measures what a trust region does with kept tokens: the tokens it masks and the gradient that remains."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -9,16 +11,42 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.algorithms import Objective, PolicyLossInputs, policy_loss, preset, shadow_weights
+from megatron_dppo.algorithms.loss import learning_tokens
+from megatron_dppo.algorithms.loss_terms import added_terms
 from megatron_dppo.analysis.what_if.thresholds import FACTORS, described_threshold, with_scaled_threshold
 from megatron_dppo.analysis.what_if.variants import Variant
+from megatron_dppo.algorithms.objective import Rule
+from megatron_dppo.analysis.what_if.question import Variant
+from megatron_dppo.metrics.engine_comparison import Routes
 from megatron_dppo.metrics.metrics import Metrics
-from megatron_dppo.metrics.mismatch import add_mismatch
-from megatron_dppo.metrics.token_mismatch import Routes
+from megatron_dppo.metrics.step_metrics import add_mismatch
 
 PROB_EDGES = (0.0, 0.01, 0.1, 0.5, 0.9, 1.0)
 """Bins of mu: from each edge up to the next, the last with its own upper edge."""
 REFERENCES = ("dppo_topk_tv", "dppo_topk_kl")
 """Nearest that a kept rollout has to DPPO on the divergence of the full vocabulary."""
+FACTORS = (0.5, 1.0, 2.0)
+"""What the main threshold is multiplied by."""
+_DELTAS = ("delta_low", "delta_high")
+_EPS = ("eps_low", "eps_high")
+_RHOS = ("rho_low", "rho_high")  # bounds of a ratio around 1: their logarithms are scaled
+MAIN: Mapping[Rule, tuple[str, ...]] = MappingProxyType(
+    {
+        "ratio": _EPS,
+        "divergence": _DELTAS,
+        "negative": ("delta_low",),
+        "distance": _DELTAS,
+        "linear": _DELTAS,
+        "prediction": _DELTAS,
+        "band": _RHOS,
+        "sigmoid": ("tau_low", "tau_high"),
+        "response_ratio": _EPS,
+        "response_mismatch": _RHOS,
+        "response_divergence": ("token_kl", "response_kl"),
+        "prefix": (*_DELTAS, "prefix_delta", "prefix_delta_max"),
+    }
+)
+"""Fields of each rule's main threshold. "none" has no threshold. `main_thresholds` handles "own"."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +55,7 @@ class PolicyTokens:
 
     inputs: PolicyLossInputs  # with the token_weights of the run's loss; all tokens learn
     score_norms: Tensor  # [N] |d log pi(y) / dh|, h the input of the output layer
-    rollouts: Tensor  # [N] int64: whose tokens they are, counted from 1
+    rollouts: Tensor  # [N] int64: rollout of each token, from 1
 
 
 TokensByRoutes = Mapping[Routes, PolicyTokens]
@@ -42,7 +70,7 @@ class Updates:
     unmasked: (
         Tensor  # [N] min(r, C) A, the same without the trust region; r of the response where importance is
     )
-    gradient: Tensor  # [N] factor of grad log pi(y) in the loss: coefficient and log-ratio term, token-weighted
+    gradient: Tensor  # [N] factor of grad log pi(y) in the loss: coefficient and added terms, token-weighted
     divergence: Tensor  # [N]
 
 
@@ -55,12 +83,12 @@ def updates_of(objective: Objective, inputs: PolicyLossInputs) -> Updates:
     """
     out = policy_loss(objective, inputs)
     free = replace(objective, rule="none", own=None, divergence="binary_tv", anchor="rollout")
-    log_ratio = (inputs.log_probs - inputs.rollout_log_probs).double()
     gradient = out.coefficient.double()
-    if objective.log_ratio_coef:
-        gradient = gradient - 2 * objective.log_ratio_coef * log_ratio
     if inputs.token_weights is not None:
         gradient = gradient * inputs.token_weights.double()
+    tokens = learning_tokens(objective, inputs, has_known_values=True)
+    for _, by_log_prob in added_terms(objective, tokens, out.ratio):
+        gradient = gradient - by_log_prob.double()
     unmasked = policy_loss(free, inputs).coefficient.double()
     return Updates(out.weight.double(), out.coefficient.double(), unmasked, gradient, out.divergence.double())
 
@@ -214,7 +242,7 @@ def evaluate_variants(
             weights.append(updates.weight)
             row: dict[str, Any] = {"variant": variant.name, "preset": variant.preset, **variant.fields}
             row |= {"routes": routes} | bench.figures(objective, updates, weights[0])
-            rows.append(row | {"threshold": described_threshold(objective)} | sensitivity(objective, of_routes))
+            rows.append(row | {"threshold": describe_threshold(objective)} | sensitivity(objective, of_routes))
         pairs[routes] = agreement(weights, of_routes.inputs.advantages != 0)
     return rows, pairs
 
@@ -224,7 +252,7 @@ def sensitivity(objective: Objective, tokens: PolicyTokens) -> dict[str, Any]:
 
     Empty if the rule has no threshold.
     """
-    scaled = {str(factor): with_scaled_threshold(objective, factor) for factor in FACTORS}
+    scaled = {str(factor): scale_threshold(objective, factor) for factor in FACTORS}
     objectives = {name: each for name, each in scaled.items() if each is not None}
     acts = tokens.inputs.advantages != 0
     weights = shadow_weights(objectives, tokens.inputs) if objectives else {}
@@ -264,3 +292,38 @@ def mismatch_by_routes(tokens: TokensByRoutes) -> dict[Routes, dict[str, float]]
         add_mismatch(metrics, inputs.log_probs, inputs.rollout_log_probs, is_learning)
         found[routes] = {name.removeprefix("mismatch/"): value for name, value in metrics.values().items()}
     return found
+
+
+def main_thresholds(objective: Objective) -> dict[str, float]:
+    """Return the numbers of the main threshold, or none if the rule has none or all are infinite.
+
+    A custom rule's main threshold is its option `delta`, else its only numeric option.
+    """
+    if objective.own is not None:
+        options = dict(objective.own.options)
+        numbers = {name: float(x) for name, x in options.items() if type(x) in (int, float)}
+        if "delta" in numbers:
+            return {"delta": numbers["delta"]}
+        return numbers if len(numbers) == 1 else {}
+    found = {name: float(getattr(objective, name)) for name in MAIN.get(objective.rule, ())}
+    return found if any(math.isfinite(value) for value in found.values()) else {}
+
+
+def scale_threshold(objective: Objective, factor: float) -> Objective | None:
+    """Return the objective with its main threshold multiplied by a factor, or `None` without a threshold."""
+    found = main_thresholds(objective)
+    if not found:
+        return None
+    scaled = {name: value**factor if name in _RHOS else value * factor for name, value in found.items()}
+    if objective.own is None:
+        return replace(objective, **scaled)
+    options = tuple((name, scaled.get(name, value)) for name, value in objective.own.options)
+    return replace(objective, own=replace(objective.own, options=options))
+
+
+def describe_threshold(objective: Objective) -> str:
+    """Return the main threshold in words: "delta 0.2", "eps_low 0.2, eps_high 0.28", or nothing."""
+    found = main_thresholds(objective)
+    if len(found) == 2 and found.keys() == set(_DELTAS) and len(set(found.values())) == 1:
+        found = {"delta": next(iter(found.values()))}
+    return ", ".join(f"{name} {value:g}" for name, value in found.items())

@@ -10,7 +10,7 @@ from megatron_dppo.algorithms.objective import OWN_FIELDS
 from megatron_dppo.algorithms.trial import doubts
 from megatron_dppo.checks.algorithm_rules import problems_with_own_rule
 from megatron_dppo.errors import ConfigError, Problem, did_you_mean
-from megatron_dppo.runtime.user_code import described
+from megatron_dppo.runtime.user_code import describe_error
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Variant:
         except ConfigError:
             raise
         except Exception as error:  # whatever the module raises
-            fails, action = f"{self.preset!r}, which fails ({described(error)})", "Correct the module."
+            fails, action = f"{self.preset!r}, which fails ({describe_error(error)})", "Correct the module."
             raise ConfigError(Problem("--preset", fails, "what can be imported", action)) from error
         return replace(found, entropy_coef=0.0)
 

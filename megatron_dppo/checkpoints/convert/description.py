@@ -9,8 +9,13 @@ from typing import Any
 import torch
 
 from megatron_dppo.architectures.published_names import BLOCK
-from megatron_dppo.architectures.refusals import QUANTIZED, is_block_fp8, of_dequantized
-from megatron_dppo.architectures.registry import family_of, variant_problems
+from megatron_dppo.architectures.registry import (
+    QUANTIZED,
+    family_of,
+    is_block_fp8,
+    of_dequantized,
+    variant_problems,
+)
 from megatron_dppo.architectures.sizes import config_file, read_model_config
 from megatron_dppo.checkpoints.model_files import copy_model_files, name_dtype
 from megatron_dppo.errors import ConfigError, ConversionError

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron_dppo.checkpoints.convert.sources import HuggingFaceSource
 from megatron_dppo.checkpoints.hf_folder import HFWeights
-from megatron_dppo.checkpoints.weight_files import ADAPTER_CONFIG as CONFIG
-from megatron_dppo.checkpoints.weight_files import ADAPTER_WEIGHTS as WEIGHTS
+from megatron_dppo.checkpoints.model_files import ADAPTER_CONFIG as CONFIG
+from megatron_dppo.checkpoints.model_files import ADAPTER_WEIGHTS as WEIGHTS
 from megatron_dppo.errors import ConversionError
 
 _PREFIX = "base_model.model."
@@ -196,9 +196,9 @@ class MergedSource(HuggingFaceSource):
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield views of the mapped files, or new tensors for weights with an update."""
         for name, weight in super().read(names):
-            yield name, self._merged(name, weight) if name in self._adapter.pairs else weight
+            yield name, self._merge(name, weight) if name in self._adapter.pairs else weight
 
-    def _merged(self, name: str, weight: Tensor) -> Tensor:
+    def _merge(self, name: str, weight: Tensor) -> Tensor:
         lora_a, lora_b = (self._adapter.weights.tensor(factor).float() for factor in self._adapter.pairs[name])
         update = (lora_b @ lora_a) * self._adapter.scaling(name, lora_a.shape[0])
         return weight.clone().add_(update)

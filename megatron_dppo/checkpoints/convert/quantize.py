@@ -1,7 +1,11 @@
-"""Quantises a Hugging Face folder to FP8 or NVFP4, with nvidia-modelopt's calibration and export."""
+"""Quantises a Hugging Face folder to FP8 or NVFP4 with nvidia-modelopt: plans, calibrates, writes, measures.
+
+The same command resumes an interrupted start.
+"""
 
 import importlib.util
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
@@ -12,19 +16,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from megatron_dppo.architectures.published_names import STACKS
-from megatron_dppo.architectures.refusals import QUANTIZED
-from megatron_dppo.architectures.registry import family_of, read_hf_config
+from megatron_dppo.architectures.registry import QUANTIZED, family_of, read_hf_config
 from megatron_dppo.architectures.sizes import architecture_of, read_model_config
 from megatron_dppo.architectures.weight_map import OUTPUT
-from megatron_dppo.checkpoints.convert.quantized_folder import QUANTIZATION
-from megatron_dppo.checkpoints.convert.unfinished import UnfinishedOutput, disk_errors
+from megatron_dppo.checkpoints.convert.unfinished import UnfinishedOutput, disk_errors, fingerprint
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.checkpoints.model_files import copy_model_files
 from megatron_dppo.checkpoints.weight_formats import BLOCK, WeightFormat, fused_linears, is_linear
-from megatron_dppo.errors import ConfigError, ConversionError, Problem
-from megatron_dppo.runtime.tensor_files import make_readable
+from megatron_dppo.data.prompts.templates import prompt_tokens
+from megatron_dppo.errors import ConfigError, ConversionError, DataError, Problem
+from megatron_dppo.run_folder.folder import json_values
+from megatron_dppo.run_folder.versions import versions
+from megatron_dppo.runtime.files import make_readable
+from megatron_dppo.types import Prompt
 
 _OLDER = "hf_quant_config.json"  # same content as config.json's quantization_config
 _EXPERTS = ".mlp.experts."
@@ -70,7 +77,7 @@ def plan(folder: Path, weight_format: WeightFormat, patterns: Sequence[str]) -> 
         expected = "a family whose checkpoints have the names of transformers' modules"
         raise ConfigError(Problem("--hf", architecture_of(read_hf_config(folder)), expected, action))
     shapes = HFWeights(folder).shapes()
-    excluded = _excluded([name for name in shapes if is_linear(name)], patterns)
+    excluded = _match_excluded([name for name in shapes if is_linear(name)], patterns)
     excluded |= {
         name for name in shapes if ".self_attn." in name and len(shapes[name]) > 1 and not is_linear(name)
     }
@@ -91,7 +98,7 @@ def _module_of(name: str) -> str:
     return prefix + is_expert.rstrip(".") if is_expert else name.removesuffix(".weight")
 
 
-def _excluded(linears: Sequence[str], patterns: Sequence[str]) -> set[str]:
+def _match_excluded(linears: Sequence[str], patterns: Sequence[str]) -> set[str]:
     def matches(pattern: str) -> set[str]:
         return {name for name in linears if fnmatchcase(name.removesuffix(".weight"), pattern)}
 
@@ -124,7 +131,7 @@ def _units(linears: Iterable[str]) -> dict[str, set[str]]:
 
 
 @torch.no_grad()
-def calibrated(
+def calibrate(
     model: Any, quantization: Quantization, prompts: Iterable[Tensor], on_prompt: Callable[[], Any]
 ) -> None:
     """Insert modelopt's quantisers into a transformers model, calibrated on the prompts.
@@ -183,7 +190,7 @@ def export(model: Any, template: Path, output: UnfinishedOutput, quantization: Q
 
     with disk_errors(output.folder), redirect_stdout(sys.stderr):
         export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=output.folder)
-        written = json.loads(output.file("config.json").read_text())[QUANTIZATION]
+        written = json.loads(output.file("config.json").read_text())[QUANTIZED]
         older = json.loads(output.file(_OLDER).read_text())
         output.file("config.json").unlink()
         output.file("generation_config.json").unlink(missing_ok=True)  # the template's, if it has one
@@ -194,9 +201,143 @@ def export(model: Any, template: Path, output: UnfinishedOutput, quantization: Q
     # modelopt shortens names to patterns, as model.layers.1*, which would leave out layer 10 too
     ignored = list(quantization.ignored)
     older["quantization"]["exclude_modules"] = ignored
-    _write_json(output, _OLDER, older)
-    _write_json(output, "config.json", {**config, QUANTIZATION: {**written, "ignore": ignored}})
+    output.write_json(_OLDER, older, indent=2)
+    output.write_json("config.json", {**config, QUANTIZED: {**written, "ignore": ignored}}, indent=2)
 
 
-def _write_json(output: UnfinishedOutput, name: str, content: Mapping[str, Any]) -> None:
-    output.write(name, lambda path: path.write_text(json.dumps(content, indent=2) + "\n"))
+logger = logging.getLogger(__name__)
+MISMATCH = "mismatch.json"
+Measure = Callable[[Path, Path, Sequence[torch.Tensor], int, torch.device], dict[str, float]]
+
+
+def write_quantized(
+    hf: Path,
+    out: Path,
+    quantization: Quantization,
+    prompts: Sequence[torch.Tensor],
+    *,
+    max_tokens: int,
+    measure: Measure | None,
+    device: torch.device,
+) -> dict[str, float] | None:
+    """Calibrate and write a quantised folder, and measure its distance from the original.
+
+    Args:
+        hf: Original Hugging Face folder.
+        out: Folder to create; it appears when it is complete.
+        quantization: Plan of the linears to quantise, and their format.
+        prompts: [P] int64 each. They calibrate the inputs' scales, and the quantised model responds to them.
+        max_tokens: Most tokens of a response.
+        measure: Function that measures the folder, such as `analysis.mismatch.quantized.measure`. Without it
+            nothing is returned.
+        device: Device to compute on.
+
+    Returns:
+        Figures that `measure` returns. The file MISMATCH in the folder contains them too.
+
+    Raises:
+        ConversionError: The folder's tensors do not match its config.json, or the disk is full.
+    """
+    tokens = [prompt.to(device) for prompt in prompts]
+    output = _open_output(hf, out, quantization, tokens)
+    if not output.file("config.json").is_file():  # else an earlier start got this far
+        quantize(hf, output, quantization, tokens, device)
+    found = None
+    if measure is not None:
+        found = measure(hf, output.folder, tokens, max_tokens, device)
+        _write_figures(output, found, len(tokens), max_tokens)
+    output.publish()
+    return found
+
+
+def tokenize_prompts(
+    hf: Path, questions: Sequence[Prompt], num_prompts: int, max_tokens: int
+) -> list[torch.Tensor]:
+    """Return the [P] int64 tokens of the first prompts that are short enough.
+
+    Raises:
+        ConfigError: The folder has no tokenizer.
+        DataError: No prompt is short enough.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(hf, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        action = "Copy the model's tokenizer files into the folder."
+        raise ConfigError(Problem("--hf", f"no tokenizer in {hf} ({error})", "one", action)) from error
+    found: list[torch.Tensor] = []
+    num_too_long = 0
+    for question in questions:
+        if len(found) == num_prompts:
+            break
+        ids = prompt_tokens(
+            tokenizer, question.text, question.messages, question.tools, question.template_arguments
+        )
+        if 1 <= len(ids) <= max_tokens:
+            found.append(torch.tensor(ids))
+        else:
+            num_too_long += 1
+    if not found:
+        raise DataError(
+            f"--prompts: found {num_too_long} prompts, none of 1 to {max_tokens} tokens; expected some. Raise "
+            "--max-tokens."
+        )
+    logger.info("%d prompts; %d were longer than %d tokens", len(found), num_too_long, max_tokens)
+    return found
+
+
+def _open_output(
+    hf: Path, out: Path, quantization: Quantization, tokens: Sequence[torch.Tensor]
+) -> UnfinishedOutput:
+    """Open the output under its unfinished name, with the files of an interrupted start of the same command."""
+    weights = HFWeights(hf)
+    content = {
+        "from": fingerprint(weights.files),
+        "format": quantization.weight_format,
+        "excluded": quantization.excluded,
+        "prompts": [prompt.tolist() for prompt in tokens],
+    }
+    num_values = sum(torch.Size(shape).numel() for shape in weights.shapes().values())
+    return UnfinishedOutput(out, json.loads(json.dumps(content)), num_values)
+
+
+def quantize(
+    hf: Path,
+    output: UnfinishedOutput,
+    quantization: Quantization,
+    tokens: Sequence[torch.Tensor],
+    device: torch.device,
+) -> None:
+    """Calibrate a model, quantise it and write it.
+
+    Raises:
+        ConversionError: The folder's tensors do not match its config.json, or the disk is full.
+    """
+    from transformers import AutoModelForCausalLM
+
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        hf, dtype=torch.bfloat16, trust_remote_code=False, output_loading_info=True
+    )
+    model, report = loaded
+    missing, extra = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+    if missing or extra:
+        raise ConversionError(
+            f"{hf}: {len(missing)} tensors are missing (first: {missing[:3]}) and {len(extra)} are left over "
+            f"(first: {extra[:3]}). The weights are of another config.json."
+        )
+    with tqdm(total=len(tokens), desc="calibrating", unit="prompt") as bar:
+        calibrate(model.to(device).eval(), quantization, tokens, bar.update)
+    export(model, hf, output, quantization)
+
+
+def _write_figures(
+    output: UnfinishedOutput, found: Mapping[str, float], num_prompts: int, max_tokens: int
+) -> None:
+    content = {
+        "prompts": num_prompts,
+        "max_response_tokens": max_tokens,
+        "statistics": json_values(found),
+        "versions": versions(),
+    }
+    output.write(MISMATCH, lambda path: path.write_text(json.dumps(content, indent=1) + "\n"))

@@ -1,5 +1,6 @@
-"""Reads checkpoints of either kind as Hugging Face tensors, by name and in groups that are read together."""
+"""Reads checkpoints of either kind as Hugging Face tensors: by name, in groups, or as a trainer sends them."""
 
+import hashlib
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_dppo.architectures.published_names import stays_float32
 from megatron_dppo.architectures.registry import family_of, read_hf_config
 from megatron_dppo.architectures.sizes import HFConfig, config_file
 from megatron_dppo.architectures.weight_map import ADAPTER_SUFFIX
@@ -17,10 +19,10 @@ from megatron_dppo.checkpoints.checkpoint_folder import (
     is_megatron_checkpoint,
     require_megatron_checkpoint,
 )
-from megatron_dppo.checkpoints.convert.pieces import Piece, pieces_of
-from megatron_dppo.checkpoints.convert.stored_tensors import StoredTensors
+from megatron_dppo.checkpoints.convert.stored_tensors import Piece, StoredTensors, pieces_of
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.errors import CheckpointError, ConversionError
+from megatron_dppo.runtime.process import Runtime
 
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -35,7 +37,7 @@ SAFETENSORS_DTYPES = {
 }
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Source of tensors under Hugging Face names; threads may share an instance."""
 
     @property
@@ -162,7 +164,7 @@ class MegatronSource:
             if linear not in adapters:
                 adapters[linear] = self._adapter(piece, linear)
             adapter = adapters[linear]
-            yield name, tensor if adapter is None else adapter.merged(tensor, index)
+            yield name, tensor if adapter is None else adapter.merge(tensor, index)
 
     def _adapter(self, piece: Piece, linear: str) -> "_Adapter | None":
         """Return the LoRA factors of a linear of the piece's layer; None if it has no adapter."""
@@ -187,7 +189,7 @@ class MegatronSource:
         return self.stored.region(key, offset, (1, *shape[1:]))[0]
 
 
-def source_of(folder: Path) -> Source:
+def source_of(folder: Path) -> WeightSource:
     """Return the source for a folder: a Megatron checkpoint or a Hugging Face folder, by its contents."""
     return MegatronSource(folder) if is_megatron_checkpoint(folder) else HuggingFaceSource(HFWeights(folder))
 
@@ -200,7 +202,7 @@ def trained_from(megatron: Path) -> Path | None:
     return Path(tomllib.loads(config.read_text(encoding="utf-8"))["model"]["load"])
 
 
-def base_of(megatron: Path, like: Source) -> Source | None:
+def base_of(megatron: Path, like: WeightSource) -> WeightSource | None:
     """Return the weights that a run's checkpoint was trained from.
 
     Args:
@@ -227,8 +229,61 @@ class _Adapter:
     lora_a: Tensor  # [(experts,) rank, in]
     lora_b: Tensor  # [(experts,) out, rank]
 
-    def merged(self, weight: Tensor, index: int) -> Tensor:
+    def merge(self, weight: Tensor, index: int) -> Tensor:
         """Return the weight plus its update, added in float32; with experts, of the `index`th expert."""
         lora_a, lora_b = (x[index] if x.dim() > 2 else x for x in (self.lora_a, self.lora_b))
         update = self.alpha / lora_a.shape[0] * (lora_b.float() @ lora_a.float())
         return (weight.float() + update).to(weight.dtype)
+
+
+class StoredWeights:
+    """All weights of a folder, on every rank; implements `weight_sync.base.WeightOwner`.
+
+    LoRA updates are added. Any number of ranks works, because each rank reads all weights.
+    """
+
+    log_probs = None
+    """Empty, because no model computes them here."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, runtime: Runtime) -> None:
+        """Read the headers, and compare them with the tensors that the model needs.
+
+        Raises:
+            CheckpointError: A Megatron checkpoint is torn, belongs to another model, or contains code.
+            ConversionError: A Hugging Face folder is torn.
+        """
+        self._hf, self._dtype, self._runtime = read_hf_config(folder), dtype, runtime
+        self._source = source_of(folder)
+
+    @property
+    def identity(self) -> str:
+        """Identity of the weights: changes with the files' names, sizes and modification times."""
+        digest = hashlib.blake2b(digest_size=16)
+        for file in sorted(self._source.files):
+            status = file.stat()
+            digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+        return digest.hexdigest()
+
+    def weights(
+        self, *, of_own_stage: bool = False, max_bytes: int | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield all weights under Hugging Face names, on this rank's device, layer by layer, as one stage."""
+        for piece in pieces_of(self._hf):
+            for name, tensor in self._source.read(piece.hf):
+                yield name, tensor.to(self._runtime.device, self._dtype_of(name))
+
+    def describe_weights(self, *, of_own_stage: bool = False) -> dict[str, Tensor]:
+        """Return the tensors of `weights` without data."""
+        return {
+            name: torch.empty(shape, dtype=self._dtype_of(name), device="meta")
+            for piece in pieces_of(self._hf)
+            for name, shape in zip(piece.hf, piece.hf_shapes, strict=True)
+        }
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return torch.float32 if stays_float32(name) else self._dtype
+
+    @property
+    def pipeline_place(self) -> tuple[int, int, bool]:
+        """Stage 0 of one pipeline stage, with rank 0 as its first rank."""
+        return 0, 1, self._runtime.is_main

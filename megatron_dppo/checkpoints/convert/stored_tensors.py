@@ -1,5 +1,12 @@
-"""Reads parts of the tensors in a Megatron distributed checkpoint, without Megatron and in any thread."""
+"""The tensors in a Megatron distributed checkpoint: reads parts of them, and maps Hugging Face tensors to them.
 
+A distributed checkpoint contains unsplit tensors, whatever layout wrote it. It has the keys of Megatron's
+Transformer Engine spec, which our `torch` spec writes too. If all layers are alike, each parameter is one
+tensor with an axis for the layers. The experts of a layer are always one tensor. Reading needs no Megatron.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -12,6 +19,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron_dppo.architectures.registry import family_of
+from megatron_dppo.architectures.sizes import HFConfig, ModelSizes
+from megatron_dppo.architectures.weight_map import Shape, WeightRule, WeightTable
 from megatron_dppo.checkpoints.untrusted import refuse_code
 from megatron_dppo.errors import CheckpointError
 
@@ -22,10 +32,7 @@ class StoredTensors:
     """Reads tensors of a distributed checkpoint on demand."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the metadata.
-
-        Args:
-            folder: Folder with `.metadata` and `*.distcp` files.
+        """Read the metadata of a folder with `.metadata` and `*.distcp` files.
 
         Raises:
             CheckpointError: The folder is torn, or contains code.
@@ -107,3 +114,138 @@ class _Into(DefaultLoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Do nothing: the item was read in place."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A block of a stored tensor, and the Hugging Face tensors in it.
+
+    Attributes:
+        rule: Weight rule of the parameter that the block belongs to.
+        key: Key of the stored tensor.
+        whole: Shape of the stored tensor.
+        offset: Position of the block in the stored tensor.
+        shape: Shape of the block, including axes for layers and experts.
+        hf: Names of the Hugging Face tensors, in their order in the block.
+        hf_shapes: Shapes of the Hugging Face tensors.
+        layer: Global 0-based layer; None outside layers.
+    """
+
+    rule: WeightRule
+    key: str
+    whole: Shape
+    offset: Shape
+    shape: Shape
+    hf: tuple[str, ...]
+    hf_shapes: tuple[Shape, ...]
+    layer: int | None
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements in the block."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def has_layer_axis(self) -> bool:
+        """Whether the stored tensor stacks all layers."""
+        return self.layer is not None and not self.key.startswith(f"decoder.layers.{self.layer}.")
+
+    def fuse(self, tensors: Sequence[Tensor], table: WeightTable) -> Tensor:
+        """Fuse the block's Hugging Face tensors, in order, into new memory."""
+        if self.rule.is_expert:
+            block = torch.stack(list(tensors))
+        elif self.rule.fusion == "qkv":
+            block = table.fuse(self.rule, tensors)
+        else:
+            block = tensors[0].clone(memory_format=torch.contiguous_format)
+        return block.reshape(self.shape)
+
+    def unfuse(self, block: Tensor, table: WeightTable) -> list[Tensor]:
+        """Split the block into its Hugging Face tensors, as views if possible."""
+        if self.rule.is_expert:
+            return list(block.reshape(len(self.hf), *self.hf_shapes[0]).unbind())
+        if self.rule.fusion == "qkv":
+            return table.unfuse(self.rule, block.reshape(-1, *self.hf_shapes[0][1:]))
+        return [block.reshape(self.hf_shapes[0])]
+
+
+def pieces_of(hf: HFConfig, max_elements: int | None = None) -> Iterator[Piece]:
+    """Yield every block of a model's checkpoint; each Hugging Face tensor is in exactly one of them.
+
+    Args:
+        hf: The model's config.json.
+        max_elements: Most elements of a block. Stacks of experts are cut into equal blocks of at least one
+            expert. None keeps each stack of a layer's experts in one block.
+    """
+    family = family_of(hf)
+    sizes = family.sizes_of(hf)
+    # Megatron takes a list to mean that layers differ.
+    are_layers_alike = isinstance(family.megatron_config(hf).get("moe_layer_freq", 1), int)
+    for entry in family.entries(sizes):
+        for piece in _of_parameter(entry.rule, entry.layer, sizes, max_elements):
+            yield _with_layer_axis(piece, sizes) if are_layers_alike and entry.layer is not None else piece
+
+
+def stored_key(rule: WeightRule, layer: int | None, sizes: ModelSizes) -> str:
+    """Return the key of a parameter's tensor, with the layer's number."""
+    name = rule.transformer_engine or rule.megatron
+    is_dense_norm = ".linear_fc1.layer_norm_" in name  # fused into the MLP, which MoE layers do not have
+    if is_dense_norm and layer in sizes.moe_layers:
+        name = rule.megatron
+    if rule.is_expert:
+        name = name.removesuffix("{local}").replace(".mlp.experts.", ".mlp.experts.experts.")
+    return name.format(layer=layer)
+
+
+def without_layer(key: str) -> str:
+    """Return the key that all layers share: "decoder.layers.mlp.x" for "decoder.layers.3.mlp.x"."""
+    head, layers, rest = key.partition("decoder.layers.")
+    return head + layers + rest.partition(".")[2] if layers else key
+
+
+def _of_parameter(
+    rule: WeightRule, layer: int | None, sizes: ModelSizes, max_elements: int | None
+) -> Iterator[Piece]:
+    key, of_hf = stored_key(rule, layer, sizes), rule.hf_shapes(sizes)
+    whole = (sum(shape[0] for shape in of_hf), *of_hf[0][1:])
+    parts = [of_hf] if rule.fusion == "qkv" else [(shape,) for shape in of_hf]
+    first_row = index = 0
+    for part in parts:
+        rows = sum(shape[0] for shape in part)
+        names = tuple(rule.hf[index : index + len(part)])
+        offset = (first_row, *(0 for _ in whole[1:]))
+        piece = Piece(rule, key, whole, offset, (rows, *whole[1:]), names, part, layer)
+        first_row, index = first_row + rows, index + len(part)
+        yield from map(_name_layer, _by_experts(piece, sizes, max_elements) if rule.is_expert else (piece,))
+
+
+def _by_experts(piece: Piece, sizes: ModelSizes, max_elements: int | None) -> Iterator[Piece]:
+    assert sizes.num_experts is not None, "a model with expert rules has experts"
+    num_experts, one = sizes.num_experts, piece.num_elements
+    fitting = num_experts if max_elements is None else max(1, max_elements // one)
+    width = max(n for n in range(1, num_experts + 1) if num_experts % n == 0 and n <= fitting)
+    for first in range(0, num_experts, width):
+        names = tuple(piece.hf[0].replace("{expert}", str(first + i)) for i in range(width))
+        yield replace(
+            piece,
+            whole=(num_experts, *piece.whole),
+            offset=(first, *piece.offset),
+            shape=(width, *piece.shape),
+            hf=names,
+            hf_shapes=piece.hf_shapes * width,
+        )
+
+
+def _name_layer(piece: Piece) -> Piece:
+    return replace(piece, hf=tuple(name.format(layer=piece.layer) for name in piece.hf))
+
+
+def _with_layer_axis(piece: Piece, sizes: ModelSizes) -> Piece:
+    assert piece.layer is not None
+    return replace(
+        piece,
+        key=without_layer(piece.key),
+        whole=(sizes.num_layers, *piece.whole),
+        offset=(piece.layer, *piece.offset),
+        shape=(1, *piece.shape),
+    )

@@ -3,19 +3,17 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
-from megatron_dppo.checkpoints.convert.description import write_description
-from megatron_dppo.checkpoints.convert.jobs import run_jobs
-from megatron_dppo.checkpoints.convert.options import Options
-from megatron_dppo.checkpoints.convert.sources import Source
-from megatron_dppo.checkpoints.convert.unfinished import UnfinishedOutput, disk_errors, fingerprint
-from megatron_dppo.checkpoints.model_files import main_dtype
-from megatron_dppo.checkpoints.weight_files import INDEX
+from megatron_dppo.checkpoints.convert.options import WriteOptions
+from megatron_dppo.checkpoints.convert.sources import WeightSource
+from megatron_dppo.checkpoints.convert.unfinished import UnfinishedOutput, disk_errors, fingerprint, run_jobs
+from megatron_dppo.checkpoints.model_files import INDEX, main_dtype, write_description
+from megatron_dppo.runtime.files import save_tensors
 from megatron_dppo.runtime.process import Runtime
-from megatron_dppo.runtime.tensor_files import save_tensors
 
 
 @dataclass
@@ -26,18 +24,11 @@ class Shard:
     num_bytes: int = 0
 
 
-def write_hf(source: Source, template: Path, out: Path, options: Options, runtime: Runtime) -> None:
+def write_hf(source: WeightSource, template: Path, out: Path, options: WriteOptions, runtime: Runtime) -> None:
     """Write a Hugging Face folder, completely or not at all; every process calls this together.
 
     An interrupted earlier start is resumed if source and options are the same. A process holds one file's
-    tensors per writer.
-
-    Args:
-        source: Source of the tensors.
-        template: Folder whose config, tokenizer and licence are copied.
-        out: Folder to create.
-        options: Output options.
-        runtime: Runtime of this process.
+    tensors per writer. Config, tokenizer and licence are copied from `template`.
 
     Raises:
         ConversionError: `out` exists or cannot be written.
@@ -54,9 +45,8 @@ def write_hf(source: Source, template: Path, out: Path, options: Options, runtim
         "files": [[name for group in shard.groups for name in group] for shard in shards],
     }
     output = runtime.on_main(lambda: UnfinishedOutput(out, plan, sum(sizes.values())))
-    writer = _ShardWriter(source, output, options)
     jobs = list(zip(files, shards, strict=True))[runtime.rank :: runtime.world_size]
-    run_jobs(runtime, jobs, writer.write, options.num_writers)
+    run_jobs(runtime, jobs, partial(_write_shard, source, output, options), options.num_writers)
 
     def publish() -> None:
         file_of = {
@@ -75,17 +65,11 @@ def write_hf(source: Source, template: Path, out: Path, options: Options, runtim
 
 
 def plan_shards(groups: Sequence[tuple[str, ...]], sizes: Mapping[str, int], file_bytes: int) -> list[Shard]:
-    """Assign names to files: a group is divided only if it is larger than a file.
-
-    Args:
-        groups: Names that are read together.
-        sizes: Bytes of each tensor.
-        file_bytes: Most bytes of a file, unless a single tensor is larger.
-    """
+    """Assign names to files: a group is divided only if it is larger than a file."""
     shards = [Shard()]
     for group in groups:
         whole = sum(sizes[name] for name in group)
-        parts = [group] if whole <= file_bytes else list(_divided(group, sizes, file_bytes))
+        parts = [group] if whole <= file_bytes else list(_divide(group, sizes, file_bytes))
         for part in parts:
             size = sum(sizes[name] for name in part)
             if shards[-1].groups and shards[-1].num_bytes + size > file_bytes:
@@ -95,7 +79,7 @@ def plan_shards(groups: Sequence[tuple[str, ...]], sizes: Mapping[str, int], fil
     return shards
 
 
-def _divided(group: tuple[str, ...], sizes: Mapping[str, int], file_bytes: int) -> Iterator[tuple[str, ...]]:
+def _divide(group: tuple[str, ...], sizes: Mapping[str, int], file_bytes: int) -> Iterator[tuple[str, ...]]:
     part: list[str] = []
     for name in group:
         if part and sum(sizes[other] for other in part) + sizes[name] > file_bytes:
@@ -105,24 +89,19 @@ def _divided(group: tuple[str, ...], sizes: Mapping[str, int], file_bytes: int) 
     yield tuple(part)
 
 
-class _ShardWriter:
-    """Writes the files that no earlier start has written."""
-
-    def __init__(self, source: Source, output: UnfinishedOutput, options: Options) -> None:
-        self._source, self._output, self._options = source, output, options
-
-    def write(self, job: tuple[str, Shard]) -> None:
-        """Read a file's tensors, then write them."""
-        file, shard = job
-        if self._output.file(file).is_file():
-            self._options.on_bytes(shard.num_bytes)
-            return
-        tensors: dict[str, Tensor] = {}
-        for group in shard.groups:
-            base = self._options.rounding.base_tensors(group, self._options.dtype is not None)
-            for name, tensor in self._source.read(group):
-                dtype = self._options.dtype_of(name, tensor)
-                own = self._options.rounding.cast(tensor, dtype, base.get(name))
-                tensors[name] = (own.clone() if own is tensor else own).contiguous()
-                self._options.on_bytes(own.nbytes)
-        self._output.write(file, lambda path: save_tensors(tensors, path, metadata={"format": "pt"}))
+def _write_shard(
+    source: WeightSource, output: UnfinishedOutput, options: WriteOptions, job: tuple[str, Shard]
+) -> None:
+    """Read a file's tensors, then write them, unless an earlier start has written the file."""
+    file, shard = job
+    if output.file(file).is_file():
+        options.on_bytes(shard.num_bytes)
+        return
+    tensors: dict[str, Tensor] = {}
+    for group in shard.groups:
+        base = options.rounding.base_tensors(group, options.dtype is not None)
+        for name, tensor in source.read(group):
+            own = options.rounding.cast(tensor, options.dtype_of(name, tensor), base.get(name))
+            tensors[name] = (own.clone() if own is tensor else own).contiguous()
+            options.on_bytes(own.nbytes)
+    output.write(file, lambda path: save_tensors(tensors, path, metadata={"format": "pt"}))

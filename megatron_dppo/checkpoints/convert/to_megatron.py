@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,13 @@ from megatron_dppo.architectures.registry import family_of
 from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.architectures.weight_map import EMBEDDING, OUTPUT
 from megatron_dppo.checkpoints.checkpoint_folder import WEIGHTS
-from megatron_dppo.checkpoints.convert.description import write_description
-from megatron_dppo.checkpoints.convert.jobs import run_jobs
-from megatron_dppo.checkpoints.convert.options import Options
-from megatron_dppo.checkpoints.convert.pieces import Piece, pieces_of
-from megatron_dppo.checkpoints.convert.sources import Source
-from megatron_dppo.checkpoints.convert.unfinished import UnfinishedOutput, disk_errors, fingerprint
+from megatron_dppo.checkpoints.convert.options import WriteOptions
+from megatron_dppo.checkpoints.convert.sources import WeightSource
+from megatron_dppo.checkpoints.convert.stored_tensors import pieces_of
+from megatron_dppo.checkpoints.convert.unfinished import UnfinishedOutput, disk_errors, fingerprint, run_jobs
 from megatron_dppo.checkpoints.megatron_folder import HF
-from megatron_dppo.checkpoints.streamed_save import Block, Places, StreamedFile, StreamedSave
+from megatron_dppo.checkpoints.megatron_save import Block, Places, StreamedFile, StreamedSave
+from megatron_dppo.checkpoints.model_files import write_description
 from megatron_dppo.errors import ConversionError
 from megatron_dppo.mcore import cpu, fixes
 from megatron_dppo.runtime.process import Runtime
@@ -33,7 +32,7 @@ _PARTS = "parts"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def require_fit(source: Source, hf: HFConfig) -> dict[str, Tensor]:
+def require_fit(source: WeightSource, hf: HFConfig) -> dict[str, Tensor]:
     """Return the outline of a source, which must contain exactly the tensors of its config.json.
 
     Raises:
@@ -54,12 +53,12 @@ def require_fit(source: Source, hf: HFConfig) -> dict[str, Tensor]:
     return found
 
 
-def _place(source: Source, name: str) -> Path:
+def _place(source: WeightSource, name: str) -> Path:
     weights: Any = getattr(source, "weights", None)
     return source.folder if weights is None else weights.file_of(name)
 
 
-def _require_tied(source: Source) -> None:
+def _require_tied(source: WeightSource) -> None:
     pair = [dict(source.read((name,)))[name] for name in (OUTPUT.hf[0], EMBEDDING.hf[0])]
     if not torch.equal(*pair):
         raise ConversionError(
@@ -84,17 +83,12 @@ def one_dtype(outline: Mapping[str, Tensor], folder: Path) -> torch.dtype:
     return next(iter(by_dtype))
 
 
-def write_megatron(source: Source, hf: HFConfig, out: Path, options: Options, runtime: Runtime) -> None:
+def write_megatron(
+    source: WeightSource, hf: HFConfig, out: Path, options: WriteOptions, runtime: Runtime
+) -> None:
     """Write a Megatron checkpoint, completely or not at all; every process calls this together.
 
     An interrupted earlier start is resumed if source and options are the same.
-
-    Args:
-        source: Source of the tensors.
-        hf: Source's config.json.
-        out: Folder to create.
-        options: Output options.
-        runtime: Runtime of this process.
 
     Raises:
         ConversionError: The source does not fit `hf`, or `out` exists or cannot be written.
@@ -104,7 +98,7 @@ def write_megatron(source: Source, hf: HFConfig, out: Path, options: Options, ru
     fixes.apply()
     outline = require_fit(source, hf)
     dtype = options.dtype or one_dtype(outline, source.folder)
-    pieces = {_key_of(piece): piece for piece in pieces_of(hf, _BLOCK_ELEMENTS)}
+    pieces = {(piece.key, piece.offset): piece for piece in pieces_of(hf, _BLOCK_ELEMENTS)}
     dtype_of = {key: torch.float32 if piece.rule.is_buffer else dtype for key, piece in pieces.items()}
     total = sum(piece.num_elements * dtype_of[key].itemsize for key, piece in pieces.items())
     plan = {
@@ -123,12 +117,22 @@ def write_megatron(source: Source, hf: HFConfig, out: Path, options: Options, ru
         piece = pieces[block.key, block.offset]
         cast = options.rounding.cast
         tensors = [cast(tensor, block.dtype) for name in piece.hf for _, tensor in source.read((name,))]
-        return piece.fuse(tensors, table)
+        fused = piece.fuse(tensors, table)
+        options.on_bytes(block.num_bytes)
+        return fused
 
-    writer = _FileWriter(output, save, tensor_of, options.on_bytes)
-    run_jobs(runtime, save.files, writer.write, options.num_writers)
+    def write_file(file: StreamedFile) -> None:
+        """Write a file, and a second file with the places of its items, unless an earlier start has."""
+        if output.file(f"{_PARTS}/{file.name}.json").is_file():
+            options.on_bytes(file.num_bytes)
+            return
+        places: Places = []
+        output.write(f"{_PARTS}/{file.name}", lambda path: places.extend(save.write(file, path, tensor_of)))
+        output.write(f"{_PARTS}/{file.name}.json", lambda path: path.write_text(json.dumps(places)))
+
+    run_jobs(runtime, save.files, write_file, options.num_writers)
     runtime.on_main(lambda: _gather_parts(output))
-    save.finish({file.name: writer.places(file) for file in save.files})
+    save.finish({file.name: _read_places(output, file) for file in save.files})
     runtime.on_main(lambda: _publish(output, source.folder, dtype))
 
 
@@ -141,10 +145,6 @@ def _begin(out: Path, plan: dict[str, Any], total: int) -> UnfinishedOutput:
     return output
 
 
-def _key_of(piece: Piece) -> tuple[str, tuple[int, ...]]:
-    return piece.key, piece.offset
-
-
 def _share(blocks: list[Block], runtime: Runtime) -> list[Block]:
     """Return this process's consecutive blocks, balanced by bytes."""
     total, before, own = sum(block.num_bytes for block in blocks), 0, list[Block]()
@@ -155,40 +155,10 @@ def _share(blocks: list[Block], runtime: Runtime) -> list[Block]:
     return own
 
 
-class _FileWriter:
-    """Writes the files of a save that no earlier start has written."""
-
-    def __init__(
-        self,
-        output: UnfinishedOutput,
-        save: StreamedSave,
-        tensor_of: Callable[[Block], Tensor],
-        on_bytes: Callable[[int], object],
-    ) -> None:
-        self._output, self._save, self._tensor_of, self._on_bytes = output, save, tensor_of, on_bytes
-
-    def write(self, file: StreamedFile) -> None:
-        """Write one file, and a second file with the places of its items."""
-        if self._output.file(f"{_PARTS}/{file.name}.json").is_file():
-            self._on_bytes(file.num_bytes)
-            return
-        places: Places = []
-
-        def counted(block: Block) -> Tensor:
-            tensor = self._tensor_of(block)
-            self._on_bytes(block.num_bytes)
-            return tensor
-
-        def write(path: Path) -> None:
-            places.extend(self._save.write(file, path, counted))
-
-        self._output.write(f"{_PARTS}/{file.name}", write)
-        self._output.write(f"{_PARTS}/{file.name}.json", lambda path: path.write_text(json.dumps(places)))
-
-    def places(self, file: StreamedFile) -> Places:
-        """Return the places of the items of a written file."""
-        written = self._output.file(f"{_PARTS}/{file.name}.json")
-        return [(offset, length) for offset, length in json.loads(written.read_text())]
+def _read_places(output: UnfinishedOutput, file: StreamedFile) -> Places:
+    """Return the places of the items of a written file."""
+    written = output.file(f"{_PARTS}/{file.name}.json")
+    return [(offset, length) for offset, length in json.loads(written.read_text())]
 
 
 def _gather_parts(output: UnfinishedOutput) -> None:

@@ -1,19 +1,22 @@
-"""Writes outputs that appear completely or not at all; a repeated command resumes an interrupted conversion."""
+"""Runs the jobs of a conversion. Its output appears completely or not at all; a repeated command resumes it."""
 
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 
 from megatron_dppo.checkpoints.checkpoint_folder import sync
 from megatron_dppo.errors import ConversionError
-from megatron_dppo.runtime.full_disk import byte_count, free_bytes
+from megatron_dppo.runtime.files import byte_count, free_bytes
+from megatron_dppo.runtime.process import Runtime
 
+T = TypeVar("T")
 _PLAN = "conversion.json"
 
 
@@ -27,10 +30,7 @@ class UnfinishedOutput:
     def __init__(self, out: Path, plan: dict[str, Any], num_bytes: int) -> None:
         """Find an earlier start's files, or create a new folder.
 
-        Args:
-            out: Folder to create.
-            plan: Description of input, output and options; equal plans write equal files.
-            num_bytes: Approximate size of the output.
+        Equal plans write equal files.
 
         Raises:
             ConversionError: `out` exists, or its parent is missing, not writable or too full.
@@ -78,6 +78,10 @@ class UnfinishedOutput:
             sync([partial])
             partial.rename(file)
 
+    def write_json(self, name: str, content: Any, indent: int = 1) -> None:
+        """Write `content` as JSON, like `write`."""
+        self.write(name, lambda path: path.write_text(json.dumps(content, indent=indent) + "\n"))
+
     def publish(self) -> None:
         """Rename the folder to the output's name."""
         (self.folder / _PLAN).unlink()
@@ -120,3 +124,24 @@ def fingerprint(files: Iterable[Path]) -> str:
         found = file.stat()
         digest.update(f"{file.resolve()}\0{found.st_size}\0{found.st_mtime_ns}\n".encode())
     return digest.hexdigest()
+
+
+def run_jobs(runtime: Runtime, jobs: Sequence[T], work: Callable[[T], None], num_threads: int) -> None:
+    """Run this process's jobs in threads, and wait for the other processes; all processes call this together.
+
+    Raises:
+        ConversionError: A job of another process failed. An error of this process's job is raised unchanged.
+    """
+    own: BaseException | None = None
+    with ThreadPoolExecutor(num_threads) as pool:
+        futures = [pool.submit(work, job) for job in jobs]
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        own = next((error for future in done if (error := future.exception()) is not None), None)
+        if own is not None:
+            pool.shutdown(cancel_futures=True)
+    failures = runtime.all_gather(None if own is None else f"{type(own).__name__}: {own}")
+    if own is not None:
+        raise own
+    other = next(((rank, text) for rank, text in enumerate(failures) if text is not None), None)
+    if other is not None:
+        raise ConversionError(f"rank {other[0]}: {other[1]}")

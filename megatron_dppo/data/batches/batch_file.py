@@ -1,17 +1,23 @@
-"""Reads and writes gradient steps as a safetensors file, for checkpoints in the middle of a rollout."""
+"""Reads and writes gradient steps as safetensors files.
+
+Checkpoints in the middle of a rollout have one file. A run's `batches/` keeps one per data-parallel group.
+"""
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_dppo.errors import DataError
-from megatron_dppo.runtime.tensor_files import save_tensors
-from megatron_dppo.types import Microbatch, RolloutTopK, RoutedExperts, TrainBatch
+from megatron_dppo.runtime.files import save_tensors
+from megatron_dppo.types import Microbatch, RolloutTopK, RoutedExperts, Sample, TrainBatch
+
+Record = TypeVar("Record", Sample, Microbatch)
 
 _LAYOUT = "steps"  # metadata key of the description that assigns tensors to steps
 _NESTED = ("topk", "routed_experts", "sample_ids")
@@ -28,8 +34,8 @@ def write_batches(path: Path, steps: Sequence[TrainBatch]) -> None:
     layout: list[dict[str, object]] = []
     for i, step in enumerate(steps):
         for j, microbatch in enumerate(step.microbatches):
-            named = dict(_tensors(microbatch))
-            tensors |= {f"{i}.{j}.{name}": tensor.contiguous().clone() for name, tensor in named.items()}
+            named = tensors_of(microbatch).items()
+            tensors |= {f"{i}.{j}.{name}": tensor.contiguous().clone() for name, tensor in named}
         routes = next((m.routed_experts for m in step.microbatches if m.routed_experts is not None), None)
         layout.append(
             {
@@ -65,19 +71,30 @@ def read_batches(path: Path) -> tuple[TrainBatch, ...]:
 
 def bytes_of(step: TrainBatch) -> int:
     """Return the size of a gradient step's tensors in bytes."""
-    return sum(tensor.nbytes for microbatch in step.microbatches for _, tensor in _tensors(microbatch))
+    return sum(tensor.nbytes for m in step.microbatches for tensor in tensors_of(m).values())
 
 
-def _tensors(microbatch: Microbatch) -> Iterator[tuple[str, Tensor]]:
-    for name in _PLAIN:
-        tensor = getattr(microbatch, name)
-        if tensor is not None:
-            yield name, tensor
-    if microbatch.topk is not None:
-        yield "topk.ids", microbatch.topk.ids
-        yield "topk.log_probs", microbatch.topk.log_probs
-    if microbatch.routed_experts is not None:
-        yield "routed_experts.indices", microbatch.routed_experts.indices
+def tensors_of(record: Sample | Microbatch | RolloutTopK | RoutedExperts) -> dict[str, Tensor]:
+    """Return the tensors of a record by field name, and of the records in it as `topk.ids`, ..."""
+    found: dict[str, Tensor] = {}
+    for name, value in vars(record).items():
+        if isinstance(value, Tensor):
+            found[name] = value
+        elif isinstance(value, RolloutTopK | RoutedExperts):
+            found |= {f"{name}.{inner}": tensor for inner, tensor in tensors_of(value).items()}
+    return found
+
+
+def with_nested(
+    record: Record, tensors: Mapping[str, Tensor], layer_numbers: Sequence[int] | None, num_experts: int | None
+) -> Record:
+    """Return the record with its Top-K and routes, if their tensors are among these by the same names."""
+    if "topk.ids" in tensors:
+        record = replace(record, topk=RolloutTopK(tensors["topk.ids"], tensors["topk.log_probs"]))
+    if layer_numbers is not None and num_experts is not None:
+        routes = RoutedExperts(tensors["routed_experts.indices"], tuple(layer_numbers), num_experts)
+        record = replace(record, routed_experts=routes)
+    return record
 
 
 def _step(
@@ -97,10 +114,86 @@ def _step(
         own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
         plain: dict[str, Any] = {name: own[name] for name in _PLAIN if name in own}
         microbatch = Microbatch(**plain, sample_ids=tuple(sample_ids[j]) if sample_ids else ())
-        if "topk.ids" in own:
-            microbatch = replace(microbatch, topk=RolloutTopK(own["topk.ids"], own["topk.log_probs"]))
-        if layer_numbers is not None and num_experts is not None:
-            routes = RoutedExperts(own["routed_experts.indices"], tuple(layer_numbers), num_experts)
-            microbatch = replace(microbatch, routed_experts=routes)
-        microbatches.append(microbatch)
+        microbatches.append(with_nested(microbatch, own, layer_numbers, num_experts))
     return TrainBatch(tuple(microbatches), num_loss_tokens, num_samples)
+
+
+_FOLDER = re.compile(r"rollout_(\d{6,})")
+_FILE = re.compile(r"group_(\d+)_of_(\d+)\.safetensors")
+
+
+def write_group(folder: Path, rollout: int, place: tuple[int, int], steps: Sequence[TrainBatch]) -> None:
+    """Write one group's gradient steps of a rollout. The file is written atomically.
+
+    Args:
+        folder: The run's `batches/`.
+        rollout: Index of the rollout, from 0.
+        place: (index of the group, number of data-parallel groups).
+        steps: Gradient steps of the group.
+    """
+    rank, size = place
+    file = _of_rollout(folder, rollout) / f"group_{rank}_of_{size}.safetensors"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(".unfinished")
+    write_batches(unfinished, steps)
+    unfinished.replace(file)
+
+
+def kept_rollouts(folder: Path) -> list[int]:
+    """Return the indices of the rollouts with saved files, ascending."""
+    names = [_FOLDER.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(found[1]) for found in names if found)
+
+
+def group_files(folder: Path, rollout: int) -> list[Path]:
+    """Return the files of all data-parallel groups, in group order.
+
+    Raises:
+        DataError: The rollout was not saved, or not by each group of one job.
+    """
+    of_rollout = _of_rollout(folder, rollout)
+    names = sorted(of_rollout.iterdir()) if of_rollout.is_dir() else []
+    places = {(int(found[1]), int(found[2])): path for path in names if (found := _FILE.fullmatch(path.name))}
+    sizes = {size for _, size in places}
+    if len(sizes) != 1 or {rank for rank, _ in places} != set(range(*sizes)):
+        kept = ", ".join(path.name for path in names) or "nothing"
+        there = ", ".join(str(index + 1) for index in kept_rollouts(folder)) or "none"
+        raise DataError(
+            f"{of_rollout}: found {kept}; expected group_<n>_of_<size>.safetensors of each data-parallel group "
+            f"of one job. Rollouts kept in {folder}, counted from 1: {there}. Name one of them, or run with "
+            "tracking.batches_every."
+        )
+    return [places[place] for place in sorted(places)]
+
+
+def read_share(folder: Path, rollout: int, place: tuple[int, int]) -> list[TrainBatch]:
+    """Read this group's equal share of a rollout's gradient steps, in a job with fewer data-parallel groups.
+
+    Args:
+        folder: The run's `batches/`.
+        rollout: Index of the rollout, from 0.
+        place: (index of the reading group, number of data-parallel groups in the reading job).
+
+    Raises:
+        DataError: The rollout was not saved completely, or its groups are not a multiple of the reading groups.
+    """
+    rank, size = place
+    files = group_files(folder, rollout)
+    if len(files) % size:
+        raise DataError(
+            f"{folder}: found batches of {len(files)} data-parallel groups; expected a multiple of the {size} "
+            "that read them. Start one process, or the same number as the run."
+        )
+    return [step for file in files[rank::size] for step in read_batches(file)]
+
+
+def kept_inputs(files: Sequence[Path]) -> tuple[int, bool]:
+    """Return (number of top-K columns in all files, whether all have log-probs of a "recomputed" anchor)."""
+    steps = [step for file in files for step in read_batches(file)]
+    microbatches = [m for step in steps for m in step.microbatches]
+    columns: list[int] = [0 if m.topk is None else m.topk.ids.shape[1] for m in microbatches]
+    return min(columns, default=0), all(m.old_log_probs is not None for m in microbatches)
+
+
+def _of_rollout(folder: Path, rollout: int) -> Path:
+    return folder / f"rollout_{rollout:06d}"

@@ -8,15 +8,16 @@ in the header's order. Each part is padded to 8 bytes, so that tensors can be re
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from megatron_dppo.data.batches.balance import SampleCost
+from megatron_dppo.data.batches.batch_file import tensors_of, with_nested
 from megatron_dppo.errors import DataError
-from megatron_dppo.types import RolloutTopK, RoutedExperts, Sample, WeightVersionSpan
+from megatron_dppo.types import Sample, WeightVersionSpan
 
 T = TypeVar("T")
 
@@ -121,7 +122,7 @@ def encode(samples: Sequence[Sample]) -> Tensor:
     entries: list[dict[str, Any]] = []
     parts: list[Tensor] = []
     for sample in samples:
-        tensors = dict(_tensors(sample))
+        tensors = tensors_of(sample)
         entries.append(_describe(sample) | {"tensors": [_described(*item) for item in tensors.items()]})
         parts += [part for tensor in tensors.values() for part in _padded(_as_bytes(tensor))]
     header = bytearray(json.dumps(entries, separators=(",", ":")).encode())
@@ -176,19 +177,6 @@ def _described(name: str, tensor: Tensor) -> tuple[str, str, list[int]]:
     return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
 
 
-def _tensors(sample: Sample) -> Iterator[tuple[str, Tensor]]:
-    yield "tokens", sample.tokens
-    yield "loss_mask", sample.loss_mask
-    yield "rollout_log_probs", sample.rollout_log_probs
-    if sample.token_weights is not None:
-        yield "token_weights", sample.token_weights
-    if sample.topk is not None:
-        yield "topk.ids", sample.topk.ids
-        yield "topk.log_probs", sample.topk.log_probs
-    if sample.routed_experts is not None:
-        yield "routed_experts", sample.routed_experts.indices
-
-
 def _describe(sample: Sample) -> dict[str, Any]:
     """Return a sample's fields except tensors. JSON preserves every bit of a float, and NaN."""
     entry = {name: getattr(sample, name) for name in _PLAIN}
@@ -202,19 +190,10 @@ def _describe(sample: Sample) -> dict[str, Any]:
 
 def _sample(entry: dict[str, Any], tensors: dict[str, Tensor]) -> Sample:
     plain: dict[str, Any] = {name: entry[name] for name in _PLAIN}
+    plain |= {name: tensor for name, tensor in tensors.items() if "." not in name}
     sample = Sample(
         **plain,
-        tokens=tensors["tokens"],
-        loss_mask=tensors["loss_mask"],
-        rollout_log_probs=tensors["rollout_log_probs"],
-        token_weights=tensors.get("token_weights"),
         reward_info=cast(dict[str, float], entry["reward_info"]),
         weight_versions=tuple(WeightVersionSpan(*span) for span in entry["weight_versions"]),
     )
-    if "topk.ids" in tensors:
-        sample = replace(sample, topk=RolloutTopK(tensors["topk.ids"], tensors["topk.log_probs"]))
-    if "routed_experts" in tensors:
-        layers = tuple(cast(list[int], entry["layer_numbers"]))
-        routes = RoutedExperts(tensors["routed_experts"], layers, cast(int, entry["num_experts"]))
-        sample = replace(sample, routed_experts=routes)
-    return sample
+    return with_nested(sample, tensors, entry.get("layer_numbers"), entry.get("num_experts"))

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 
 from megatron_dppo.config.schema import Config
+from megatron_dppo.data.batches.batch_file import tensors_of
 from megatron_dppo.types import Microbatch, ModelRouting, Sample
 
 
@@ -55,18 +56,10 @@ def _share(count: int, num_parts: int) -> int:
 
 def bytes_of_samples(samples: Iterable[Sample]) -> int:
     """Return the size of the samples' tensors in bytes."""
-    return sum(
-        sample.tokens.nbytes
-        + sample.loss_mask.nbytes
-        + sample.rollout_log_probs.nbytes
-        + bytes_of_routes_and_topk(sample)
-        for sample in samples
-    )
+    return sum(tensor.nbytes for sample in samples for tensor in tensors_of(sample).values())
 
 
 def bytes_of_routes_and_topk(holder: Sample | Microbatch) -> int:
     """Return the size in bytes of the routes and top-K of a sample or a micro-batch."""
-    topk, routes = holder.topk, holder.routed_experts
-    return (topk.ids.nbytes + topk.log_probs.nbytes if topk is not None else 0) + (
-        routes.indices.nbytes if routes is not None else 0
-    )
+    nested = (holder.topk, holder.routed_experts)
+    return sum(tensor.nbytes for each in nested if each is not None for tensor in tensors_of(each).values())

@@ -48,7 +48,7 @@ def final_answer(cell: str) -> str | None:
     If there are several markers, the last one counts. Markers are `#### 18` on the last line (GSM8K), the last
     `\boxed{}` (MATH), `<answer>` tags, and "The answer is 4" or "Answer: 4" up to the end of the sentence.
     """
-    found = [each for each in _marked(cell) if each.text]
+    found = [each for each in _find_marked(cell) if each.text]
     answer = max(found, key=lambda each: each.start).text if found else None
     return answer if answer != cell.strip() else None
 
@@ -67,7 +67,7 @@ def answer_kind(cell: str) -> AnswerKind:
 
 def last_boxed(solution: str) -> str:
     r"""Return the content of a solution's last \boxed{} or \fbox{}; empty if that box is not closed."""
-    return next((found.text for found in _boxed(solution)), "")
+    return next((found.text for found in _find_boxed(solution)), "")
 
 
 def number_of(cell: str) -> str | None:
@@ -104,8 +104,8 @@ def excerpt(cell: str) -> str:
     return repr(text if len(text) <= 60 else "..." + text[-60:])
 
 
-def _marked(cell: str) -> Iterator[Found]:
-    yield from _boxed(cell)
+def _find_marked(cell: str) -> Iterator[Found]:
+    yield from _find_boxed(cell)
     yield from (Found(match.start(), match[1].strip()) for match in _GSM8K.finditer(cell))
     yield from (Found(match.start(), match[1].strip()) for match in _TAG.finditer(cell))
     for match in _SAID.finditer(cell):
@@ -114,7 +114,7 @@ def _marked(cell: str) -> Iterator[Found]:
             yield Found(match.start(), final_answer(said) or said)
 
 
-def _boxed(solution: str) -> Iterator[Found]:
+def _find_boxed(solution: str) -> Iterator[Found]:
     """Yield the last box, if it is closed."""
     boxes = list(_BOX.finditer(solution))
     if not boxes:

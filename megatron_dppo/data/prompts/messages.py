@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from megatron_dppo.data.prompts.rows import fault, shown
+from megatron_dppo.data.prompts.rows import describe_cell, fault
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import Message
 
@@ -63,7 +63,7 @@ def prompt_cell(where: str, row: Fields, value: object, named: Collection[str], 
             prompt.
     """
     _refuse_other_columns(where, row, named)
-    asked = _asked(where, value, key)
+    asked = _read_prompt(where, value, key)
     tools, arguments = row.get(TOOLS), row.get(TEMPLATE_ARGUMENTS)
     given = {
         name: cell for name, cell in ((TOOLS, tools), (TEMPLATE_ARGUMENTS, arguments)) if not _is_empty(cell)
@@ -80,18 +80,20 @@ def prompt_cell(where: str, row: Fields, value: object, named: Collection[str], 
     )
 
 
-def _asked(where: str, value: object, key: str) -> Asked:
+def _read_prompt(where: str, value: object, key: str) -> Asked:
     if isinstance(value, str):
-        parsed = _objects(_parsed(value))
+        parsed = _objects(_parse_json(value))
         if parsed and all("role" in item for item in parsed):
             value = parsed
         elif _LIKE_MESSAGES.match(value):
             action = "Store the column as a list of messages."
-            raise fault(where, f"{shown(value)} as the prompt", "JSON of a list of messages, or text", action)
+            raise fault(
+                where, f"{describe_cell(value)} as the prompt", "JSON of a list of messages, or text", action
+            )
         elif value:
             return value
     if not isinstance(value, list) or not value:
-        raise _bad_prompt(where, shown(value), key)
+        raise _bad_prompt(where, describe_cell(value), key)
     messages = tuple(_message(where, item, key) for item in cast(list[object], value))
     if messages[-1]["role"] == "assistant":
         expected = "a last message that the policy responds to, of the user or of a tool"
@@ -113,7 +115,7 @@ def _message(where: str, item: object, key: str) -> Message:
     if content is None and not _is_empty(calls):
         content = ""
     if not isinstance(role, str) or not isinstance(content, str):
-        raise _bad_prompt(where, f"message {shown(item)}", key)
+        raise _bad_prompt(where, f"message {describe_cell(item)}", key)
     fields |= (
         {"content": content} if _is_empty(calls) else {"content": content, "tool_calls": _calls(where, calls)}
     )
@@ -133,16 +135,16 @@ def _content(where: str, content: object) -> object:
 
 def _calls(where: str, value: object) -> list[Fields]:
     """Return the tool calls of a message, with arguments as objects, since templates write them as JSON."""
-    calls, given = list[Fields](), _objects(_parsed(value) if isinstance(value, str) else value)
+    calls, given = list[Fields](), _objects(_parse_json(value) if isinstance(value, str) else value)
     for call in [{}] if given is None else given:
         function = _object(call.get("function", call)) or {}
         if not isinstance(function.get("name"), str):
             expected = "a list of calls, each with a function's 'name' and 'arguments'"
-            raise fault(where, f"{shown(value)} as tool_calls", expected, "Correct the message.")
+            raise fault(where, f"{describe_cell(value)} as tool_calls", expected, "Correct the message.")
         text = function.get("arguments", {})
-        arguments = _object(_parsed(text) if isinstance(text, str) else text)
+        arguments = _object(_parse_json(text) if isinstance(text, str) else text)
         if arguments is None:
-            found = f"{shown(text)} as arguments of a tool call"
+            found = f"{describe_cell(text)} as arguments of a tool call"
             raise fault(where, found, "an object, or its JSON", "Correct the message.")
         function = function | {"arguments": arguments}
         calls.append(call | {"function": function} if "function" in call else function)
@@ -150,23 +152,25 @@ def _calls(where: str, value: object) -> list[Fields]:
 
 
 def _tools(where: str, value: object) -> tuple[Fields, ...]:
-    parsed = _parsed(value) if isinstance(value, str) else value
+    parsed = _parse_json(value) if isinstance(value, str) else value
     if isinstance(parsed, list):
         items = cast(list[object], parsed)
-        parsed = [_parsed(item) if isinstance(item, str) else item for item in items]
+        parsed = [_parse_json(item) if isinstance(item, str) else item for item in items]
     tools = _objects(parsed)
     if tools is None:
         expected = "a list of JSON schemas of functions, or its JSON"
-        raise fault(where, f"{shown(value)} as {TOOLS}", expected, "Correct the column, or leave it out.")
+        raise fault(
+            where, f"{describe_cell(value)} as {TOOLS}", expected, "Correct the column, or leave it out."
+        )
     return tuple(_without_nulls(where, tool) for tool in tools)
 
 
 def _arguments(where: str, value: object) -> Fields:
-    parsed = _object(_parsed(value) if isinstance(value, str) else value)
+    parsed = _object(_parse_json(value) if isinstance(value, str) else value)
     if parsed is None:
         expected = "an object of arguments by name, or its JSON"
         action = "Correct the column, or leave it out."
-        raise fault(where, f"{shown(value)} as {TEMPLATE_ARGUMENTS}", expected, action)
+        raise fault(where, f"{describe_cell(value)} as {TEMPLATE_ARGUMENTS}", expected, action)
     arguments = _without_nulls(where, parsed)
     ours = sorted(_OURS & arguments.keys())
     if ours:
@@ -197,7 +201,7 @@ def _bad_prompt(where: str, found: str, key: str) -> DataError:
     return fault(where, f"{found} as the prompt", expected, action)
 
 
-def _parsed(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     """Return the list or object that a JSON text contains; `None` for any other text."""
     if not text.lstrip().startswith(("[", "{")):
         return None
@@ -237,6 +241,8 @@ def _without_nulls(where: str, value: object) -> dict[str, Any]:
             return [pruned(inner) for inner in cast(list[Any], value)]
         if isinstance(value, str | int | float | bool) or value is None:
             return value
-        raise fault(where, shown(value), "text, numbers, lists and objects", "Convert the field to text.")
+        raise fault(
+            where, describe_cell(value), "text, numbers, lists and objects", "Convert the field to text."
+        )
 
     return pruned(value)

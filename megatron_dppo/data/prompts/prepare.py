@@ -27,13 +27,18 @@ from megatron_dppo.data.prompts.problems import (
     problem_in_chat,
 )
 from megatron_dppo.data.prompts.prompts import prompt_of
-from megatron_dppo.data.prompts.rendering import whole_tokens
-from megatron_dppo.data.prompts.rows import fault
-from megatron_dppo.data.prompts.schemas import PROBLEM_SCHEMAS, Schema, detect, has, spellings
-from megatron_dppo.data.prompts.sources import Row, Source
-from megatron_dppo.data.prompts.special_tokens import SpecialTokens
-from megatron_dppo.data.prompts.survey import NUM_BARE
-from megatron_dppo.data.prompts.templates import TEMPLATES, asked_form, require_tokenizer
+from megatron_dppo.data.prompts.rows import (
+    PROBLEM_SCHEMAS,
+    DataSource,
+    Row,
+    Schema,
+    detect,
+    fault,
+    has,
+    spellings,
+)
+from megatron_dppo.data.prompts.survey import NUM_BARE, SpecialTokens
+from megatron_dppo.data.prompts.templates import TEMPLATES, asked_form, require_tokenizer, whole_tokens
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import AnswerForm, Prompt
 
@@ -42,7 +47,7 @@ Progress = Callable[[Iterable[Any], str, int | None], Iterable[Any]]
 
 
 @dataclass(frozen=True)
-class Options:
+class PrepareOptions:
     """Options for preparing a data set."""
 
     name: str  # source of the prompts, and prefix of their ids
@@ -80,7 +85,7 @@ class Prepared:
     doubts: Sequence[str]  # sentences about what may be wrong with the rows
 
 
-def prepare(source: Source, tokenizer: Any, options: Options, progress: Progress) -> Prepared:
+def prepare(source: DataSource, tokenizer: Any, options: PrepareOptions, progress: Progress) -> Prepared:
     """Read a data set, deduplicate and filter its problems, and put them into the template.
 
     Args:
@@ -102,7 +107,7 @@ def prepare(source: Source, tokenizer: Any, options: Options, progress: Progress
     questions = each_once(reader.read(rows, counts), counts)
     num_questions = len(questions)
     questions = _of_language(questions, options.language, counts)
-    tokenized = list(_tokenized(source.name, questions, tokenizer, options, bad_rows, progress))
+    tokenized = list(_tokenize(source.name, questions, tokenizer, options, bad_rows, progress))
     bad_rows.refuse(counts["read"])
     counts["that cannot be used"] = bad_rows.num_rows
     _require_number(source.name, num_questions, options, counts)
@@ -115,7 +120,7 @@ def prepare(source: Source, tokenizer: Any, options: Options, progress: Progress
     counts["written"] = len(tokenized)
     if not tokenized:
         action = "Loosen --language, --max-prompt-tokens or --limit, or check --source."
-        raise fault(source.name, f"no prompt left ({shown(counts)})", "at least one", action)
+        raise fault(source.name, f"no prompt left ({format_counts(counts)})", "at least one", action)
     forms: set[AnswerForm | None] = {asked_form(each.prompt, options.template) for each in tokenized}
     if forms == {"boxed"}:
         answer_doubts += _doubts_of_labels([each.question for each in tokenized])
@@ -147,11 +152,11 @@ class _Tokenized:
     tokens: Sequence[int]
 
 
-def _tokenized(
+def _tokenize(
     where: str,
     questions: Sequence[Question],
     tokenizer: Any,
-    options: Options,
+    options: PrepareOptions,
     bad_rows: BadRows,
     progress: Progress,
 ) -> Iterator[_Tokenized]:
@@ -213,7 +218,7 @@ def _doubts_of_tokens(tokenizer: Any, tokenized: Sequence[_Tokenized], template:
         yield f"{count} of {len(tokenized)} prompts {oddity}."
 
 
-def schema_of(source: Source, options: Options) -> Schema:
+def schema_of(source: DataSource, options: PrepareOptions) -> Schema:
     """Return a schema of the named columns, or else the first schema that fits.
 
     Raises:
@@ -234,14 +239,14 @@ def schema_of(source: Source, options: Options) -> Schema:
     return schema
 
 
-def shown(counts: Mapping[str, int]) -> str:
+def format_counts(counts: Mapping[str, int]) -> str:
     """Format the counts as one line."""
     return ", ".join(f"{what}: {count}" for what, count in counts.items())
 
 
-def _require_number(where: str, num_questions: int, options: Options, counts: Counts) -> None:
+def _require_number(where: str, num_questions: int, options: PrepareOptions, counts: Counts) -> None:
     if options.num_problems not in (None, num_questions):
-        found = f"{num_questions} problems ({shown(counts)})"
+        found = f"{num_questions} problems ({format_counts(counts)})"
         action = "Check --source, --config and --split; `custom` prepares any other set."
         raise fault(where, found, f"the {options.num_problems} of {options.name}", action)
 
@@ -254,7 +259,7 @@ def _of_language(questions: list[Question], language: Language | None, counts: C
     return kept
 
 
-def _prompt(where: str, question: Question, options: Options) -> Prompt:
+def _prompt(where: str, question: Question, options: PrepareOptions) -> Prompt:
     cell = question.cell
     if options.template == "chat":
         cell = replace(cell, asked=problem_in_chat(where, question, options.instruction))
@@ -268,7 +273,7 @@ def _prompt(where: str, question: Question, options: Options) -> Prompt:
 
 
 def _short_enough(
-    where: str, tokenized: Sequence[_Tokenized], options: Options, counts: Counts
+    where: str, tokenized: Sequence[_Tokenized], options: PrepareOptions, counts: Counts
 ) -> list[_Tokenized]:
     limit = options.max_prompt_tokens
     kept = [each for each in tokenized if len(each.tokens) <= limit]

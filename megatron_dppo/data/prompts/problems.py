@@ -9,9 +9,7 @@ from typing import Literal
 
 from megatron_dppo.data.prompts.final_answer import final_answer, last_boxed
 from megatron_dppo.data.prompts.messages import Asked, PromptCell, prompt_cell
-from megatron_dppo.data.prompts.rows import fault, missing_column, text_of
-from megatron_dppo.data.prompts.schemas import Schema, cell, with_roots
-from megatron_dppo.data.prompts.sources import Row
+from megatron_dppo.data.prompts.rows import Row, Schema, cell, fault, missing_column, text_of, with_roots
 from megatron_dppo.data.prompts.survey import NUM_SHOWN
 from megatron_dppo.data.prompts.templates import with_instruction, without_dapo_instruction
 from megatron_dppo.errors import DataError, Problem
@@ -113,7 +111,7 @@ class QuestionReader:
         except KeyError as error:
             raise missing_column(here, str(error.args[0]), list(row), OPTION_KEYS) from None
         reference = "" if answer is None else text_of(here, "the answer", answer)
-        taken = self._taken(reference)
+        taken = self._take_answer(reference)
         if asked is None or asked in ("", []):
             counts["without a problem"] += 1
         elif not taken.strip():
@@ -126,7 +124,7 @@ class QuestionReader:
             return Question(number, read, problem.strip(), taken.strip(), problem != text, solution)
         return None
 
-    def _taken(self, reference: str) -> str:
+    def _take_answer(self, reference: str) -> str:
         """Return the answer of a cell: the final answer that its text marks, or else the complete cell."""
         if self.schema.is_solution:
             return last_boxed(reference) or final_answer(reference) or ""

@@ -12,10 +12,10 @@ from transformers import AutoTokenizer
 
 from megatron_dppo.architectures.sizes import config_file
 from megatron_dppo.data.prompts.final_answer import excerpt
-from megatron_dppo.data.prompts.prepare import Options, Prepared, prepare
-from megatron_dppo.data.prompts.sources import Source, open_source
+from megatron_dppo.data.prompts.prepare import Prepared, PrepareOptions, prepare
+from megatron_dppo.data.prompts.rows import DataSource, open_source
 from megatron_dppo.errors import DataError, Problem
-from megatron_dppo.runtime.jsonl import write_jsonl, write_whole
+from megatron_dppo.runtime.files import write_jsonl, write_whole
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,8 @@ DATA_SETS = {
 }
 
 
-def write_prompt_file(out: Path, opened: Source, tokenizer: Path, options: Options) -> Prepared:
+def write_prompt_file(out: Path, opened: DataSource, tokenizer: Path, options: PrepareOptions) -> Prepared:
     """Prepare the prompts of a data set, and write them and their counts.
-
-    Args:
-        out: Prompt file to write.
-        opened: Data set to read.
-        tokenizer: Folder of the model that will be trained.
-        options: Filters, template and columns.
 
     Raises:
         DataError: There is no tokenizer, or the data set cannot be prepared with these options.
@@ -90,7 +84,7 @@ def refuse_unusable(
 
 def open_data_set(
     data_set: DataSet, source: str | None, configs: Sequence[str] | None, split: str | None
-) -> Source:
+) -> DataSource:
     """Open the published data set, or the user's `source` without the published configs and split."""
     if source is not None or data_set.source is None:
         return open_source(source or "", configs or (), split or "train")

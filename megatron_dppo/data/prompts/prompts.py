@@ -15,19 +15,17 @@ import torch
 from megatron_dppo.data.prompts.messages import READ_COLUMNS, PromptCell, prompt_cell
 from megatron_dppo.data.prompts.rows import (
     CONFIG_KEYS,
-    each_row,
-    fault,
-    missing_column,
-    read_columns,
-    text_of,
-)
-from megatron_dppo.data.prompts.schemas import (
     TRAINING_SCHEMAS,
     Schema,
     cell,
     detect,
+    each_row,
+    fault,
     has,
+    missing_column,
+    read_columns,
     spellings,
+    text_of,
     with_roots,
 )
 from megatron_dppo.errors import DataError
@@ -81,12 +79,6 @@ def read_prompts(
 ) -> Iterator[PromptRow | DataError]:
     """Yield the prompt of each row, or the row's error (see `load_prompts`).
 
-    Args:
-        path: Prompt file.
-        prompt_column: Column of the prompt.
-        answer_column: Column of the answer. `None` means the first of `TRAINING_SCHEMAS` that fits.
-        logs_schema: Whether to log the detected schema.
-
     Raises:
         DataError: The file is missing, of another kind, empty, or lacks a column.
     """
@@ -94,7 +86,7 @@ def read_prompts(
     if not has(available, prompt_column):
         raise missing_column(str(path), prompt_column, available)
     if not answer_column:
-        schema = detected_schema(path, prompt_column, available)
+        schema = detect_schema(path, prompt_column, available)
         answer_column = schema.answer
         if logs_schema:
             logger.info("%s: %s's columns: %s and %s", path, schema.name, schema.prompt, schema.answer)
@@ -121,7 +113,7 @@ class _RowReader:
 
     def __call__(self, number: int, row: Mapping[str, object]) -> PromptRow:
         where = f"{self.path}, row {number}"
-        cell, answer = (_required(where, row, name) for name in (self.prompt_column, self.answer_column))
+        cell, answer = (_require_cell(where, row, name) for name in (self.prompt_column, self.answer_column))
         row_id = text_of(where, "id", row.get("id", number))
         source = text_of(where, self.source_column, row.get(self.source_column, self.path.stem))
         answer = text_of(where, "the answer", answer)
@@ -160,7 +152,7 @@ class PromptsDigest:
         return self._hash.hexdigest()
 
 
-def detected_schema(path: Path, prompt_column: str, columns: Iterable[str]) -> Schema:
+def detect_schema(path: Path, prompt_column: str, columns: Iterable[str]) -> Schema:
     """Return the schema of a file with these columns: our own, verl's or slime's.
 
     Raises:
@@ -174,7 +166,7 @@ def detected_schema(path: Path, prompt_column: str, columns: Iterable[str]) -> S
     return schema
 
 
-def _required(where: str, row: Mapping[str, object], column: str) -> object:
+def _require_cell(where: str, row: Mapping[str, object], column: str) -> object:
     try:
         return cell(row, column)
     except KeyError:

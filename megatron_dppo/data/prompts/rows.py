@@ -1,13 +1,18 @@
-"""Reads rows of .jsonl and .parquet files, and checks their cells. Every error names its row."""
+"""Reads the rows of files and of published data sets, finds their columns, and checks their cells.
+
+Every error names its row.
+"""
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
 from megatron_dppo.errors import DataError, Problem, did_you_mean
-from megatron_dppo.runtime.jsonl import each_line
+from megatron_dppo.runtime.files import each_line
 
 SUFFIXES = (".jsonl", ".parquet")
 _NUM_ROWS_WITH_COLUMNS = 100  # rows of a .jsonl file that are searched for columns
@@ -88,7 +93,7 @@ def text_of(where: str, what: str, value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     action = "Convert the column to strings."
-    raise fault(where, f"{shown(value)} as {what}", "a string or an integer", action)
+    raise fault(where, f"{describe_cell(value)} as {what}", "a string or an integer", action)
 
 
 def missing_column(
@@ -99,7 +104,7 @@ def missing_column(
     return fault(where, f"columns {list(columns)}", f"a column {column!r}", action)
 
 
-def shown(value: Any) -> str:
+def describe_cell(value: Any) -> str:
     """Return a cell's type and the beginning of its value, for messages."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:60] + '...'}"
@@ -108,3 +113,147 @@ def shown(value: Any) -> str:
 def fault(where: str, found: str, expected: str, action: str) -> DataError:
     """Return the error for a fault in a prompt file."""
     return DataError(Problem(where, found, expected, action))
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Paths of the prompt and the answer: a column, or a column and its fields, joined by dots."""
+
+    name: str
+    prompt: str
+    answer: str
+    is_solution: bool = False  # the answer is in the last \boxed{} of a worked solution
+
+
+# Schemas that training reads directly. The first one that fits is used.
+TRAINING_SCHEMAS = (
+    Schema("megatron_dppo", "prompt", "answer"),
+    Schema("verl", "prompt", "reward_model.ground_truth"),
+    Schema("slime", "prompt", "label"),
+)
+
+# Schemas that `megatron-dppo prepare-data` reads: also problems without an instruction.
+PROBLEM_SCHEMAS = (
+    *TRAINING_SCHEMAS,
+    Schema("problem and answer", "problem", "answer"),
+    Schema("Problem and Answer", "Problem", "Answer"),
+    Schema("question and answer", "question", "answer"),
+    Schema("problem and solution", "problem", "solution", is_solution=True),
+)
+
+
+def detect(columns: Iterable[str], schemas: Iterable[Schema], prompt: str | None = None) -> Schema | None:
+    """Return the first schema with columns that all exist. `prompt` overrides the prompt column."""
+    present = set(columns)
+    for schema in schemas:
+        wanted = prompt or schema.prompt
+        if has(present, wanted) and has(present, schema.answer):
+            return Schema(schema.name, wanted, schema.answer, schema.is_solution)
+    return None
+
+
+def has(columns: Iterable[str], path: str) -> bool:
+    """Whether a path begins with one of the columns."""
+    present = set(columns)
+    return path in present or path.partition(".")[0] in present
+
+
+def with_roots(*paths: str) -> frozenset[str]:
+    """Return the paths, and the columns that they begin with."""
+    return frozenset(paths) | {path.partition(".")[0] for path in paths}
+
+
+def cell(row: Mapping[str, object], path: str) -> object:
+    """Return the value at a path of a row.
+
+    Raises:
+        KeyError: The row has no such column, or the column has no such field.
+    """
+    if path in row:
+        return row[path]
+    column, _, field = path.partition(".")
+    inner = row[column]
+    if not field or not isinstance(inner, dict):
+        raise KeyError(path)
+    return cell(cast(dict[str, object], inner), field)
+
+
+def spellings(schemas: Iterable[Schema]) -> str:
+    """Return the known pairs of columns as text for messages."""
+    return " or ".join(f"{schema.prompt} and {schema.answer}" for schema in schemas)
+
+
+Row = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """An opened data set. Its rows can be read only once."""
+
+    name: str
+    columns: Sequence[str]
+    rows: Iterable[tuple[int, Row | DataError]]  # (row number from 1, row); line numbers of a .jsonl file
+    num_rows: int | None  # None if it is not known before reading
+
+
+def open_source(name: str, configs: Sequence[str] = (), split: str = "train") -> DataSource:
+    """Open a data set.
+
+    Args:
+        name: A .jsonl or .parquet file, read as training reads it; a folder that `datasets` wrote or that
+            contains data files; or a name on the hub. `datasets` reads folders and names.
+        configs: Configurations to read one after the other; ("all",) for all.
+        split: Split of a folder or of a data set on the hub.
+
+    Raises:
+        DataError: The file, configuration or split does not exist or cannot be read, or the hub cannot be
+            reached.
+    """
+    path = Path(name)
+    if path.is_file() and path.suffix not in SUFFIXES:
+        found, expected = (
+            f"{name}",
+            f"a file that ends in {' or '.join(SUFFIXES)}, a folder, or a name on the hub",
+        )
+        raise fault("--source", found, expected, "Convert the file, or name the folder that contains it.")
+    if path.is_file() or path.suffix in SUFFIXES:
+        return DataSource(name, read_columns(path), each_row(path), None)
+    datasets: Any = import_module("datasets")
+    action = "Check --source, --config and --split; offline, give --source a file that was downloaded before."
+    try:
+        parts = _parts(datasets, name, configs, split)
+        columns = _columns(parts[0])
+    except (ValueError, OSError, KeyError) as error:
+        found = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise fault(f"--source {name}", found, "a data set that opens", action) from error
+    counts = [getattr(part, "num_rows", None) for part in parts]
+    total = None if None in counts else sum(cast(list[int], counts))
+    return DataSource(name, columns, enumerate(_read(name, parts), start=1), total)
+
+
+def _parts(datasets: Any, name: str, configs: Sequence[str], split: str) -> list[Any]:
+    path = Path(name)
+    if (path / "dataset_dict.json").is_file():
+        return [datasets.load_from_disk(name)[split]]
+    if (path / "state.json").is_file():
+        return [datasets.load_from_disk(name)]
+    names = datasets.get_dataset_config_names(name) if list(configs) == ["all"] else configs
+    return [
+        datasets.load_dataset(name, config, split=split, streaming=True)
+        for config in cast(Iterable[str | None], names or [None])
+    ]
+
+
+def _columns(part: Any) -> list[str]:
+    """Return the columns of a part, from its metadata or else from its first row."""
+    return cast(list[str], part.column_names or list(next(iter(part))))
+
+
+def _read(name: str, parts: Sequence[Any]) -> Iterator[Row]:
+    try:
+        yield from cast(Iterable[Row], chain.from_iterable(parts))
+    except (ValueError, OSError) as error:
+        action = "Try again, or give --source a file that was downloaded before."
+        raise fault(
+            f"--source {name}", f"{type(error).__name__}: {error}", "rows to the end", action
+        ) from error

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.errors import ConfigError, Problem
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.files import write_jsonl
 
 Split = Literal["train", "held_out"]
 

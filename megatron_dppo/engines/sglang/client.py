@@ -15,9 +15,10 @@ have their own count.
 
 import asyncio
 import json
+import logging
 import random
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -27,14 +28,14 @@ import aiohttp
 
 from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.engines.sglang.protocol import Generation, ServerFacts, generation_of
-from megatron_dppo.engines.sglang.update_calls import Call
-from megatron_dppo.errors import ReplyError, ServerError
+from megatron_dppo.errors import ReplyError, RolloutError, ServerError
 
 _NOTHING_WAS_DONE = frozenset({429, 503})
 _MAY_HAVE_BEEN_DONE = frozenset({500, 502, 504})
 _KEEP_CONNECTION_S = 2.0  # the server closes an idle connection after five seconds
 _LONGEST_PAUSE_S = 30.0
 _FAILURES = (aiohttp.ClientError, TimeoutError)  # errors of a call without a response
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,14 @@ class Patience:
     generate_timeout_s: float = 1800.0  # limit of one response, including its time in the server's queue
     max_attempts: int = 4
     first_pause_s: float = 0.5  # before the second attempt; then doubled, with random jitter
+
+
+@dataclass(frozen=True)
+class Call:
+    """One POST request."""
+
+    path: str
+    body: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -231,6 +240,51 @@ def new_rid(name: str) -> str:
     this id, such as the next turn of a conversation. Later versions check that the request is the same.
     """
     return f"{name}#{secrets.token_hex(8)}"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connected server: its client, and the protocol adapter of its version."""
+
+    client: SglangClient
+    generation: Generation
+    facts: ServerFacts
+
+
+async def connect(clients: Sequence[SglangClient], version: int) -> dict[str, Link]:
+    """Connect to the servers, and return by URL those with weights of this version.
+
+    Raises:
+        ServerError: No server responds with weights of this version.
+    """
+
+    async def link(client: SglangClient) -> Link | RolloutError:
+        try:
+            generation, facts = await client.connect()
+        except (ServerError, ReplyError) as error:
+            return error
+        if facts.weight_version != version:
+            return other_weights(client.url, facts.weight_version, version)
+        return Link(client, generation, facts)
+
+    found = dict(
+        zip((client.url for client in clients), await asyncio.gather(*map(link, clients)), strict=True)
+    )
+    links = {url: link for url, link in found.items() if isinstance(link, Link)}
+    faults = {url: fault for url, fault in found.items() if isinstance(fault, RolloutError)}
+    if not links:
+        raise ServerError("\n".join(map(str, faults.values())))
+    for url, fault in faults.items():
+        logger.warning("server %s is drained: %s", url, fault)
+    return links
+
+
+def other_weights(url: str, found: int, expected: int) -> ServerError:
+    """Return the error for a server with weights of another version."""
+    return ServerError(
+        f"{url}: found weights of version {found}; expected {expected}. The server was restarted, or another "
+        "process sent it weights. Push the weights again before sampling."
+    )
 
 
 def _json(content: bytes) -> object:

@@ -2,42 +2,45 @@
 
 Parsing the JSON of a long response holds the GIL: the trainer's CPU time for 16k tokens with top-20 and routes
 is 113 ms with SGLang 0.5.21 and 27 ms with later versions (tools/benchmarks/README.md), and no other thread of
-the trainer runs meanwhile. This module writes the bytes of the response to shared memory, and reads the decoded
-arrays from other shared memory.
+the trainer runs meanwhile.
+
+`DecodingProcess` starts this module as a program, which imports no tensor library, so it starts quickly.
+Requests and results are pickles, since both ends are this package. They are in shared memory, one for each
+direction, together with the bytes of the response or its arrays. The pipes carry only the sizes of these parts.
 """
 
 import asyncio
 import contextlib
-import dataclasses
+import gc
 import json
+import mmap
 import os
+import pickle
 import select
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, Any
+from itertools import accumulate
+from typing import Self
 
-from megatron_dppo.engines.sglang.decoding_wire import (
-    LENGTH_BYTES,
-    SharedMemory,
-    frame_of,
-    header_length,
-    read_answer,
-    sizes_in,
-)
-from megatron_dppo.engines.sglang.replies import READERS, Answer, Expected
-from megatron_dppo.errors import ReplyError, RolloutError
+from megatron_dppo.engines.sglang.replies import Answer, Expected, Reader
+from megatron_dppo.errors import ReplyError, RolloutError, RoutingReplayError
+from megatron_dppo.runtime.framing import FrameReader, json_frame, read_message, write_frame
 
-_MODULE = "megatron_dppo.engines.sglang.decoding_worker"
+_MODULE = "megatron_dppo.engines.sglang.decoding_process"
 _SMALL_BYTES = 64 * 1024  # the pipes cost the trainer 1 to 2 ms of CPU, like decoding about 50 kB
 _TIMEOUT_S = 120.0  # of one response, pipes included; 16k tokens with top-20 and routes take under a second
 _START_TIMEOUT_S = 300.0  # imports may be slow on a slow disk
 _END_TIMEOUT_S = 1.0
 _MOST_LOST = 2  # lost children in a row that stop the run; the first one is replaced
+_PARENT_EVERY_S = 0.25
+_MAX_SIZES = 4096  # bytes
 
 
 class DecodingProcess:
@@ -59,8 +62,8 @@ class DecodingProcess:
         self._child: _Child | None = None
         self._num_lost = 0  # children lost since the last result
 
-    async def read(self, reader: str, content: bytes, expected: Expected) -> Answer:
-        """Parse a response with `READERS[reader]`.
+    async def read(self, reader: Reader, content: bytes, expected: Expected) -> Answer:
+        """Parse a response with `reader`.
 
         Raises:
             ReplyError: The response is refused, or the child ended or hung while it decoded the response.
@@ -68,22 +71,22 @@ class DecodingProcess:
             RolloutError: The child cannot be started, or was lost twice in a row.
         """
         if len(content) < self._small_bytes:
-            return READERS[reader](content, expected)
+            return reader(content, expected)
         return await asyncio.wrap_future(self._driver.submit(self._read_there, reader, content, expected))
 
     @property
     def pid(self) -> int | None:
         """Process id of the child; None while no child runs."""
         child = self._child
-        return None if child is None else child.pid
+        return None if child is None else child.process.pid
 
-    def _read_there(self, reader: str, content: bytes, expected: Expected) -> Answer:
-        if self._child is None or self._child.has_ended:  # ended while idle: no response caused it
+    def _read_there(self, reader: Reader, content: bytes, expected: Expected) -> Answer:
+        if self._child is None or self._child.process.poll() is not None:  # ended while idle: not by a response
             self._child = _Child()
         try:
-            header, buffers = self._child.ask(reader, content, expected, self._timeout_s)
+            answer = self._child.ask(reader, content, expected, self._timeout_s)
         except _LostError as error:
-            self._child.kill()
+            _kill(self._child.process)
             self._child = None
             self._num_lost += 1
             found = f"{expected.where}: found that the process decoding its {len(content)} bytes {error}"
@@ -94,7 +97,58 @@ class DecodingProcess:
                 ) from None
             raise ReplyError(f"{found}; expected arrays. The next response starts another process.") from None
         self._num_lost = 0
-        return read_answer(header, buffers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class SharedMemory:
+    """Memory that one process writes and another reads, in turns. It is an open file without a name.
+
+    It keeps the size of its largest content, so only a larger content allocates memory.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        """Own an open file, until this object is deleted."""
+        self.descriptor = descriptor
+        self._mapped: mmap.mmap | None = None
+        weakref.finalize(self, os.close, descriptor).atexit = False
+
+    @classmethod
+    def create(cls) -> Self:
+        """Open a new file."""
+        if sys.platform == "linux":
+            return cls(os.memfd_create("decoding"))
+        with tempfile.TemporaryFile() as file:
+            return cls(os.dup(file.fileno()))
+
+    def write(self, buffers: Sequence[bytes | bytearray | memoryview]) -> None:
+        """Replace the content with these buffers, one after another."""
+        offset = 0
+        for buffer in buffers:
+            left = memoryview(buffer)
+            while left:
+                num_written = os.pwrite(self.descriptor, left, offset)
+                left, offset = left[num_written:], offset + num_written
+
+    def read(self, sizes: Sequence[int]) -> list[bytearray]:
+        """Return copies of the buffers with these sizes in bytes, without the GIL during the copy."""
+        buffers, offset = [bytearray(size) for size in sizes], 0
+        for buffer in buffers:
+            left = memoryview(buffer)
+            while left:
+                num_read = os.preadv(self.descriptor, [left], offset)
+                if num_read == 0:
+                    raise EOFError
+                left, offset = left[num_read:], offset + num_read
+        return buffers
+
+    def view(self, sizes: Sequence[int]) -> list[memoryview]:
+        """Return views of the buffers with these sizes in bytes, valid until the other process writes."""
+        if self._mapped is None or len(self._mapped) < sum(sizes):
+            self._mapped = mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ)
+        whole, ends = memoryview(self._mapped), list(accumulate(sizes))
+        return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 class _LostError(Exception):
@@ -102,7 +156,7 @@ class _LostError(Exception):
 
 
 class _Child:
-    """The child process with its memory and pipes, which have time-outs. Only one thread uses it."""
+    """The child process with its memory and pipes. Only one thread uses it."""
 
     def __init__(self) -> None:
         """Start the process, and wait until it has imported its modules.
@@ -110,14 +164,13 @@ class _Child:
         Raises:
             RolloutError: The process did not start.
         """
-        self._content, self._arrays = memory = SharedMemory.create(), SharedMemory.create()
-        weakref.finalize(self, _close, memory).atexit = False
-        descriptors = [each.descriptor for each in memory]
+        self._requests, self._answers = SharedMemory.create(), SharedMemory.create()
+        descriptors = [self._requests.descriptor, self._answers.descriptor]
         command = [sys.executable, "-m", _MODULE, *map(str, (os.getpid(), *descriptors))]
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # numpy's thread pool is not needed
         pipe = subprocess.PIPE
         try:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 command,
                 stdin=pipe,
                 stdout=pipe,
@@ -127,114 +180,106 @@ class _Child:
                 env=environment,
             )
         except OSError as error:
-            raise _not_started(f"raised {error}", command) from None
-        weakref.finalize(self, _kill, self._process).atexit = False  # at exit, its stdin closes, which ends it
-        self._in, self._out = _prepared(self._process.stdin), _prepared(self._process.stdout)
+            raise _start_error(f"raised {error}", command) from None
+        weakref.finalize(self, _kill, self.process).atexit = False  # at exit, its stdin closes, which ends it
+        assert self.process.stdin is not None and self.process.stdout is not None, "Popen was called with pipes"
+        self._in, self._out = self.process.stdin.fileno(), self.process.stdout.fileno()
+        self._reader, self._poll = FrameReader(_MAX_SIZES), select.poll()
+        self._poll.register(self._out, select.POLLIN)
         try:
-            with self._answering(_START_TIMEOUT_S) as deadline:
-                self._receive(deadline)
+            self._receive(_START_TIMEOUT_S)
         except _LostError as error:
-            self.kill()
-            raise _not_started(str(error), command) from None
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
+            _kill(self.process)
+            raise _start_error(str(error), command) from None
 
     def ask(
-        self, reader: str, content: bytes, expected: Expected, timeout_s: float
-    ) -> tuple[dict[str, Any], list[bytearray]]:
-        """Send a response to decode, and return the header and buffers of the result.
+        self, reader: Reader, content: bytes, expected: Expected, timeout_s: float
+    ) -> Answer | ReplyError | RoutingReplayError:
+        """Return the result of `reader`, or the error that it raised.
 
         Raises:
             _LostError: No result came in time, or the process ended.
         """
-        header = {"reader": reader, "expected": dataclasses.asdict(expected)}
-        with self._answering(timeout_s) as deadline:
-            frame = frame_of(header, [content])
-            self._content.write(frame.buffers)
-            self._send(memoryview(frame.header), deadline)
-            return self._receive(deadline)
+        parts = [content, pickle.dumps((reader, expected))]
+        self._requests.write(parts)
+        with contextlib.suppress(BrokenPipeError):  # `_receive` tells how the process ended
+            os.write(self._in, json_frame([len(part) for part in parts]))
+        answer, *buffers = self._answers.read(self._receive(timeout_s))
+        return pickle.loads(answer, buffers=buffers)
 
-    def kill(self) -> None:
-        """End the process; may be called twice."""
-        _kill(self._process)
-
-    @contextlib.contextmanager
-    def _answering(self, timeout_s: float) -> Iterator[float]:
-        """Yield the deadline of one exchange; a time-out or a closed pipe becomes a `_LostError`."""
-        try:
-            yield time.monotonic() + timeout_s
-        except TimeoutError:
-            raise _LostError(f"returned no result within {timeout_s:g} s") from None
-        except (BrokenPipeError, EOFError):
-            raise _LostError(self._how_it_ended()) from None
-
-    def _send(self, data: memoryview, deadline: float) -> None:
-        while data:
-            _wait(self._in, select.POLLOUT, deadline)
-            with contextlib.suppress(BlockingIOError):
-                data = data[os.write(self._in, data) :]
-
-    def _receive(self, deadline: float) -> tuple[dict[str, Any], list[bytearray]]:
-        length = header_length(self._bytes(LENGTH_BYTES, deadline))
-        header = json.loads(self._bytes(length, deadline))
-        return header, self._arrays.read(sizes_in(header))
-
-    def _bytes(self, size: int, deadline: float) -> bytearray:
-        data = bytearray(size)
-        left = memoryview(data)
-        while left:
-            _wait(self._out, select.POLLIN, deadline)
-            with contextlib.suppress(BlockingIOError):
-                num_read = os.readv(self._out, [left])
-                if num_read == 0:
-                    raise EOFError
-                left = left[num_read:]
-        return data
+    def _receive(self, timeout_s: float) -> list[int]:
+        """Return the sizes of the parts of the process's next result."""
+        deadline = time.monotonic() + timeout_s
+        messages: list[bytes] = []
+        while not messages:
+            if not self._poll.poll(max(deadline - time.monotonic(), 0.0) * 1000):
+                raise _LostError(f"returned no result within {timeout_s:g} s")
+            data = os.read(self._out, 1 << 16)
+            if not data:
+                raise _LostError(self._how_it_ended())
+            messages = self._reader.feed(data)
+        return json.loads(messages[0])
 
     def _how_it_ended(self) -> str:
         try:
-            status = self._process.wait(_END_TIMEOUT_S)
+            status = self.process.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return "closed its pipes"
         return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with code {status}"
 
 
-def _not_started(found: str, command: list[str]) -> RolloutError:
+def _start_error(found: str, command: list[str]) -> RolloutError:
     return RolloutError(
         f"the process that decodes responses: found that it {found} at its start; expected it to wait for "
         f"responses. Free memory or processes on this machine, or try: {' '.join(command)} </dev/null"
     )
 
 
-def _prepared(pipe: IO[bytes] | None) -> int:
-    """Make a pipe non-blocking, and return its file descriptor."""
-    assert pipe is not None, "Popen was called with pipes"
-    os.set_blocking(pipe.fileno(), False)
-    return pipe.fileno()
-
-
-def _close(memory: Iterable[SharedMemory]) -> None:
-    for each in memory:
-        each.close()
-
-
-def _wait(pipe: int, event: int, deadline: float) -> None:
-    poll, left_s = select.poll(), deadline - time.monotonic()
-    poll.register(pipe, event)
-    if left_s <= 0 or not poll.poll(left_s * 1000):
-        raise TimeoutError
-
-
 def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End the process; may be called twice."""
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             pipe.close()
     process.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):  # a process in a kernel call ends after the call
         process.wait(_END_TIMEOUT_S)
+
+
+def _run_child(parent: int, requests: SharedMemory, answers: SharedMemory) -> None:
+    """Decode responses until stdin ends or the trainer, process `parent`, is gone."""
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # sent to all processes of the job; the trainer decides
+    gc.disable()  # JSON has no reference cycles, and the search for them took a third of the time
+    stdin, stdout = open(0, "rb", closefd=False), open(os.dup(1), "wb")  # noqa: PTH123, SIM115
+    os.dup2(2, 1)  # a library's output must not mix with frames
+    write_frame(stdout, json_frame([]))
+    while (message := read_message(stdin)) is not None:
+        parts = _decode(requests.view(json.loads(message)))
+        answers.write(parts)
+        write_frame(stdout, json_frame([memoryview(part).nbytes for part in parts]))
+        del parts
+
+
+def _decode(request: Sequence[memoryview]) -> list[bytes | memoryview]:
+    """Return the pickle of a request's result, and the result's arrays."""
+    content, rest = request
+    reader, expected = pickle.loads(rest)
+    try:
+        answer = reader(content, expected)
+    except (ReplyError, RoutingReplayError) as error:
+        answer = error.with_traceback(None)  # its frames refer to the answer, and nothing collects cycles
+    buffers: list[pickle.PickleBuffer] = []
+    text = pickle.dumps(answer, protocol=5, buffer_callback=buffers.append)
+    return [text, *(buffer.raw() for buffer in buffers)]
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_PARENT_EVERY_S)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):  # the trainer is gone
+        _run_child(int(sys.argv[1]), *map(SharedMemory, map(int, sys.argv[2:])))

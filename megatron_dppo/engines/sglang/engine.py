@@ -10,8 +10,7 @@ from torch import Tensor
 
 from megatron_dppo.engines.base import Completion, Request, SamplingParams
 from megatron_dppo.engines.counts import EngineCounts
-from megatron_dppo.engines.sglang.client import Patience, SglangClient
-from megatron_dppo.engines.sglang.links import connect
+from megatron_dppo.engines.sglang.client import Patience, SglangClient, connect
 from megatron_dppo.engines.sglang.protocol import ServedModel, ServerFacts
 from megatron_dppo.engines.sglang.session import ServerSession
 from megatron_dppo.errors import ReplyError, RolloutError, ServerError, WeightSyncError

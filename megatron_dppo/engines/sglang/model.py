@@ -4,9 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.architectures.refusals import QUANTIZED, is_block_fp8, rope_kind
-from megatron_dppo.architectures.registry import FAMILIES, family_of, read_model_sizes
-from megatron_dppo.architectures.sizes import ModelSizes, read_model_config
+from megatron_dppo.architectures.registry import FAMILIES, QUANTIZED, family_of, is_block_fp8, read_model_sizes
+from megatron_dppo.architectures.sizes import ModelSizes, read_model_config, rope_kind
 from megatron_dppo.engines.sglang.protocol import ServedModel
 from megatron_dppo.errors import ConfigError, Problem
 

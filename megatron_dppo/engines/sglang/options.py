@@ -18,12 +18,11 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.engines import sglang
 from megatron_dppo.engines.sglang.sampling_settings import SET, SET_VARIABLES
 from megatron_dppo.errors import Problem, did_you_mean
-from megatron_dppo.runtime.cache import cache_folder, write_json
+from megatron_dppo.runtime.files import cache_folder, write_json
 
 PYTHON = "python"
 """The only key of [sglang] that is not a server argument: the interpreter that SGLang is installed in."""
 DEFAULT_PYTHON = ".venv-sglang/bin/python"
-
 _PRINT_VERSION = "import importlib.metadata; print(importlib.metadata.version('sglang'))"
 _PRINT_OPTIONS = """
 import argparse, json
@@ -39,6 +38,7 @@ print(json.dumps({action.dest: dict(
     choices=None if action.choices is None else [str(choice) for choice in action.choices],
 ) for action in parser._actions if action.dest != "help"}))
 """
+CUMEM, NVLS = "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"
 
 
 @dataclass(frozen=True)
@@ -108,25 +108,8 @@ def option_problems(table: Mapping[str, Any], options: Mapping[str, Option]) -> 
         if name not in options:
             action = did_you_mean(name, sorted(options.keys() - SET.keys()), "Remove it.", "sglang.{}".format)
             yield Problem(where, name, "an argument of SGLang's server", action)
-        elif (expected := _expected(value, options[name])) is not None:
+        elif (expected := _expected_value(value, options[name])) is not None:
             yield Problem(where, repr(value), expected, f"It becomes {options[name].flag} of the server.")
-
-
-def _expected(value: Any, option: Option) -> str | None:
-    """Describe the expected value, or return None if the value is valid."""
-    if option.kind in ("switch", "either"):
-        return None if isinstance(value, bool) else "true or false"
-    if option.kind == "many":
-        return None if isinstance(value, list) else "a list"
-    if isinstance(value, bool | list):
-        return "one value"
-    if option.choices is not None and str(value) not in option.choices:
-        return "one of " + ", ".join(option.choices)
-    if option.type == "int" and not isinstance(value, int):
-        return "a whole number"
-    if option.type == "float" and not isinstance(value, int | float):
-        return "a number"
-    return None
 
 
 def arguments(table: Mapping[str, Any], options: Mapping[str, Option]) -> list[str]:
@@ -145,6 +128,70 @@ def arguments(table: Mapping[str, Any], options: Mapping[str, Option]) -> list[s
         else:
             line += [option.flag, _text(value)]
     return line
+
+
+def server_environment(*, is_on_cpu: bool) -> dict[str, str]:
+    """Return this process's environment without PYTHONPATH and the launcher's variables."""
+    launcher = (
+        "PYTHONPATH",
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in launcher and not name.startswith(("TORCHELASTIC_", "GROUP_"))
+    }
+    return inherited | dict(SET_VARIABLES) | ({"SGLANG_USE_CPU_ENGINE": "1"} if is_on_cpu else {})
+
+
+def nccl_settings(config: Config) -> dict[str, str]:
+    """Return environment variables for trainer and servers; empty unless NCCL transfers the weights.
+
+    SGLang turns both off in its own process unless the environment or its arguments set them
+    (`_set_envs_and_config`). NCCL's own default is on. If ranks of one group allocate buffers differently, the
+    first broadcast on a common node fails with an invalid-usage error, or hangs.
+    """
+    if config.rollout.engine != "sglang" or config.rollout.sglang.weight_sync != "distributed":
+        return {}
+    has_symmetric_memory = bool(config.sglang.get("enable_symm_mem", False))
+    has_nvls = has_symmetric_memory or bool(config.sglang.get("enable_nccl_nvls", False))
+    arguments = {CUMEM: has_symmetric_memory, NVLS: has_nvls}
+    return {name: "1" if is_on else os.environ.get(name, "0") for name, is_on in arguments.items()}
+
+
+def differences(own: Mapping[str, str], of_server: Mapping[str, str]) -> str | None:
+    """Describe how a server's settings differ from the trainer's, or return None if they are equal.
+
+    A server that an older version of this package registered has no settings here, and counts as equal.
+    """
+    found = [
+        f"{name}={of_server[name]} there and {value} in the trainer"
+        for name, value in own.items()
+        if of_server.get(name, value) != value
+    ]
+    return f"{' and '.join(found)}; export the same values on every node" if found else None
+
+
+def _expected_value(value: Any, option: Option) -> str | None:
+    """Describe the expected value, or return None if the value is valid."""
+    if option.kind in ("switch", "either"):
+        return None if isinstance(value, bool) else "true or false"
+    if option.kind == "many":
+        return None if isinstance(value, list) else "a list"
+    if isinstance(value, bool | list):
+        return "one value"
+    if option.choices is not None and str(value) not in option.choices:
+        return "one of " + ", ".join(option.choices)
+    if option.type == "int" and not isinstance(value, int):
+        return "a whole number"
+    if option.type == "float" and not isinstance(value, int | float):
+        return "a number"
+    return None
 
 
 def _text(value: Any) -> str:
@@ -166,22 +213,3 @@ def _run(python: Path, program: str, timeout_s: float) -> list[str]:
     except (subprocess.SubprocessError, OSError):
         return []
     return result.stdout.splitlines()
-
-
-def server_environment(*, is_on_cpu: bool) -> dict[str, str]:
-    """Return this process's environment without PYTHONPATH and the launcher's variables."""
-    launcher = (
-        "PYTHONPATH",
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    )
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in launcher and not name.startswith(("TORCHELASTIC_", "GROUP_"))
-    }
-    return inherited | dict(SET_VARIABLES) | ({"SGLANG_USE_CPU_ENGINE": "1"} if is_on_cpu else {})

@@ -8,7 +8,7 @@ separate process (`decoding_process`).
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,9 +24,18 @@ from megatron_dppo.engines.base import (
     joined,
     num_tokens_left,
 )
-from megatron_dppo.engines.sglang.decoding import field, weight_version
 from megatron_dppo.engines.sglang.decoding_process import DecodingProcess
-from megatron_dppo.engines.sglang.replies import Expected, PromptScores, Reply
+from megatron_dppo.engines.sglang.replies import (
+    Expected,
+    PromptScores,
+    Reader,
+    Reply,
+    field,
+    read_reply_0521,
+    read_reply_0522,
+    read_scores_0521,
+    weight_version,
+)
 from megatron_dppo.engines.sglang.sampling_settings import (
     UNUSED_SINCE_0522,
     reported_problems,
@@ -34,7 +43,7 @@ from megatron_dppo.engines.sglang.sampling_settings import (
     seed_of,
 )
 from megatron_dppo.errors import ReplyError, ServerError
-from megatron_dppo.types import ModelRouting, RolloutTopK, RoutedExperts, WeightVersionSpan
+from megatron_dppo.types import ModelRouting, RolloutTopK, RoutedExperts
 
 _BEYOND_LONGEST_PROMPT = 4  # SGLang silently truncates responses further beyond max_req_input_len
 
@@ -63,64 +72,10 @@ class ServerFacts:
     num_ranks: int  # processes that each have a part of the weights
 
 
-class Generation(Protocol):
-    """Protocol adapter for servers of some versions."""
+class Generation:
+    """Protocol adapter of a server version, here SGLang 0.5.21; later versions override what differs."""
 
-    def generate_body(self, request: Request, params: SamplingParams, model: ServedModel) -> dict[str, Any]:
-        """Return the JSON body of one POST to /generate."""
-        ...
-
-    async def read_reply(
-        self, content: bytes, request: Request, params: SamplingParams, model: ServedModel
-    ) -> Completion:
-        """Parse the body of a 200 from /generate, and append its tokens to the request's earlier tokens.
-
-        Raises:
-            ReplyError: The body is not a complete and consistent response to this request, or the decoding
-                process was lost at it. If only the routes are faulty, the completion has no routes and a
-                `routes_fault` instead.
-            RolloutError: The decoding process cannot be started, or was lost twice in a row.
-        """
-        ...
-
-    def score_body(self, rid: str, tokens: Sequence[int], *, with_routes: bool) -> dict[str, Any]:
-        """Return the JSON body of one POST to /generate that requests the log-probs of a prompt's tokens."""
-        ...
-
-    async def read_scores(
-        self, content: bytes, tokens: Sequence[int], model: ServedModel, *, with_routes: bool
-    ) -> tuple[Tensor, RoutedExperts | None]:
-        """Parse [L-1] float32 log-probs of each token after the first, at temperature 1, and the routes.
-
-        Raises:
-            ReplyError: The body has no such log-probs.
-            RolloutError: The decoding process cannot be started, or was lost twice in a row.
-            RoutingReplayError: The requested routes are faulty.
-        """
-        ...
-
-    def read_facts(self, server_info: Mapping[str, Any], model_info: Mapping[str, Any]) -> ServerFacts:
-        """Parse the responses to GET /server_info and GET /model_info.
-
-        Raises:
-            ServerError: The server was started with settings that change the sampling.
-            ReplyError: A field is missing or has another type.
-        """
-        ...
-
-    def read_load(self, body: object) -> int:
-        """Parse the number of running and waiting requests from the response to GET /v1/loads.
-
-        Raises:
-            ReplyError: A field is missing or has another type.
-        """
-        ...
-
-
-class Generation0521:
-    """Adapter for SGLang 0.5.21."""
-
-    _reply_reader = "reply 0.5.21"
+    _read_reply: Reader = staticmethod(read_reply_0521)
     _more_parameters: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, decoding: DecodingProcess) -> None:
@@ -128,7 +83,7 @@ class Generation0521:
         self._decoding = decoding
 
     def generate_body(self, request: Request, params: SamplingParams, model: ServedModel) -> dict[str, Any]:
-        """See `Generation.generate_body`. It sets every sampling parameter, so no server default applies."""
+        """Return the JSON body of one POST to /generate, with every sampling parameter: no default applies."""
         sampling = sampling_parameters(
             num_tokens=num_tokens_left(request, params),
             temperature=params.temperature,
@@ -151,7 +106,14 @@ class Generation0521:
     async def read_reply(
         self, content: bytes, request: Request, params: SamplingParams, model: ServedModel
     ) -> Completion:
-        """See `Generation.read_reply`."""
+        """Parse the body of a 200 from /generate, and append its tokens to the request's earlier tokens.
+
+        Raises:
+            ReplyError: The body is not a complete and consistent response to this request, or the decoding
+                process was lost at it. If only the routes are faulty, the completion has no routes and a
+                `routes_fault` instead.
+            RolloutError: The decoding process cannot be started, or was lost twice in a row.
+        """
         assert model.routing is not None or not params.capture_routes, "only models with experts return routes"
         partial = request.partial
         expected = Expected(
@@ -167,7 +129,7 @@ class Generation0521:
             first_route_row=first_route_row(request),
             lacks_earlier_routes=partial is not None and partial.routed_experts is None,
         )
-        reply = await self._decoding.read(self._reply_reader, content, expected)
+        reply = await self._decoding.read(self._read_reply, content, expected)
         assert isinstance(reply, Reply), "each reader returns its own type"
         if not reply.tokens.size:
             return aborted(request)
@@ -175,7 +137,10 @@ class Generation0521:
         return joined(partial, completion) if partial else completion
 
     def score_body(self, rid: str, tokens: Sequence[int], *, with_routes: bool) -> dict[str, Any]:
-        """See `Generation.score_body`. With logprob_start_len = 0, a server ignores its prefix cache."""
+        """Return the JSON body of one POST to /generate that requests the log-probs of a prompt's tokens.
+
+        With logprob_start_len = 0, a server ignores its prefix cache.
+        """
         sampling = sampling_parameters(num_tokens=1, temperature=1.0, top_p=1.0, end_tokens=(), seed=0)
         return {
             "rid": rid,
@@ -190,7 +155,13 @@ class Generation0521:
     async def read_scores(
         self, content: bytes, tokens: Sequence[int], model: ServedModel, *, with_routes: bool
     ) -> tuple[Tensor, RoutedExperts | None]:
-        """See `Generation.read_scores`."""
+        """Parse [L-1] float32 log-probs of each token after the first, at temperature 1, and the routes.
+
+        Raises:
+            ReplyError: The body has no such log-probs.
+            RolloutError: The decoding process cannot be started, or was lost twice in a row.
+            RoutingReplayError: The requested routes are faulty.
+        """
         assert model.routing is not None or not with_routes, "only models with experts return routes"
         expected = Expected(
             where="log-probs of a prompt",
@@ -198,12 +169,17 @@ class Generation0521:
             num_layers=model.num_layers,
             routing=model.routing if with_routes else None,
         )
-        scores = await self._decoding.read("scores 0.5.21", content, expected)
+        scores = await self._decoding.read(read_scores_0521, content, expected)
         assert isinstance(scores, PromptScores), "each reader returns its own type"
-        return torch.from_numpy(scores.log_probs), _routed(scores.routes, model.routing)
+        return torch.from_numpy(scores.log_probs), _routed_experts(scores.routes, model.routing)
 
     def read_facts(self, server_info: Mapping[str, Any], model_info: Mapping[str, Any]) -> ServerFacts:
-        """See `Generation.read_facts`."""
+        """Parse the responses to GET /server_info and GET /model_info.
+
+        Raises:
+            ServerError: The server was started with settings that change the sampling.
+            ReplyError: A field is missing or has another type.
+        """
         where = "/server_info"
         problems = list(reported_problems(server_info))
         if problems:
@@ -221,7 +197,11 @@ class Generation0521:
         )
 
     def read_load(self, body: object) -> int:
-        """See `Generation.read_load`."""
+        """Parse the number of running and waiting requests from the response to GET /v1/loads.
+
+        Raises:
+            ReplyError: A field is missing or has another type.
+        """
         where = "/v1/loads"
         if not isinstance(body, Mapping):
             raise ReplyError(f"{where}: found {type(body).__name__}; expected one JSON object")
@@ -231,10 +211,10 @@ class Generation0521:
         )
 
 
-class Generation0522(Generation0521):
+class Generation0522(Generation):
     """Adapter for SGLang 0.5.22 and 0.5.23, which return the top-K in two flat arrays."""
 
-    _reply_reader = "reply 0.5.22"
+    _read_reply = staticmethod(read_reply_0522)
     _more_parameters = UNUSED_SINCE_0522
 
     def generate_body(self, request: Request, params: SamplingParams, model: ServedModel) -> dict[str, Any]:
@@ -246,9 +226,9 @@ class Generation0522(Generation0521):
 
 
 _DECODING = DecodingProcess()
-GENERATIONS: Mapping[str, Generation0521] = MappingProxyType(
+GENERATIONS: Mapping[str, Generation] = MappingProxyType(
     {
-        "0.5.21": Generation0521(_DECODING),
+        "0.5.21": Generation(_DECODING),
         "0.5.22": Generation0522(_DECODING),
         "0.5.23": Generation0522(_DECODING),
     }
@@ -262,7 +242,7 @@ NEWEST = next(reversed(GENERATIONS))
 """The version that `make sglang-venv` installs."""
 
 
-def generation_of(version: object) -> Generation0521:
+def generation_of(version: object) -> Generation:
     """Return the adapter for servers that report this version.
 
     Raises:
@@ -287,15 +267,15 @@ def _completion(request_id: str, reply: Reply, routing: ModelRouting | None) -> 
         torch.from_numpy(reply.log_probs),
         reply.finish_reason,
         topk,
-        _routed(reply.routes, routing),
-        tuple(WeightVersionSpan(*span) for span in reply.weight_versions),
+        _routed_experts(reply.routes, routing),
+        reply.weight_versions,
         num_retractions=reply.num_retractions,
         num_cached_tokens=reply.num_cached_tokens,
         routes_fault=reply.routes_fault,
     )
 
 
-def _routed(routes: np.ndarray | None, routing: ModelRouting | None) -> RoutedExperts | None:
+def _routed_experts(routes: np.ndarray | None, routing: ModelRouting | None) -> RoutedExperts | None:
     if routes is None or routing is None:
         return None
     return RoutedExperts(torch.from_numpy(routes), routing.layer_numbers, routing.num_experts)

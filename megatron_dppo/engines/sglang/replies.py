@@ -1,35 +1,44 @@
-"""Parses responses of /generate: from bytes of JSON to checked numpy arrays.
+"""Parses responses of /generate: from bytes of JSON to numpy arrays that fit the request. Nothing is repaired.
 
 The process that decodes responses imports this module (see `decoding_process`), so it needs no tensor library.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Self, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import msgspec
 import numpy as np
 
-from megatron_dppo.engines.sglang.decoding import (
-    decode_flat_topk,
-    decode_log_probs,
+from megatron_dppo.engines.sglang.topk_and_routes import (
+    REPORT,
+    SLACK,
+    Text,
+    check_topk,
+    decode_flat,
     decode_routes,
-    decode_tokens,
-    decode_topk,
-    decode_weight_versions,
-    field,
 )
 from megatron_dppo.errors import ReplyError, RoutingReplayError
-from megatron_dppo.types import FinishReason, ModelRouting
+from megatron_dppo.types import FinishReason, ModelRouting, WeightVersionSpan
 
+T = TypeVar("T")
 Content = bytes | memoryview
 """Body of a response. Readers copy from it, so its memory may be overwritten afterwards."""
+
+_OF_NUMBERS = b"0123456789+-.eE" + b"null" + b" \t\r\n"
+_BEYOND_IDS = float(1 << 53)  # infinite ids are clipped to it before they become integers
+_FLAT_VALUES, _FLAT_IDS = "output_top_logprobs_val_flat_b64", "output_top_logprobs_idx_flat_b64"
+_TABLES = frozenset(
+    {
+        *("input_token_logprobs", "output_token_logprobs", "output_top_logprobs", "routed_experts"),
+        *(_FLAT_VALUES, _FLAT_IDS),
+    }
+)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Sizes of the request and the model that a response must fit, in types that JSON supports."""
+    """Sizes of the request and the model that a response must fit."""
 
     where: str  # name of the response in errors
     request_id: str = ""
@@ -44,15 +53,6 @@ class Expected:
     first_route_row: int = 0
     lacks_earlier_routes: bool = False  # the earlier tokens of a resumed response have no routes
 
-    @classmethod
-    def of_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Build the record from the fields of `dataclasses.asdict` after a round trip through JSON."""
-        routing = fields["routing"]
-        if routing is not None:
-            routing = ModelRouting(**(routing | {"layer_numbers": tuple(routing["layer_numbers"])}))
-        tuples = {name: tuple(fields[name]) for name in ("input_tokens", "end_tokens")}
-        return cls(**{**fields, **tuples, "routing": routing})
-
 
 @dataclass(frozen=True)
 class Reply:
@@ -65,7 +65,7 @@ class Reply:
     topk_log_probs: np.ndarray | None = None  # [R, K] float32
     routes: np.ndarray | None = None  # [rows, moe_layers, top_k] uint8 (int16 above 256 experts)
     routes_fault: str | None = None  # why the requested routes are missing
-    weight_versions: tuple[tuple[int, int, int], ...] = ()  # start, stop, version
+    weight_versions: tuple[WeightVersionSpan, ...] = ()
     num_retractions: int = 0
     num_cached_tokens: int = 0
 
@@ -85,7 +85,7 @@ def read_reply_0521(content: Content, expected: Expected) -> Reply:
         ReplyError: The body is not a complete and consistent response to the request. If only the routes are
             faulty, the reply has a `routes_fault` instead.
     """
-    return _read_reply(content, expected, _nested_topk)
+    return _read_reply(content, expected, _decode_topk)
 
 
 def read_reply_0522(content: Content, expected: Expected) -> Reply:
@@ -94,37 +94,7 @@ def read_reply_0522(content: Content, expected: Expected) -> Reply:
     Raises:
         ReplyError: See `read_reply_0521`; also if the top-K has another form than requested.
     """
-    return _read_reply(content, expected, _flat_topk)
-
-
-def _read_reply(content: Content, expected: Expected, read_topk: "_ReadTopK") -> Reply:
-    where = expected.where
-    ids, meta = _ids_and_meta(_SAMPLED, content, where)
-    _require(meta, {"id": expected.request_id, "completion_tokens": len(ids)}, where)
-    finish = _finish_reason(meta, ids, expected)
-    if not ids and finish == "abort":  # aborted in the queue: such a response has few other fields
-        return Reply(finish, np.zeros(0, np.int64), np.zeros(0, np.float32))
-    _require(meta, {"prompt_tokens": expected.num_prompt_tokens}, where)
-    tokens = decode_tokens(ids, expected.vocab_size, where)
-    log_probs = decode_log_probs(_text(meta, "output_token_logprobs", where), tokens, where)
-    topk_ids = topk_log_probs = None
-    if expected.num_topk:
-        topk_ids, topk_log_probs = read_topk(meta, tokens, log_probs, expected)
-    num_retractions = field(meta, "num_retractions", int, where)
-    routes, fault = _routes(meta, len(ids), num_retractions, expected)
-    spans = decode_weight_versions(field(meta, "weight_versions", list, where), len(ids), where)
-    return Reply(
-        finish,
-        tokens,
-        log_probs,
-        topk_ids,
-        topk_log_probs,
-        routes,
-        fault,
-        tuple((span.start, span.stop, span.version) for span in spans),
-        num_retractions,
-        num_cached_tokens=field(meta, "cached_tokens", int, where),
-    )
+    return _read_reply(content, expected, _decode_flat_topk)
 
 
 def read_scores_0521(content: Content, expected: Expected) -> PromptScores:
@@ -137,7 +107,7 @@ def read_scores_0521(content: Content, expected: Expected) -> PromptScores:
     where, tokens = expected.where, expected.input_tokens
     _, meta = _ids_and_meta(_SCORED, content, where)
     table = _text(meta, "input_token_logprobs", where)
-    log_probs = decode_log_probs(table, np.array(tokens, np.int64), where)[1:]  # the first token has none
+    log_probs = _decode_log_probs(table, np.array(tokens, np.int64), where)[1:]  # the first token has none
     if expected.routing is None:
         return PromptScores(log_probs)
     payload = meta.get("routed_experts")
@@ -147,15 +117,32 @@ def read_scores_0521(content: Content, expected: Expected) -> PromptScores:
 
 
 Answer = Reply | PromptScores
+Reader = Callable[[Content, Expected], Answer]
+"""A function of this module that parses responses; the decoding process receives it by its name."""
 
-READERS: Mapping[str, Callable[[Content, Expected], Answer]] = MappingProxyType(
-    {
-        "reply 0.5.21": read_reply_0521,
-        "reply 0.5.22": read_reply_0522,
-        "scores 0.5.21": read_scores_0521,
-    }
-)
-"""Functions that parse responses, by the names that the adapters in `protocol` use."""
+
+def field(body: Mapping[str, Any], name: str, kind: type[T], where: str) -> T:
+    """Return `body[name]`, which must have type `kind`.
+
+    Raises:
+        ReplyError: The field is missing or has another type.
+    """
+    value = body.get(name)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        found = f"{value!r:.60}" if name in body else "nothing"
+        raise ReplyError(f"{where}: found {found} as {name}; expected {kind.__name__}. {REPORT}")
+    return value
+
+
+def weight_version(text: object, where: str) -> int:
+    """Parse the version number of a server's weights, which a push or the start of the server set."""
+    try:
+        return int(str(text))
+    except ValueError:
+        raise ReplyError(
+            f"{where}: found weight version {text!r}; expected an integer. Start the server with "
+            "megatron-dppo serve, and push weights with a version."
+        ) from None
 
 
 class _Scored(msgspec.Struct):
@@ -168,21 +155,46 @@ class _Sampled(_Scored):
     output_ids: list[Any]
 
 
-_FLAT_VALUES, _FLAT_IDS = "output_top_logprobs_val_flat_b64", "output_top_logprobs_idx_flat_b64"
-_TABLES = frozenset(
-    {
-        *("input_token_logprobs", "output_token_logprobs", "output_top_logprobs", "routed_experts"),
-        *(_FLAT_VALUES, _FLAT_IDS),
-    }
-)
 _SCORED, _SAMPLED = msgspec.json.Decoder(_Scored), msgspec.json.Decoder(_Sampled)
 _ANYTHING = msgspec.json.Decoder()
+_NUMBERS = msgspec.json.Decoder(list[float | None])
+_DecodeTopK = Callable[[Mapping[str, Any], np.ndarray, np.ndarray, Expected], tuple[np.ndarray, np.ndarray]]
+
+
+def _read_reply(content: Content, expected: Expected, decode_topk: _DecodeTopK) -> Reply:
+    where = expected.where
+    ids, meta = _ids_and_meta(_SAMPLED, content, where)
+    _require(meta, {"id": expected.request_id, "completion_tokens": len(ids)}, where)
+    finish = _finish_reason(meta, ids, expected)
+    if not ids and finish == "abort":  # aborted in the queue: such a response has few other fields
+        return Reply(finish, np.zeros(0, np.int64), np.zeros(0, np.float32))
+    _require(meta, {"prompt_tokens": expected.num_prompt_tokens}, where)
+    tokens = _decode_tokens(ids, expected.vocab_size, where)
+    log_probs = _decode_log_probs(_text(meta, "output_token_logprobs", where), tokens, where)
+    topk_ids = topk_log_probs = None
+    if expected.num_topk:
+        topk_ids, topk_log_probs = decode_topk(meta, tokens, log_probs, expected)
+    num_retractions = field(meta, "num_retractions", int, where)
+    routes, fault = _routes(meta, len(ids), num_retractions, expected)
+    versions = _decode_weight_versions(field(meta, "weight_versions", list, where), len(ids), where)
+    return Reply(
+        finish,
+        tokens,
+        log_probs,
+        topk_ids,
+        topk_log_probs,
+        routes,
+        fault,
+        versions,
+        num_retractions,
+        num_cached_tokens=field(meta, "cached_tokens", int, where),
+    )
 
 
 def _ids_and_meta(
     decoder: msgspec.json.Decoder[Any], content: Content, where: str
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return the sampled ids and meta_info. Its large tables stay JSON text, which `decoding` parses."""
+    """Return the sampled ids and meta_info. Its large tables stay JSON text."""
     try:
         body = decoder.decode(content)
         meta = {
@@ -199,35 +211,6 @@ def _ids_and_meta(
 
 def _text(meta: Mapping[str, Any], name: str, where: str) -> msgspec.Raw:
     return field(meta, name, msgspec.Raw, where)
-
-
-_ReadTopK = Callable[[Mapping[str, Any], np.ndarray, np.ndarray, Expected], tuple[np.ndarray, np.ndarray]]
-
-
-def _nested_topk(
-    meta: Mapping[str, Any], tokens: np.ndarray, log_probs: np.ndarray, expected: Expected
-) -> tuple[np.ndarray, np.ndarray]:
-    table = _text(meta, "output_top_logprobs", expected.where)
-    return decode_topk(table, tokens, log_probs, expected.num_topk, expected.vocab_size, expected.where)
-
-
-def _flat_topk(
-    meta: Mapping[str, Any], tokens: np.ndarray, log_probs: np.ndarray, expected: Expected
-) -> tuple[np.ndarray, np.ndarray]:
-    """Decode the two arrays, after a check of the types and the shape that the response reports."""
-    where, size, vocab_size = expected.where, expected.num_topk, expected.vocab_size
-    values, ids = _text(meta, _FLAT_VALUES, where), _text(meta, _FLAT_IDS, where)
-    _require(
-        meta,
-        {
-            f"{_FLAT_VALUES}_dtype": "float32",
-            f"{_FLAT_IDS}_dtype": "int32",
-            "output_top_logprobs_shape": [len(tokens), size],
-            "output_top_logprobs_null_prefix": 0,
-        },
-        where,
-    )
-    return decode_flat_topk(values, ids, tokens, log_probs, size, vocab_size, where)
 
 
 def _finish_reason(meta: Mapping[str, Any], ids: list[Any], expected: Expected) -> FinishReason:
@@ -266,6 +249,68 @@ def _require(meta: Mapping[str, Any], expected: Mapping[str, str | int | list[in
             )
 
 
+def _decode_tokens(ids: Sequence[Any], vocab_size: int, where: str) -> np.ndarray:
+    """Decode a list of token ids as [R] int64."""
+    if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        wrong = next(token for token in ids if type(token) is not int or not 0 <= token < vocab_size)
+        raise ReplyError(
+            f"{where}: found {wrong!r:.60} as a token; expected ids from 0 to {vocab_size - 1}. {REPORT}"
+        )
+    return np.array(ids, dtype=np.int64)
+
+
+def _decode_log_probs(payload: Text, tokens: np.ndarray, where: str) -> np.ndarray:
+    """Decode the JSON of `[log_prob, token, null]` rows as [R] float32; a null log-prob becomes NaN.
+
+    Raises:
+        ReplyError: There is not one row per token, a row has another token, or a log-prob is above 0.
+    """
+    values, ids = _columns(payload, (tokens.size,), where, "log-probs")
+    if not np.array_equal(ids, tokens):
+        raise ReplyError(f"{where}: the log-probs belong to other tokens than the sampled ones. {REPORT}")
+    log_probs = _float32(values)
+    if bool((log_probs > SLACK).any()):
+        raise ReplyError(f"{where}: found a log-prob of {float(log_probs.max())}; expected at most 0. {REPORT}")
+    return log_probs
+
+
+def _decode_topk(
+    meta: Mapping[str, Any], tokens: np.ndarray, log_probs: np.ndarray, expected: Expected
+) -> tuple[np.ndarray, np.ndarray]:
+    """Decode each position's most probable tokens from rows of `[log_prob, token, null]` entries.
+
+    Returns:
+        [R, K] int32 ids and [R, K] float32 log-probs.
+
+    Raises:
+        ReplyError: Another shape, or see `check_topk`.
+    """
+    where, name = expected.where, "output_top_logprobs"
+    values, ids = _columns(_text(meta, name, where), (tokens.size, expected.num_topk), where, name)
+    return check_topk(_float32(values), ids, tokens, log_probs, expected.vocab_size, where)
+
+
+def _decode_flat_topk(
+    meta: Mapping[str, Any], tokens: np.ndarray, log_probs: np.ndarray, expected: Expected
+) -> tuple[np.ndarray, np.ndarray]:
+    """Decode the top-K like `_decode_topk`, from base64 of [R, K] float32 and of [R, K] int32."""
+    where, shape = expected.where, (tokens.size, expected.num_topk)
+    values, ids = _text(meta, _FLAT_VALUES, where), _text(meta, _FLAT_IDS, where)
+    _require(
+        meta,
+        {
+            f"{_FLAT_VALUES}_dtype": "float32",
+            f"{_FLAT_IDS}_dtype": "int32",
+            "output_top_logprobs_shape": list(shape),
+            "output_top_logprobs_null_prefix": 0,
+        },
+        where,
+    )
+    found = decode_flat(values, shape, "<f4", where).astype(np.float32)
+    found_ids = decode_flat(ids, shape, "<i4", where)
+    return check_topk(found, found_ids, tokens, log_probs, expected.vocab_size, where)
+
+
 def _routes(
     meta: Mapping[str, Any], num_tokens: int, num_retractions: int, expected: Expected
 ) -> tuple[np.ndarray | None, str | None]:
@@ -283,3 +328,60 @@ def _routes(
         return decode_routes(payload, num_rows, expected.num_layers, expected.routing, where), None
     except RoutingReplayError as error:
         return None, str(error)
+
+
+def _decode_weight_versions(spans: Sequence[Any], num_tokens: int, where: str) -> tuple[WeightVersionSpan, ...]:
+    """Decode the weight version of each response token from `{"version", "start", "end"}` entries.
+
+    Raises:
+        ReplyError: The spans leave tokens out or overlap, or a version is not a number.
+    """
+    decoded: list[WeightVersionSpan] = []
+    for span in spans:
+        if not isinstance(span, Mapping):
+            raise ReplyError(f"{where}: found {span!r:.60} in weight_versions; expected spans. {REPORT}")
+        start, stop = field(span, "start", int, where), field(span, "end", int, where)
+        decoded.append(WeightVersionSpan(start, stop, weight_version(span.get("version"), where)))
+    bounds = [0, *(span.stop for span in decoded)]
+    is_whole = bounds[-1] == num_tokens and all(
+        span.start == start <= span.stop for span, start in zip(decoded, bounds, strict=False)
+    )
+    if not is_whole:
+        raise ReplyError(f"{where}: weight_versions {spans!r:.200} do not cover {num_tokens} tokens. {REPORT}")
+    return tuple(span for span in decoded if span.start < span.stop)
+
+
+def _columns(payload: Text, shape: tuple[int, ...], where: str, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Decode log-probs, [*shape] float64 with NaN for null, and tokens, [*shape] int64, of each entry.
+
+    The numbers are parsed as one flat list, which takes half the time of nested lists. The text without its
+    numbers must equal the brackets of the shape.
+    """
+    text = bytes(payload)
+    try:
+        if text.translate(None, _OF_NUMBERS) != _brackets((*shape, 3)):
+            raise ValueError("another shape")
+        found = _NUMBERS.decode(b"[" + text.translate(None, b"[]") + b"]")
+        log_probs = np.array(found[0::3], dtype=np.float64).reshape(shape)
+        ids = np.array(found[1::3], dtype=np.float64).reshape(shape)
+        if bool(np.isnan(ids).any()):
+            raise ValueError("a token that is null")
+    except (msgspec.MsgspecError, ValueError):
+        raise ReplyError(
+            f"{where}: found {text[:60].decode(errors='replace')} (...) as {name}, {text.count(b'[')} lists in "
+            f"all; expected {shape} entries of [log-prob, token, null]. {REPORT}"
+        ) from None
+    return log_probs, np.clip(ids, -_BEYOND_IDS, _BEYOND_IDS).astype(np.int64)
+
+
+def _brackets(shape: tuple[int, ...]) -> bytes:
+    """Return the brackets and commas of nested lists of this shape: `[[,],[,]]` for (2, 2)."""
+    text = b""
+    for size in reversed(shape):
+        text = b"[" + b",".join([text] * size) + b"]"
+    return text
+
+
+def _float32(values: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # values beyond float32 become infinite
+        return values.astype(np.float32)

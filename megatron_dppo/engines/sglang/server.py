@@ -13,8 +13,9 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -25,12 +26,12 @@ from megatron_dppo.architectures.sizes import read_model_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang.client import Patience, SglangClient
 from megatron_dppo.engines.sglang.model import has_own_output, routes_problem, served_model
-from megatron_dppo.engines.sglang.nccl import nccl_settings
 from megatron_dppo.engines.sglang.options import (
     arguments,
     installed_version,
     interpreter,
     is_for_cpu,
+    nccl_settings,
     option_problems,
     read_options,
     server_environment,
@@ -38,10 +39,10 @@ from megatron_dppo.engines.sglang.options import (
 from megatron_dppo.engines.sglang.protocol import generation_of
 from megatron_dppo.engines.sglang.sampling_settings import argument_problems, variable_problems
 from megatron_dppo.errors import ConfigError, Problem, ServerError
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.files import write_jsonl
+from megatron_dppo.runtime.process import Runtime
 
 logger = logging.getLogger(__name__)
-
 API_KEY = "MEGATRON_DPPO_SGLANG_API_KEY"
 """Environment variable with the API key that servers require and clients send. Unset means no key."""
 _ENTRY = f"""
@@ -60,6 +61,7 @@ runpy.run_module("sglang.launch_server", run_name="__main__")
 """Program of a server's process. It ends with the process that started it, even if that is killed."""
 _LOG_TAIL = 3000  # characters of the log in an error message
 _PORT_TAKEN, _MOST_STARTS = b"address already in use", 3
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -149,17 +151,6 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
         f"http://{reachable}:{port}",
         nccl,
     )
-
-
-def _unusable(python: Path) -> Problem:
-    """Return the problem with an SGLang that is missing or does not import."""
-    version = installed_version(python)
-    if version is None:
-        action = "Run make sglang-venv, or set sglang.python to the interpreter that SGLang is installed in."
-        return Problem("sglang.python", f"{python}, without SGLang", "an interpreter with it", action)
-    found, action = f"{python}, where SGLang {version} does not import", "Fix the error that this prints: "
-    action += f"{python} -c 'import sglang.srt.server_args'"
-    return Problem("sglang.python", found, "an SGLang that imports", action)
 
 
 def free_port() -> int:
@@ -264,8 +255,8 @@ class Server:
         while time.monotonic() < deadline:
             if (status := self.status()) is not None:
                 raise ServerError(self._sentence(f"it ended with status {status} during its start"))
-            if asyncio.run(_is_healthy(self.launch.url)):
-                return asyncio.run(_version(self.launch.url))
+            if (version := asyncio.run(_version_if_healthy(self.launch.url))) is not None:
+                return version
             if ended.wait(0.5):
                 return None
         raise ServerError(self._sentence(f"no reply within {timeout_s:g} s (rollout.sglang.start_timeout_s)"))
@@ -306,7 +297,7 @@ def supervise(server: Server, ended: threading.Event, *, start_timeout_s: float,
         server.stop()
 
 
-def registered(folder: Path) -> list[ServerRecord]:
+def read_records(folder: Path) -> list[ServerRecord]:
     """Return the servers registered in a run's servers/, sorted by name with node-2 before node-10."""
     records: list[ServerRecord] = []
     for path in sorted(folder.glob("*.json"), key=_by_numbers):
@@ -321,19 +312,13 @@ def registered(folder: Path) -> list[ServerRecord]:
     return records
 
 
-def _by_numbers(path: Path) -> list[tuple[int, str]]:
-    """Return a sort key that compares the numbers in a name by value."""
-    parts = re.split(r"(\d+)", path.stem)
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
-
-
 def require_registered(folder: Path) -> list[ServerRecord]:
     """Return the servers registered in a run's servers/, at least one.
 
     Raises:
         ServerError: The folder has no registered server.
     """
-    records = registered(folder)
+    records = read_records(folder)
     if not records:
         raise ServerError(
             f"{folder}: found no SGLang server; expected one or more. Start them with megatron-dppo serve and "
@@ -342,11 +327,70 @@ def require_registered(folder: Path) -> list[ServerRecord]:
     return records
 
 
-async def _is_healthy(url: str) -> bool:
+@contextmanager
+def own_servers(config: Config, runtime: Runtime) -> Iterator[None]:
+    """Run rollout.sglang.num_own_servers servers during the body; every rank enters once they are ready.
+
+    Servers that exit by themselves are restarted, like the servers of `megatron-dppo serve`.
+
+    Raises:
+        ConfigError: See `plan_launch`.
+        ServerError: A server does not start; or the run starts no servers and its servers/ lists none.
+    """
+    if config.rollout.engine != "sglang":
+        yield
+        return
+    num_servers = config.rollout.sglang.num_own_servers
+    if not num_servers:
+        runtime.on_main(lambda: require_registered(config.run.folder / "servers"))
+        yield
+        return
+    ended = threading.Event()
+    with ThreadPoolExecutor(num_servers, thread_name_prefix="server") as threads:
+        try:
+            runtime.on_main(lambda: _start(config, num_servers, threads, ended))
+            yield
+        finally:
+            ended.set()
+
+
+def _unusable(python: Path) -> Problem:
+    """Return the problem with an SGLang that is missing or does not import."""
+    version = installed_version(python)
+    if version is None:
+        action = "Run make sglang-venv, or set sglang.python to the interpreter that SGLang is installed in."
+        return Problem("sglang.python", f"{python}, without SGLang", "an interpreter with it", action)
+    found, action = f"{python}, where SGLang {version} does not import", "Fix the error that this prints: "
+    action += f"{python} -c 'import sglang.srt.server_args'"
+    return Problem("sglang.python", found, "an SGLang that imports", action)
+
+
+def _by_numbers(path: Path) -> list[tuple[int, str]]:
+    """Return a sort key that compares the numbers in a name by value."""
+    parts = re.split(r"(\d+)", path.stem)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+
+
+async def _version_if_healthy(url: str) -> str | None:
     async with SglangClient(url, Patience(control_timeout_s=5.0), api_key=os.environ.get(API_KEY)) as client:
-        return await client.is_healthy()
-
-
-async def _version(url: str) -> str:
+        if not await client.is_healthy():
+            return None
     async with SglangClient(url, api_key=os.environ.get(API_KEY)) as client:
         return (await client.connect())[1].version
+
+
+def _start(config: Config, num_servers: int, threads: ThreadPoolExecutor, ended: threading.Event) -> None:
+    options, folder = config.rollout.sglang, config.run.folder / "servers"
+    logger.info("starting %d SGLang servers; their logs are %s/own-*.log", num_servers, folder)
+    running: list[Future[None]] = []
+    servers = [Server(plan_launch(config, index), folder, f"own-{index}") for index in range(num_servers)]
+    for server in servers:
+        server.record.unlink(missing_ok=True)  # left by a run that was killed
+        limits = {"start_timeout_s": options.start_timeout_s, "max_restarts": options.max_restarts}
+        running.append(threads.submit(supervise, server, ended, **limits))
+    while not all(server.record.exists() for server in servers):
+        for future in running:
+            if future.done():
+                future.result()
+                raise ServerError("an SGLang server exited during its start")
+        ended.wait(0.2)

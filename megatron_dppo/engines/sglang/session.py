@@ -5,21 +5,14 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 
-from megatron_dppo.engines.base import (
-    Completion,
-    Request,
-    SamplingParams,
-    aborted,
-)
+from megatron_dppo.engines.base import Completion, Request, SamplingParams, aborted
 from megatron_dppo.engines.counts import EngineCounts
-from megatron_dppo.engines.sglang.asked import Answer, Asked, InFlight, counted
-from megatron_dppo.engines.sglang.links import Link, other_weights
-from megatron_dppo.engines.sglang.load_balancer import LoadBalancer, group_of
+from megatron_dppo.engines.sglang.client import Link, new_rid, other_weights
+from megatron_dppo.engines.sglang.dispatch import LoadBalancer, count_result, group_of, refuse_requests
 from megatron_dppo.engines.sglang.protocol import ServedModel
-from megatron_dppo.engines.sglang.refusals import refuse_requests
 from megatron_dppo.errors import ReplyError, RolloutError, ServerError
 
 logger = logging.getLogger(__name__)
@@ -29,8 +22,44 @@ _ASK_LOAD_S = 2.0
 _ABORT_AGAIN_S = 0.1  # pause after the first abort; doubled after each further one
 _LONGEST_PAUSE_S = 1.0
 
+_Task = asyncio.Task[Completion]
 
-_Task = asyncio.Task[Answer]
+
+@dataclass(eq=False)
+class _Asked:
+    """A request awaiting its completion, with its future and its number of moves."""
+
+    request: Request
+    params: SamplingParams
+    completion: asyncio.Future[Completion]
+    num_moves: int = 0
+
+    def complete(self, completion: Completion) -> None:
+        """Set the completion, and add the moves of its request."""
+        if not self.completion.done():  # else no caller waits for it any more
+            self.completion.set_result(replace(completion, num_moves=completion.num_moves + self.num_moves))
+
+    def fail(self, error: BaseException) -> None:
+        """Raise an error in the caller that waits for the completion."""
+        if not self.completion.done():
+            self.completion.set_exception(error)
+
+
+class _InFlight:
+    """A request that was sent to a server and has no response yet; each attempt has a new id `rid` there."""
+
+    def __init__(self, asked: _Asked, url: str) -> None:
+        self.asked, self.url = asked, url
+        self.renew()
+
+    def renew(self) -> str:
+        """Replace the id for the next attempt, and return it."""
+        self.rid = new_rid(self.asked.request.id)
+        return self.rid
+
+
+class _AtFaultError(Exception):
+    """The request must move, because its server has the `ServerError` that is the argument."""
 
 
 class ServerSession:
@@ -72,8 +101,8 @@ class ServerSession:
         self.errors: dict[str, RolloutError] = {}
         self._counts = EngineCounts()
         self._ids: set[str] = set()  # of pending requests
-        self._waiting = deque[Asked]()
-        self._in_flight: dict[_Task, InFlight] = {}
+        self._waiting = deque[_Asked]()
+        self._in_flight: dict[_Task, _InFlight] = {}
         self._recalled: set[_Task] = set()  # cancelled tasks that have not ended yet
         self._beside: list[asyncio.Task[None]] = []
         self._hold: asyncio.Task[None] | None = None
@@ -128,7 +157,7 @@ class ServerSession:
                 f"request {request.id}: found a pending request with this id; expected unique ids. "
                 "This is a fault of the caller."
             )
-        asked = Asked(request, params, asyncio.get_running_loop().create_future())
+        asked = _Asked(request, params, asyncio.get_running_loop().create_future())
         self._ids.add(request.id)
         self._waiting.append(asked)
         self._send()
@@ -162,13 +191,19 @@ class ServerSession:
             if url is None:
                 return
             asked = self._waiting.popleft()
-            sent = InFlight(asked, url)
+            sent = _InFlight(asked, url)
             task = asyncio.create_task(self._call(sent))
             self._in_flight[task] = sent
             task.add_done_callback(self._land)
 
-    async def _call(self, sent: InFlight) -> Answer:
-        """Send a request to its server, check the response, and decide whether the server is at fault."""
+    async def _call(self, sent: _InFlight) -> Completion:
+        """Send a request to its server, and check the response.
+
+        Raises:
+            ReplyError: The response is refused.
+            ServerError: The server refuses the request.
+            _AtFaultError: The server is drained or unhealthy, or has other weights.
+        """
         asked, url, link = sent.asked, sent.url, self._links[sent.url]
         request = replace(asked.request, id=sent.rid)
         try:
@@ -176,15 +211,15 @@ class ServerSession:
             content = await link.client.generate(body, sent.renew)
             request = replace(request, id=sent.rid)
             completion = await link.generation.read_reply(content, request, asked.params, self._model)
-        except ReplyError as error:
-            return Answer(error)
         except ServerError as error:
-            return Answer(error, error if await self._is_at_fault(url) else None)
+            if await self._is_at_fault(url):
+                raise _AtFaultError(error) from None
+            raise
         num_old = request.partial.tokens.numel() if request.partial else 0  # tokens of older weights
         versions = {span.version for span in completion.weight_versions if span.stop > num_old}
-        others = sorted(versions - {self._version})
-        fault = other_weights(url, others[0], self._version) if others else None
-        return Answer(replace(completion, request_id=asked.request.id), fault)
+        if others := sorted(versions - {self._version}):
+            raise _AtFaultError(other_weights(url, others[0], self._version))
+        return replace(completion, request_id=asked.request.id)
 
     async def _is_at_fault(self, url: str) -> bool:
         """Return whether a failed server is drained or unhealthy; True without a check in a held session."""
@@ -201,19 +236,22 @@ class ServerSession:
         self._load_balancer.give_back(sent.url)
         if task.cancelled():  # by the event loop, which is closing
             sent.asked.completion.cancel()
-        elif (error := task.exception()) is not None:
-            sent.asked.fail(error)
-        elif (fault := task.result().fault) is not None:
+        elif (error := task.exception()) is None:
+            self._settle(sent.asked, task.result())
+        elif isinstance(error, _AtFaultError):
+            (fault,) = error.args
             self._drain(sent.url, fault)
             self._move(sent.asked, fault)
+        elif isinstance(error, ReplyError | ServerError):
+            self._settle(sent.asked, error)
         else:
-            self._settle(sent.asked, task.result().content)
+            sent.asked.fail(error)
         asyncio.get_running_loop().call_soon(self._send)  # callers of `ask` run first: they may hold
 
-    def _settle(self, asked: Asked, content: Completion | RolloutError) -> None:
+    def _settle(self, asked: _Asked, content: Completion | RolloutError) -> None:
         """Count a result and complete the request; an error becomes an aborted completion."""
         request = asked.request
-        self._counts += counted(request, content)
+        self._counts += count_result(request, content)
         if isinstance(content, RolloutError):
             logger.warning("request %s is dropped: %s", request.id, content)
             self.errors[request.id] = content
@@ -240,7 +278,7 @@ class ServerSession:
         for asked in reversed(lost):
             self._move(asked, fault)
 
-    def _move(self, asked: Asked, fault: ServerError) -> None:
+    def _move(self, asked: _Asked, fault: ServerError) -> None:
         """Put a request at the head of the queue, or fail it if too many servers failed at it."""
         if self._is_held:
             asked.complete(aborted(asked.request))
@@ -253,7 +291,7 @@ class ServerSession:
             self._counts += EngineCounts(num_requeued=1)
             self._waiting.appendleft(asked)
 
-    def _recall(self, is_meant: Callable[[InFlight], bool]) -> list[Asked]:
+    def _recall(self, is_meant: Callable[[_InFlight], bool]) -> list[_Asked]:
         """Cancel the matching requests that have no response yet, and return them in the order of sending."""
         found = {task: sent for task, sent in self._in_flight.items() if is_meant(sent) and not task.done()}
         for task, sent in found.items():
@@ -264,7 +302,7 @@ class ServerSession:
             task.cancel()
         return [sent.asked for sent in found.values()]
 
-    def _withdraw(self, asked: Asked) -> None:
+    def _withdraw(self, asked: _Asked) -> None:
         """Drop a request that no caller waits for any more."""
         if asked in self._waiting:
             self._waiting.remove(asked)
@@ -278,7 +316,7 @@ class ServerSession:
             asked = self._waiting.popleft()
             asked.complete(aborted(asked.request))
 
-    async def _cancel(self, is_meant: Callable[[InFlight], bool]) -> int:
+    async def _cancel(self, is_meant: Callable[[_InFlight], bool]) -> int:
         """Cancel matching requests, complete them with their earlier tokens, and return their number."""
         lost = self._recall(is_meant)
         for asked in lost:
@@ -296,7 +334,7 @@ class ServerSession:
     async def _repeat_aborts(self, url: str) -> None:
         """Abort one server's requests repeatedly, until none is in flight."""
 
-        async def abort(sent: InFlight) -> None:
+        async def abort(sent: _InFlight) -> None:
             with suppress(ServerError):
                 await self._links[url].client.abort(sent.rid)
 
@@ -322,7 +360,7 @@ class ServerSession:
                     self._hold_timeout_s,
                 )
 
-    def _at(self, url: str) -> dict[_Task, InFlight]:
+    def _at(self, url: str) -> dict[_Task, _InFlight]:
         return {task: sent for task, sent in self._in_flight.items() if sent.url == url}
 
     async def _ask_loads(self) -> None:

@@ -1,31 +1,31 @@
 """Builds the weight sync for a run's engine."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
 from megatron_dppo.architectures.registry import family_of, read_hf_config
-from megatron_dppo.architectures.weight_map import OUTPUT
+from megatron_dppo.architectures.weight_map import EMBEDDING, OUTPUT
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.checkpoints.megatron_folder import hf_files
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.base import RolloutEngine
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.model import has_own_output, served_model
-from megatron_dppo.engines.sglang.nccl import nccl_settings
-from megatron_dppo.engines.sglang.server import API_KEY, registered
+from megatron_dppo.engines.sglang.options import nccl_settings
+from megatron_dppo.engines.sglang.server import API_KEY, read_records
 from megatron_dppo.engines.weight_sync.base import Transport, WeightOwner, WeightSync
-from megatron_dppo.engines.weight_sync.disk import DiskTransport
-from megatron_dppo.engines.weight_sync.distributed import DistributedTransport, StagePlace
-from megatron_dppo.engines.weight_sync.in_process import InProcessSync
-from megatron_dppo.engines.weight_sync.own_output import WithOwnOutput
-from megatron_dppo.engines.weight_sync.probe import Limits, Probe
-from megatron_dppo.engines.weight_sync.run_servers import RunServers
-from megatron_dppo.engines.weight_sync.sglang import SglangSync
-from megatron_dppo.engines.weight_sync.temperature import require_temperature
-from megatron_dppo.engines.weight_sync.tensor import TensorTransport
+from megatron_dppo.engines.weight_sync.fleet import RunServers
+from megatron_dppo.engines.weight_sync.probe import Limits, Probe, require_temperature
+from megatron_dppo.engines.weight_sync.syncs import InProcessSync, SglangSync
+from megatron_dppo.engines.weight_sync.transports import (
+    DiskTransport,
+    DistributedTransport,
+    StagePlace,
+    TensorTransport,
+)
 from megatron_dppo.errors import WeightSyncError
 from megatron_dppo.runtime.process import Runtime
 
@@ -70,7 +70,7 @@ def run_servers(config: Config, runtime: Runtime) -> RunServers:
     """Return the run's SGLang servers, which need not be ready yet."""
     folder = config.run.folder / "servers"
     return RunServers(
-        lambda: registered(folder),
+        lambda: read_records(folder),
         runtime,
         folder / "released",
         timeout_s=config.rollout.sglang.sync_timeout_s,
@@ -141,3 +141,46 @@ def require_cover(described: Mapping[str, Tensor], folder: Path) -> None:
             f"{len(extra)} that it sends in addition (first: {extra[:3]}); expected the same tensors. Servers "
             "keep old weights that are not sent, without an error: correct architectures/weight_map.py."
         )
+
+
+(_EMBEDDING,), (_OUTPUT,) = EMBEDDING.hf, OUTPUT.hf
+
+
+class WithOwnOutput:
+    """Weights of a tied model, with its output layer as an additional tensor; implements `base.WeightOwner`.
+
+    SGLang builds an output layer for some architectures even if config.json ties it to the embedding
+    (`SglangFacts.has_own_output`), and no checkpoint of such a model fills it.
+    """
+
+    def __init__(self, owner: WeightOwner) -> None:
+        """Store the owner of weights without an output layer."""
+        self._owner = owner
+
+    def weights(
+        self, *, of_own_stage: bool = False, max_bytes: int | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the owner's weights, and the embedding again as the output layer."""
+        for name, tensor in self._owner.weights(of_own_stage=of_own_stage, max_bytes=max_bytes):
+            yield name, tensor
+            if name == _EMBEDDING:
+                yield _OUTPUT, tensor
+
+    def describe_weights(self, *, of_own_stage: bool = False) -> dict[str, Tensor]:
+        """Return the tensors of `weights`, without data."""
+        described: dict[str, Tensor] = {}
+        for name, tensor in self._owner.describe_weights(of_own_stage=of_own_stage).items():
+            described[name] = tensor
+            if name == _EMBEDDING:
+                described[_OUTPUT] = tensor
+        return described
+
+    @property
+    def pipeline_place(self) -> tuple[int, int, bool]:
+        """See `WeightOwner.pipeline_place`."""
+        return self._owner.pipeline_place
+
+    @property
+    def log_probs(self) -> Callable[[Sequence[Tensor]], list[Tensor]] | None:
+        """See `WeightOwner.log_probs`."""
+        return self._owner.log_probs

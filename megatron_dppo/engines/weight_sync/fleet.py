@@ -1,15 +1,118 @@
-"""Sends calls to all servers of one push, and leaves out servers that fail."""
+"""Servers of a push: their update calls, the fleet that leaves out failed servers, and their memory."""
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from megatron_dppo.engines.sglang.client import Patience, SglangClient
-from megatron_dppo.engines.sglang.update_calls import Call, UpdateCalls, update_calls_of
-from megatron_dppo.errors import ServerError
+from megatron_dppo.engines.sglang.client import Call, Patience, SglangClient
+from megatron_dppo.engines.sglang.options import differences
+from megatron_dppo.engines.sglang.server import ServerRecord
+from megatron_dppo.errors import ServerError, WeightSyncError
+from megatron_dppo.runtime.files import write_whole
+from megatron_dppo.runtime.process import Runtime
+
+_MEMORY = ("weights", "kv_cache")
+
+
+@dataclass(frozen=True)
+class TensorList:
+    """Names, shapes and dtype of tensors that are stored one after another in one buffer."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str  # torch's name: "bfloat16"
+
+
+class UpdateCalls:
+    """Update calls of SGLang 0.5.21 to 0.5.23.
+
+    Updates by tensor and through a process group need `begin` before them and `end` after them; updates from
+    disk do not. The prefix cache of older weights survives an update unless it is flushed. A flush while
+    requests run ends a server of 0.5.21, and fails the call in later versions. So servers are paused first, and
+    only the last part of an update flushes.
+    """
+
+    pause = Call("/pause_generation", {"mode": "abort"})
+    go_on = Call("/continue_generation", {"torch_empty_cache": False})
+    begin = Call("/begin_weight_update", {"selector": "target"})
+    end = Call("/end_weight_update", {})
+
+    def from_disk(self, folder: str, version: int) -> Call:
+        """Load the weights of a Hugging Face folder, also into a server that started without weights."""
+        body = {
+            "model_path": folder,
+            "load_format": "auto",
+            "weight_version": str(version),
+            "flush_cache": True,
+        }
+        return Call("/update_weights_from_disk", body)
+
+    def join(self, group: str, host: str, port: int, backend: str, *, first_rank: int, num_ranks: int) -> Call:
+        """Join a process group; rank 0 waits at host:port, and the server's ranks start at `first_rank`."""
+        body = {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": first_rank,
+            "world_size": num_ranks,
+            "group_name": group,
+            "backend": backend,
+        }
+        return Call("/init_weights_update_group", body)
+
+    def from_group(self, group: str, tensors: TensorList, version: int | None) -> Call:
+        """Receive one buffer that rank 0 of the group broadcasts; only the last buffer has a `version`."""
+        body = {
+            "names": list(tensors.names),
+            "dtypes": [tensors.dtype] * len(tensors.names),
+            "shapes": [list(shape) for shape in tensors.shapes],
+            "group_name": group,
+            "load_format": "flattened_bucket",
+        }
+        return Call("/update_weights_from_distributed", body | _last(version))
+
+    def from_tensors(self, pickles: Sequence[str], version: int | None) -> Call:
+        """Load one bucket through handles: for each server rank, a pickle of the flat tensor and its parts."""
+        body = {"serialized_named_tensors": list(pickles), "load_format": "flattened_bucket"}
+        return Call("/update_weights_from_tensor", body | _last(version))
+
+    def release(self, *what: str) -> Call:
+        """Free the memory of "weights" or "kv_cache"; the server must be idle."""
+        return Call("/release_memory_occupation", {"tags": list(what)})
+
+    def resume(self, *what: str) -> Call:
+        """Allocate the memory of "weights" or "kv_cache" again; its earlier contents are lost."""
+        return Call("/resume_memory_occupation", {"tags": list(what)})
+
+
+def _last(version: int | None) -> dict[str, Any]:
+    """Return the fields that mark the last call of a weight version, or no last call for None."""
+    return {"flush_cache": False} if version is None else {"flush_cache": True, "weight_version": str(version)}
+
+
+UPDATE_CALLS: Mapping[str, UpdateCalls] = MappingProxyType(
+    dict.fromkeys(("0.5.21", "0.5.22", "0.5.23"), UpdateCalls())
+)
+"""Update calls by the version that a server reports."""
+
+
+def update_calls_of(version: str) -> UpdateCalls:
+    """Return the update calls for servers of this version.
+
+    Raises:
+        ServerError: The update calls were never run against this version.
+    """
+    if version not in UPDATE_CALLS:
+        raise ServerError(
+            f"found an SGLang server of version {version!r}; expected one of {', '.join(UPDATE_CALLS)}, with "
+            "tested weight updates. Install one of them for sglang.python (make sglang-venv)."
+        )
+    return UPDATE_CALLS[version]
 
 
 @dataclass(frozen=True)
@@ -65,7 +168,7 @@ class Fleet:
         told = [member for member in self.members if only is None or member in only]
         calls = {member.url: call_of(member) for member in told}
         with ThreadPoolExecutor(1) as thread:
-            answers = thread.submit(run_in_thread, self._all(calls))
+            answers = thread.submit(asyncio.run, self._all(calls))
             try:
                 yield
             finally:
@@ -101,11 +204,6 @@ class Fleet:
         return dict(zip(calls, faults, strict=True))
 
 
-def run_in_thread(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine in a new event loop in this thread."""
-    return asyncio.run(work)
-
-
 async def describe(url: str, pid: int, api_key: str | None, timeout_s: float) -> Member:
     """Describe a member from its server's reply, within `timeout_s`, or twice that after one retry.
 
@@ -117,3 +215,107 @@ async def describe(url: str, pid: int, api_key: str | None, timeout_s: float) ->
         _, facts = await client.connect()
     update_calls_of(facts.version)
     return Member(url, pid, facts.num_ranks, facts.version)
+
+
+class RunServers:
+    """Registered servers of a run, and the record of their released memory. All ranks call methods together.
+
+    A file next to the registrations records which memory is released. A server exits if it must resume memory
+    that it has not released, and the trainer that released the memory may have died.
+    """
+
+    def __init__(
+        self,
+        records: Callable[[], Sequence[ServerRecord]],
+        runtime: Runtime,
+        released: Path,
+        *,
+        timeout_s: float,
+        api_key: str | None,
+        nccl: Mapping[str, str],
+    ) -> None:
+        """Store the settings, and call no server.
+
+        Args:
+            records: Returns the current registrations.
+            runtime: Runtime of this rank.
+            released: File with the record of released memory; used by rank 0.
+            timeout_s: Time limit of each call to a server.
+            api_key: API key that servers were started with.
+            nccl: NCCL settings that servers must share; see `nccl_settings`.
+        """
+        self._records, self._runtime, self._file = records, runtime, released
+        self._timeout_s, self._api_key, self._nccl = timeout_s, api_key, nccl
+
+    def fleet(self, without: Sequence[Member] = ()) -> tuple[Fleet, dict[str, str]]:
+        """Return the reachable servers except `without`, and the reasons why other servers are left out."""
+        members, absent = self._runtime.on_main(lambda: self._find_members(without))
+        return Fleet(members, self._api_key, self._timeout_s), absent
+
+    def release(self) -> None:
+        """Release weights and cache of every reachable server; its requests are aborted.
+
+        Raises:
+            WeightSyncError: A server keeps its memory.
+        """
+        fleet, _ = self.fleet()
+        if self._runtime.is_main:
+            fleet.tell(lambda member: member.calls.pause)
+            released = self._read_released()
+            held = [member for member in fleet.members if _key(member) not in released]
+            fleet.tell(lambda member: member.calls.release(*_MEMORY), only=held)
+            self._keep(released | {_key(m): list(_MEMORY) for m in held if m.url not in fleet.failures})
+        fleet.agree(self._runtime.all_gather(fleet.failures))
+        if fleet.failures:
+            raise WeightSyncError(
+                f"found SGLang servers that keep their memory ({fleet.failures}); expected them to release it. "
+                "Start them with this run's config, or set rollout.sglang.colocated = false."
+            )
+        self._runtime.gpu_ledger.leaves("engine cache")
+        self._runtime.gpu_ledger.leaves("engine weights")
+
+    def resume(self, fleet: Fleet, what: str) -> None:
+        """Resume memory that servers have released; a server that fails leaves the fleet. Only rank 0 calls it.
+
+        Args:
+            fleet: Fleet of this push.
+            what: Memory to resume, "weights" or "kv_cache".
+        """
+        released = self._read_released()
+        lacking = [member for member in fleet.members if what in released.get(_key(member), [])]
+        fleet.tell(lambda member: member.calls.resume(what), only=lacking)
+        resumed = {_key(member) for member in lacking if member.url not in fleet.failures}
+        left = {key: [w for w in kept if key not in resumed or w != what] for key, kept in released.items()}
+        self._keep({key: kept for key, kept in left.items() if kept})
+
+    def _find_members(self, without: Sequence[Member]) -> tuple[list[Member], dict[str, str]]:
+        members: list[Member] = []
+        absent: dict[str, str] = {}
+        for record in self._records():
+            found = differences(self._nccl, record.nccl)
+            if found is not None:  # makes no call to it, which would leave its update open
+                absent[record.url] = found
+                continue
+            try:
+                member = asyncio.run(describe(record.url, record.pid, self._api_key, self._timeout_s))
+            except ServerError as error:
+                absent[record.url] = str(error)
+                continue
+            if member not in without:
+                members.append(member)
+        return members, absent
+
+    def _read_released(self) -> dict[str, list[str]]:
+        """Return the released memory of each server, by URL and process id."""
+        if not self._file.exists():
+            return {}
+        content: Any = json.loads(self._file.read_text(encoding="utf-8"))
+        return content
+
+    def _keep(self, released: Mapping[str, Sequence[str]]) -> None:
+        if released != self._read_released():
+            write_whole(self._file, [json.dumps(released)])
+
+
+def _key(member: Member) -> str:
+    return f"{member.url} {member.pid}"

@@ -13,19 +13,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_dppo.engines.base import Request, SamplingParams
 from megatron_dppo.engines.sglang.client import SglangClient, new_rid
 from megatron_dppo.engines.sglang.protocol import ServedModel
 from megatron_dppo.engines.weight_sync.fleet import Member
 from megatron_dppo.errors import WeightSyncError
-from megatron_dppo.metrics.token_mismatch import are_of_other_weights
+from megatron_dppo.metrics.engine_comparison import are_of_other_weights
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import RoutedExperts
 
 logger = logging.getLogger(__name__)
-
 _LENGTH = 64  # tokens of a sequence
 _FIRST, _MOST = 8, 256  # number of sequences: doubled until all experts were chosen
 _FIRST_OF_TURNS = 32
+_TEMPERATURE, _MOST_TOKENS, _FLAT = 2.0, 20, 1e-6
 
 
 @dataclass(frozen=True)
@@ -170,10 +171,30 @@ class Probe:
 
             answers = await asyncio.gather(*(score(index) for index in range(len(sequences))))
         log_probs = torch.stack([log_probs for log_probs, _ in answers])
-        return Scores(log_probs, _chosen([routes for _, routes in answers if routes is not None]))
+        return Scores(log_probs, _find_chosen([routes for _, routes in answers if routes is not None]))
 
 
-def _chosen(routes: Sequence[RoutedExperts]) -> Tensor | None:
+def require_temperature(urls: Sequence[str], model: ServedModel, api_key: str | None) -> None:
+    """Require that servers return log-probs at the temperature of the request; two requests per server.
+
+    A server that was started outside this package may return log-probs at temperature 1 instead, and does not
+    report it (SGLANG_RETURN_ORIGINAL_LOGPROB). At temperature 2, log-probs differ half as much as at 1.
+
+    Raises:
+        ServerError: A server does not reply.
+        WeightSyncError: A server returns log-probs without the temperature.
+    """
+    for url in urls:
+        slope = asyncio.run(_slope(url, model, api_key))
+        if slope is not None and slope > (1 + 1 / _TEMPERATURE) / 2:
+            raise WeightSyncError(
+                f"{url}: found log-probs at temperature {_TEMPERATURE:g} that lie {slope:.3g} times as far "
+                f"apart as at 1; expected {1 / _TEMPERATURE:g} times. They lack the temperature: start this "
+                "server without SGLANG_RETURN_ORIGINAL_LOGPROB."
+            )
+
+
+def _find_chosen(routes: Sequence[RoutedExperts]) -> Tensor | None:
     """Return which experts were chosen at least once, [moe_layers, experts] bool, or None without routes."""
     if not routes:
         return None
@@ -184,3 +205,29 @@ def _chosen(routes: Sequence[RoutedExperts]) -> Tensor | None:
 
 def _num_not_reached(scores: Scores) -> int:
     return 0 if scores.is_chosen is None else int((~scores.is_chosen).sum())
+
+
+async def _slope(url: str, model: ServedModel, api_key: str | None) -> float | None:
+    """Return the ratio of log-prob differences at `_TEMPERATURE` to those at 1, or None if all are equal."""
+    async with SglangClient(url, api_key=api_key) as client:
+        generation, _ = await client.connect()
+
+        async def log_probs(temperature: float) -> dict[int, float]:
+            num_topk = min(_MOST_TOKENS, model.vocab_size)
+            params = SamplingParams(1, temperature=temperature, num_topk_log_probs=num_topk)
+            request = Request(new_rid("temperature"), (min(1, model.vocab_size - 1),), (0, 0, 0))
+            content = await client.generate(generation.generate_body(request, params, model))
+            topk = (await generation.read_reply(content, request, params, model)).topk
+            assert topk is not None, "asked for"
+            return dict(zip(topk.ids[0].tolist(), topk.log_probs[0].tolist(), strict=True))
+
+        plain, scaled = await log_probs(1.0), await log_probs(_TEMPERATURE)
+    shared = sorted(plain.keys() & scaled.keys())
+    plain_of, scaled_of = (_centre([found[token] for token in shared]) for found in (plain, scaled))
+    norm = float(plain_of @ plain_of)
+    return float(plain_of @ scaled_of) / norm if norm > _FLAT else None
+
+
+def _centre(values: Sequence[float]) -> Tensor:
+    tensor = torch.tensor(values, dtype=torch.float64)
+    return tensor - tensor.mean()

@@ -1,4 +1,4 @@
-// The rules of algorithms/masks.py: which tokens they drop. Log-probs are at most 0.
+// The rules of algorithms/rules.py: which tokens they drop. Log-probs are at most 0.
 #pragma once
 
 #include "common.cuh"

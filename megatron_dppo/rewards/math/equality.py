@@ -33,7 +33,7 @@ def are_equal_trees(reference: Node, answer: Node) -> bool:
     answer = _with_case_of(reference, answer)
     if reference == answer:
         return True
-    (name, expected), (other, found) = _named(reference), _named(answer)
+    (name, expected), (other, found) = _split_name(reference), _split_name(answer)
     if name is not None and other is not None and _are_equal(name, other) and _are_equal(expected, found):
         return True
     if name is not None and other is not None and _are_names_of_functions(name, other):
@@ -73,22 +73,22 @@ def _with_case_of(reference: Node, answer: Node) -> Node:
         return answer
     if len(found) != len(folded):
         return answer
-    return _renamed(answer, lambda name: folded.get(name.casefold(), name))
+    return _rename(answer, lambda name: folded.get(name.casefold(), name))
 
 
-def _renamed(node: Node, rename: Callable[[str], str]) -> Node:
+def _rename(node: Node, rename: Callable[[str], str]) -> Node:
     if isinstance(node, Name):
         return Name(rename(node.text)) if names(node) else node
     if isinstance(node, Number):
         return node
     kind = f"call {rename(node.kind[5:])}" if node.kind.startswith("call ") else node.kind
-    return Tree(kind, tuple(_renamed(part, rename) for part in node.parts))
+    return Tree(kind, tuple(_rename(part, rename) for part in node.parts))
 
 
 # Names: `x = 5` is 5, and `x = 1, x = 2` is 1, 2
 
 
-def _named(node: Node) -> tuple[Node | None, Node]:
+def _split_name(node: Node) -> tuple[Node | None, Node]:
     """Return the name that an answer gives its value, and the value. `None` means no name or several names."""
     items = node.parts if isinstance(node, Tree) and node.kind in LISTS else (node,)
     found = [_assignment(item) for item in items]
@@ -194,7 +194,7 @@ def _are_equal_groups(reference: Node, answer: Node) -> bool:
         if kinds[0] in ("list", "set"):
             return _are_equal_in_any_order(expected, found, can_repeat=kinds[0] == "set")
         if kinds[0] in ("cup", "cap"):
-            parts = (_flattened(node, kinds[0]) for node in (reference, answer))
+            parts = (_flatten(node, kinds[0]) for node in (reference, answer))
             return _are_equal_in_any_order(*parts, can_repeat=True)
         return _are_equal_in_order(expected, found)
     if set(kinds) == {"list", "set"}:
@@ -202,9 +202,9 @@ def _are_equal_groups(reference: Node, answer: Node) -> bool:
     return set(kinds) == {"list", "()"} and _are_equal_in_order(expected, found)
 
 
-def _flattened(node: Node, kind: str) -> list[Node]:
+def _flatten(node: Node, kind: str) -> list[Node]:
     if isinstance(node, Tree) and node.kind == kind:
-        return [part for side in node.parts for part in _flattened(side, kind)]
+        return [part for side in node.parts for part in _flatten(side, kind)]
     return [node]
 
 
@@ -268,7 +268,7 @@ def _are_proportional(reference: tuple[str, Node], answer: tuple[str, Node]) -> 
         first, second = _numerator(first)[0], _numerator(second)[0]
 
     def moved(node: Node) -> Node:
-        return _renamed(node, lambda name: f"{name}, moved")
+        return _rename(node, lambda name: f"{name}, moved")
 
     try:
         crossed = Tree("*", (first, moved(second))), Tree("-", (Tree("*", (moved(first), second)),))

@@ -52,7 +52,7 @@ def _rational(node: Node) -> Fraction:
     return value
 
 
-def _divided(above: Fraction, below: Fraction) -> Fraction:
+def _divide(above: Fraction, below: Fraction) -> Fraction:
     if below == 0:
         raise UndefinedError
     return above / below
@@ -142,40 +142,20 @@ def _logarithm(number: Fraction, base: Fraction = Fraction(10)) -> Fraction:
     return Fraction(exponent)
 
 
-def _floor(number: Fraction) -> Fraction:
-    return Fraction(math.floor(number))
-
-
-def _sum(*terms: Fraction) -> Fraction:
-    return sum(terms, Fraction(0))
-
-
-def _gcd(*numbers: Fraction) -> Fraction:
-    return Fraction(math.gcd(*_whole(numbers)))
-
-
-def _lcm(*numbers: Fraction) -> Fraction:
-    return Fraction(math.lcm(*_whole(numbers)))
-
-
-def _ceil(number: Fraction) -> Fraction:
-    return Fraction(math.ceil(number))
-
-
 _EXACT: Mapping[str, Any] = {
-    "+": _sum,
+    "+": lambda *terms: sum(terms, Fraction(0)),
     "-": operator.neg,
     "*": operator.mul,
-    "/": _divided,
+    "/": _divide,
     "^": _power,
     "root": _real_root,
     "factorial": _factorial,
     "binom": _binomial,
     "abs": abs,
-    "floor": _floor,
-    "ceil": _ceil,
-    "gcd": _gcd,
-    "lcm": _lcm,
+    "floor": lambda number: Fraction(math.floor(number)),
+    "ceil": lambda number: Fraction(math.ceil(number)),
+    "gcd": lambda *numbers: Fraction(math.gcd(*_whole(numbers))),
+    "lcm": lambda *numbers: Fraction(math.lcm(*_whole(numbers))),
     "max": max,
     "min": min,
     "log": _logarithm,

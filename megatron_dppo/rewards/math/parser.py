@@ -6,7 +6,6 @@ variant spellings first.
 
 from fractions import Fraction
 
-from megatron_dppo.rewards.math.tokens import Tokens
 from megatron_dppo.rewards.math.tree import (
     ACCENTS,
     EMPTY,
@@ -19,6 +18,7 @@ from megatron_dppo.rewards.math.tree import (
     Node,
     NotUnderstoodError,
     Number,
+    Tokens,
     Tree,
     first_factor,
     negative,
@@ -32,7 +32,7 @@ _MATRICES = frozenset({"matrix", "pmatrix", "bmatrix", "Bmatrix", "smallmatrix"}
 _MAX_DEPTH = 40
 
 
-def parsed(text: str) -> Node:
+def parse(text: str) -> Node:
     r"""Return the tree of a tidy text without words. A list without brackets is a `Tree("list", ...)`.
 
     Raises:

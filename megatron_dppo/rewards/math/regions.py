@@ -36,7 +36,7 @@ def region(node: Node) -> list[Interval] | None:
         return [Interval(start, end, *closed)] if is_one else None
     if node.kind == "cup":
         regions = [region(part) for part in node.parts]
-        return _sorted([piece for region in regions for piece in region or ()]) if None not in regions else None
+        return _sort([piece for region in regions for piece in region or ()]) if None not in regions else None
     if node.kind == "minus":
         whole, points = node.parts
         if whole == Name(r"\mathbb{R}") and isinstance(points, Tree) and points.kind == "set":
@@ -47,7 +47,7 @@ def region(node: Node) -> list[Interval] | None:
         regions = [region(part) for part in node.parts]
         if len(lines) != 1 or None in lines or None in regions:
             return None
-        return _sorted([piece for region in regions for piece in region or ()])
+        return _sort([piece for region in regions for piece in region or ()])
     return _region_of_relation(node) if _line(node) is not None else None
 
 
@@ -80,14 +80,14 @@ def _region_of_relation(node: Tree) -> list[Interval] | None:
 
 
 def _without(points: list[Node]) -> list[Interval] | None:
-    ordered = _sorted([Interval(point, point, is_start_in=True, is_end_in=True) for point in points])
+    ordered = _sort([Interval(point, point, is_start_in=True, is_end_in=True) for point in points])
     if ordered is None or not ordered:
         return None
     ends = [_EVERYTHING.start, *(point.start for point in ordered), _EVERYTHING.end]
     return [Interval(start, end, is_start_in=False, is_end_in=False) for start, end in itertools.pairwise(ends)]
 
 
-def _sorted(intervals: list[Interval]) -> list[Interval] | None:
+def _sort(intervals: list[Interval]) -> list[Interval] | None:
     starts = [_place(interval.start) for interval in intervals]
     if None in starts:
         return None

@@ -5,8 +5,7 @@ import re
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.base import RewardResult, register
-from megatron_dppo.rewards.math.bounds import MAX_LENGTH, is_small
-from megatron_dppo.rewards.math.text import integer, spelled_out, tidy, without_spaces
+from megatron_dppo.rewards.math.text import MAX_LENGTH, integer, is_small, spell_out, tidy, without_spaces
 from megatron_dppo.rewards.math.tree import NotUnderstoodError
 from megatron_dppo.rewards.math.words import (
     Parts,
@@ -41,7 +40,7 @@ def math_reward(prompt: Prompt, response: str, finish_reason: FinishReason) -> R
             "Correct the answer column, or remove the prompt."
         )
     answer = last_boxed(response) if finish_reason == "stop" else None
-    is_right, is_too_hard = (False, False) if answer is None else _compared(reference, answer)
+    is_right, is_too_hard = (False, False) if answer is None else _compare(reference, answer)
     info = {"has_answer": float(answer is not None), "is_too_hard": float(is_too_hard)}
     return RewardResult(float(is_right), info)
 
@@ -51,7 +50,7 @@ def is_matched_as_text(answer: str) -> bool:
 
     Words and letters of a choice count as readable. It takes about 0.2 ms, and never more than a few.
     """
-    from megatron_dppo.rewards.math.parser import parsed
+    from megatron_dppo.rewards.math.parser import parse
 
     boxed = last_boxed(answer)
     reference = tidy(answer if boxed is None else boxed)
@@ -59,20 +58,20 @@ def is_matched_as_text(answer: str) -> bool:
         return False
     try:
         parts = split_words(as_value(reference))
-        value = spelled_out(parts.value)
+        value = spell_out(parts.value)
         if not value:
             return not (parts.words or parts.unit or parts.letter)
         if _CLOCK.fullmatch(value) or _ratio(value) is not None:
             return False
         if not is_small(value):
             return True
-        parsed(value)
+        parse(value)
     except NotUnderstoodError:
         return True
     return False
 
 
-def _compared(reference: str, answer: str) -> tuple[bool, bool]:
+def _compare(reference: str, answer: str) -> tuple[bool, bool]:
     """Return whether an answer is right, and whether it is too hard to compare."""
     from megatron_dppo.rewards.math.compare import TooHardError
 
@@ -115,7 +114,7 @@ def _has_value(parts: Parts) -> bool:
 def _are_equal_values(reference: Parts, answer: Parts) -> bool:
     from megatron_dppo.rewards.math.compare import TooHardError, are_equal
 
-    values = spelled_out(reference.value), spelled_out(answer.value)
+    values = spell_out(reference.value), spell_out(answer.value)
     if not all(values):
         return False
     has_sign = reference.per_cents > 0, answer.per_cents > 0

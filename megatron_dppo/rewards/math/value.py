@@ -188,7 +188,7 @@ class _Numeric:
         if isinstance(node, Number) and node.value.denominator == 1:
             self.count_bits(node.value.numerator.bit_length())
             return self.of_fraction(node.value), self.context.zero
-        value, error = self._computed(node)
+        value, error = self._compute(node)
         if not self.context.isfinite(value) or not self.context.isfinite(error):
             raise UndefinedError
         error += abs(value) * self._epsilon
@@ -214,7 +214,7 @@ class _Numeric:
         """Return a rational number to the precision."""
         return self.context.mpf(value.numerator) / value.denominator
 
-    def _computed(self, node: Node) -> tuple[Any, Any]:
+    def _compute(self, node: Node) -> tuple[Any, Any]:
         context = self.context
         if isinstance(node, Number):
             return self.of_fraction(node.value), context.zero

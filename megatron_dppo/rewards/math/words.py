@@ -5,21 +5,111 @@ meaning of the number may not be left out. Two answers with different words diff
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from megatron_dppo.rewards.math.text import WRAPPED, without_spaces
 from megatron_dppo.rewards.math.tree import NotUnderstoodError
-from megatron_dppo.rewards.math.vocabulary import (
-    CHANGING,
-    CURRENCIES,
-    NEUTRAL,
-    POWERS,
-    SAME,
-    SQUARE,
-    UNITS,
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_SPELLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "mm": ("millimeter", "millimetre"),
+        "cm": ("centimeter", "centimetre"),
+        "m": ("meter", "metre"),
+        "km": ("kilometer", "kilometre"),
+        "in": ("inch", "inches"),
+        "ft": ("foot", "feet"),
+        "yd": ("yard",),
+        "mi": ("mile",),
+        "s": ("sec", "second"),
+        "min": ("minute",),
+        "h": ("hr", "hour"),
+        "day": (),
+        "week": (),
+        "month": (),
+        "year": ("yr",),
+        "mg": ("milligram",),
+        "g": ("gram", "gm"),
+        "kg": ("kilogram",),
+        "oz": ("ounce",),
+        "lb": ("pound",),
+        "ml": ("milliliter", "millilitre"),
+        "l": ("liter", "litre"),
+        "mph": ("miles per hour", "mile per hour", "mi/h"),
+        "km/h": ("kph", "kmh", "kilometers per hour", "kilometres per hour"),
+        "m/s": ("meters per second", "metres per second"),
+        "degree": ("deg",),
+        "degree c": ("degrees celsius", "degree celsius"),
+        "degree f": ("degrees fahrenheit", "degree fahrenheit"),
+        "radian": ("rad",),
+        "cent": (),
+        "dollar": ("usd",),
+        "euro": ("eur",),
+        "pound sterling": ("gbp",),
+        "yen": ("jpy",),
+        "rupee": ("rs",),
+        "unit": (),
+    }
+)
+_UNITS = {
+    form: unit
+    for unit, spellings in _SPELLED.items()
+    for spelling in (unit, *spellings)
+    for form in (spelling, f"{spelling}s" if len(spelling) > 2 or spelling in ("yr", "hr", "lb") else spelling)
+}
+_SQUARE = {"square ": "2", "sq ": "2", "cubic ": "3", "cu ": "3"}
+_CURRENCIES = MappingProxyType(
+    {
+        **{r"\$": "dollar", "$": "dollar", r"\text{€}": "euro", r"\euro": "euro", "€": "euro"},
+        **{r"\pounds": "pound sterling", "£": "pound sterling", "¥": "yen", "₹": "rupee"},
+    }
+)
+_POWERS = MappingProxyType(
+    {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "thousands": 3, "millions": 6}
+)
+_NEUTRAL = _words("""
+    a an the this that these is are was be will would of for it its so thus hence therefore we get have there
+    our your final correct answer answers solution result results value values number total equals equal
+    gives give given option choice exactly th st nd rd which such as has""")
+_CHANGING = _words("""
+    more less fewer greater smaller larger bigger least most not no never none neither nor without except
+    only another other am pm noon midnight morning evening afternoon night bc bce ad ce north south east
+    west left right up down above below under over before after ago later earlier late early increase
+    decrease increased decreased increases decreases rise fall loss profit gain lost gained won half halves
+    quarter quarters third thirds fourth fourths fifth fifths double twice triple thrice squared cubed dozen
+    dozens hundred hundreds thousand thousands million millions billion billions trillion tenth tenths
+    hundredth hundredths thousandth thousandths negative minus plus times divided per percent or and to
+    between from through until inclusive exclusive infinite infinity infinitely mod modulo factorial choose
+    root sqrt remainder pi one two three four five six seven eight nine ten eleven twelve zero true false
+    yes unknown impossible undefined cannot if when unless otherwise every any either both maybe perhaps
+    possibly about around nearly almost approximately wrong incorrect odd even away within up off short
+    behind ahead outside inside positive base degrees radians does exist exists different by in at on into
+    first second last next previous real complex imaginary higher lower taller shorter older younger faster
+    slower heavier lighter forward backward forwards backwards extra missing wins losses clockwise
+    counterclockwise""")
+_SAME = MappingProxyType(
+    {
+        "bce": "bc",
+        "ce": "ad",
+        "fewer": "less",
+        "no solutions": r"\emptyset",
+        "no solution": r"\emptyset",
+        "there is no solution": r"\emptyset",
+        "there are no solutions": r"\emptyset",
+        "empty set": r"\emptyset",
+        "the empty set": r"\emptyset",
+        "infinity": r"\infty",
+        "dne": "does not exist",
+    }
 )
 
-_CURRENCY = re.compile("|".join(re.escape(sign) for sign in sorted(CURRENCIES, key=len, reverse=True)))
+_CURRENCY = re.compile("|".join(re.escape(sign) for sign in sorted(_CURRENCIES, key=len, reverse=True)))
 _CHOICE = re.compile(r"\(?([A-Z])\)?")
 _WORD = re.compile(r"[^\W\d_]+(?:[ '-]+[^\W\d_]+)*")
 _LONGEST_SHORT = 3  # maximum letters of a word that is recognised only next to another word
@@ -37,7 +127,7 @@ _FURTHER = re.compile(
 )
 _LETTER_STYLED = re.compile(r"\\(?:text(?:bf)?|math(?:rm|bf))\{([A-J])\}[.):]? (?=[^ +!^_*/=<>\\]|\\[a-z])")
 _SHORT = (
-    *sorted({re.escape(unit) for unit in UNITS if 2 <= len(unit) <= 4}, key=len, reverse=True),
+    *sorted({re.escape(unit) for unit in _UNITS if 2 <= len(unit) <= 4}, key=len, reverse=True),
     *("am", "pm", "AM", "PM", "BCE", "BC", "AD", "CE", "men"),
 )
 _TOKEN = re.compile(
@@ -48,7 +138,7 @@ _TOKEN = re.compile(
 )
 _AND = re.compile(r",? *«(?:and)» *,?|,? +and +")
 _OR = re.compile(r",? *«(?:or)» *,?|,? +or +")
-_CONNECTING = "|".join(sorted(word for word in NEUTRAL | CHANGING if len(word) <= _LONGEST_SHORT))
+_CONNECTING = "|".join(sorted(word for word in _NEUTRAL | _CHANGING if len(word) <= _LONGEST_SHORT))
 _JOINED = re.compile(rf"»((?: (?:{_CONNECTING})(?![A-Za-z]))+)")
 _BLOCK = re.compile(r"«([^«»]*)»")
 _DEGREES = re.compile(r"\^\\circ ?([CFK])?$")
@@ -82,7 +172,7 @@ def are_same_words(reference: str, answer: str) -> bool | None:
     Case matters only in a choice. Words are letters inside `\text{...}` and similar commands, or four letters
     and more.
     """
-    texts = [" ".join(unwrapped(text).removesuffix(".").split()) for text in (reference, answer)]
+    texts = [" ".join(unwrap(text).removesuffix(".").split()) for text in (reference, answer)]
     choices = [_CHOICE.fullmatch(_OPTION.sub("", text, count=1)) for text in texts]
     if choices[0] and choices[1]:
         return choices[0][1] == choices[1][1]
@@ -93,19 +183,19 @@ def are_same_words(reference: str, answer: str) -> bool | None:
         return None
     if max(map(len, texts)) == 1:  # `\mathrm{e}` is a letter, not a word
         return None
-    one, other = (_ARTICLE.sub("", SAME.get(text.casefold(), text.casefold())) for text in texts)
+    one, other = (_ARTICLE.sub("", _SAME.get(text.casefold(), text.casefold())) for text in texts)
     return one == other
 
 
-def unwrapped(text: str) -> str:
+def unwrap(text: str) -> str:
     r"""Return a text with `\text{...}` and similar commands replaced by their contents."""
     return WRAPPED.sub(r"\1", text)
 
 
 def as_value(text: str) -> str:
     r"""Return `\emptyset` for "no solution" and similar phrases, else the text."""
-    words = " ".join(unwrapped(text).casefold().split())
-    value = SAME.get(words, text)
+    words = " ".join(unwrap(text).casefold().split())
+    value = _SAME.get(words, text)
     return value if value.startswith("\\") else text
 
 
@@ -122,7 +212,7 @@ def are_compatible(reference: Parts, answer: Parts) -> bool:
 def _are_compatible_words(reference: frozenset[str], answer: frozenset[str]) -> bool:
     if reference and answer and not (reference <= answer or answer <= reference):
         return False
-    return not (reference ^ answer) & CHANGING
+    return not (reference ^ answer) & _CHANGING
 
 
 def split_words(text: str) -> Parts:
@@ -155,11 +245,11 @@ def split_words(text: str) -> Parts:
         unit = _one(unit, f"base {number}")
     text, per_cents = _PER_CENT.subn("", text)
     said = [_word(word) for phrase in words for word in re.findall(r"[^\W\d_]+", _said(phrase))]
-    scale = [power for word, power in POWERS.items() if word in said]
+    scale = [power for word, power in _POWERS.items() if word in said]
     if scale and not re.search(r"[,;]", text):
         text = rf"({text})\cdot 10^{{{sum(scale)}}}"
-        said = [word for word in said if word not in POWERS]
-    content = frozenset(word for word in said if word not in NEUTRAL)
+        said = [word for word in said if word not in _POWERS]
+    content = frozenset(word for word in said if word not in _NEUTRAL)
     return Parts(text.strip(), content, unit, letter, per_cents)
 
 
@@ -171,7 +261,7 @@ def _one(first: str | None, second: str) -> str:
 
 def _without_letter(text: str) -> tuple[str, str | None]:
     r"""Take the letter of a choice off the front, as in `\textbf{(C)}\ 12` and `\text{C. } 12`."""
-    if lone := _CHOICE.fullmatch(_OPTION.sub("", unwrapped(text).strip(), count=1)):
+    if lone := _CHOICE.fullmatch(_OPTION.sub("", unwrap(text).strip(), count=1)):
         return lone[1], lone[1]
     found = _LETTERED.match(text)
     if found and _FURTHER.match((found[3] or "") + text[found.end() :]):
@@ -186,7 +276,7 @@ def _without_letter(text: str) -> tuple[str, str | None]:
 
 
 def _without_currency(text: str) -> tuple[str, str | None]:
-    signs = {CURRENCIES[sign] for sign in _CURRENCY.findall(text)}
+    signs = {_CURRENCIES[sign] for sign in _CURRENCY.findall(text)}
     if len(signs) > 1:
         raise NotUnderstoodError
     return (_CURRENCY.sub(" ", text).strip(), signs.pop()) if signs else (text, None)
@@ -211,7 +301,7 @@ def _block(match: re.Match[str]) -> str:
     before = match.string[: match.start()].rstrip()
     if before.endswith("_"):
         return f"{{{content}}}"
-    is_unit_letter = (content in UNITS and before[-1:].isdigit()) or (content in UNITS and before.endswith("}"))
+    is_unit_letter = content in _UNITS and (before[-1:].isdigit() or before.endswith("}"))
     if len(content) == 1 and content.isalpha() and not is_unit_letter:
         return f" {content} "
     if not re.search(r"[^\W\d_]{2}", _said(content)) and not is_unit_letter:
@@ -258,9 +348,9 @@ def _said(phrase: str) -> str:
 
 
 def _word(word: str) -> str:
-    word = SAME.get(word, word)
+    word = _SAME.get(word, word)
     is_plural = word.endswith("s") and len(word) >= _FEWEST_LETTERS and not word.endswith("ss")
-    return word if not is_plural or word in CHANGING else word.removesuffix("s")
+    return word if not is_plural or word in _CHANGING else word.removesuffix("s")
 
 
 def _unit_in(words: list[str], power: str | None) -> str | None:
@@ -268,10 +358,10 @@ def _unit_in(words: list[str], power: str | None) -> str | None:
     found = set[str]()
     for place, phrase in enumerate(words):
         name, of_power = " ".join(_said(phrase).split()), power
-        for prefix, of_prefix in SQUARE.items():
+        for prefix, of_prefix in _SQUARE.items():
             if name.startswith(prefix):
                 name, of_power = name.removeprefix(prefix), of_prefix
-        unit = UNITS.get(name)
+        unit = _UNITS.get(name)
         if unit is not None:
             found.add(f"{unit}^{of_power}" if of_power else unit)
             words[place] = ""
@@ -282,5 +372,5 @@ def _unit_in(words: list[str], power: str | None) -> str | None:
 
 def is_same_text(reference: str, answer: str) -> bool:
     r"""Return whether two tidy answers are the same text, apart from spaces and `\text{...}`."""
-    one, other = (without_spaces(" ".join(unwrapped(text).split())) for text in (reference, answer))
+    one, other = (without_spaces(" ".join(unwrap(text).split())) for text in (reference, answer))
     return one == other and bool(one)

@@ -1,0 +1,187 @@
+"""Writes and shows a mismatch measurement: files, the terminal's table, the plot of pi against mu."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plotly.io
+import typer
+from torch import Tensor
+
+from megatron_dppo.analysis.mismatch.settings import FILES
+from megatron_dppo.config.schema import Config
+from megatron_dppo.metrics.engine_comparison import MeasuredResponse, Routes, pairs, token_rows
+from megatron_dppo.rollout.counts import RolloutCounts
+from megatron_dppo.run_folder.folder import json_values
+from megatron_dppo.run_folder.versions import versions
+from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.process import Runtime
+from megatron_dppo.runtime.tables import show_table
+
+_ROWS: Sequence[tuple[str, str, str]] = (
+    ("|pi - mu| of a token, mean", "abs_prob_diff_mean", "{:.3e}"),
+    ("  99.9th percentile", "tv_p999", "{:.3e}"),
+    ("  largest", "tv_max", "{:.3e}"),
+    ("TV over the rollout's top-K, mean", "topk_tv_mean", "{:.3e}"),
+    ("  largest", "topk_tv_max", "{:.3e}"),
+    ("KL(mu || pi), k1", "kl_k1", "{:+.3e}"),
+    ("  k3", "kl_k3", "{:.3e}"),
+    ("|log pi - log mu|, mean", "log_prob_diff_mean", "{:.3e}"),
+    ("  largest", "log_prob_diff_max", "{:.3e}"),
+    ("pi / mu, smallest", "ratio_min", "{:.6g}"),
+    ("  0.1th percentile", "ratio_p001", "{:.6g}"),
+    ("  1st percentile", "ratio_p01", "{:.6g}"),
+    ("  median", "ratio_p50", "{:.6g}"),
+    ("  99th percentile", "ratio_p99", "{:.6g}"),
+    ("  99.9th percentile", "ratio_p999", "{:.6g}"),
+    ("  largest", "ratio_max", "{:.6g}"),
+    ("experts agreed on, all layers", "agreement_mean", "{:.4%}"),
+)
+NUM_BINS = 100  # along each axis
+_GAP = 0.12  # of the width, between two panels
+_TITLES: Mapping[Routes, str] = {
+    "live": "Routes of the trainer's own routers",
+    "replayed": "Routes replayed from the rollout (R3)",
+}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Results of a measurement, the same on every rank."""
+
+    responses: tuple[MeasuredResponse, ...]  # in an order that no layout changes
+    statistics: Mapping[Routes, Mapping[str, float]]
+    counts: RolloutCounts
+    seconds: Mapping[str, float]
+
+
+def write(folder: Path, config: Config, found: Measurement, runtime: Runtime, fault: str | None) -> None:
+    """Write the files of the output folder; mismatch.json comes last."""
+    write_jsonl(folder / "tokens.jsonl", token_rows(found.responses))
+    title = f"{config.model.load.name}: {config.rollout.engine} engine, {config.model.dtype} trainer"
+    write_plot(folder / "mismatch.html", found.responses, list(found.statistics), title)
+    content: dict[str, Any] = {
+        "engine": config.rollout.engine,
+        "num_processes": runtime.world_size,
+        "num_responses": len(found.responses),
+        "serves_these_weights": fault is None,
+        "rollout": {name.removeprefix("rollout/"): value for name, value in found.counts.metrics().items()},
+        "seconds": found.seconds,
+        **json_values(found.statistics),
+        "versions": versions(),
+        "config": config.model_dump(mode="json"),
+    }
+    (folder / "mismatch.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def show(found: Measurement, folder: Path) -> None:
+    """Print the table, and one sentence on replay."""
+    kinds = list(found.statistics)
+    layers = sorted(
+        (name for name in found.statistics["live"] if name.startswith("agreement_layer_")),
+        key=lambda name: int(name.rpartition("_")[2]),
+    )
+    rows = [*_ROWS, *((f"  layer {name.rpartition('_')[2]}", name, "{:.4%}") for name in layers)]
+    table = [
+        [label, *(form.format(found.statistics[routes][name]) for routes in kinds)]
+        for label, name, form in rows
+        if name in found.statistics["live"]
+    ]
+    num_tokens = int(found.statistics["live"]["num_tokens"])
+    title = f"{num_tokens:,} tokens of {len(found.responses):,} responses"
+    show_table(title, ["", *(f"{routes} routes" for routes in kinds)], table)
+    typer.echo("\n" + in_words(found.statistics))
+    typer.echo(f"wrote {', '.join(FILES)} to {folder}")
+
+
+def in_words(statistics: Mapping[Any, Mapping[str, float]]) -> str:
+    """Return one sentence on the effect of replaying the routes."""
+    if "replayed" not in statistics:
+        return "The model has no experts: there are no routes to replay."
+    live, replayed = (statistics[routes]["kl_k3"] for routes in ("live", "replayed"))
+    if not (math.isfinite(live) and math.isfinite(replayed)):
+        return f"The KL (k3) is not finite: {live} with live routes, {replayed} with replayed ones."
+    if live == 0:
+        return f"With live routes the KL (k3) is 0: replay cannot lower it. With replay it is {replayed:.3e}."
+    verb = "lowers" if replayed <= live else "raises"
+    return (
+        f"Replaying the rollout's routes {verb} the KL (k3) by {abs(1 - replayed / live):.0%} on these tokens."
+    )
+
+
+def write_plot(file: Path, responses: Sequence[MeasuredResponse], kinds: Sequence[Routes], title: str) -> None:
+    """Write the page: one panel for each way the tokens were forwarded."""
+    html = plotly.io.to_html(figure(responses, kinds, title), include_plotlyjs=True, full_html=True)
+    file.write_text(html, encoding="utf-8")
+
+
+def figure(responses: Sequence[MeasuredResponse], kinds: Sequence[Routes], title: str) -> dict[str, Any]:
+    """Return the page's plotly figure."""
+    counts = {routes: token_counts(*pairs(responses, routes)) for routes in kinds}
+    most = max((float(values.max()) for values in counts.values()), default=0.0)
+    data: list[dict[str, Any]] = []
+    layout: dict[str, Any] = {
+        "title": {"text": title},
+        "template": "plotly_white",
+        "width": 80 + 480 * len(kinds),
+        "height": 560,
+        "showlegend": False,
+        "annotations": [],
+    }
+    width = (1 - _GAP * (len(kinds) - 1)) / len(kinds)
+    for index, routes in enumerate(kinds):
+        axis, left = "" if index == 0 else str(index + 1), index * (width + _GAP)
+        data += _panel(counts[routes], axis, most, has_scale=index == len(kinds) - 1)
+        layout[f"xaxis{axis}"] = _axis("μ, probability of the token in the rollout", [left, left + width])
+        layout[f"yaxis{axis}"] = _axis("π, in the trainer", [0, 1]) | {"anchor": f"x{axis}"}
+        heading = {
+            "text": _TITLES[routes],
+            "x": left + width / 2,
+            "y": 1,
+            "xanchor": "center",
+            "yanchor": "bottom",
+        }
+        layout["annotations"].append({"xref": "paper", "yref": "paper", "showarrow": False} | heading)
+    return {"data": data, "layout": layout}
+
+
+def token_counts(log_pi: Tensor, log_mu: Tensor) -> np.ndarray:
+    """Count [NUM_BINS, NUM_BINS] tokens by pi (rows) and mu (columns), equal bins from 0 to 1, without NaNs."""
+    pi, mu = (log_probs.exp().clamp(max=1).numpy() for log_probs in (log_pi, log_mu))
+    is_number = ~(np.isnan(pi) | np.isnan(mu))
+    return np.histogram2d(pi[is_number], mu[is_number], bins=NUM_BINS, range=[[0, 1], [0, 1]])[0]
+
+
+def _panel(counts: np.ndarray, axis: str, most: float, *, has_scale: bool) -> list[dict[str, Any]]:
+    middles = ((np.arange(NUM_BINS) + 0.5) / NUM_BINS).tolist()
+    place = {"xaxis": f"x{axis}", "yaxis": f"y{axis}"}
+    ticks = [10**exponent for exponent in range(int(np.log10(max(most, 1))) + 1)]
+    shown = [[float(np.log10(n)) if n else None for n in row] for row in counts]
+    heatmap = {
+        "type": "heatmap",
+        "x": middles,
+        "y": middles,
+        "z": shown,
+        "zmin": 0,
+        "zmax": max(float(np.log10(max(most, 1))), 1.0),
+        "colorscale": "Viridis",
+        "showscale": has_scale,
+        "colorbar": {
+            "title": {"text": "tokens"},
+            "tickvals": [float(np.log10(tick)) for tick in ticks],
+            "ticktext": [f"{tick:,}" for tick in ticks],
+        },
+        "customdata": counts.tolist(),
+        "hovertemplate": "μ %{x:.3f}, π %{y:.3f}: %{customdata} tokens<extra></extra>",
+    }
+    line = {"color": "rgba(200, 40, 40, 0.6)", "width": 1}
+    diagonal = {"type": "scatter", "mode": "lines", "x": [0, 1], "y": [0, 1], "line": line, "hoverinfo": "skip"}
+    return [heatmap | place, diagonal | place]
+
+
+def _axis(title: str, domain: list[float]) -> dict[str, Any]:
+    return {"title": {"text": title}, "domain": domain, "range": [0, 1], "constrain": "domain"}

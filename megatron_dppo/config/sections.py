@@ -1,0 +1,111 @@
+"""The base class of all config sections, and the sections [evaluation] and [tracking]."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PlainValidator, PositiveInt
+from pydantic_core import PydanticCustomError
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, and a misspelt key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def _parse_reward(value: Any) -> str | dict[str, float]:
+    if isinstance(value, str):
+        return value
+    weights = cast("dict[str, Any]", value) if isinstance(value, dict) else None
+    if weights is None or not all(type(weight) in (int, float) for weight in weights.values()):
+        raise PydanticCustomError("reward", "a name in quotes, or a table of names and their weights")
+    return {name: float(weight) for name, weight in weights.items()}
+
+
+RewardSetting = Annotated[str | dict[str, float], PlainValidator(_parse_reward)]
+"""One reward by name, or weights by name."""
+
+
+ShadowOption = bool | int | float | str | dict[str, bool | int | float | str]
+
+
+def is_due(every: int, rollout: int) -> bool:
+    """Return whether a periodic action is due in a rollout.
+
+    Args:
+        every: Period N: the action is due in the rollouts N, 2N, 3N, ..., counted from 1. 0 means never.
+        rollout: Index of the rollout, from 0.
+    """
+    return every > 0 and (rollout + 1) % every == 0
+
+
+class EvaluationSetConfig(Section):
+    """[evaluation.sets.<name>]: a set of held-out prompts. Fields that are None default to [evaluation]."""
+
+    prompts: Path
+    """Prompt file in the format of `data.prompts`."""
+    samples_per_prompt: PositiveInt | None = None
+    """Responses to each prompt of this set."""
+    temperature: NonNegativeFloat | None = None
+    """Sampling temperature of this set."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Nucleus sampling of this set."""
+    max_response_tokens: PositiveInt | None = None
+    """Maximum length of this set's responses."""
+    reward: RewardSetting | None = None
+    """Reward of this set. Default: `data.reward`. In evaluation a right response scores 1 and a wrong one 0."""
+
+
+class EvaluationConfig(Section):
+    """[evaluation]: scores on sets of held-out prompts, with separate sampling settings."""
+
+    sets: dict[str, EvaluationSetConfig] = Field(default_factory=dict)
+    """Tables [evaluation.sets.<name>], each with its prompts. Without a table there is no evaluation."""
+    every: NonNegativeInt = 10
+    """Rollouts between evaluations, which also run before the first and after the last rollout; 0 never."""
+    samples_per_prompt: PositiveInt = 32
+    """Responses per prompt: n of avg@n."""
+    temperature: NonNegativeFloat = 0.7
+    """Sampling temperature; 0 decodes greedily."""
+    top_p: float = Field(default=0.95, gt=0, le=1)
+    """Nucleus sampling."""
+    max_response_tokens: PositiveInt | None = None
+    """Maximum length. Longer responses count as truncated. Default: `rollout.max_response_tokens`."""
+    pass_at: tuple[PositiveInt, ...] | None = None
+    """Values k of pass@k. Default: 1, 2, 4, ... up to a set's `samples_per_prompt`."""
+
+    @property
+    def used_sets(self) -> Mapping[str, EvaluationSetConfig]:
+        """Sets to evaluate: none if `every` is 0, and then their files are not read."""
+        return self.sets if self.every else {}
+
+
+class TrackingConfig(Section):
+    """[tracking]: trackers, output files and diagnostics in addition to metrics.jsonl."""
+
+    backends: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    """Trackers that receive the metrics, in addition to metrics.jsonl (extra `track`)."""
+    samples_every: NonNegativeInt = 10
+    """Rollouts between files of samples as text: N writes rollouts N, 2N, 3N, ... (from 1); 0 never."""
+    batches_every: NonNegativeInt = 0
+    """Rollouts between saved mini-batches for what-if: N saves rollouts N, 2N, 3N, ... (from 1); 0 never."""
+    paired_routing_every: NonNegativeInt = 0
+    """Rollouts between measurements that forward one mini-batch with live and with replayed routes; 0 never."""
+    mismatch_share: float = Field(default=1.0, gt=0, le=1)
+    """Fraction of the samples, selected by id, for this forward and for the drift and age metrics."""
+    alarms: Literal["log", "stop", "roll_back", "off"] = "log"
+    """Action on an alarm about reward, length, tails, router agreement or values that are not finite.
+
+    "roll_back" resumes from the newest checkpoint before the fault began, with the next prompts."""
+    max_roll_backs: PositiveInt = 3
+    """Maximum roll-backs. The next alarm ends the run."""
+    clipped_tokens_every: NonNegativeInt = 0
+    """Rollouts between lists of the masked tokens with their context: N, 2N, 3N, ... (from 1); 0 never."""
+    shadow: bool = True
+    """Evaluate other presets at each gradient step: the tokens that they would have masked."""
+    shadow_presets: tuple[str, ...] = ()
+    """Names in megatron_dppo.algorithms.PRESETS, or custom rules. Default: the paper's presets, if the batch
+    has their inputs."""
+    shadow_options: dict[str, dict[str, ShadowOption]] = Field(default_factory=dict)
+    """Tables [tracking.shadow_options."<name>"] with fields of [algorithm], `rule_options` included."""

@@ -1,0 +1,175 @@
+"""Refuses requests that no server could answer, chooses the server of each other one, and counts its result."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from megatron_dppo.engines.base import Completion, Request, SamplingParams, aborted, input_tokens
+from megatron_dppo.engines.counts import EngineCounts
+from megatron_dppo.engines.sglang.protocol import ServedModel, ServerFacts
+from megatron_dppo.errors import ReplyError, RolloutError
+
+
+@dataclass
+class _Place:
+    """Load of one server, as known to this process."""
+
+    num_in_flight: int = 0  # requests of this session without a response
+    num_of_others: int = 0  # other requests that the server last reported
+    is_drained: bool = False
+
+    @property
+    def load(self) -> int:
+        return self.num_in_flight + self.num_of_others
+
+
+class LoadBalancer:
+    """Chooses a server for each request of one session; sends no request itself.
+
+    It draws two servers at random and takes the less loaded one. If many processes share the servers and all
+    sent to the least loaded one, they would overload it. The requests of a group go to the server of its last
+    request, which has the prompt in its cache, unless that server is drained or full.
+    """
+
+    def __init__(self, urls: Sequence[str], max_in_flight: int, chance: random.Random | None = None) -> None:
+        """Start with all servers admitted and idle.
+
+        Args:
+            urls: URLs of the servers.
+            max_in_flight: Largest number of requests in flight at one server, from this session.
+            chance: Random generator that draws the two servers; None creates one.
+        """
+        self._places = {url: _Place() for url in urls}
+        self._max_in_flight = max_in_flight
+        self._homes: dict[str, str] = {}
+        self._chance = chance or random.Random()
+
+    @property
+    def serving(self) -> tuple[str, ...]:
+        """URLs of the servers that are not drained."""
+        return tuple(url for url, place in self._places.items() if not place.is_drained)
+
+    def take(self, group: str) -> str | None:
+        """Choose a server for a request of `group`, and count it as sent; return None if all are full."""
+        free = [url for url in self.serving if self._places[url].num_in_flight < self._max_in_flight]
+        if not free:
+            return None
+        url = self._homes.get(group)
+        if url not in free:
+            url = self._less_loaded(free)
+            self._homes[group] = url
+        self._places[url].num_in_flight += 1
+        return url
+
+    def give_back(self, url: str) -> None:
+        """Count one request as no longer in flight at the server."""
+        place = self._places[url]
+        assert place.num_in_flight > 0, "a request is given back at most once"
+        place.num_in_flight -= 1
+
+    def report(self, url: str, num_requests: int) -> None:
+        """Update a server's load: its running and waiting requests, including the requests of this session."""
+        place = self._places[url]
+        place.num_of_others = max(num_requests - place.num_in_flight, 0)
+
+    def drain(self, url: str) -> None:
+        """Stop choosing the server; each request in flight there still needs its `give_back`."""
+        self._places[url].is_drained = True
+
+    def _less_loaded(self, free: Sequence[str]) -> str:
+        drawn = self._chance.sample(free, min(2, len(free)))
+        return min(drawn, key=lambda url: self._places[url].load)
+
+
+def group_of(request_id: str) -> str:
+    """Return the group of a request: its id up to the last "+"."""
+    return request_id.rpartition("+")[0] or request_id
+
+
+def refuse_requests(
+    requests: Sequence[Request],
+    params: SamplingParams,
+    model: ServedModel,
+    facts: ServerFacts,
+    *,
+    is_aborted: bool = False,
+) -> None:
+    """Raise for requests that the server would reject, sample differently than requested, or crash on.
+
+    Args:
+        requests: Requests to send.
+        params: Sampling parameters.
+        model: Model that the server serves.
+        facts: Limits that the server reports.
+        is_aborted: Whether responses may be aborted, and then sent as prompts to resume them.
+
+    Raises:
+        RolloutError: A request or `params` is refused; the message names it.
+    """
+    if params.max_response_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1:
+        expected = "max_response_tokens >= 1, temperature >= 0 and 0 < top_p <= 1"
+        _refuse(f"found {params}", expected, "Correct the sampling parameters.")
+    num_topk = params.num_topk_log_probs
+    if not 0 <= num_topk <= model.vocab_size:  # a larger one crashes the server
+        expected = f"0 to the vocabulary of {model.vocab_size}"
+        _refuse(f"found num_topk_log_probs = {num_topk}", expected, "Lower rollout.num_topk_log_probs.")
+    if num_topk and params.top_p < 1:
+        expected = "top_p = 1: the server computes its top-K before it applies top_p"
+        _refuse(f"found num_topk_log_probs with top_p = {params.top_p:g}", expected, "Leave one of them out.")
+    if params.capture_routes and (model.routing is None or not facts.captures_routes):
+        found = "a model without experts" if model.routing is None else "a server that captures no routes"
+        expected = "experts, and a server that megatron-dppo serve started with rollout.routing_replay on"
+        _refuse(
+            f"found capture_routes for {found}", expected, "Restart it, or set rollout.routing_replay = 'off'."
+        )
+    most = facts.max_prompt_tokens + 1 if is_aborted else facts.max_tokens  # prompts lack the last token
+    longest = min(facts.max_prompt_tokens, most - params.max_response_tokens)
+    seen: set[str] = set()
+    for request in requests:
+        tokens = request.prompt_tokens
+        if not 1 <= len(tokens) <= longest:
+            _refuse(
+                f"request {request.id}: found {len(tokens)} prompt tokens and up to "
+                f"{params.max_response_tokens} response tokens",
+                f"at least 1 prompt token, and at most {most} tokens together",
+                "Lower data.max_prompt_tokens or rollout.max_response_tokens, or raise sglang.context_length.",
+            )
+        tokens = input_tokens(request)
+        if min(tokens) < 0 or max(tokens) >= model.vocab_size:  # another id crashes the server
+            found = f"request {request.id}: found token ids {min(tokens)} to {max(tokens)}"
+            _refuse(found, f"0 to {model.vocab_size - 1}", "Use the tokenizer of this model.")
+        if request.id in seen:
+            _refuse(f"found two requests {request.id}", "unique ids", "This is a fault of the caller.")
+        seen.add(request.id)
+        if request.partial is not None:
+            _refuse_partial(request.id, request.partial, params)
+
+
+def _refuse_partial(request_id: str, partial: Completion, params: SamplingParams) -> None:
+    num_tokens, num_topk = partial.tokens.numel(), partial.topk.ids.shape[1] if partial.topk else 0
+    if not 1 <= num_tokens < params.max_response_tokens or num_topk != params.num_topk_log_probs:
+        _refuse(
+            f"request {request_id}: found {num_tokens} tokens sampled before, with {num_topk} log-probs each",
+            f"1 to {params.max_response_tokens - 1} of them, with {params.num_topk_log_probs}",
+            "This is a fault of the caller: report it.",
+        )
+
+
+def _refuse(found: str, expected: str, action: str) -> NoReturn:
+    raise RolloutError(f"{found}; expected {expected}. {action}")
+
+
+def count_result(request: Request, answer: Completion | RolloutError) -> EngineCounts:
+    """Return the counts of one result; tokens sampled in earlier requests were counted then."""
+    if isinstance(answer, RolloutError):
+        is_reply = isinstance(answer, ReplyError)
+        return EngineCounts(num_unanswered=not is_reply, num_refused_answers=is_reply)
+    before = aborted(request)
+    has_new_tokens = answer.tokens.numel() > before.tokens.numel()
+    return EngineCounts(
+        num_retractions=answer.num_retractions - before.num_retractions,
+        num_without_routes=has_new_tokens and answer.routes_fault is not None,
+        num_prompt_tokens=len(input_tokens(request)),
+        num_cached_tokens=answer.num_cached_tokens - before.num_cached_tokens,
+    )

@@ -1,0 +1,182 @@
+"""Weight syncs: pause, update, resume and verify SGLang servers, or load the engine in this process."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import Tensor
+
+from megatron_dppo.engines.base import RolloutEngine
+from megatron_dppo.engines.checksum import WeightChecksum
+from megatron_dppo.engines.embedded.engine import TransformersEngine
+from megatron_dppo.engines.sglang.engine import SglangEngine
+from megatron_dppo.engines.weight_sync.base import Transport
+from megatron_dppo.engines.weight_sync.fleet import Fleet, Member, RunServers
+from megatron_dppo.engines.weight_sync.probe import Probe
+from megatron_dppo.errors import WeightSyncError
+from megatron_dppo.runtime.process import Runtime
+
+logger = logging.getLogger(__name__)
+_ROUNDS = 2  # the second round retries servers that were skipped because another server failed
+
+
+class SglangSync:
+    """Updates every server of the run, completely or not at all; implements `weight_sync.base.WeightSync`.
+
+    A server whose update failed gets no requests until a later push has reached it. A new server takes part in
+    the next push. If a trainer dies during a push, its servers stay paused with an open update, and the next
+    push closes it.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        engine: SglangEngine,
+        servers: RunServers,
+        runtime: Runtime,
+        *,
+        probe: Probe | None,
+        probe_every: int,
+        require_sampling: Callable[[Sequence[str]], None],
+    ) -> None:
+        """Store the settings, and call no server.
+
+        Args:
+            transport: Transport of the weights.
+            engine: This rank's engine, which receives the list of updated servers.
+            servers: Servers of the run.
+            runtime: Runtime of this rank.
+            probe: Probe that compares servers and trainer after a push, or None.
+            probe_every: Number of pushes from one comparison to the next; the first push always has one.
+            require_sampling: Raises if a server, given by URL, returns log-probs of another distribution than
+                it samples from. Rank 0 calls it after the first push to a server.
+        """
+        self._transport, self._engine, self._servers, self._runtime = transport, engine, servers, runtime
+        self._probe, self._probe_every, self._num_pushes = probe, probe_every, 0
+        self._require_sampling, self._tried = require_sampling, set[tuple[str, int]]()
+
+    def prepare_push(self) -> None:
+        """Compute the probe's expected log-probs; see `WeightSync.prepare_push`."""
+        if self._probe is not None and self._num_pushes % self._probe_every == 0:
+            self._probe.expect()
+
+    def push(self, version: int) -> dict[str, float]:
+        """Send all weights to all servers; see `WeightSync.push`.
+
+        Raises:
+            WeightSyncError: No server has all weights, a server's log-probs differ from the trainer's, or a
+                server returns log-probs of another distribution than it samples from.
+        """
+        self._runtime.barrier()  # no rank has requests in flight after it
+        updated: list[Member] = []
+        faults: dict[str, str] = {}
+        for _ in range(_ROUNDS):
+            fleet, absent = self._servers.fleet(without=updated)
+            self._update(fleet, version)
+            updated += fleet.members
+            faults = absent | fleet.failures
+            if not fleet.failures:
+                break
+        for url, reason in faults.items():
+            logger.warning("weights %d: %s gets no requests until a push reaches it: %s", version, url, reason)
+        if not updated:
+            first = next(iter(faults.values()), "the run's servers/ lists none")
+            raise WeightSyncError(
+                f"weight version {version}: found no SGLang server that took it (the first: {first}); "
+                "expected one. Check that megatron-dppo serve runs with this run's config, and look at its log."
+            )
+        self._engine.admit([member.url for member in updated], version)
+        new = [member for member in updated if (member.url, member.pid) not in self._tried]
+        self._tried |= {(member.url, member.pid) for member in new}
+        self._runtime.on_main(lambda: self._require_sampling([member.url for member in new]))
+        self._num_pushes += 1
+        is_due = (self._num_pushes - 1) % self._probe_every == 0
+        probed = self._probe.run(updated) if self._probe is not None and is_due else {}
+        return {"sync/servers": float(len(updated)), **probed}
+
+    def release_engine(self) -> None:
+        """See `WeightSync.release_engine`."""
+        if self._runtime.gpu_ledger.takes_turns:
+            self._servers.release()
+
+    def close(self) -> None:
+        """Leave process groups and remove files."""
+        self._transport.close()
+
+    def _update(self, fleet: Fleet, version: int) -> None:
+        """Update all members of a fleet; a server that fails leaves it, paused and with an open update."""
+        started, ledger = time.perf_counter(), self._runtime.gpu_ledger
+        ledger.takes("engine weights")
+        if self._runtime.is_main:
+            fleet.tell(lambda member: member.calls.pause)
+            self._servers.resume(fleet, "weights")
+            if self._transport.needs_begin:  # first close an update that an earlier trainer left open
+                fleet.tell(lambda member: member.calls.end, may_be_refused=True)
+                fleet.tell(lambda member: member.calls.begin)
+        fleet.agree(self._runtime.all_gather(fleet.failures))
+        self._transport.send(fleet, version)
+        ledger.takes("engine cache")
+        if self._runtime.is_main:
+            if self._transport.needs_begin:
+                fleet.tell(lambda member: member.calls.end)
+            self._servers.resume(fleet, "kv_cache")
+            fleet.tell(lambda member: member.calls.go_on)
+        fleet.agree(self._runtime.all_gather(fleet.failures))
+        logger.info(
+            "weights %d: %d servers in %.2f s", version, len(fleet.members), time.perf_counter() - started
+        )
+
+
+class InProcessSync:
+    """Passes each tensor to this rank's engine, which copies it; implements `weight_sync.base.WeightSync`."""
+
+    def __init__(
+        self, weights: Callable[[], Iterator[tuple[str, Tensor]]], engine: RolloutEngine, runtime: Runtime
+    ) -> None:
+        """Connect an actor's `weights` with an engine; neither is owned."""
+        self._weights, self._engine, self._runtime = weights, engine, runtime
+        self.received = ""
+        """Checksum of the weights that the engine received last."""
+
+    def prepare_push(self) -> None:
+        """Do nothing: `push` verifies checksums."""
+
+    def push(self, version: int) -> dict[str, float]:
+        """Send all weights; see `WeightSync.push`. Every rank's engine must hold the same bits."""
+        self._runtime.gpu_ledger.takes("engine weights")
+        sent, stream = WeightChecksum(), self._weights()
+
+        def checked() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in stream:
+                sent.update(name, tensor)
+                yield name, tensor
+
+        received = self._engine.load_weights(checked(), version)
+        for name, tensor in stream:  # tensors that the engine did not read
+            sent.update(name, tensor)
+        if received != sent.hexdigest():
+            raise WeightSyncError(
+                f"weight version {version}: the engine received {received}, the actor sent {sent.hexdigest()}. "
+                "Expected the same bits in the same order. This is a fault of the sync: report it."
+            )
+        checksums = self._runtime.all_gather(received)
+        if len(set(checksums)) != 1:
+            raise WeightSyncError(
+                f"weight version {version}: ranks received different weights ({checksums}). "
+                "Expected equal weights. The data-parallel copies of the model have drifted apart: report it."
+            )
+        self.received = received
+        self._runtime.gpu_ledger.takes("engine cache")  # allocated when it samples
+        changed = getattr(self._engine, "changed_fraction", None)
+        return {} if changed is None else {"sync/changed_weights_fraction": changed}
+
+    def release_engine(self) -> None:
+        """See `WeightSync.release_engine`; the cache goes with the samples."""
+        if self._runtime.gpu_ledger.takes_turns:
+            assert isinstance(self._engine, TransformersEngine), "the only engine in the trainer's process"
+            self._engine.release_weights()
+            self._runtime.gpu_ledger.leaves("engine cache")
+            self._runtime.gpu_ledger.leaves("engine weights")
+
+    def close(self) -> None:
+        """Do nothing: neither end is owned."""

@@ -1,0 +1,330 @@
+"""Transports of weights to servers: broadcast, memory that they map, or a folder on disk."""
+
+import base64
+import logging
+import shutil
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from ipaddress import ip_address
+from itertools import takewhile
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import torch.distributed as dist
+import torch.multiprocessing
+from safetensors import SafetensorError
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d as c10d
+
+from megatron_dppo.checkpoints.hf_folder import write_hf_checkpoint
+from megatron_dppo.engines.weight_sync.base import Bucket, Buffer, Weights
+from megatron_dppo.engines.weight_sync.fleet import Call, Fleet, Member, TensorList
+from megatron_dppo.errors import WeightSyncError
+from megatron_dppo.runtime.process import Runtime
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StagePlace:
+    """This rank's pipeline stage, and whether this rank broadcasts for it."""
+
+    stage: int
+    num_stages: int
+    speaks: bool
+
+
+class DistributedTransport:
+    """Pipeline stages broadcast their weights in turn, in buckets; implements `weight_sync.base.Transport`.
+
+    Groups use NCCL on GPUs, and gloo elsewhere. A group lives until a server fails or restarts.
+    """
+
+    needs_begin = True
+
+    def __init__(
+        self,
+        weights: Weights,
+        num_tensors: int,
+        place: StagePlace,
+        runtime: Runtime,
+        bucket_bytes: int,
+        timeout_s: float,
+        together: Mapping[str, str] | None = None,
+    ) -> None:
+        """Store the settings, and join no group.
+
+        Args:
+            weights: Weights of this rank's pipeline stage; the stage's ranks iterate together.
+            num_tensors: Number of these weights.
+            place: Pipeline stage of this rank.
+            runtime: Runtime of this rank.
+            bucket_bytes: Size of a bucket.
+            timeout_s: Time limit of one broadcast, and of joining a group.
+            together: Tensors that must share a bucket with others; see `base.Buffer`.
+        """
+        self._weights, self._num_tensors, self._place, self._runtime = weights, num_tensors, place, runtime
+        self._buffer, self._timeout_s = Buffer(bucket_bytes, together=together), timeout_s
+        self._group: _Group | None = None
+
+    def send(self, fleet: Fleet, version: int) -> None:
+        """See `Transport.send`."""
+        stream = self._weights()
+        for stage in range(self._place.num_stages):
+            if stage == self._place.stage:
+                is_last = stage == self._place.num_stages - 1
+                self._send_stage(stream, fleet, version if is_last else None)
+            fleet.agree(self._runtime.all_gather(fleet.failures))
+
+    def _send_stage(self, stream: Iterator[tuple[str, Tensor]], fleet: Fleet, version: int | None) -> None:
+        if not self._place.speaks:
+            for _ in stream:  # all ranks of the stage gather, one sends
+                pass
+            return
+        group = self._join(fleet)
+        num_left = self._num_tensors
+        for bucket in self._buffer.fill(stream):
+            num_left -= len(bucket.names)
+            if fleet.members and group is not None:
+                self._broadcast(bucket, group, fleet, version if not num_left else None)
+        assert num_left == 0, "a stage sends the number of tensors that it announced"
+        if not fleet.members:
+            self._leave()
+
+    def _broadcast(self, bucket: Bucket, group: "_Group", fleet: Fleet, version: int | None) -> None:
+        """Broadcast one bucket to all members; if one member fails, the group is lost for all."""
+        tensors = TensorList(bucket.names, bucket.shapes, bucket.dtype)
+        before = len(fleet.members)
+        with fleet.telling(lambda member: member.calls.from_group(group.name, tensors, version)):
+            try:
+                dist.broadcast(bucket.flat, group=group.handle, group_src=0)
+            except RuntimeError as error:  # gloo raises nothing narrower
+                logger.warning("weights: the group broke (%s)", str(error).splitlines()[0])
+                self._leave()
+        if self._group is None or len(fleet.members) < before:
+            fleet.fail_all("the process group of its weight update broke")
+
+    def _join(self, fleet: Fleet) -> "_Group | None":
+        """Return the group that all members of the fleet have joined, or None if one of them did not join."""
+        members = tuple(fleet.members)
+        if self._group is not None and self._group.members == members:
+            return self._group
+        self._leave()
+        if not members:
+            return None
+        name, host = f"weights-{uuid4().hex[:8]}-stage{self._place.stage}", _reachable_host(members)
+        num_ranks = 1 + sum(member.num_ranks for member in members)
+        first_rank, first = {}, 1
+        for member in members:
+            first_rank[member.url], first = first, first + member.num_ranks
+        timeout = timedelta(seconds=self._timeout_s)
+        backend = "nccl" if self._runtime.device.type == "cuda" else "gloo"
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        with fleet.telling(
+            lambda member: member.calls.join(
+                name, host, store.port, backend, first_rank=first_rank[member.url], num_ranks=num_ranks
+            )
+        ):
+            try:
+                handle = _rank_zero_of(name, num_ranks, backend, store, timeout)
+                self._group = _Group(name, handle, store, members)
+            except RuntimeError as error:
+                logger.warning("weights: servers did not join (%s)", str(error).splitlines()[0])
+        if tuple(fleet.members) != members or self._group is None:
+            fleet.fail_all("another server did not join the process group of the weight update")
+            self._leave()
+        return self._group
+
+    def _leave(self) -> None:
+        """Leave the group. Its servers remain in it, which costs them memory until they exit."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group.handle)
+        self._group = None
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._leave()
+
+
+class TensorTransport:
+    """Sends server ranks handles to the buckets of the trainer ranks on their devices; a `base.Transport`.
+
+    Server ranks are numbered in the order of the servers' names. The n-th server rank shares the device of the
+    trainer's rank n. On GPUs a handle is a CUDA handle, so server and trainer must number the GPUs in the same
+    way. Elsewhere it is a file in shared memory.
+    """
+
+    needs_begin = True
+
+    def __init__(
+        self,
+        weights: Weights,
+        num_tensors: int,
+        runtime: Runtime,
+        bucket_bytes: int,
+        together: Mapping[str, str] | None = None,
+    ) -> None:
+        """Store the settings, and share nothing.
+
+        Args:
+            weights: Weights of all pipeline stages, on every rank.
+            num_tensors: Number of these weights.
+            runtime: Runtime of this rank.
+            bucket_bytes: Size of a bucket.
+            together: Tensors that must share a bucket with others; see `base.Buffer`.
+        """
+        torch.multiprocessing.set_sharing_strategy("file_system")  # unrelated processes can open its handles
+        self._weights, self._num_tensors, self._runtime = weights, num_tensors, runtime
+        self._buffer = Buffer(bucket_bytes, is_shared=True, together=together)
+
+    def send(self, fleet: Fleet, version: int) -> None:
+        """See `Transport.send`."""
+        num_left = self._num_tensors
+        for bucket in self._buffer.fill(self._weights()):
+            num_left -= len(bucket.names)
+            handles = self._handles(bucket, sum(member.num_ranks for member in fleet.members))
+            if self._runtime.is_main:
+                fleet.tell(partial(_show, fleet.members, handles, version if not num_left else None))
+            fleet.agree(self._runtime.all_gather(fleet.failures))  # and the next bucket may overwrite this one
+        assert num_left == 0, "the number of sent tensors was announced"
+
+    def _handles(self, bucket: Bucket, num_receivers: int) -> list[str]:
+        """Return a handle per receiver, from the trainer rank on its device; each can be opened only once."""
+        rank, size = self._runtime.rank, self._runtime.world_size
+        own = {number: _pickle(bucket) for number in range(rank, num_receivers, size)}
+        of_ranks = self._runtime.all_gather(own)
+        return [of_ranks[number % size][number] for number in range(num_receivers)]
+
+    def close(self) -> None:
+        """Do nothing: a bucket's memory is freed with the transport."""
+
+
+class DiskTransport:
+    """Rank 0 writes a Hugging Face folder, and each server loads it; implements `weight_sync.base.Transport`.
+
+    Servers load it like any checkpoint, and quantise it if they were started with quantisation.
+    """
+
+    needs_begin = False
+
+    def __init__(
+        self, weights: Weights, runtime: Runtime, folder: Path, template: Path, bucket_bytes: int
+    ) -> None:
+        """Store the folder, and write nothing.
+
+        Args:
+            weights: Weights of all pipeline stages, on every rank.
+            runtime: Runtime of this rank.
+            folder: Folder of the versions, one at a time; trainer and servers see it under the same path.
+            template: Hugging Face folder with config, tokenizer and the other files without weights.
+            bucket_bytes: Size of one file, which is kept in memory until it is complete.
+        """
+        self._weights, self._runtime, self._folder = weights, runtime, folder
+        self._template, self._bucket_bytes = template, bucket_bytes
+
+    def send(self, fleet: Fleet, version: int) -> None:
+        """See `Transport.send`."""
+        stream, folder = self._weights(), self._folder / f"version_{version}"
+        fault: Exception | None = None
+        if self._runtime.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+            try:
+                write_hf_checkpoint(stream, folder, self._template, self._bucket_bytes)
+            except (OSError, SafetensorError) as error:
+                fault = error
+        for _ in stream:  # all ranks gather together, even if writing failed
+            pass
+
+        def load() -> None:
+            if fault is not None:
+                raise WeightSyncError(
+                    f"{folder}: found that weights cannot be written ({fault}); expected enough free space "
+                    "on the disk of run.folder. Free some space, or change rollout.sglang.weight_sync."
+                ) from fault
+            fleet.tell(lambda member: member.calls.from_disk(str(folder.absolute()), version))
+            shutil.rmtree(folder)
+
+        self._runtime.on_main(load)
+        fleet.agree(self._runtime.all_gather(fleet.failures))
+
+    def close(self) -> None:
+        """Remove the files of a failed push."""
+        if self._runtime.is_main:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    name: str
+    handle: dist.ProcessGroup
+    store: TCPStore  # lives as long as the group
+    members: tuple[Member, ...]
+
+
+def _reachable_host(members: tuple[Member, ...]) -> str:
+    """Return this process's address for the servers: loopback if all servers are on this host."""
+    hosts = [urlsplit(member.url).hostname or "" for member in members]
+    return "127.0.0.1" if all(_is_loopback(host) for host in hosts) else socket.gethostname()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _rank_zero_of(
+    name: str, num_ranks: int, backend: str, store: Store, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Join a process group outside this job's default group as rank 0; SGLang processes are the other ranks."""
+    prefixed = PrefixStore(name, store)
+    helper: Any = c10d._new_process_group_helper
+    handle, _ = helper(
+        num_ranks,
+        0,
+        [],
+        dist.Backend(backend),
+        prefixed,
+        group_name=name,
+        backend_options=None,
+        timeout=timeout,
+    )
+    ranks: Any = c10d._world.pg_group_ranks
+    ranks[handle] = {rank: rank for rank in range(num_ranks)}
+    return handle
+
+
+def _show(members: Sequence[Member], handles: Sequence[str], version: int | None, member: Member) -> Call:
+    """Return the call that sends each rank of a member its own handle."""
+    first = sum(other.num_ranks for other in takewhile(lambda other: other != member, members))
+    return member.calls.from_tensors(handles[first : first + member.num_ranks], version)
+
+
+def _pickle(bucket: Bucket) -> str:
+    """Return one handle of the bucket and the positions of its tensors, pickled, in base64."""
+    content = {"flattened_tensor": bucket.flat.view(torch.uint8), "metadata": _places(bucket)}
+    return base64.b64encode(ForkingPickler.dumps(content)).decode()
+
+
+def _places(bucket: Bucket) -> list[SimpleNamespace]:
+    """Return each tensor's position in bytes, with the fields of SGLang's `FlattenedTensorMetadata`.
+
+    SGLang copies the fields into its own type; its unpickler refuses classes of other packages.
+    """
+    places: list[SimpleNamespace] = []
+    start, item = 0, bucket.flat.element_size()
+    for name, shape in zip(bucket.names, bucket.shapes, strict=True):
+        size = torch.Size(shape).numel() * item
+        whole = {"name": name, "shape": torch.Size(shape), "dtype": bucket.flat.dtype}
+        places.append(SimpleNamespace(**whole, start_idx=start, end_idx=start + size, numel=size))
+        start += size
+    return places

@@ -1,0 +1,189 @@
+"""Small files: JSON lines and the user's cache, safetensors readable by others, and errors of a full disk."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import stat
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from safetensors import SafetensorError
+
+from megatron_dppo.errors import DataError, DiskError, Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """Write one JSON object per line, atomically: readers see the old file or the complete new one."""
+    write_whole(path, (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
+
+
+def write_whole(path: Path, parts: Iterable[str]) -> None:
+    """Write a text file atomically: readers see the old file or the complete new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+    try:
+        with temporary.open("x", encoding="utf-8") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # such as a full disk during a write
+            error.filename = str(path)
+        raise
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
+    """Yield (line number from 1, object) of each line, except blank lines.
+
+    Raises:
+        DataError: A line is not UTF-8, not JSON (a torn write), or not a JSON object.
+    """
+    for number, row in each_line(path):
+        if isinstance(row, DataError):
+            raise row
+        yield number, row
+
+
+def each_line(path: Path) -> Iterator[tuple[int, dict[str, object] | DataError]]:
+    """Yield (line number from 1, object) of each line that is not blank, or the fault of the line."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield number, _parse(path, number, line)
+            except DataError as error:
+                yield number, error
+
+
+def _parse(path: Path, number: int, line: bytes) -> dict[str, object]:
+    where = f"{path}, line {number}"
+    expected = "one JSON object per line"
+    excerpt = line.decode("utf-8", errors="replace").strip()
+    excerpt = excerpt if len(excerpt) <= 60 else excerpt[:60] + "..."
+    try:
+        value: Any = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        found, action = f"bytes that are not UTF-8 ({excerpt!r})", "Write the file again, as UTF-8."
+        raise DataError(Problem(where, found, expected, action)) from error
+    except ValueError as error:
+        action = "Write the file again; a last line like this comes from a write that was cut off."
+        raise DataError(Problem(where, f"{excerpt!r} ({error})", expected, action)) from error
+    if not isinstance(value, dict):
+        found = f"a JSON {type(cast(object, value)).__name__}"
+        raise DataError(Problem(where, found, expected, "Put the row's fields into an object."))
+    return cast(dict[str, object], value)
+
+
+def cache_folder() -> Path:
+    """Return $XDG_CACHE_HOME/megatron_dppo, by default under ~/.cache; it may not exist yet."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "megatron_dppo"
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write `content` to the cache, completely or not at all; a failure to write is ignored."""
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(content), encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        return
+
+
+@contextmanager
+def full_disk_explained(*folders: Path, kept: Callable[[], str] = str) -> Iterator[None]:
+    """Replace errors of a full disk in the body, whichever library raised them, by an error of one line.
+
+    Args:
+        folders: Folders that the body writes to. The message names the one with the least free space or,
+            without folders, the file in the error.
+        kept: Function that returns a sentence on the data that is kept, such as "The newest checkpoint is X. ".
+
+    Raises:
+        DiskError: A file could not be written.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if not is_full_disk(error):
+            raise
+        named = getattr(error, "filename", None)
+        places = folders or ((Path(named),) if isinstance(named, str) else ())
+        where = min(places, key=free_bytes, default=None)
+        start = "" if where is None else f"{where}: "
+        free = "" if where is None else f", with {free_bytes(where)} bytes free on its disk"
+        raise DiskError(
+            f"{start}found that a file cannot be written ({str(error).splitlines()[0]}){free}; expected room "
+            f"for it. {kept()}Free some space, and start the same command again."
+        ) from error
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free bytes on the disk of a file or folder, which may not exist yet."""
+    path = path.absolute()
+    return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
+
+
+def byte_count(num_bytes: int) -> str:
+    """Return a count of bytes in the largest unit that leaves at least one: "512 B", "3.20 MB", "61.08 GB"."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes} B"
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Error texts of libraries in C++ and Rust for the operating system's error; torch keeps no error number.
+_FULL_TEXT = re.compile(
+    rf"os error ({'|'.join(map(str, _FULL))})\)|iostream error|inline_container|PytorchStreamWriter"
+)
+
+
+def is_full_disk(error: Exception) -> bool:
+    """Whether a library raised this error because the disk or a quota is full, or a file is too large."""
+    if isinstance(error, OSError):
+        return error.errno in _FULL
+    return _FULL_TEXT.search(str(error)) is not None
+
+
+def save_tensors(
+    tensors: "Mapping[str, Tensor]", path: Path, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file with the mode that a new file has in its folder; safetensors would write 0600.
+
+    Raises:
+        OSError, SafetensorError: The disk is full, or fails in another way.
+    """
+    from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType] - needs PyTorch
+
+    save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
+    path.chmod(_mode_of_a_new_file(path.parent))
+
+
+def make_readable(folder: Path) -> None:
+    """Set the mode of a new file on the safetensors files that a library wrote into a folder."""
+    mode = _mode_of_a_new_file(folder)
+    for file in folder.glob("*.safetensors"):
+        file.chmod(mode)
+
+
+def _mode_of_a_new_file(folder: Path) -> int:
+    """Return the mode of a temporary new file: reading the umask would set it, for all threads."""
+    file = folder / f".{uuid.uuid4().hex}.mode"
+    file.touch(exist_ok=False)
+    try:
+        return stat.S_IMODE(file.stat().st_mode)
+    finally:
+        file.unlink()

@@ -1,0 +1,117 @@
+"""SGLang's environment: its packages, an environment for CPUs that is refused, and NCCL's settings."""
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.engines.sglang import server
+from megatron_dppo.engines.sglang.options import CUMEM, NVLS, differences, nccl_settings
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.run.session import joined_processes
+
+ROOT = Path(__file__).parents[2]
+
+
+def make(folder: Path, *programs: str, variables: tuple[str, ...] = (), status: int = 0) -> str:
+    """Of `make --dry-run sglang-venv`, into another folder, where only some programs succeed."""
+    for name in ("nvidia-smi", "sbatch"):
+        (folder / name).unlink(missing_ok=True)
+        if name == "nvidia-smi" or name in programs:
+            (folder / name).write_text(f"#!/bin/sh\nexit {int(name not in programs)}\n")
+            (folder / name).chmod(0o755)
+    flags = ["--dry-run"] if status == 0 else []
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "SGLANG"))}
+    environment["PATH"] = f"{folder}:/usr/bin:/bin"
+    command = ["make", *flags, "sglang-venv", f"SGLANG_VENV={folder / 'venv'}", *variables]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
+    assert bool(done.returncode) == bool(status), done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_kind_is_asked_for_or_follows_the_gpu_and_has_its_own_stamp(tmp_path: Path) -> None:
+    said = make(tmp_path, "nvidia-smi")
+    assert "is for gpu: nvidia-smi says so" in said and f"touch {tmp_path}/venv/.stamp-gpu" in said
+    said = make(tmp_path, "sbatch", "nvidia-smi", variables=("SGLANG_FOR=cpu",))
+    assert "is for cpu: it was asked for" in said and f"touch {tmp_path}/venv/.stamp-cpu" in said
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / ".stamp-cpu").touch()
+    assert "pip install" in make(tmp_path, "sbatch", variables=("SGLANG_FOR=gpu",))
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [((), "found sbatch and no GPU: a login node?"), (("SGLANG_FOR=tpu",), "found tpu; expected gpu or cpu")],
+)
+def test_a_login_node_must_be_told(tmp_path: Path, variables: tuple[str, ...], words: str) -> None:
+    said = make(tmp_path, "sbatch", variables=variables, status=2)
+    assert words in said
+    assert not (tmp_path / "venv").exists()
+
+
+def test_a_server_for_gpus_refuses_an_environment_for_cpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = tmp_path / "lib" / "python3.11" / "site-packages"
+    packages.mkdir(parents=True)
+    (packages / "sglang_on_cpu.pth").touch()
+    monkeypatch.setattr(server, "read_options", lambda python: {})
+    table = {"python": str(tmp_path / "bin" / "python")}
+    with pytest.raises(ConfigError, match="make sglang-venv SGLANG_FOR=gpu"):
+        server.plan_launch(Config.model_validate({"sglang": table}))
+    with pytest.raises(ConfigError) as on_cpu:
+        server.plan_launch(Config.model_validate({"sglang": table | {"device": "cpu"}}))
+    assert "for CPUs" not in str(on_cpu.value)
+
+
+def config_of(table: dict[str, Any], **options: Any) -> Config:
+    rollout = {"engine": "sglang", "sglang": {"weight_sync": "distributed"} | options}
+    return Config.model_validate({"model": {"load": "model"}, "rollout": rollout, "sglang": table})
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (CUMEM, NVLS):
+        monkeypatch.setenv(name, "")  # so that it is put back afterwards
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("table", "exported", "expected"),
+    [
+        ({}, {}, {CUMEM: "0", NVLS: "0"}),
+        ({}, {CUMEM: "1"}, {CUMEM: "1", NVLS: "0"}),
+        ({"enable_nccl_nvls": True}, {}, {CUMEM: "0", NVLS: "1"}),
+        ({"enable_nccl_nvls": True}, {CUMEM: "1", NVLS: "0"}, {CUMEM: "1", NVLS: "1"}),
+        ({"enable_symm_mem": True}, {CUMEM: "0", NVLS: "0"}, {CUMEM: "1", NVLS: "1"}),
+    ],
+)
+def test_the_settings_are_those_that_sglang_ends_with(
+    monkeypatch: pytest.MonkeyPatch, table: dict[str, Any], exported: dict[str, str], expected: dict[str, str]
+) -> None:
+    for name, value in exported.items():
+        monkeypatch.setenv(name, value)
+    assert nccl_settings(config_of(table)) == expected
+
+
+@pytest.mark.parametrize("way", ["tensor", "disk"])
+def test_nothing_is_set_where_no_weights_go_through_nccl(way: str) -> None:
+    assert nccl_settings(config_of({}, weight_sync=way)) == {}
+
+
+def test_a_session_sets_them_before_it_joins_the_job() -> None:
+    with joined_processes(config_of({})):
+        assert {name: os.environ[name] for name in (CUMEM, NVLS)} == {CUMEM: "0", NVLS: "0"}
+
+
+def test_differences_name_both_sides() -> None:
+    own = {CUMEM: "1", NVLS: "0"}
+    assert differences(own, own) is None
+    assert differences(own, {}) is None, "a server of an older version, which registered none"
+    assert differences({}, own) is None, "no weights go through NCCL"
+    assert differences(own, {CUMEM: "0", NVLS: "0"}) == (
+        "NCCL_CUMEM_ENABLE=0 there and 1 in the trainer; export the same values on every node"
+    )

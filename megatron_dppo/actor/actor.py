@@ -54,10 +54,9 @@ from megatron_dppo.mcore.groups import (
     speaks_for_its_tokens,
     sum_over_tokens_and_stages,
 )
-from megatron_dppo.metrics.bound import add_bound_of_responses
 from megatron_dppo.metrics.masked_tokens import TokenLists
 from megatron_dppo.metrics.metrics import Metrics
-from megatron_dppo.metrics.step_metrics import add_agreement, add_mismatch
+from megatron_dppo.metrics.step_metrics import add_agreement, add_bound_of_responses, add_mismatch
 from megatron_dppo.models.build import agreed_layer_spec, build_model, transformer_config
 from megatron_dppo.models.lora import add_lora
 from megatron_dppo.routing_replay.replay import Replay, replaying

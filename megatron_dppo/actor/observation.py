@@ -12,14 +12,10 @@ from megatron_dppo.algorithms.presets import PAPER
 from megatron_dppo.algorithms.shadow import with_inputs
 from megatron_dppo.config.sections import TrackingConfig
 from megatron_dppo.kernels import FusedPolicyLoss, fused_metrics
-from megatron_dppo.metrics.bound import add_bound_of_tokens
-from megatron_dppo.metrics.clipped_tokens import ACTIVE
-from megatron_dppo.metrics.masked_tokens import TokenLists
 from megatron_dppo.metrics.masked_tokens import ACTIVE, TokenLists
 from megatron_dppo.metrics.means import add_token_means
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.step_metrics import (
-    add_bound_of_responses,
     add_bound_of_tokens,
     add_clipped,
     add_loss_terms,

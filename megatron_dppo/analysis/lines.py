@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dppo.analysis.contrasts import mean_intervals
-from megatron_dppo.config.settings import flat, shown
+from megatron_dppo.config.load import flat, shown
 from megatron_dppo.run_folder.reader import Run
 
 Points = tuple[list[float], list[float]]  # rollouts, and a value for each

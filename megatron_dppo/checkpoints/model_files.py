@@ -19,8 +19,14 @@ import torch
 
 from megatron_dppo.architectures.family import FURTHER_LAYERS
 from megatron_dppo.architectures.published_names import BLOCK, stays_float32
-from megatron_dppo.architectures.refusals import QUANTIZED, is_block_fp8, of_dequantized
-from megatron_dppo.architectures.registry import FAMILIES, family_of, variant_problems
+from megatron_dppo.architectures.registry import (
+    FAMILIES,
+    QUANTIZED,
+    family_of,
+    is_block_fp8,
+    of_dequantized,
+    variant_problems,
+)
 from megatron_dppo.architectures.sizes import architecture_of, config_file, read_model_config
 from megatron_dppo.checkpoints.checkpoint_folder import is_megatron_checkpoint
 from megatron_dppo.errors import ConfigError, ConversionError, Problem

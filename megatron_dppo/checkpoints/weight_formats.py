@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_dppo.architectures.refusals import QUANTIZED
+from megatron_dppo.architectures.registry import QUANTIZED
 from megatron_dppo.architectures.sizes import read_model_config
 from megatron_dppo.errors import ConversionError
 

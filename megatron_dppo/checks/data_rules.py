@@ -11,9 +11,8 @@ from megatron_dppo.checks.facts import TRAINING, Facts, prompt_files, rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts.final_answer import answer_kind, excerpt, final_answer, number_of
 from megatron_dppo.data.prompts.prompts import PromptRow
-from megatron_dppo.data.prompts.schemas import TRAINING_SCHEMAS, detect, has
-from megatron_dppo.data.prompts.special_tokens import special_ids
-from megatron_dppo.data.prompts.survey import Survey
+from megatron_dppo.data.prompts.rows import TRAINING_SCHEMAS, detect, has
+from megatron_dppo.data.prompts.survey import Survey, special_ids
 from megatron_dppo.environments import problem_with
 from megatron_dppo.errors import EnvironmentFailedError, Problem, RewardError, did_you_mean
 from megatron_dppo.rewards import REWARDS, RewardChoice, RewardRequest, RewardResult, answer_form, problems_with
@@ -21,11 +20,6 @@ from megatron_dppo.rollout.evaluation import evaluation_sets
 from megatron_dppo.rollout.scoring import RewardPools, training_reward
 from megatron_dppo.rollout.trajectories import environment_pool, try_environment
 from megatron_dppo.runtime.user_code import problem_with_import, problem_with_path
-from megatron_dppo.data.prompts.final_answer import excerpt
-from megatron_dppo.data.prompts.rows import TRAINING_SCHEMAS, detect, has
-from megatron_dppo.data.prompts.survey import Survey, special_ids
-from megatron_dppo.errors import Problem, did_you_mean
-from megatron_dppo.rewards import REWARDS, RewardChoice, answer_form, problems_with
 from megatron_dppo.types import AnswerForm
 
 _WHOLE = re.compile(r"(.*?)found (.*?); expected (.*?)\. (.*)", re.DOTALL)

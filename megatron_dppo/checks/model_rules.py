@@ -17,11 +17,8 @@ from megatron_dppo.architectures.registry import (
 from megatron_dppo.architectures.sizes import ModelSizes, config_file
 from megatron_dppo.architectures.weight_map import linears_of
 from megatron_dppo.checkpoints.hf_folder import require_one_set
-from megatron_dppo.checkpoints.weight_files import WeightFilesError
-from megatron_dppo.checks.facts import Facts, rule
 from megatron_dppo.checkpoints.model_files import WeightFilesError
-from megatron_dppo.checks.facts import Facts
-from megatron_dppo.checks.registry import rule
+from megatron_dppo.checks.facts import Facts, rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.memory import rollout_bytes_bound
 from megatron_dppo.errors import ConfigError, ConversionError, Problem, did_you_mean

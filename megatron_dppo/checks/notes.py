@@ -23,8 +23,8 @@ from megatron_dppo.checks.sampling_rules import rounding_remarks
 from megatron_dppo.config.load import shown
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts.final_answer import KINDS, excerpt, final_answer, number_of, text_only_doubt
-from megatron_dppo.data.prompts.rendering import turn_ends
 from megatron_dppo.data.prompts.survey import Survey
+from megatron_dppo.data.prompts.templates import turn_ends
 from megatron_dppo.errors import ConfigError, DataError, Problem
 from megatron_dppo.rewards import RewardChoice
 

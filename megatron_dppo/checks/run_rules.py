@@ -19,8 +19,6 @@ from megatron_dppo.checks.facts import Facts, nearest_folder, rule
 from megatron_dppo.config.load import flat
 from megatron_dppo.config.resuming import change_table, experiment_changes
 from megatron_dppo.config.schema import Config
-from megatron_dppo.data.prompts.prompts import detected_schema, read_columns
-from megatron_dppo.config.settings import flat
 from megatron_dppo.data.prompts.prompts import detect_schema, read_columns
 from megatron_dppo.errors import DataError, Problem, did_you_mean
 from megatron_dppo.rewards import RewardChoice

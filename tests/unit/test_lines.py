@@ -59,7 +59,7 @@ def test_a_curve_is_the_mean_of_its_smoothed_seeds_over_the_rollouts_of_all() ->
 def test_evaluations_and_short_curves_are_not_smoothed(metric: str, num_points: int) -> None:
     values = [float(n % 3) for n in range(num_points)]
     values[1] = math.inf
-    curve = curve_of([(list(range(num_points)), values)], metric)
+    curve = curve_of([([float(n) for n in range(num_points)], values)], metric)
     assert curve is not None and not curve.is_smoothed and curve.low is None
     assert math.isnan(curve.raw[1]), "a gap"
     np.testing.assert_array_equal(curve.mean, curve.raw)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.algorithms.objective import OWN_FIELDS
-from megatron_dppo.algorithms.own_rule import OwnRule
 from megatron_dppo.algorithms.presets import OVERRIDABLE
+from megatron_dppo.algorithms.trust_region import OwnRule
 from megatron_dppo.analysis.figures.canvas import Drawing
 from megatron_dppo.analysis.figures.style import LOOKS, labels_of, objective_label
 from megatron_dppo.analysis.lines import (
@@ -26,8 +26,8 @@ from megatron_dppo.analysis.lines import (
     seed_of,
 )
 from megatron_dppo.analysis.token_files import list_files
-from megatron_dppo.config.settings import shown
-from megatron_dppo.data.batches.kept_batches import group_files, kept_rollouts, read_share
+from megatron_dppo.config.load import shown
+from megatron_dppo.data.batches.batch_file import group_files, kept_rollouts, read_share
 from megatron_dppo.errors import DataError
 from megatron_dppo.run_folder.reader import Run, read_run
 

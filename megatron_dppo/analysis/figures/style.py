@@ -16,9 +16,8 @@ from matplotlib.ticker import NullLocator, StrMethodFormatter
 from matplotlib.typing import RcKeyType
 
 from megatron_dppo.algorithms import Objective
-from megatron_dppo.config.load import shown
 from megatron_dppo.analysis.lines import differing_keys
-from megatron_dppo.config.settings import shown
+from megatron_dppo.config.load import shown
 
 RC: Mapping[RcKeyType, Any] = MappingProxyType(
     {

@@ -24,11 +24,8 @@ from megatron_dppo.engines.sglang.client import SglangClient
 from megatron_dppo.engines.sglang.model import served_model
 from megatron_dppo.engines.sglang.protocol import ServerFacts
 from megatron_dppo.engines.sglang.server import API_KEY, own_servers, read_records
-from megatron_dppo.engines.weight_sync.factory import served_dtype
-from megatron_dppo.engines.weight_sync.probe import require_temperature
-from megatron_dppo.engines.sglang.server import API_KEY, registered
 from megatron_dppo.engines.weight_sync.factory import build_sync, served_dtype
-from megatron_dppo.engines.weight_sync.temperature import require_temperature
+from megatron_dppo.engines.weight_sync.probe import require_temperature
 from megatron_dppo.errors import ConfigError, Problem, RolloutError
 from megatron_dppo.mcore.groups import speaks_for_its_group
 from megatron_dppo.metrics.engine_comparison import (
@@ -44,13 +41,9 @@ from megatron_dppo.rollout.counts import RolloutCounts, refuse_if_too_many_dropp
 from megatron_dppo.rollout.rollouts import Rollouts, build_engine
 from megatron_dppo.run.session import joined_processes
 from megatron_dppo.run_folder.lock import locked
-from megatron_dppo.runtime.full_disk import full_disk_explained
+from megatron_dppo.runtime.files import full_disk_explained
 from megatron_dppo.runtime.process import Runtime, Stopwatch
 from megatron_dppo.types import TrainBatch
-from megatron_dppo.run_folder.versions import versions
-from megatron_dppo.runtime.files import full_disk_explained, write_jsonl
-from megatron_dppo.runtime.process import Runtime
-from megatron_dppo.runtime.tables import show_table
 
 logger = logging.getLogger(__name__)
 

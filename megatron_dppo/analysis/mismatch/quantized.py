@@ -19,10 +19,8 @@ from megatron_dppo.checkpoints.weight_formats import QuantizedFolder, WeightForm
 from megatron_dppo.engines.embedded.engine import checkpoint_targets
 from megatron_dppo.engines.embedded.sampling import log_softmax
 from megatron_dppo.errors import ConversionError
-from megatron_dppo.metrics.token_mismatch import MeasuredResponse, token_statistics
-from megatron_dppo.routing_replay.routes import overlap
 from megatron_dppo.metrics.engine_comparison import MeasuredResponse, token_statistics
-from megatron_dppo.routing_replay.agreement import overlap
+from megatron_dppo.routing_replay.routes import overlap
 
 BATCH = 16  # prompts sampled at a time
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_dppo.analysis.lines import experiment_of, places_of_equal
-from megatron_dppo.config.settings import shown
+from megatron_dppo.config.load import shown
 from megatron_dppo.metrics.alarms import AlarmWatch, noise_warning
 from megatron_dppo.metrics.sampling_advice import WINDOW, Limits, advice, means_of
 from megatron_dppo.run_folder.reader import Run

@@ -38,7 +38,6 @@ from megatron_dppo.analysis.report.diagnostics import (
 )
 from megatron_dppo.analysis.report.summary import LAST, format_number, paired_rows
 from megatron_dppo.config.effects import may_change
-from megatron_dppo.config.load import shown
 from megatron_dppo.run_folder.reader import Run
 
 Verdict = Literal["decided", "open", "warning", "note"]
@@ -49,7 +48,7 @@ MIN_ROLLOUTS = 2 * LAST  # else the closing mean still holds what a run began wi
 SAME = 0.01  # a smaller relative difference is none
 MOST_COMPARISONS = 3  # settings besides the first; with more, only decided findings are shown
 MOST_PLACES = 4  # rollouts named for one alarm
-_percent, _count = (partial(format_number, style=style) for style in ("share", "count"))
+_percent, _count = partial(format_number, style="share"), partial(format_number, style="count")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from megatron_dppo.analysis.token_files import (
 from megatron_dppo.errors import DataError
 from megatron_dppo.metrics.masked_tokens import ACTIVE, FARTHEST, MEANS, SIGNS, TOKENS_BEFORE
 from megatron_dppo.run_folder.reader import Run
-from megatron_dppo.runtime.jsonl import read_jsonl
+from megatron_dppo.runtime.files import read_jsonl
 
 _SPACES = {" ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍"}
 _NUMBERS = ("mu", "pi", "divergence", "advantage")

@@ -13,8 +13,6 @@ from torch import Tensor
 from megatron_dppo.algorithms import Objective, PolicyLossInputs, policy_loss, preset, shadow_weights
 from megatron_dppo.algorithms.loss import learning_tokens
 from megatron_dppo.algorithms.loss_terms import added_terms
-from megatron_dppo.analysis.what_if.thresholds import FACTORS, described_threshold, with_scaled_threshold
-from megatron_dppo.analysis.what_if.variants import Variant
 from megatron_dppo.algorithms.objective import Rule
 from megatron_dppo.analysis.what_if.question import Variant
 from megatron_dppo.metrics.engine_comparison import Routes

@@ -18,8 +18,6 @@ from megatron_dppo.checks.algorithm_rules import problems_with_own_rule
 from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config, ParallelConfig
 from megatron_dppo.data.batches.batch_file import group_files, kept_inputs, kept_rollouts
-from megatron_dppo.errors import ConfigError, Problem, writing_to
-from megatron_dppo.data.batches.kept_batches import group_files, kept_inputs, kept_rollouts
 from megatron_dppo.errors import ConfigError, Problem, did_you_mean, writing_to
 from megatron_dppo.runtime.user_code import described
 

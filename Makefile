@@ -178,7 +178,7 @@ versions: venv
 	$(RUN) -m tools.versions
 
 faults: venv
-	$(RUN) tests/faults/campaign.py --write
+	$(RUN) -m tests.faults.campaign --write
 
 lint: venv
 	$(VENV)/bin/ruff check .

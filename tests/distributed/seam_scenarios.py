@@ -17,12 +17,12 @@ from unittest import mock
 
 import pytest
 import torch
-from sanity_run import make_task
-from tiny import write_model
 
 from megatron_dppo.config import Config
 from megatron_dppo.runtime.files import read_jsonl, write_jsonl
 from megatron_dppo.runtime.process import Runtime, stop
+from tests.support.sanity_run import make_task
+from tests.support.tiny import write_model
 
 OWN = "tests.distributed.seam_rewards"
 
@@ -364,10 +364,9 @@ def serve(config: Config, runtime: Runtime) -> None:
 @contextmanager
 def _servers() -> Iterator[Any]:
     """One that answers for each that is started."""
-    from sglang_stand_in import StandIn
-
     from megatron_dppo.engines.sglang import server
     from megatron_dppo.engines.sglang.options import shipped_options
+    from tests.support.sglang_stand_in import StandIn
 
     def start(self: server.Server, timeout_s: float, ended: threading.Event | None = None) -> None:
         record = server.ServerRecord(self.record.stem, stand_in.url, "here", 1, "0.5.21", "now", 1)

@@ -1,51 +1,144 @@
 """Every setting, and what its consumer must have received: `test_seams.py` refuses a setting without a row."""
 
-from typing import Any
-
 import torch
 from megatron.core import parallel_state
-from seam_reads import (
-    ACTOR,
-    BATCH,
-    COMBINE,
-    every,
+
+from megatron_dppo.rewards import RewardChoice
+from tests.distributed.seams import (
+    Received,
+    Seam,
+    called,
+    evaluates,
     flag,
     given,
-    group,
+    is_training,
     learning_rates,
     metric,
-    objective,
     plain,
     rounded,
+    routing_replay,
+    rows,
+    sampled,
     size,
     sorted_set,
+    worker_reward,
 )
-from seam_rollout_rows import ROLLOUT_ROWS
-from seams import Seam
 
-_ROLLOUTS = "rollout.rollouts"
-_HEAD = "actor.forward"
+_ACTOR = "actor.actor:Actor"
 _CHECKPOINTS = "run.checkpoints"
-_SGLANG = "engines.sglang"
-_SYNC = "engines.weight_sync"
-_SERVED: dict[str, Any] = {"scenario": "served"}
-_RETENTION = f"{_CHECKPOINTS}:Retention.__init__"
+_LAUNCH = "engines.sglang.server:plan_launch"
+_SYNC = "engines.weight_sync.factory"
+_WORKER = "workers.worker_process:WorkerProcess.__init__"
+_SCORE = "rollout.scoring:Scorer.score_all"
+
+# Settings that arrive as they are: the setting, its consumer, and the argument (or an attribute of one).
+_AS_IT_IS = {
+    "whole": """
+        run.folder  run.checkpoints:Checkpoints.__init__  folder.parent
+        run.seed  engines.embedded.continuous_batch:sampling_noise  noise_key.0
+        run.seed  rollout.rollouts:PromptStream.__init__  seed
+        run.seed  data.batches.gradient_steps:minibatch_of_prompts  key.0
+        run.seed  actor.actor:initialize_groups  seed
+        run.seed  rollout.evaluation:EvaluationSet.metrics  seed
+        run.timeout_s  actor.actor:initialize_groups  timeout_s
+        model.load  actor.actor:load_weights  folder
+        model.load  run.checkpoints:Checkpoints.__init__  model_folder
+        parallel.max_tokens_per_microbatch  data.batches.gradient_steps:plan_minibatch  max_tokens
+        data.prompts  rollout.rollouts:load_prompts  path
+        data.{prompt_column,answer_column}  rollout.rollouts:load_prompts  *
+        data.{prompt_column,answer_column}  rollout.evaluation:load_prompts  *
+        data.shuffle  rollout.rollouts:PromptStream.__init__  shuffle
+        data.overlong_buffer_tokens  rollout.scoring:OverlongShaping.__call__  self.buffer_tokens
+        data.overlong_penalty  rollout.scoring:OverlongShaping.__call__  self.penalty
+        data.reward_timeout_s  workers.worker_process:WorkerProcess.receive  timeout_s
+        data.reward_memory_mb  workers.worker_process:WorkerProcess.__init__  memory_mb
+        data.max_prompt_tokens  rollout.groups:GroupMaker.begin  self.max_prompt_tokens
+        rollout.max_response_tokens  rollout.scoring:OverlongShaping.__call__  self.max_response_tokens
+        rollout.max_response_tokens  data.batches.gradient_steps:sequence_weights  response_length
+        rollout.temperature  actor.forward:packed_linear_policy_loss  temperature
+        rollout.temperature  actor.forward:linear_log_probs  temperature
+        rollout.num_topk_log_probs  engines.embedded.continuous_batch:most_probable  k
+        rollout.max_dropped_fraction  run.logger:refuse_if_too_many_dropped  max_fraction
+        rollout.transformers.weights  rollout.rollouts:TransformersEngine.__init__  weights
+        evaluation.pass_at  rollout.evaluation:set_metrics  ks
+        algorithm.{delta_low,delta_high,ratio_cap,top_k}  kernels.linear:combine_statistics  objective.*
+        algorithm.{include_other,sampled_token,entropy_coef}  kernels.linear:combine_statistics  objective.*
+        algorithm.preset  kernels.linear:combine_statistics  objective.name
+        algorithm.aggregation  data.batches.gradient_steps:sequence_weights  mode
+        algorithm.normalize_advantage_std  data.batches.gradient_steps:group_advantages  normalize_std
+        algorithm.minibatches_per_rollout  data.batches.gradient_steps:minibatch_of_prompts  num_minibatches
+        algorithm.logits_chunk_bytes  actor.forward:packed_linear_policy_loss  chunk_bytes
+        algorithm.logits_chunk_bytes  actor.forward:linear_log_probs  chunk_bytes
+        optimizer.beta1  actor.actor:Actor.train_step  self.optimizer.param_groups.0.betas.0
+        optimizer.beta2  actor.actor:Actor.train_step  self.optimizer.param_groups.0.betas.1
+        optimizer.eps  actor.actor:Actor.train_step  self.optimizer.param_groups.0.eps
+        optimizer.clip_grad  megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32  max_norm
+        optimizer.distributed  actor.actor:Actor.__init__  self._ddp.0.ddp_config.use_distributed_optimizer
+        optimizer.offload  actor.offload:TrainerMemory.states_here  self.is_offloading
+        checkpoint.resume  run_folder.folder:RunFolder.open  resume
+        checkpoint.asynchronous  run.checkpoints:Checkpoints.save  self.is_writing
+        checkpoint.{keep_last,keep_every,keep_best}  run.checkpoints:Retention.__init__  *
+        checkpoint.best_metric  run.logger:RunLogger.latest  metric
+        tracking.backends  run_folder.folder:open_backends  names
+        tracking.mismatch_share  data.batches.gradient_steps:pack  measured_share
+    """,
+    "resumed": """
+        lora.rank  models.lora:_initial_pair  result.lora_A.shape.-2
+        lora.alpha  models.lora:Adapter.__init__  alpha
+        rollout.generate  rollout.trajectories:UserGenerate.generate  self._name
+        algorithm.{eps_low,eps_high,alpha}  kernels.linear:combine_statistics  objective.*
+        algorithm.preset  kernels.linear:combine_statistics  objective.name
+        megatron.recompute_num_layers  actor.actor:Actor.__init__  self.chunks.0.config.*
+    """,
+    "turns": """
+        model.reference  actor.reference:load_weights  folder
+        rollout.environment  environments.pool:EnvironmentPool.__init__  name
+        rollout.temperature  actor.forward:packed_policy_loss  temperature
+        algorithm.delta  actor.forward:packed_policy_loss  objective.delta_low
+        algorithm.delta  actor.forward:packed_policy_loss  objective.delta_high
+        algorithm.{anchor,ref_kl_coef,ref_kl}  actor.forward:packed_policy_loss  objective.*
+        algorithm.normalize_advantage_std  data.batches.gradient_steps:group_advantages  normalize_std
+    """,
+    "skipped": """
+        algorithm.{tau_low,tau_high,log_ratio_coef}  kernels.linear:combine_statistics  objective.*
+    """,
+    "own_rule": """
+        algorithm.rule_over  actor.actor:OutputHead.__init__  objective.own.over
+        algorithm.rule_divergence  actor.actor:OutputHead.__init__  objective.divergence
+    """,
+    "experts": "algorithm.{rho_low,rho_high}  actor.actor:OutputHead.__init__  objective.*",
+    "stages": "algorithm.{token_kl,response_kl}  actor.actor:OutputHead.__init__  objective.*",
+    "context": """
+        algorithm.{prefix_delta,prefix_delta_max,late_weight}  actor.actor:OutputHead.__init__  objective.*
+        parallel.overlap_grad_reduce  actor.actor:Actor.__init__  self._ddp.0.ddp_config.*
+        parallel.overlap_param_gather  actor.actor:Actor.__init__  self._ddp.0.ddp_config.*
+    """,
+    "served": """
+        run.seed  engines.weight_sync.factory:Probe.__init__  seed
+        rollout.sglang.start_timeout_s  engines.sglang.server:supervise  start_timeout_s
+        rollout.sglang.max_restarts  engines.sglang.server:supervise  max_restarts
+        rollout.sglang.max_attempts  engines.sglang.client:SglangClient.__init__  patience.max_attempts
+        rollout.sglang.max_concurrent_requests  engines.sglang.engine:SglangEngine.__init__  *
+        rollout.sglang.sync_timeout_s  engines.weight_sync.factory:RunServers.__init__  timeout_s
+        rollout.sglang.sync_timeout_s  engines.weight_sync.factory:DistributedTransport.__init__  timeout_s
+        rollout.sglang.probe_every  engines.weight_sync.factory:SglangSync.__init__  probe_every
+        rollout.sglang.colocated  runtime.gpu_ledger:GpuLedger.begin  takes_turns
+    """,
+}
+
+
+def _reward_of_pool(call: Received) -> object:
+    return RewardChoice.read(call.self.rewards._name).reward
+
 
 _RUN = [
-    Seam("run.folder", f"{_CHECKPOINTS}:Checkpoints.__init__", lambda call: call.folder.parent),
-    Seam("run.seed", f"{BATCH}:sampling_noise", lambda call: call.noise_key[0]),
-    plain("run.seed", f"{_ROLLOUTS}:PromptStream.__init__", "seed"),
-    Seam("run.seed", "data.batches.gradient_steps:minibatch_of_prompts", lambda call: call.key[0]),
-    plain("run.seed", "actor.actor:initialize_groups", "seed"),
-    plain("run.seed", "rollout.evaluation:EvaluationSet.metrics", "seed"),
     Seam(
         "run.seed",
-        f"{_SGLANG}.server:plan_launch",
+        _LAUNCH,
         lambda call: flag(call, "--random-seed"),
-        **_SERVED,
+        "served",
         expected=lambda config: str(config.run.seed),
     ),
-    plain("run.seed", f"{_SYNC}.factory:Probe.__init__", "seed", **_SERVED),
     Seam(
         "run.num_rollouts",
         "rollout.rollouts:RolloutScheduler.run",
@@ -53,37 +146,23 @@ _RUN = [
         fold=list,
         expected=lambda config: list(range(config.run.num_rollouts)),
     ),
-    Seam("run.num_threads", f"{ACTOR}.train_step", lambda call: torch.get_num_threads(), "skipped"),
+    Seam("run.num_threads", f"{_ACTOR}.train_step", lambda call: torch.get_num_threads(), "skipped"),
     Seam("run.timeout_s", "torch.distributed:init_process_group", lambda call: call.timeout.total_seconds()),
-    plain("run.timeout_s", "actor.actor:initialize_groups", "timeout_s"),
 ]
 
 _MODEL = [
-    plain("model.load", "actor.actor:load_weights", "folder"),
-    plain("model.reference", "actor.reference:load_weights", "folder", scenario="turns"),
-    plain("model.load", f"{_CHECKPOINTS}:Checkpoints.__init__", "model_folder"),
     Seam(
         "model.dtype",
-        f"{ACTOR}.__init__",
+        f"{_ACTOR}.__init__",
         lambda call: {str(p.dtype)[6:] for p in call.self.chunks[0].parameters()},
         expected=lambda config: {config.model.dtype},
     ),
     Seam(
         "model.layer_spec",
         "models.build:choose_layer_spec",
-        lambda call: call.result.reason,
+        given("result.reason"),
         expected=lambda config: "model.layer_spec asks for it",
     ),
-]
-
-_LORA = [
-    Seam(
-        "lora.rank",
-        "models.lora:_initial_pair",
-        lambda call: call.result.lora_A.shape[-2],
-        "resumed",
-    ),
-    plain("lora.alpha", "models.lora:Adapter.__init__", "alpha", scenario="resumed"),
     Seam(
         "lora.targets",
         "models.lora:Adapter.__init__",
@@ -91,88 +170,172 @@ _LORA = [
         "resumed",
         expected=lambda config: sorted(config.lora.targets),
     ),
-]
-
-
-_PARALLEL = [
     size("tensor", parallel_state.get_tensor_model_parallel_world_size, "experts"),
     size("expert", parallel_state.get_expert_model_parallel_world_size, "experts"),
     size("expert_tensor", parallel_state.get_expert_tensor_parallel_world_size, "experts"),
     size("pipeline", parallel_state.get_pipeline_model_parallel_world_size, "stages"),
-    Seam("parallel.virtual_pipeline", f"{ACTOR}.__init__", lambda call: len(call.self.chunks), "stages"),
     size("context", parallel_state.get_context_parallel_world_size, "context"),
+    Seam("parallel.virtual_pipeline", f"{_ACTOR}.__init__", lambda call: len(call.self.chunks), "stages"),
+]
+
+_DATA = [
+    Seam("data.reward", _WORKER, lambda call: worker_reward(call).reward, fold=lambda values: values[0]),
+    Seam("data.reward", _SCORE, _reward_of_pool, where=is_training),
+    Seam("data.reward_values", _WORKER, lambda call: tuple(worker_reward(call).values), "resumed"),
+    Seam("data.reward_workers", "workers.pool:WorkerPool.__init__", lambda call: call.self._idle.qsize()),
+]
+
+_ROLLOUT = [
+    Seam(
+        "rollout.prompts_per_rollout",
+        "rollout.rollouts:RolloutScheduler._begin",
+        lambda call: len(call.result[0]),
+    ),
+    plain("rollout.samples_per_prompt", "rollout.groups:_requests", "count", where=is_training),
+    *sampled("rollout.max_response_tokens", "max_response_tokens"),
+    *sampled("rollout.temperature", "temperature"),
+    Seam(
+        "rollout.num_topk_log_probs",
+        "kernels.linear:combine_statistics",
+        lambda call: call.tokens.topk.ids.shape[1],
+        expected=lambda config: config.algorithm.top_k,
+    ),
     *(
         Seam(
-            f"parallel.{name}",
-            f"{ACTOR}.__init__",
-            lambda call, name=name: getattr(call.self._ddp[0].ddp_config, name),
-            "context",
+            "rollout.routing_replay",
+            f"{_ACTOR}._routes",
+            routing_replay,
+            scenario,
+            fold=sorted_set,
+            expected=lambda config, kinds=kinds: kinds,
         )
-        for name in ("overlap_grad_reduce", "overlap_param_gather")
+        for scenario, kinds in (
+            ("whole", [(False, False), (True, False), (True, True)]),
+            ("resumed", [(False, False), (False, True)]),
+            ("turns", [(False, False), (True, False), (True, True)]),  # the reference's are its own
+        )
     ),
-    plain("parallel.max_tokens_per_microbatch", "data.batches.gradient_steps:plan_minibatch", "max_tokens"),
+    Seam("rollout.lag", "run.state:TrainingState.begin_rollout", lambda call: len(call.self.queue), fold=max),
+    Seam(
+        "rollout.max_turns",
+        "rollout.group_sampling:_sample",
+        given("completion.episode.num_turns"),
+        "turns",
+        fold=max,
+    ),
+    Seam(
+        "rollout.max_turn_tokens",
+        "engines.embedded.continuous_batch:num_tokens_left",
+        given("result"),
+        "turns",
+        fold=max,
+    ),
+    *(
+        Seam(
+            f"rollout.{name}",
+            "rollout.rollouts:RolloutScheduler._ahead",
+            given("rollout"),
+            "resumed",
+            fold=fold,
+        )
+        for name, fold in (
+            ("refill_zero_variance", called),
+            ("max_refills", lambda rollouts: rollouts.count(0)),
+        )
+    ),
+    Seam(
+        "rollout.release_trainer",
+        "actor.offload:TrainerMemory.leave",
+        given("self.num_bytes_away"),
+        fold=called,
+    ),
+    Seam(
+        "rollout.transformers.batch_size",
+        "engines.embedded.continuous_batch:ContinuousBatch.__init__",
+        given("slots"),
+        fold=max,
+    ),
+]
+
+_SERVERS = [
+    Seam(
+        "rollout.engine",
+        f"{_SYNC}:build_sync",
+        lambda call: type(call.engine).__name__,
+        "served",
+        expected=lambda config: "SglangEngine",
+    ),
+    plain(
+        "rollout.sglang.request_timeout_s",
+        "engines.sglang.client:SglangClient.__init__",
+        "patience.generate_timeout_s",
+        scenario="served",
+    ),
+    Seam("rollout.sglang.num_own_servers", _LAUNCH, given("index"), "served", fold=len),
+    Seam(
+        "rollout.sglang.weight_sync",
+        f"{_SYNC}:SglangSync.__init__",
+        lambda call: type(call.transport).__name__,
+        "served",
+        expected=lambda config: "DiskTransport",
+    ),
+    *(
+        Seam(
+            "rollout.sglang.sync_bucket_bytes",
+            f"{_SYNC}:{way}Transport.__init__",
+            given("bucket_bytes"),
+            "served",
+            expected=lambda config: config.rollout.sglang.sync_bucket_bytes // 2,
+        )
+        for way in ("Disk", "Distributed", "Tensor")
+    ),
+    Seam(
+        "sglang.max_running_requests", _LAUNCH, lambda call: int(flag(call, "--max-running-requests")), "served"
+    ),
+    Seam("sglang.device", _LAUNCH, lambda call: flag(call, "--device"), "served"),
+    Seam(
+        "sglang.python",
+        _LAUNCH,
+        given("result.command.0"),
+        "served",
+        expected=lambda config: str(config.sglang["python"]),
+    ),
+]
+
+_EVALUATION = [
+    *(
+        row
+        for name, prefix in (("far", "evaluation"), ("near", "evaluation.sets.near"))
+        for row in (
+            *sampled(f"{prefix}.temperature", "temperature", evaluates(name)),
+            *sampled(f"{prefix}.top_p", "top_p", evaluates(name)),
+            *sampled(f"{prefix}.max_response_tokens", "max_response_tokens", evaluates(name)),
+            plain(f"{prefix}.samples_per_prompt", "rollout.groups:_requests", "count", where=evaluates(name)),
+        )
+    ),
+    Seam("evaluation.sets.near.reward", _SCORE, _reward_of_pool, where=evaluates("near")),
+    Seam(
+        "evaluation.sets.far.reward",
+        _SCORE,
+        _reward_of_pool,
+        where=evaluates("far"),
+        expected=lambda config: config.data.reward,
+    ),
+    Seam(
+        "evaluation.sets.near.prompts",
+        "rollout.evaluation:load_prompts",
+        given("path"),
+        fold=set,
+        expected=lambda config: {each.prompts for each in config.evaluation.sets.values()},
+    ),
 ]
 
 _ALGORITHM = [
-    *map(
-        objective,
-        (
-            "delta_low",
-            "delta_high",
-            "ratio_cap",
-            "top_k",
-            "include_other",
-            "sampled_token",
-            "entropy_coef",
-        ),
-    ),
-    *(objective(field, "resumed") for field in ("eps_low", "eps_high", "alpha")),
-    *(
-        plain(
-            "algorithm.delta",
-            f"{_HEAD}:packed_policy_loss",
-            f"objective.{side}",
-            scenario="turns",
-            expected=lambda config: config.algorithm.delta,
-        )
-        for side in ("delta_low", "delta_high")
-    ),
-    *(
-        plain(f"algorithm.{field}", f"{_HEAD}:packed_policy_loss", f"objective.{field}", scenario="turns")
-        for field in ("anchor", "ref_kl_coef", "ref_kl")
-    ),
-    *(objective(field, "skipped") for field in ("tau_low", "tau_high", "log_ratio_coef")),
-    *(
-        plain(f"algorithm.{field}", "actor.actor:OutputHead.__init__", f"objective.{field}", scenario=scenario)
-        for scenario, fields in (
-            ("experts", ("rho_low", "rho_high")),
-            ("stages", ("token_kl", "response_kl")),
-            ("context", ("prefix_delta", "prefix_delta_max", "late_weight")),
-        )
-        for field in fields
-    ),
-    *(
-        Seam(f"algorithm.{field}", "actor.actor:OutputHead.__init__", read, "own_rule")
-        for field, read in (
-            ("rule_options", lambda call: dict(given("objective.own.options")(call))),
-            ("rule_over", given("objective.own.over")),
-            ("rule_divergence", given("objective.divergence")),
-        )
-    ),
-    plain("algorithm.preset", COMBINE, "objective.name"),
-    plain("algorithm.preset", COMBINE, "objective.name", scenario="resumed"),
-    plain("algorithm.aggregation", "data.batches.gradient_steps:sequence_weights", "mode"),
-    plain("algorithm.normalize_advantage_std", "data.batches.gradient_steps:group_advantages", "normalize_std"),
-    plain(
-        "algorithm.normalize_advantage_std",
-        "data.batches.gradient_steps:group_advantages",
-        "normalize_std",
-        scenario="turns",
-    ),
-    plain(
-        "algorithm.minibatches_per_rollout",
-        "data.batches.gradient_steps:minibatch_of_prompts",
-        "num_minibatches",
+    Seam(
+        "algorithm.rule_options",
+        "actor.actor:OutputHead.__init__",
+        lambda call: dict(call.objective.own.options),
+        "own_rule",
     ),
     Seam(
         "algorithm.epochs_per_rollout",
@@ -180,71 +343,46 @@ _ALGORITHM = [
         lambda call: call.key[2] + 1,
         fold=max,
     ),
-    Seam("algorithm.loss_from", f"{_HEAD}:packed_policy_loss", lambda call: "logits", "turns"),
-    Seam("algorithm.loss_from", f"{_HEAD}:packed_linear_policy_loss", lambda call: "hidden_states"),
-    plain("algorithm.logits_chunk_bytes", f"{_HEAD}:packed_linear_policy_loss", "chunk_bytes"),
-    plain("algorithm.logits_chunk_bytes", f"{_HEAD}:linear_log_probs", "chunk_bytes"),
+    Seam("algorithm.loss_from", "actor.forward:packed_policy_loss", lambda call: "logits", "turns"),
+    Seam("algorithm.loss_from", "actor.forward:packed_linear_policy_loss", lambda call: "hidden_states"),
     Seam(
-        "algorithm.logits_dtype", f"{_HEAD}:packed_linear_policy_loss", lambda call: str(call.logits_dtype)[6:]
+        "algorithm.logits_dtype",
+        "actor.forward:packed_linear_policy_loss",
+        lambda call: str(call.logits_dtype)[6:],
     ),
 ]
 
 _OPTIMIZER = [
     *(
-        Seam(setting, f"{ACTOR}.train_step", metric("optimizer/lr"), scenario, learning_rates, fold=rounded)
-        for setting, scenario in (
-            ("optimizer.lr", "whole"),
-            ("optimizer.min_lr", "whole"),
-            ("optimizer.schedule", "whole"),
-            ("optimizer.warmup_steps", "whole"),
-            ("optimizer.schedule", "resumed"),
+        Seam(
+            f"optimizer.{name}",
+            f"{_ACTOR}.train_step",
+            metric("optimizer/lr"),
+            scenario,
+            learning_rates,
+            fold=rounded,
         )
+        for scenario, names in (
+            ("whole", ("lr", "min_lr", "schedule", "warmup_steps")),
+            ("resumed", ("schedule",)),
+        )
+        for name in names
     ),
     Seam(
         "optimizer.weight_decay",
-        f"{ACTOR}.train_step",
+        f"{_ACTOR}.train_step",
         lambda call: max(group["weight_decay"] for group in call.self.optimizer.param_groups),
     ),
-    Seam("optimizer.beta1", f"{ACTOR}.train_step", lambda call: group("betas")(call)[0]),
-    Seam("optimizer.beta2", f"{ACTOR}.train_step", lambda call: group("betas")(call)[1]),
-    Seam("optimizer.eps", f"{ACTOR}.train_step", group("eps")),
-    plain("optimizer.clip_grad", "megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32", "max_norm"),
-    Seam(
-        "optimizer.distributed",
-        f"{ACTOR}.__init__",
-        lambda call: call.self._ddp[0].ddp_config.use_distributed_optimizer,
-    ),
-    plain("optimizer.offload", "actor.offload:TrainerMemory.states_here", "self.is_offloading"),
-    Seam("optimizer.max_skipped_steps", f"{ACTOR}.train_step", lambda call: "taken", "skipped", fold=len),
+    Seam("optimizer.max_skipped_steps", f"{_ACTOR}.train_step", lambda call: "taken", "skipped", fold=len),
 ]
 
 _CHECKPOINT = [
     Seam(
-        "checkpoint.every",
-        f"{_CHECKPOINTS}:Checkpoints.save",
-        lambda call: call.point.state.rollout,
-        where=lambda call: call.point.opened is None,
-        fold=list,
-        expected=lambda config: [4, 7],
-    ),
-    Seam(
-        "checkpoint.every_steps",
-        f"{_CHECKPOINTS}:Checkpoints.save",
-        lambda call: call.point.state.step,
-        where=lambda call: call.point.opened is not None,
-        fold=list,
-        expected=lambda config: [16, 32],
-    ),
-    plain("checkpoint.resume", "run_folder.folder:RunFolder.open", "resume"),
-    plain("checkpoint.asynchronous", f"{_CHECKPOINTS}:Checkpoints.save", "self.is_writing"),
-    *(plain(f"checkpoint.{name}", _RETENTION, name) for name in ("keep_last", "keep_every", "keep_best")),
-    Seam(
         "checkpoint.best_is",
-        _RETENTION,
+        f"{_CHECKPOINTS}:Retention.__init__",
         given("highest_is_best"),
         expected=lambda config: config.checkpoint.best_is == "highest",
     ),
-    plain("checkpoint.best_metric", "run.logger:RunLogger.latest", "metric"),
     Seam(
         "checkpoint.reserve_gib",
         "checkpoints.checkpoint_folder:require_free",
@@ -253,35 +391,6 @@ _CHECKPOINT = [
 ]
 
 _TRACKING = [
-    plain("tracking.backends", "run_folder.folder:open_backends", "names"),
-    *(
-        Seam(
-            f"tracking.{name}",
-            consumer,
-            given("rollout"),
-            fold=sorted_set,
-            expected=every(f"tracking.{name}"),
-        )
-        for name, consumer in (
-            ("batches_every", "run.logger:write_group"),
-            ("clipped_tokens_every", "run.logger:RunLogger.write_token_lists"),
-        )
-    ),
-    Seam(
-        "tracking.samples_every",
-        "run.logger:write_samples",
-        lambda call: int(call.path.stem[-6:]),
-        fold=list,
-        expected=every("tracking.samples_every"),
-    ),
-    Seam(
-        "tracking.paired_routing_every",
-        f"{ACTOR}.paired_mismatch",
-        lambda call: 1,
-        fold=len,
-        expected=lambda config: len(every("tracking.paired_routing_every")(config)),
-    ),
-    plain("tracking.mismatch_share", "data.batches.gradient_steps:pack", "measured_share"),
     Seam(
         "tracking.alarms",
         "metrics.alarms:AlarmWatch.check",
@@ -300,43 +409,22 @@ _TRACKING = [
         "actor.observation:Observer.__init__",
         lambda call: tuple(call.self.shadows),
     ),
-    Seam(
+    plain(
         "tracking.shadow_options.dppo_binary_tv.delta",
         "actor.observation:Observer.__init__",
-        lambda call: call.self.shadows["dppo_binary_tv"].delta,
-    ),
-]
-
-_MEGATRON = [
-    Seam(
-        "megatron.recompute_num_layers",
-        f"{ACTOR}.__init__",
-        lambda call: call.self.chunks[0].config.recompute_num_layers,
-        "resumed",
+        "self.shadows.dppo_binary_tv.delta",
     ),
 ]
 
 TABLE = [
-    *_RUN,
-    *_MODEL,
-    *_LORA,
-    *_PARALLEL,
-    *ROLLOUT_ROWS,
-    *_ALGORITHM,
-    *_OPTIMIZER,
-    *_CHECKPOINT,
-    *_TRACKING,
-    *_MEGATRON,
+    *(seam for scenario, text in _AS_IT_IS.items() for seam in rows(scenario, text)),
+    *(*_RUN, *_MODEL, *_DATA, *_ROLLOUT, *_SERVERS, *_EVALUATION),
+    *(*_ALGORITHM, *_OPTIMIZER, *_CHECKPOINT, *_TRACKING),
 ]
 
-ELSEWHERE = {
-    "data.thinking": ("unit/test_check_prompts.py", "thinking"),
-    "rollout.top_p": ("unit/test_checks.py", '"rollout.top_p": 0.9'),
-    "rollout.max_data_gib": ("unit/test_checks.py", '"rollout.max_data_gib": 1e-4'),
-    "rollout.over_sampling": ("unit/test_scheduler.py", "over_sampling=1.5"),
-    "rollout.keep_partials": ("unit/test_scheduler.py", "keep_partials=False"),
-    "rollout.max_staleness": ("sglang/test_training.py", '"max_staleness": 2'),
-    "checkpoint.max_failed_saves": ("faults/cases.py", '"max_failed_saves": 2'),
-    "tracking.max_roll_backs": ("distributed/test_roll_back.py", "max_roll_backs=1"),
+READ_FROM_THE_SECTION = {
+    *("data.thinking", "rollout.top_p", "rollout.max_data_gib"),
+    *("rollout.over_sampling", "rollout.keep_partials", "rollout.max_staleness"),
+    *("checkpoint.max_failed_saves", "tracking.max_roll_backs"),
 }
-"""Settings that their users read from the section itself: the tests that set them, by file and text."""
+"""Settings that their users read from the section itself: `setting_effects.py` has rows or tests of them."""

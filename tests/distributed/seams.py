@@ -6,6 +6,7 @@ function what it was given. `recording` watches the functions of many seams at o
 
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,10 +15,9 @@ from typing import Any
 from unittest import mock
 
 from megatron_dppo.config import Config
+from megatron_dppo.rewards import RewardChoice
 
 EVALUATION = "rollout.evaluation:Evaluation.run"
-
-
 _OTHERS = ("megatron.", "torch")
 
 
@@ -152,3 +152,109 @@ def _watched(
     replacement: Any = classmethod(watched) if isinstance(raw, classmethod) else watched
     with mock.patch.object(owner, name, replacement):
         yield
+
+
+# How the rows of `seam_table.py` read calls.
+
+
+def given(name: str) -> Callable[[Received], Any]:
+    """Read an argument, or what is inside of one: "params.temperature", "groups.0.eps"."""
+
+    def read(call: Received) -> Any:
+        value: Any = call
+        for part in name.split("."):
+            if isinstance(value, Mapping):
+                value = value[part]
+            else:
+                value = value[int(part)] if part.lstrip("-").isdigit() else getattr(value, part)
+        return value
+
+    return read
+
+
+def plain(setting: str, consumer: str, argument: str, **more: Any) -> Seam:
+    """A setting that arrives as it is."""
+    return Seam(setting, consumer, given(argument), **more)
+
+
+def rows(scenario: str, text: str) -> Iterator[Seam]:
+    """Settings that arrive as they are, one a line: the setting, its consumer and the argument.
+
+    `{a,b}` stands for several settings, and `*` in the argument for the name of each.
+    """
+    for line in filter(None, map(str.strip, text.splitlines())):
+        setting, consumer, argument = line.split()
+        section, _, names = setting.partition("{")
+        for name in names.rstrip("}").split(","):
+            key = section + name
+            yield plain(key, consumer, argument.replace("*", key.rpartition(".")[2]), scenario=scenario)
+
+
+def is_training(call: Received) -> bool:
+    return call.evaluated is None
+
+
+def evaluates(name: str) -> Callable[[Received], bool]:
+    return lambda call: call.evaluated == name
+
+
+def called(values: list[Any]) -> bool:
+    return bool(values)
+
+
+def learning_rates(config: Config) -> list[float]:
+    """Of each gradient step: warm-up from 0, then down to min_lr at the last step."""
+    options, total = config.optimizer, config.num_gradient_steps
+    rates: list[float] = []
+    for number in range(1, total + 1):
+        if number <= options.warmup_steps:
+            rates.append(options.lr * number / options.warmup_steps)
+            continue
+        left = 1 - (number - options.warmup_steps) / (total - options.warmup_steps)
+        if options.schedule == "cosine":
+            left = (1 - math.cos(math.pi * left)) / 2
+        rates.append(options.min_lr + left * (options.lr - options.min_lr))
+    return [round(rate, 12) for rate in rates]
+
+
+def worker_reward(call: Received) -> RewardChoice:
+    """What a worker makes of the name on its command line."""
+    return RewardChoice.read(call.name)
+
+
+def sampled(setting: str, argument: str, where: Callable[[Received], bool] = is_training) -> list[Seam]:
+    """The embedded engine's settings, where a request is given its tokens and where they are drawn."""
+    batch = "engines.embedded.continuous_batch"
+    found = [plain(setting, f"{batch}:ContinuousBatch.__init__", f"params.{argument}", where=where)]
+    if argument in ("temperature", "top_p"):
+        found.append(plain(setting, f"{batch}:sampling_log_probs", argument, where=where))
+    return found
+
+
+def flag(call: Received, name: str) -> str:
+    """What follows a flag in the command of a server."""
+    command = call.result.command
+    return command[command.index(name) + 1]
+
+
+def metric(name: str) -> Callable[[Received], float]:
+    """Read what a gradient step says of itself."""
+    return lambda call: call.result.metrics.values()[name]
+
+
+def rounded(values: list[float]) -> list[float]:
+    return [round(value, 12) for value in values]
+
+
+def routing_replay(call: Received) -> tuple[bool, bool]:
+    """Whether a forward pass uses the rollout's routes, and whether it is measured how far the model agrees."""
+    return call.is_replaying, call.is_measuring
+
+
+def sorted_set(values: list[Any]) -> list[Any]:
+    return sorted(set(values))
+
+
+def size(setting: str, world_size: Callable[[], int | None], scenario: str) -> Seam:
+    """A size of Megatron's groups, once the model is built."""
+    return Seam(f"parallel.{setting}", "actor.actor:Actor.__init__", lambda call: world_size(), scenario)

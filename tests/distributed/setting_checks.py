@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from setting_runs import OWN, Left
+
+from tests.distributed.setting_runs import OWN, Effect, Left, Tables
 
 Check = Callable[[Left, Left], bool]
 
@@ -40,9 +41,24 @@ def falls(read: Callable[[Left], float], but_not: Callable[[Left], float] | None
     return lambda a, b: read(b) < read(a) and (but_not is None or but_not(a) == but_not(b))
 
 
+def moves(read: Callable[[Left], float], but_not: Callable[[Left], float]) -> Check:
+    """The second run's number is another one, and the other number the same."""
+    return lambda a, b: read(a) != read(b) and but_not(a) == but_not(b)
+
+
 def both(read: Callable[[Left], Any], first: Any, second: Any) -> Check:
     """Each run has this value."""
     return lambda a, b: read(a) == first and read(b) == second
+
+
+def appears(name: str) -> Check:
+    """A count of the one rollout is 0 in the first run, and more in the second."""
+    return lambda a, b: a.rollouts(name) == [0.0] < b.rollouts(name)
+
+
+def is_refused_by(setting: str) -> Check:
+    """The second run alone ends with an error that names the setting."""
+    return both(lambda left: setting in left.error, False, True)
 
 
 def rollout(name: str) -> Callable[[Left], list[Any]]:
@@ -55,6 +71,7 @@ def ids(left: Left) -> list[str]:
 
 MASKED = "trust_region/masked_fraction"
 POSITIVE, NEGATIVE = (step_of(f"{MASKED}_{sign}") for sign in ("positive", "negative"))
+WEIGHT_POSITIVE, WEIGHT_NEGATIVE = (step_of(f"trust_region/weight_{sign}") for sign in ("positive", "negative"))
 MASKED_ALL = lambda left: POSITIVE(left) + NEGATIVE(left)  # noqa: E731
 GRADIENT = step_of("optimizer/grad_norm", 0)
 DELTA, INF = 0.9, math.inf
@@ -82,3 +99,10 @@ TOP = {"algorithm.preset": "dppo_topk_tv", "rollout.num_topk_log_probs": 8, "alg
 
 def masks(preset: str, **base: Any) -> dict[str, Any]:
     return {"algorithm.preset": preset, **FAST, **{f"algorithm.{k}": v for k, v in base.items()}}
+
+
+def with_turns_too(
+    setting: str, values: tuple[Any, Any], first: str | None, holds: Check, base: Tables | None = None
+) -> list[Effect]:
+    """A row of runs of single responses, and the same of conversations."""
+    return [Effect(setting, values, first, holds, {**(base or {}), **turns}) for turns in ({}, TURNS)]

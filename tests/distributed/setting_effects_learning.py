@@ -1,6 +1,6 @@
 """Effects of [algorithm] and [optimizer]: which phase differs first, and by what."""
 
-from setting_checks import (
+from tests.distributed.setting_checks import (
     COARSE,
     DELTA,
     FAST,
@@ -10,15 +10,18 @@ from setting_checks import (
     OTHER_TURNS,
     POSITIVE,
     TOP,
+    WEIGHT_NEGATIVE,
+    WEIGHT_POSITIVE,
     always,
     both,
     falls,
     masks,
+    moves,
     near,
     rises,
     step_of,
 )
-from setting_runs import OWN, Effect, Left
+from tests.distributed.setting_runs import OWN, Effect, Left
 
 _ALGORITHM = [
     Effect("algorithm.preset", ("pg_is", "grpo"), "loss 1", rises(MASKED_ALL), FAST),
@@ -92,19 +95,15 @@ _ALGORITHM = [
     Effect(
         "algorithm.rho_high", (9.0, 1.01), "loss 0", rises(MASKED_ALL), masks("icepop", rho_low=0.1) | COARSE
     ),
-    Effect(
-        "algorithm.token_kl",
-        (1.0, 1e-5),
-        "loss 1",
-        rises(MASKED_ALL),
-        masks("trm", response_kl=INF) | {"rollout.num_topk_log_probs": 8, "algorithm.top_k": 8},
-    ),
-    Effect(
-        "algorithm.response_kl",
-        (1.0, 1e-5),
-        "loss 1",
-        rises(MASKED_ALL),
-        masks("trm", token_kl=INF) | {"rollout.num_topk_log_probs": 8, "algorithm.top_k": 8},
+    *(
+        Effect(
+            f"algorithm.{name}",
+            (1.0, 1e-5),
+            "loss 1",
+            rises(MASKED_ALL),
+            masks("trm", **{other: INF}) | {"rollout.num_topk_log_probs": 8, "algorithm.top_k": 8},
+        )
+        for name, other in (("token_kl", "response_kl"), ("response_kl", "token_kl"))
     ),
     Effect(
         "algorithm.prefix_delta",
@@ -127,26 +126,8 @@ _ALGORITHM = [
         always,
         masks("cppo", delta=0.02, prefix_delta=1e-3, prefix_delta_max=2e-3),
     ),
-    Effect(
-        "algorithm.tau_low",
-        (1.0, 5.0),
-        "loss 1",
-        lambda a, b: (
-            step_of("trust_region/weight_negative")(a) != step_of("trust_region/weight_negative")(b)
-            and step_of("trust_region/weight_positive")(a) == step_of("trust_region/weight_positive")(b)
-        ),
-        masks("sapo"),
-    ),
-    Effect(
-        "algorithm.tau_high",
-        (1.0, 5.0),
-        "loss 1",
-        lambda a, b: (
-            step_of("trust_region/weight_negative")(a) == step_of("trust_region/weight_negative")(b)
-            and step_of("trust_region/weight_positive")(a) != step_of("trust_region/weight_positive")(b)
-        ),
-        masks("sapo"),
-    ),
+    Effect("algorithm.tau_low", (1.0, 5.0), "loss 1", moves(WEIGHT_NEGATIVE, WEIGHT_POSITIVE), masks("sapo")),
+    Effect("algorithm.tau_high", (1.0, 5.0), "loss 1", moves(WEIGHT_POSITIVE, WEIGHT_NEGATIVE), masks("sapo")),
     Effect("algorithm.entropy_coef", (0.0, 0.5), "loss 0", rises(step_of("policy/entropy")), FAST),
     Effect("algorithm.log_ratio_coef", (0.0, 0.5), "gradient 0", always, FAST),
     Effect("algorithm.ref_kl_coef", (0.01, 9.0), "loss 1", falls(step_of("policy/ref_kl", 2)), FAST),
@@ -165,18 +146,15 @@ _ALGORITHM = [
             ("seq_mean_token_sum_norm", "loss 2"),
         )
     ),
-    Effect(
-        "algorithm.normalize_advantage_std",
-        (False, True),
-        "advantages",
-        rises(lambda left: max(map(abs, left.phases["advantages"]))),
-    ),
-    Effect(
-        "algorithm.normalize_advantage_std",
-        (False, True),
-        "advantages",
-        rises(lambda left: max(map(abs, left.phases["advantages"]))),
-        OTHER_TURNS,
+    *(
+        Effect(
+            "algorithm.normalize_advantage_std",
+            (False, True),
+            "advantages",
+            rises(lambda left: max(map(abs, left.phases["advantages"]))),
+            base,
+        )
+        for base in ({}, OTHER_TURNS)
     ),
     Effect(
         "algorithm.minibatches_per_rollout",
@@ -188,11 +166,7 @@ _ALGORITHM = [
         "algorithm.epochs_per_rollout",
         (1, 2),
         "policy 3",
-        both(
-            lambda left: len(left.steps("loss/policy")),
-            3,
-            6,
-        ),
+        both(lambda left: len(left.steps("loss/policy")), 3, 6),
     ),
     Effect(
         "algorithm.logits_dtype",

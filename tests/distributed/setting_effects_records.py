@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from setting_checks import ANY, FAST, HELD_OUT, LONGER, Check, both, falls, rises, step_of
-from setting_runs import Effect, Left
+from tests.distributed.setting_checks import ANY, FAST, HELD_OUT, LONGER, Check, both, falls, rises, step_of
+from tests.distributed.setting_runs import Effect, Left
 
 _CHECKPOINT = [
     Effect(

@@ -3,21 +3,25 @@
 import json
 
 from safetensors import safe_open
-from setting_checks import (
+
+from tests.distributed.setting_checks import (
     ANY,
     ATTENTION,
     GRADIENT,
     TURNS,
     always,
+    appears,
     both,
     falls,
     ids,
+    is_refused_by,
     near,
     rises,
     rollout,
     step_of,
+    with_turns_too,
 )
-from setting_runs import OWN, Effect, Left
+from tests.distributed.setting_runs import OWN, Effect, Left
 
 _RUN = [
     Effect("run.seed", (0, 1), "prompts", always),
@@ -91,12 +95,10 @@ _DATA = [
         {"data.shuffle": False},
     ),
     Effect("data.prompt_column", ("question", "longer"), "responses", always),
-    Effect("data.answer_column", ("reference", "wrong"), "rewards", always),
-    Effect("data.answer_column", ("reference", "wrong"), "rewards", always, TURNS),
+    *with_turns_too("data.answer_column", ("reference", "wrong"), "rewards", always),
     Effect("data.shuffle", (True, False), "prompts", lambda a, b: ids(b) == _file_order(b)[:6]),
-    Effect("data.reward", (f"{OWN}:by_answer", "tests.faults.rewards:by_text"), "rewards", always),
-    Effect("data.reward", (f"{OWN}:by_answer", "tests.faults.rewards:by_text"), "rewards", always, TURNS),
-    Effect(
+    *with_turns_too("data.reward", (f"{OWN}:by_answer", "tests.faults.rewards:by_text"), "rewards", always),
+    *with_turns_too(
         "data.reward_values",
         ([0.0, 1.0], [-2.0, 1.0]),
         "rewards",
@@ -104,73 +106,49 @@ _DATA = [
         {"data.reward": "arithmetic"},
     ),
     Effect(
-        "data.reward_values",
-        ([0.0, 1.0], [-2.0, 1.0]),
-        "rewards",
-        both(lambda left: set(left.phases["rewards"]), {0.0}, {-2.0}),
-        {"data.reward": "arithmetic"} | TURNS,
-    ),
-    Effect(
         "data.overlong_buffer_tokens",
         (0, 4),
         "rewards",
         lambda a, b: b.rollouts("reward/overlong_penalty_mean")[0] < 0,
     ),
-    Effect(
-        "data.overlong_penalty",
-        (1.0, 2.0),
-        "rewards",
-        lambda a, b: (
-            b.rollouts("reward/overlong_penalty_mean")[0]
-            == near(2 * a.rollouts("reward/overlong_penalty_mean")[0])
-        ),
-        {"data.overlong_buffer_tokens": 4},
+    *(
+        Effect(
+            "data.overlong_penalty",
+            (1.0, 2.0),
+            "rewards",
+            lambda a, b: (
+                b.rollouts("reward/overlong_penalty_mean")[0]
+                == near(2 * a.rollouts("reward/overlong_penalty_mean")[0])
+            ),
+            base,
+        )
+        for base in (
+            {"data.overlong_buffer_tokens": 4},
+            {**TURNS, "data.overlong_buffer_tokens": 8},
+        )
     ),
-    Effect(
-        "data.overlong_penalty",
-        (1.0, 2.0),
-        "rewards",
-        lambda a, b: (
-            b.rollouts("reward/overlong_penalty_mean")[0]
-            == near(2 * a.rollouts("reward/overlong_penalty_mean")[0])
-        ),
-        {**TURNS, "data.overlong_buffer_tokens": 8},
-    ),
-    Effect(
-        "data.reward_timeout_s",
-        (9.0, 0.3),
-        "prompts",
-        lambda a, b: (
-            a.rollouts("rollout/dropped_reward_timed_out")
-            == [0.0]
-            < b.rollouts("rollout/dropped_reward_timed_out")
-        ),
-        {
-            "data.reward": f"{OWN}:slow_or_large",
-            "rollout.max_dropped_fraction": 1.0,
-            "rollout.prompts_per_rollout": 3,
-        },
-    ),
-    Effect(
-        "data.reward_memory_mb",
-        (2048, 300),
-        "prompts",
-        lambda a, b: (
-            a.rollouts("rollout/dropped_reward_out_of_memory")
-            == [0.0]
-            < b.rollouts("rollout/dropped_reward_out_of_memory")
-        ),
-        {
-            "data.reward": f"{OWN}:slow_or_large",
-            "rollout.max_dropped_fraction": 1.0,
-            "rollout.prompts_per_rollout": 3,
-        },
+    *(
+        Effect(
+            f"data.{name}",
+            values,
+            "prompts",
+            appears(f"rollout/dropped_reward_{reason}"),
+            {
+                "data.reward": f"{OWN}:slow_or_large",
+                "rollout.max_dropped_fraction": 1.0,
+                "rollout.prompts_per_rollout": 3,
+            },
+        )
+        for name, values, reason in (
+            ("reward_timeout_s", (9.0, 0.3), "timed_out"),
+            ("reward_memory_mb", (2048, 300), "out_of_memory"),
+        )
     ),
     Effect(
         "data.max_prompt_tokens",
         (17, 8),
         "prompts",
-        lambda a, b: a.rollouts("rollout/prompts_too_long") == [0.0] < b.rollouts("rollout/prompts_too_long"),
+        appears("rollout/prompts_too_long"),
         {"data.prompt_column": "longer", "rollout.max_dropped_fraction": 1.0},
     ),
 ]
@@ -198,13 +176,7 @@ _ROLLOUT = [
         "responses",
         both(lambda left: max(s["response_length"] for s in left.samples), 9, 5),
     ),
-    Effect(
-        "rollout.environment",
-        (f"{OWN}:Nodding", f"{OWN}:Loud"),
-        "responses",
-        always,
-        TURNS,
-    ),
+    Effect("rollout.environment", (f"{OWN}:Nodding", f"{OWN}:Loud"), "responses", always, TURNS),
     Effect(
         "rollout.generate",
         (None, f"{OWN}:first_words"),
@@ -221,8 +193,7 @@ _ROLLOUT = [
         falls(lambda left: left.rollouts("rollout/response_length_mean")[0]),
         TURNS,
     ),
-    Effect("rollout.temperature", (1.0, 0.5), "responses", falls(step_of("policy/entropy", 0))),
-    Effect("rollout.temperature", (1.0, 0.5), "responses", falls(step_of("policy/entropy", 0)), TURNS),
+    *with_turns_too("rollout.temperature", (1.0, 0.5), "responses", falls(step_of("policy/entropy", 0))),
     Effect(
         "rollout.num_topk_log_probs", (0, 8), None, rises(lambda left: left.rollouts("memory/rollout_bytes")[0])
     ),
@@ -243,15 +214,10 @@ _ROLLOUT = [
         "rollout.max_dropped_fraction",
         (1.0, 0.01),
         "prompts",
-        both(lambda left: "rollout.max_dropped_fraction" in left.error, False, True),
+        is_refused_by("rollout.max_dropped_fraction"),
         {"data.reward": "tests.faults.rewards:raises"},
     ),
-    Effect(
-        "rollout.max_data_gib",
-        (32.0, 1e-6),
-        "prompts",
-        both(lambda left: "rollout.max_data_gib" in left.error, False, True),
-    ),
+    Effect("rollout.max_data_gib", (32.0, 1e-6), "prompts", is_refused_by("rollout.max_data_gib")),
     Effect(
         "rollout.lag",
         (0, 1),
@@ -281,9 +247,7 @@ _ROLLOUT = [
             b.rollouts("mismatch/abs_prob_diff_mean")[0] > 1e-5 > a.rollouts("mismatch/abs_prob_diff_mean")[0]
         ),
     ),
-    Effect(
-        "rollout.top_p", (1.0, 0.9), "prompts", both(lambda left: "rollout.top_p" in left.error, False, True)
-    ),
+    Effect("rollout.top_p", (1.0, 0.9), "prompts", is_refused_by("rollout.top_p")),
 ]
 
 

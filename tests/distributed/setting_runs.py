@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from seam_scenarios import make_prompts, train
-from tiny import write_model
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import MegatronDppoError
 from megatron_dppo.runtime.files import read_jsonl, write_jsonl
 from megatron_dppo.runtime.process import Runtime
+from tests.distributed.seam_scenarios import make_prompts, train
+from tests.support.records import lines_of
+from tests.support.tiny import write_model
 
 OWN = "tests.distributed.seam_rewards"
 Tables = Mapping[str, Any]
@@ -114,7 +115,7 @@ class Left:
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         file = self.folder / "metrics.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+        return lines_of(file) if file.is_file() else []
 
     def column(self, kind: str, name: str) -> list[Any]:
         """Return a metric of all rows of a kind that have it."""

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from tiny import EXPERTS, TOP_K, gradients_of, random_groups, write_model
 from torch import Tensor
 
 from megatron_dppo.algorithms.presets import overrides_in
 from megatron_dppo.config.schema import Config
 from megatron_dppo.runtime.process import Runtime
+from tests.support.hf_reference import relative
+from tests.support.ranks import run_ranks
+from tests.support.tiny import EXPERTS, TOP_K, gradients_of, random_groups, write_model
 
 LAYOUTS = {"one process": (1, {}), "expert 2": (2, {"expert": 2})}
 ROUTER_LOSSES = {
@@ -86,13 +87,9 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int], settings: di
         "reference_kl": reference_kl / batch.num_loss_tokens,
         "router_losses": [added.get(name, 0.0) for name in ("loss/router_z", "loss/router_balance")],
         "reference_router_losses": router_losses,
-        "errors": {name: _relative(gradients[name].cpu(), reference[name]) for name in reference},
+        "errors": {name: relative(gradients[name].cpu(), reference[name]) for name in reference},
         "names": set(gradients) == set(reference),
     }
-
-
-def _relative(value: Tensor, reference: Tensor) -> float:
-    return float((value - reference).norm() / reference.norm().clamp(min=1e-12))
 
 
 def _reference(

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from converting import differences
-from ranks import run_ranks
-from test_families import measure
-from tiny_families import write_family
 
 import megatron_dppo.architectures
+from tests.distributed.test_families import measure
+from tests.support.converting import differences
+from tests.support.ranks import run_ranks
+from tests.support.tiny_families import write_family
 
 README = Path(megatron_dppo.architectures.__file__).with_name("README.md")
 CONVERT = str(Path(__file__).parents[2] / "tools" / "convert_checkpoint.py")

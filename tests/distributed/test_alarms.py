@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import run_ranks
 
 from megatron_dppo.metrics.alarms import RULES
 from megatron_dppo.runtime.process import Runtime
+from tests.support.ranks import run_ranks
 
 USUAL = {"rollout/num_response_tokens": 100, "rollout/response_length_mean": 20.0}
 AHEAD = {"engine/busy_in_training": 0.5, "engine/requests_in_training": 4.0, "rollout/whole_groups": 64.0}

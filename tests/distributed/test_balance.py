@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from tiny import gradients_of, random_groups, write_model
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import SampleGroup, TrainBatch
+from tests.support.ranks import run_ranks
+from tests.support.tiny import gradients_of, random_groups, write_model
 
 UNEVEN = (120, 3, 90, 1, 2, 64, 5, 1, 100, 2, 2, 7)  # prompts of even number have the long responses
 TOPK = 4
@@ -99,7 +99,7 @@ def batch_all(runtime: Runtime, layouts: Sequence[tuple[int, ...]], sizes: Seque
 
 def check_shares(ranks: list[dict[Any, Any]], group_of_rank: tuple[int, ...], num_prompts: int) -> float:
     """Each sample in one group, its ranks alike, none above its share; the largest fraction of bytes held."""
-    from samples import assert_same
+    from tests.support.samples import assert_same
 
     results = [of_rank[group_of_rank, num_prompts] for of_rank in ranks]
     num_groups = max(group_of_rank) + 1

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from layout_cases import LAYOUTS
-from ranks import run_ranks
-from tiny import write_model
 
 from megatron_dppo.runtime.process import Runtime
+from tests.support.layout_cases import LAYOUTS
+from tests.support.ranks import run_ranks
+from tests.support.tiny import write_model
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks
-from tiny import EXPERTS, LAYERS
-from tiny_families import write_family
 
 from megatron_dppo.runtime.process import Runtime
+from tests.support.ranks import run_ranks
+from tests.support.tiny import EXPERTS, LAYERS
+from tests.support.tiny_families import write_family
 
 ENDS = {"embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"}
 ATTENTION = {

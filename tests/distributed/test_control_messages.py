@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 
 from megatron_dppo.runtime.process import Runtime
+from tests.support.ranks import run_ranks
 
 
 def collectives_of_each(runtime: Runtime) -> dict[str, tuple[int, int]]:

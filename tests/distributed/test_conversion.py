@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from converting import convert, differences
 from safetensors.torch import load_file
-from tiny import write_model
-from tiny_families import write_family
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
 from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.checkpoints.hf_folder import HFWeights
+from tests.support.converting import convert, differences
+from tests.support.tiny import write_model
+from tests.support.tiny_families import write_family
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 

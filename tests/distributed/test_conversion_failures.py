@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from converting import convert, converted, differences
 from safetensors.torch import load_file, save_file
-from tiny_families import write_family
+
+from tests.support.converting import convert, converted, differences
+from tests.support.tiny_families import write_family
 
 SMALL = ("--shard-size", "0.03MB", "--writers", 2)
 

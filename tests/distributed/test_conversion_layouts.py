@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from converting import converted, differences
-from ranks import run_ranks
-from test_resharding import NUM_LAYERS, build, losses
-from tiny_families import write_family
 
 from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.runtime.process import Runtime
+from tests.distributed.test_resharding import NUM_LAYERS, build, losses
+from tests.support.converting import converted, differences
+from tests.support.ranks import run_ranks
+from tests.support.tiny_families import write_family
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in FAMILIES},

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from converting import converted
 
 from megatron_dppo.architectures.registry import family_of
 from megatron_dppo.checkpoints.hf_folder import write_hf_checkpoint
+from tests.support.converting import converted
 from tools.benchmarks.benchmarking import peak_memory
 
 CONFIG: dict[str, Any] = {

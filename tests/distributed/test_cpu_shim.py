@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from ranks import run_ranks
-
 from megatron_dppo.runtime.process import Runtime
+from tests.support.ranks import run_ranks
 
 
 def look(runtime: Runtime) -> dict[str, Any]:

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import run_ranks
-from sglang_stand_in import MODEL, ROUTING, StandIn
-from test_collect import TOKENIZER
 
 from megatron_dppo.data.prompts import sanity_task
 from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.runtime.process import Runtime
+from tests.support.ranks import run_ranks
+from tests.support.records import metrics_of
+from tests.support.sglang_stand_in import MODEL, ROUTING, StandIn
+from tests.support.word_tokenizers import TOKENIZER
 
 NUM_PROMPTS, NUM_SAMPLES, NUM_ROLLOUTS = 4, 3, 2
 
@@ -73,7 +74,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     )
     with server.running():
         run_ranks(roll_out, 2, folder, tables, server.url)
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return metrics_of(folder / "run")
 
 
 def test_each_rollout_has_its_own_counts_of_both_ranks(rows: list[dict[str, Any]]) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from test_checkpoint_keys import MODELS as ALL_MODELS
-from tiny import gradients_of, random_groups
-from tiny_families import write_family
 
 from megatron_dppo.architectures.megatron_options import LayerSpecName
 from megatron_dppo.runtime.process import Runtime, gpu_libraries
+from tests.distributed.test_checkpoint_keys import MODELS as ALL_MODELS
+from tests.support.ranks import run_ranks
+from tests.support.tiny import gradients_of, random_groups
+from tests.support.tiny_families import write_family
 
 ATTENTION = ("self_attention.linear_qkv.layer_norm_weight", "self_attention.linear_qkv.weight")
 EXPERTS = ("pre_mlp_layernorm.weight", "mlp.experts.linear_fc1.weight0", "mlp.experts.linear_fc2.weight3")
@@ -37,7 +37,7 @@ def compare_all(
     runtime: Runtime, folder: str, names: list[str], parallel: dict[str, int]
 ) -> dict[str, dict[str, Any]]:
     """Each of these models in both specs."""
-    import engine_stand_in
+    from tests.distributed import engine_stand_in
 
     engine_stand_in.install()
     return {name: compare(runtime, Path(folder) / name, parallel) for name in names}

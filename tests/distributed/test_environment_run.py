@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from sanity_run import settings, without_clocks
-from test_training_run import lines, train
-from tiny import write_model
 
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.runtime.files import write_jsonl
+from tests.distributed.test_training_run import train
+from tests.support.ranks import run_ranks
+from tests.support.records import metrics_of
+from tests.support.sanity_run import settings, without_clocks
+from tests.support.tiny import write_model
 
 ROOT = Path(__file__).parents[2]
 CONVERSATIONS = {
@@ -47,8 +48,8 @@ def test_multi_turn_are_trained_on_and_a_resumed_run_is_bitwise_the_same(task: P
     assert stopped["state"].step == 3
     resumed = run_ranks(train, 1, tmp_path, tables("halved"))[0]
     assert all(torch.equal(tensor, resumed["weights"][name]) for name, tensor in whole["weights"].items())
-    rows = lines(task / "whole")
-    assert without_clocks(rows) == without_clocks(lines(task / "halved"))
+    rows = metrics_of(task / "whole")
+    assert without_clocks(rows) == without_clocks(metrics_of(task / "halved"))
     before = HFWeights(task / "model").tensor("lm_head.weight")
     assert not torch.equal(before, whole["weights"]["lm_head.weight"]), "the run learns"
     rollouts = [row for row in rows if row["kind"] == "rollout"]

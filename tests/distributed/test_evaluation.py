@@ -9,10 +9,6 @@ from unittest import mock
 
 import pytest
 import tomli_w
-from commands import python
-from ranks import run_ranks
-from sanity_run import make_task, settings, without_clocks
-from test_training_run import train
 
 from megatron_dppo import evaluate as evaluation
 from megatron_dppo.config.effects import effect_on_evaluation as class_of
@@ -23,6 +19,11 @@ from megatron_dppo.errors import ConfigError, RolloutError
 from megatron_dppo.evaluate import _kept
 from megatron_dppo.rollout.scores import metric_names
 from megatron_dppo.runtime.process import Runtime
+from tests.distributed.test_training_run import train
+from tests.support.commands import python
+from tests.support.ranks import run_ranks
+from tests.support.records import lines_of, metrics_of
+from tests.support.sanity_run import make_task, settings, without_clocks
 
 ROOT = Path(__file__).parents[2]
 REWARD = "tests.faults.rewards:digits"
@@ -59,12 +60,8 @@ def tables_of(task: Path, name: str, **changes: dict[str, Any]) -> dict[str, Any
     return settings(task, name, **changes)
 
 
-def lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def evaluations(run: Path) -> list[dict[str, Any]]:
-    return [row for row in lines(run / "metrics.jsonl") if row["kind"] == "evaluation"]
+    return metrics_of(run, "evaluation")
 
 
 def train_both(runtime: Runtime, *runs: dict[str, Any]) -> None:
@@ -90,7 +87,7 @@ def test_every_metric_and_every_response_of_two_sets(evaluated: Path) -> None:
     files = sorted(file.name for file in (evaluated / "evaluations").iterdir())
     assert files == sorted(f"{name}_{n:06d}.jsonl" for name in ("held-out", "few") for n in range(3))
     for row in rows:
-        responses = lines(evaluated / "evaluations" / f"held-out_{row['rollout']:06d}.jsonl")
+        responses = lines_of(evaluated / "evaluations" / f"held-out_{row['rollout']:06d}.jsonl")
         assert [(r["index"], r["sample"]) for r in responses] == [(i, k) for i in range(4) for k in range(4)]
         earned = sum(response["reward"] for response in responses)
         assert row["eval/held-out/avg_at_4"] == pytest.approx(earned / 20), "the prompt that is too long counts"
@@ -102,7 +99,7 @@ def test_every_metric_and_every_response_of_two_sets(evaluated: Path) -> None:
             < row["eval/held-out/avg_at_4"]
             < row["eval/held-out/avg_at_4_high"]
         )
-        short = lines(evaluated / "evaluations" / f"few_{row['rollout']:06d}.jsonl")
+        short = lines_of(evaluated / "evaluations" / f"few_{row['rollout']:06d}.jsonl")
         assert len(short) == 6 and all(response["response_length"] <= 6 for response in short)
         assert row["eval/few/truncated_fraction"] == sum(r["finish_reason"] == "length" for r in short) / 6
 
@@ -169,10 +166,10 @@ def test_evaluated_alone_a_model_scores_as_in_the_run_and_finished_sets_are_kept
     assert other["held-out.jsonl"] == first["held-out.jsonl"] and other["few.jsonl"] > first["few.jsonl"]
     results = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert results["held-out"]["metrics"].items() <= evaluations(evaluated)[0].items()
-    assert lines(tmp_path / "out" / "held-out.jsonl") == lines(
+    assert lines_of(tmp_path / "out" / "held-out.jsonl") == lines_of(
         evaluated / "evaluations" / "held-out_000000.jsonl"
     )
-    assert len(lines(tmp_path / "out" / "few.jsonl")) == 9
+    assert len(lines_of(tmp_path / "out" / "few.jsonl")) == 9
     assert not (task / "nowhere").exists(), "the run folder is not touched"
 
 
@@ -194,7 +191,7 @@ def test_too_many_dropped_responses_end_an_evaluation(task: Path, tmp_path: Path
     )
     assert alone == in_a_run and "evaluation.sets.few: found " in alone and "'injected'" in alone
     assert json.loads((tmp_path / "out" / "metrics.json").read_text()).keys() == {"held-out"}
-    dropped = [row["dropped"] for row in lines(tmp_path / "out" / "few.jsonl")]
+    dropped = [row["dropped"] for row in lines_of(tmp_path / "out" / "few.jsonl")]
     assert dropped.count("reward_failed") >= 2 and len(dropped) == 6
 
 
@@ -226,5 +223,5 @@ def test_the_command_evaluates_a_checkpoint_as_the_run_did(task: Path, evaluated
 
 
 def test_a_run_learns_the_same_bits_without_evaluation(task: Path, evaluated: Path) -> None:
-    rows, others = (lines(run / "metrics.jsonl") for run in (evaluated, task / "without"))
+    rows, others = (lines_of(run / "metrics.jsonl") for run in (evaluated, task / "without"))
     assert without_clocks([row for row in rows if row["kind"] != "evaluation"]) == without_clocks(others)

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from tiny import random_groups
-from tiny_families import write_family
 from torch import Tensor
 
 from megatron_dppo.architectures.published_names import stays_float32
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.runtime.process import Runtime
+from tests.support.ranks import run_ranks
+from tests.support.tiny import random_groups
+from tests.support.tiny_families import write_family
 
 RATE = 0.001
 MOVED = {"moe_router_bias_update_rate": RATE}

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from expert_pair import expert_pair
-from ranks import run_ranks
-from tiny import write_model
 from torch import Tensor
 
 from megatron_dppo.runtime.process import Runtime
+from tests.support.expert_pair import expert_pair
+from tests.support.ranks import run_ranks
+from tests.support.tiny import write_model
 
 TOKENS_PER_EXPERT: dict[str, list[int]] = {
     "uneven": [5, 3, 17, 2],

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import watched_jobs as jobs
 
 from megatron_dppo.failure_detection.report import Rank, Report, first_cause, job_failure
 from megatron_dppo.runtime.process import Progress, Runtime
+from tests.distributed import watched_jobs as jobs
 
 TIMEOUT_S = 2.0  # of a collective
 SOON_S = 4.0  # the grace for other reports, on a busy machine

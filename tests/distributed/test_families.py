@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from converting import converted
-from ranks import run_ranks
-from tiny import gradients_of, logits_of, random_groups
-from tiny_families import SIZES, YARN, write_family
 from torch import Tensor
 
 from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.runtime.process import Runtime
+from tests.support.converting import converted
+from tests.support.hf_reference import backward, packed_logit_error, relative
+from tests.support.ranks import run_ranks
+from tests.support.tiny import gradients_of, logits_of, random_groups
+from tests.support.tiny_families import SIZES, YARN, write_family
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -84,7 +85,7 @@ def measure(runtime: Runtime, folder: Path) -> dict[str, Any]:
     shape = BatchShape("token_mean", 16, 60, routing=actor.routing)
     (batch,), _ = train_batches([list(samples)], shape, actor.data_parallel)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    logit_error = max(_logit_error(logits_of(actor, m), m, model) for m in batch.microbatches)
+    logit_error = max(packed_logit_error(logits_of(actor, m), m, model) for m in batch.microbatches)
     planned = model_shape(actor.hf).num_parameters
     loss = actor.accumulate_gradients(batch, is_first=True).metrics.state()["means"]["loss/policy"][0]
     gradients = gradients_of(actor)
@@ -97,7 +98,7 @@ def measure(runtime: Runtime, folder: Path) -> dict[str, Any]:
         "reference_loss": reference_loss / batch.num_loss_tokens,
         "names": (sorted(gradients), sorted(reference)),
         "errors": {
-            name: _relative(gradients[name].cpu(), reference[name] / batch.num_loss_tokens)
+            name: relative(gradients[name].cpu(), reference[name] / batch.num_loss_tokens)
             for name in gradients.keys() & reference.keys()
         },
         "changed": _changed_by_conversion(actor, folder),
@@ -109,40 +110,18 @@ def _converted(folder: Path) -> Path:
     return folder.with_name(f"{folder.name} converted")
 
 
-def _logit_error(logits: Tensor, microbatch: Any, model: Any) -> float:
-    """Worst relative error of a packed sequence's logits."""
-    bounds = zip(microbatch.cu_seqlens[:-1].tolist(), microbatch.cu_seqlens[1:].tolist(), strict=True)
-    with torch.no_grad():
-        return max(
-            _relative(logits[start:end], model(input_ids=microbatch.tokens[None, start:end]).logits[0])
-            for start, end in bounds
-        )
-
-
 def _reference(model: Any, objective: Any, samples: list[Any]) -> tuple[float, dict[str, Tensor]]:
     """The summed loss and its gradients, one sequence at a time."""
-    from megatron_dppo.algorithms import PolicyLossInputs, policy_loss
     from megatron_dppo.architectures.published_names import stays_float32
     from megatron_dppo.engines.embedded.engine import checkpoint_targets
 
-    total = torch.zeros(())
-    for sample in samples:
-        logits = model(input_ids=sample.tokens[None, :-1]).logits[0, sample.prompt_length - 1 :]
-        log_probs = logits.log_softmax(-1).gather(1, sample.tokens[sample.prompt_length :, None])[:, 0]
-        inputs = PolicyLossInputs(
-            log_probs=log_probs,
-            rollout_log_probs=sample.rollout_log_probs,
-            advantages=torch.full_like(log_probs, sample.advantage),
-            loss_mask=sample.loss_mask,
-        )
-        total = total + policy_loss(objective, inputs).loss_sum
-    total.backward()
+    total = backward(model, objective, samples)
     gradients = copy.deepcopy(model)
     with torch.no_grad():
         for gradient, parameter in zip(gradients.parameters(), model.parameters(), strict=True):
             gradient.copy_(parameter.grad)
     targets = checkpoint_targets(gradients).items()
-    return float(total), {name: gradient for name, gradient in targets if not stays_float32(name)}
+    return total, {name: gradient for name, gradient in targets if not stays_float32(name)}
 
 
 def _changed_by_conversion(actor: Any, folder: Path) -> list[str]:
@@ -178,10 +157,6 @@ def _generation_error(actor: Any, model: Any) -> float:
         expected = logits.log_softmax(-1).gather(1, completion.tokens[:, None])[:, 0]
         worst = max(worst, float((completion.log_probs - expected).abs().max()))
     return worst
-
-
-def _relative(value: Tensor, reference: Tensor) -> float:
-    return float((value - reference).norm() / reference.norm().clamp(min=1e-12))
 
 
 @pytest.fixture(scope="module")

@@ -6,19 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_resharding
 import torch
-from ranks import run_ranks
-from sanity_run import TOKENS, add_task, settings, without_clocks
-from test_resharding import NUM_BEFORE, stored
-from test_training_run import lines, train, train_each
-from tiny import random_groups
-from tiny_families import write_family
 
 from megatron_dppo.architectures.published_names import stays_float32
 from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.runtime.process import Runtime
+from tests.distributed import test_resharding
+from tests.distributed.test_resharding import NUM_BEFORE, stored
+from tests.distributed.test_training_run import train, train_each
+from tests.support.ranks import run_ranks
+from tests.support.records import metrics_of
+from tests.support.sanity_run import TOKENS, add_task, settings, without_clocks
+from tests.support.tiny import random_groups
+from tests.support.tiny_families import write_family
 
 WITH_EXPERTS = {name for name, family in FAMILIES.items() if any(rule.is_expert for rule in family.rules)}
 WITH_BIAS = {name for name, family in FAMILIES.items() if any(rule.is_buffer for rule in family.rules)}
@@ -92,7 +93,7 @@ def test_a_run_that_was_killed_is_bitwise_the_one_that_was_not(runs: dict[str, A
     assert all(torch.equal(tensor, resumed["weights"][each]) for each, tensor in whole["weights"].items())
     assert len(whole["moments"]) == len(resumed["moments"]) > 0
     assert all(torch.equal(x, y) for x, y in zip(whole["moments"], resumed["moments"], strict=True))
-    assert without_clocks(lines(task / "killed")) == without_clocks(lines(task / "whole"))
+    assert without_clocks(metrics_of(task / "killed")) == without_clocks(metrics_of(task / "whole"))
     before = HFWeights(task / "model")
     kept = [each for each, tensor in whole["weights"].items() if torch.equal(before.tensor(each), tensor)]
     assert kept == [], "every weight is learned, and every bias has moved"

@@ -9,9 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-import varlen_reference
-from layout_cases import (
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_dppo.architectures.layout import PROVEN, Layout, kind_of
+from megatron_dppo.config import ParallelConfig
+from megatron_dppo.runtime.process import Runtime
+from tests.support import varlen_reference
+from tests.support.hf_reference import relative
+from tests.support.layout_cases import (
     DENSE_LAYOUTS,
+    FEATURES,
     LAYOUTS,
     OTHER_LAYOUTS,
     UNEVEN_LAYOUTS,
@@ -20,16 +28,70 @@ from layout_cases import (
     layouts_of,
     references,
 )
-from layout_table import rows, worst_of, write_table
-from ranks import run_ranks
-from safetensors.torch import load_file, save_file
-from tiny import gradients_of, random_groups, write_model
-from tiny_families import write_family
-from torch import Tensor
+from tests.support.ranks import run_ranks
+from tests.support.tiny import gradients_of, random_groups, write_model
+from tests.support.tiny_families import write_family
 
-from megatron_dppo.architectures.layout import PROVEN, Layout, kind_of
-from megatron_dppo.config import ParallelConfig
-from megatron_dppo.runtime.process import Runtime
+# The table layout x feature -> worst relative error in megatron_dppo/actor/LAYOUTS.md, as it was measured.
+
+
+FILE = Path(__file__).parents[2] / "megatron_dppo" / "actor" / "LAYOUTS.md"
+BEGIN, END = "<!-- layouts: written by `make layouts` -->", "<!-- end of layouts -->"
+VALUES = [(feature, value) for feature, of in FEATURES.items() for value in of]
+
+
+def worst_of(errors: dict[str, dict[str, float]]) -> float:
+    """The largest relative error of the loss, a gradient tensor or an update."""
+    return max(errors["metrics"]["loss/policy"], *errors["gradients"].values(), *errors["updates"].values())
+
+
+def write_table(measured: list[tuple[Case, float]]) -> None:
+    """Replace the rows of layouts whose cases were all measured; others stay, under the same columns."""
+    text = FILE.read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    FILE.write_text(f"{before}{BEGIN}\n{table(measured)}\n{END}{after}")
+
+
+def table(measured: list[tuple[Case, float]]) -> str:
+    """Markdown: a row for each layout, a column for each value of each feature."""
+    head = _line(["layout", "processes", *(f"{feature} {value}" for feature, value in VALUES)])
+    lines = [head, "|---" * (2 + len(VALUES)) + "|"]
+    kept = {key: line for key, line in _written() if head in FILE.read_text()}
+    for world_size in LAYOUTS:
+        needed = list(cases(world_size))
+        for name in layouts_of(world_size):
+            own = [pair for pair in measured if (pair[0].name, pair[0].world_size) == (name, world_size)]
+            known, key = [case for case, _ in own], (name, str(world_size))
+            if all(case in known for case in needed if case.name == name):
+                cells = [_cell([e for case, e in own if case.features[f] == value]) for f, value in VALUES]
+                lines.append(_line([*key, *cells]))
+            elif key in kept:
+                lines.append(kept[key])
+    return "\n".join(lines)
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _cell(errors: list[float]) -> str:
+    return f"{max(errors):.1e}" if errors else "no routes"
+
+
+def rows() -> Iterator[tuple[str, str]]:
+    """(layout, processes) of the file's table."""
+    yield from (key for key, _ in _written())
+
+
+def _written() -> Iterator[tuple[tuple[str, str], str]]:
+    """((layout, processes), line) of the file's table."""
+    text = FILE.read_text().partition(BEGIN)[2].partition(END)[0]
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) > 2 and cells[2].isdigit():
+            yield (cells[1], cells[2]), line
+
 
 Measure = Callable[[int, int | None, int | None], list[tuple[Case, dict[str, Any]]]]
 NUM_LAYERS = 4
@@ -131,15 +193,11 @@ def compare(runtime: Runtime, models: str, folder: str, case: Case) -> dict[str,
     for kind in ("gradients", "updates"):
         expected = load_file(f"{name}.{kind}")
         assert set(found[kind]) in (set(expected), set()), "each parameter is compared, none twice"
-        errors[kind] = {n: _relative(tensor, expected[n]) for n, tensor in found[kind].items()}
+        errors[kind] = {n: relative(tensor, expected[n]) for n, tensor in found[kind].items()}
     for metric, expected in metrics.items():
         difference = abs(found["metrics"].get(metric, torch.nan) - expected)
         errors["metrics"][metric] = difference / max(abs(expected), 1e-3)
     return {"errors": errors, "faults": found["faults"], "extra": sorted(set(found["metrics"]) - set(metrics))}
-
-
-def _relative(value: Tensor, reference: Tensor) -> float:
-    return float((value - reference).norm() / reference.norm().clamp(min=1e-12))
 
 
 @pytest.fixture(scope="session")

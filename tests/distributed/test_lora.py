@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from tiny import EXPERTS, LAYERS, logits_of, random_groups
-from tiny_families import write_family
 from torch import Tensor
 
 from megatron_dppo.runtime.process import Runtime
+from tests.support.hf_reference import backward, packed_logit_error, relative
+from tests.support.ranks import run_ranks
+from tests.support.tiny import EXPERTS, LAYERS, logits_of, random_groups
+from tests.support.tiny_families import write_family
 
 EXPERT_MODULES, ATTENTION = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -85,7 +86,7 @@ def measure(runtime: Runtime, folder: Path, case: dict[str, Any]) -> dict[str, A
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     plain = {name: tensor.clone() for name, tensor in _weights(model).items()}
     model = PeftModel.from_pretrained(model, str(folder / "adapter"), is_trainable=True)
-    logit_error = max(_logit_error(logits_of(actor, m), m, model) for m in batch.microbatches)
+    logit_error = max(packed_logit_error(logits_of(actor, m), m, model) for m in batch.microbatches)
     loss = actor.accumulate_gradients(batch, is_first=True).metrics.state()["means"]["loss/policy"][0]
     gradients = adapter_tensors(actor.chunks, main_gradient)
     reference_loss, reference = _reference(model, actor.objective, samples)
@@ -97,8 +98,8 @@ def measure(runtime: Runtime, folder: Path, case: dict[str, Any]) -> dict[str, A
         "loss": loss / batch.num_loss_tokens,
         "reference_loss": reference_loss / batch.num_loss_tokens,
         "names": (sorted(gradients), sorted(reference)),
-        "errors": {n: _relative(gradients[n], reference[n] / batch.num_loss_tokens) for n in reference},
-        "merged_error": max(_relative(merged[name], expected[name]) for name in expected),
+        "errors": {n: relative(gradients[n], reference[n] / batch.num_loss_tokens) for n in reference},
+        "merged_error": max(relative(merged[name], expected[name]) for name in expected),
         "merged_names": set(merged) == set(expected),
         "moved": [
             n for n, p in actor.chunks[0].named_parameters() if n in base and not torch.equal(p, base[n])
@@ -142,31 +143,9 @@ def _weights(model: Any) -> dict[str, Tensor]:
     return checkpoint_targets(model)
 
 
-def _logit_error(logits: Tensor, microbatch: Any, model: Any) -> float:
-    bounds = zip(microbatch.cu_seqlens[:-1].tolist(), microbatch.cu_seqlens[1:].tolist(), strict=True)
-    with torch.no_grad():
-        return max(
-            _relative(logits[start:end], model(input_ids=microbatch.tokens[None, start:end]).logits[0])
-            for start, end in bounds
-        )
-
-
 def _reference(model: Any, objective: Any, samples: list[Any]) -> tuple[float, dict[str, Tensor]]:
     """The summed loss through peft and each factor's gradient, under the names of an adapter folder."""
-    from megatron_dppo.algorithms import PolicyLossInputs, policy_loss
-
-    total = torch.zeros(())
-    for sample in samples:
-        logits = model(input_ids=sample.tokens[None, :-1]).logits[0, sample.prompt_length - 1 :]
-        log_probs = logits.log_softmax(-1).gather(1, sample.tokens[sample.prompt_length :, None])[:, 0]
-        inputs = PolicyLossInputs(
-            log_probs=log_probs,
-            rollout_log_probs=sample.rollout_log_probs,
-            advantages=torch.full_like(log_probs, sample.advantage),
-            loss_mask=sample.loss_mask,
-        )
-        total = total + policy_loss(objective, inputs).loss_sum
-    total.backward()
+    total = backward(model, objective, samples)
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     names = {n.removeprefix("base_model.model.").replace(".default.", "."): g for n, g in found.items()}
     gradients: dict[str, Tensor] = {}
@@ -176,7 +155,7 @@ def _reference(model: Any, objective: Any, samples: list[Any]) -> tuple[float, d
             gradients |= _of_experts(f"{prefix}{is_expert}", kind, gradient, model.peft_config["default"].r)
         else:
             gradients[name] = gradient
-    return float(total.detach()), gradients
+    return total, gradients
 
 
 def _of_experts(prefix: str, kind: str, gradient: Tensor, rank: int) -> dict[str, Tensor]:
@@ -194,10 +173,6 @@ def _of_experts(prefix: str, kind: str, gradient: Tensor, rank: int) -> dict[str
             part = rows if factor == "lora_A" else rows[:, index * rank : (index + 1) * rank]
             parts[f"{prefix}{expert}.{module}.{factor}.weight"] = part
     return parts
-
-
-def _relative(value: Tensor, reference: Tensor) -> float:
-    return float((value - reference).norm() / reference.norm().clamp(min=1e-12))
 
 
 @pytest.fixture(scope="module")

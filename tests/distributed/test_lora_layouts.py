@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from test_lora import config_of, main_gradient, randomize, train_batch
-from tiny_families import write_family
 from torch import Tensor
 
 from megatron_dppo.runtime.process import Runtime
+from tests.distributed.test_lora import config_of, main_gradient, randomize, train_batch
+from tests.support.hf_reference import relative
+from tests.support.ranks import run_ranks
+from tests.support.tiny_families import write_family
 
 NUM_LAYERS = 4
 MODELS = {"experts": "Qwen3MoeForCausalLM", "dense": "Qwen2ForCausalLM", "latent": "DeepseekV3ForCausalLM"}
@@ -87,7 +88,7 @@ def measure_all(
         errors[name] = {}
         for kind, tensors in found.items():
             assert tensors.keys() in (expected[kind].keys(), set()), "each is compared, none twice"
-            worst = [_relative(tensor, expected[kind][key]) for key, tensor in tensors.items()]
+            worst = [relative(tensor, expected[kind][key]) for key, tensor in tensors.items()]
             errors[name][kind] = max(worst, default=0.0)
         gc.collect()  # the threads of process groups end with the last reference to them
     return errors
@@ -97,10 +98,6 @@ def write_references(runtime: Runtime, folder: str) -> None:
     """What one process gives."""
     for model in MODELS:
         torch.save(measure(runtime, f"{folder}/{model}", {}), f"{folder}/{model}.reference")
-
-
-def _relative(value: Tensor, reference: Tensor) -> float:
-    return float((value - reference).norm() / reference.norm().clamp(min=1e-12))
 
 
 @pytest.fixture(scope="session")

@@ -1,33 +1,21 @@
 """A checkpoint of adapters of one layout on another: the same factors, moments and course after."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import test_resharding
-from ranks import run_ranks
-from test_resharding import LAYOUTS, NUM_BEFORE, NUM_LAYERS
-from tiny import write_model
 
 from megatron_dppo.runtime.process import Runtime
+from tests.distributed import test_resharding
+from tests.distributed.test_resharding import LAYOUTS, NUM_BEFORE, NUM_LAYERS
+from tests.support.ranks import run_ranks
+from tests.support.tiny import write_model
 
 PAIRS = [("TP2", "one process"), ("EP2", "TP2"), ("one process", "PP2 VPP2"), ("PP2 VPP2", "CP2 EP2")]
 
 
-def build(runtime: Runtime, model: str, layout: str) -> Any:
-    """An actor with adapters on a layout."""
-    from megatron_dppo.actor.actor import Actor
-    from megatron_dppo.config.schema import Config
-
-    config = Config.model_validate(
-        {
-            "model": {"load": model, "dtype": "float32"},
-            "lora": {"rank": 8, "alpha": 24},
-            "parallel": LAYOUTS[layout][1] | {"max_tokens_per_microbatch": 60},
-            "optimizer": {"lr": 1e-2, "eps": 1e-2},
-        }
-    )
-    return Actor(config, runtime)
+build = partial(test_resharding.build, lora={"rank": 8, "alpha": 24})
 
 
 def save_all(runtime: Runtime, *arguments: Any) -> dict[str, Any]:

@@ -7,21 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from commands import python
-from ranks import run_ranks
 from safetensors.torch import load_file
-from sanity_run import make_task, without_clocks
-from test_training_run import lines, train, with_data
 
 from megatron_dppo.checkpoints.hf_folder import HFWeights
+from tests.distributed.test_training_run import train, with_data
+from tests.support.commands import python
+from tests.support.ranks import run_ranks
+from tests.support.records import metrics_of
+from tests.support.sanity_run import without_clocks
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 TARGETS = ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_task(tmp_path_factory.mktemp("lora_task"))
 
 
 @pytest.mark.parametrize(
@@ -46,8 +42,8 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(
     assert all(torch.equal(tensor, resumed["weights"][name]) for name, tensor in whole["weights"].items())
     assert len(whole["moments"]) == len(resumed["moments"])
     assert all(torch.equal(x, y) for x, y in zip(whole["moments"], resumed["moments"], strict=True))
-    assert without_clocks(lines(task / halved_name)) == without_clocks(lines(task / whole_name))
-    kl = [row["policy/ref_kl"] for row in lines(task / whole_name) if row["kind"] == "step"]
+    assert without_clocks(metrics_of(task / halved_name)) == without_clocks(metrics_of(task / whole_name))
+    kl = [row["policy/ref_kl"] for row in metrics_of(task / whole_name, "step")]
     assert kl[0] < 1e-9 and min(kl[2:]) > 1e-4, "from the model without its adapters"
     before = HFWeights(task / "model")
     for name, tensor in whole["weights"].items():

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from converting import convert, converted, differences
 from peft import KasaConfig, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from tiny_families import write_family
 from transformers import AutoModelForCausalLM
+
+from tests.support.converting import convert, converted, differences
+from tests.support.tiny_families import write_family
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {

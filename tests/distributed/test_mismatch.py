@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
-from commands import python
-from mismatch_ranks import LAYOUTS, PARITY, TOOLS, measure_layouts, require_parity, undecided
-from ranks import run_ranks
-from sanity_run import make_task
-from tiny import TOP_K, VOCAB
-from tiny_families import write_family
 from transformers import Qwen3MoeForCausalLM
 
 from megatron_dppo.data.prompts import sanity_task
+from tests.support.commands import python
+from tests.support.mismatch_ranks import LAYOUTS, PARITY, TOOLS, measure_layouts, require_parity, undecided
+from tests.support.ranks import run_ranks
+from tests.support.records import lines_of
+from tests.support.tiny import TOP_K, VOCAB
+from tests.support.tiny_families import write_family
 
 ENGINE = {"weights": "float32"}
 ROLLOUT: dict[str, Any] = {
@@ -28,11 +28,6 @@ ROLLOUT: dict[str, Any] = {
     "transformers": ENGINE,
 }
 NUM_RESPONSES, NUM_LAYERS = 18, 2
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_task(tmp_path_factory.mktemp("mismatch"))
 
 
 def _tables(task: Path, **rollout: Any) -> dict[str, Any]:
@@ -136,7 +131,7 @@ def test_the_command_writes_what_it_shows(task: Path, tmp_path: Path) -> None:
     assert live["ratio_p50"] <= live["ratio_p99"] <= live["ratio_p999"] <= live["ratio_max"]
     assert 0.5 < live["agreement_mean"] < 1
     assert replayed["kl_k3"] < live["kl_k3"]
-    rows = [json.loads(line) for line in (tmp_path / "out" / "tokens.jsonl").read_text().splitlines()]
+    rows = lines_of(tmp_path / "out" / "tokens.jsonl")
     assert (found["num_responses"], found["num_processes"]) == (24, 2) and len(rows) == 24
     assert sum(len(row["tokens"]) for row in rows) == live["num_tokens"] == replayed["num_tokens"]
     assert {len(values) for row in rows for key, values in row.items() if key != "prompt"} <= set(range(1, 11))

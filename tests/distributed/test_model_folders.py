@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import tomli_w
 import typer
-from commands import python
-from converting import convert, converted, differences
-from sanity_run import TOKENS, make_task, settings, without_clocks
-from tiny import write_model
 from typer.testing import CliRunner
 
 from megatron_dppo.cli import app
 from megatron_dppo.runtime.files import read_jsonl
+from tests.support.commands import python
+from tests.support.converting import convert, converted, differences
+from tests.support.sanity_run import TOKENS, make_task, settings, without_clocks
+from tests.support.tiny import write_model
 
 ROOT = Path(__file__).parents[2]
 HF, MEGATRON, OTHER_HF, OTHER = "hf", "megatron", "other_hf", "other_megatron"
@@ -269,9 +269,9 @@ def test_both_kinds_of_folder_give_equal_results(models: Models, tmp_path: Path,
 
 
 Arguments = Callable[[Models, Path], list[object]]
-NO_HF = "found a Hugging Face folder, which has no megatron/metadata.json; expected a Megatron checkpoint"
-NO_MEGATRON = "found a Megatron checkpoint; expected a Hugging Face folder. Run megatron-dppo convert to-hf"
-NO_STATE = "found no state.json that can be read (FileNotFoundError); expected a checkpoint of a run"
+NO_HF = "megatron/metadata.json"
+NO_MEGATRON = "megatron-dppo convert to-hf"
+NO_STATE = "state.json"
 REFUSED: dict[str, tuple[Arguments, str]] = {
     "convert to-megatron": (lambda m, out: ["--hf", m.folder / MEGATRON, "--out", out], NO_MEGATRON),
     "convert to-hf": (lambda m, out: ["--megatron", m.folder / HF, "--out", out], NO_HF),

@@ -14,10 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import varlen_reference
-from ranks import run_ranks
-from tiny import write_model
-from tiny_families import write_family
 
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import padded_vocab
@@ -36,6 +32,10 @@ from megatron_dppo.plan.stages import (
 )
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import ModelRouting
+from tests.support import varlen_reference
+from tests.support.ranks import run_ranks
+from tests.support.tiny import write_model
+from tests.support.tiny_families import write_family
 
 # A layout is one line here: processes, and [parallel].
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
@@ -223,7 +223,6 @@ def microbatch(case: Case, routing: ModelRouting) -> Any:
 def measure(runtime: Runtime, model: str, parallel: dict[str, int], case: Case) -> dict[str, int]:
     """On one rank: bytes of what the actor holds."""
     from megatron.core import parallel_state
-    from memory_probes import LiveBytes, SavedBytes
 
     from megatron_dppo.actor import forward
     from megatron_dppo.actor.actor import Actor
@@ -231,6 +230,7 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int], case: Case) 
     from megatron_dppo.models.padded_attention import PaddedBatches
     from megatron_dppo.models.varlen_attention import VarlenSequences
     from megatron_dppo.types import TrainBatch
+    from tests.distributed.memory_probes import LiveBytes, SavedBytes
 
     varlen_reference.install()
     forward.attention_form = lambda *_: VarlenSequences if case.is_flash else PaddedBatches

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from converting import convert, converted, differences
-from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from tiny_families import write_family
 from torch import Tensor
 
 from megatron_dppo.architectures.published_names import BLOCK, stays_float32
 from megatron_dppo.runtime.process import Runtime
+from tests.support.converting import convert, converted, differences
+from tests.support.ranks import run_ranks
+from tests.support.tiny_families import write_family
 
 FP8 = {
     "quant_method": "fp8",

@@ -11,10 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from larger_recipes import LARGER
-from plan_models import QWEN3_30B, layout_of
-from qwen3_30b_recipes import RECIPES, Recipe
-from ranks import run_ranks
 
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import model_shape
@@ -23,6 +19,10 @@ from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.checkpoints.convert.stored_tensors import pieces_of
 from megatron_dppo.plan.stages import partition
 from megatron_dppo.runtime.process import Runtime
+from tests.support.larger_recipes import LARGER
+from tests.support.plan_models import QWEN3_30B, layout_of
+from tests.support.qwen3_30b_recipes import RECIPES, Recipe
+from tests.support.ranks import run_ranks
 
 BLOCK_ELEMENTS = 1 << 25
 Tile = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape in a stored tensor

@@ -1,12 +1,13 @@
 """Training on rollouts of an engine that holds its weights as a quantised checkpoint does."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import tomli_w
-from commands import python
-from sanity_run import make_task, settings
+
+from tests.support.commands import python
+from tests.support.records import metrics_of
+from tests.support.sanity_run import make_task, settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +26,7 @@ def trained(task: Path, weights: str) -> tuple[list[dict[str, Any]], list[dict[s
     toml.write_text(tomli_w.dumps(tables))
     done = python("-m", "megatron_dppo", "train", toml, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (task / weights / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(task / weights)
     steps, rollouts = ([row for row in rows if row["kind"] == kind] for kind in ("step", "rollout"))
     return steps, rollouts
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from tiny import VOCAB, random_groups, write_model
 
 from megatron_dppo.runtime.process import Runtime
+from tests.support.ranks import run_ranks
+from tests.support.tiny import VOCAB, random_groups, write_model
 
 NUM_LAYERS = 4
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
@@ -39,8 +39,8 @@ PAIRS = [(source, target) for source in LAYOUTS for target in LAYOUTS]
 QUICK = [(s, t) for s, t in PAIRS if t == "one process"] + list(_ACROSS)
 
 
-def build(runtime: Runtime, model: str, layout: str) -> Any:
-    """An actor on a layout."""
+def build(runtime: Runtime, model: str, layout: str, **tables: Any) -> Any:
+    """An actor on a layout, with more tables of a config."""
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.config.schema import Config
 
@@ -49,6 +49,7 @@ def build(runtime: Runtime, model: str, layout: str) -> Any:
             "model": {"load": model, "dtype": "float32"},
             "parallel": LAYOUTS[layout][1] | {"max_tokens_per_microbatch": 60},
             "optimizer": {"lr": 1e-2, "eps": 1e-2},
+            **tables,
         }
     )
     return Actor(config, runtime)

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from tiny import random_groups, write_model
 
 from megatron_dppo.runtime.process import Runtime
+from tests.support.ranks import run_ranks
+from tests.support.tiny import random_groups, write_model
 
 CASES = {
     "float32": {"model": {"dtype": "float32"}},

@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-from ranks import run_ranks
-from sanity_run import make_task, settings
-
 from megatron_dppo.runtime.process import Runtime
+from tests.support.ranks import run_ranks
+from tests.support.records import metrics_of
+from tests.support.sanity_run import settings
 
 EXACT = {"rollout": {"transformers": {"weights": "float32"}, "routing_replay": "measure"}}
 
@@ -37,11 +36,6 @@ def train_with_alarms(runtime: Runtime, config: dict[str, Any], alarmed: list[in
     return None
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_task(tmp_path_factory.mktemp("roll_back"))
-
-
 def config_of(task: Path, name: str, **tracking: Any) -> dict[str, Any]:
     tables = settings(task, name, tracking={"alarms": "roll_back", **tracking}, checkpoint={"every": 1})
     tables["rollout"] |= EXACT["rollout"]
@@ -52,7 +46,7 @@ def test_a_run_goes_back_and_on_with_the_next_prompts(task: Path, tmp_path: Path
     config = config_of(task, "back")
     assert run_ranks(train_with_alarms, 2, tmp_path, config, [2], 1) == [None, None]
     run = Path(config["run"]["folder"])
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(run)
     rollouts = [row for row in rows if row["kind"] == "rollout"]
     assert [row["rollout"] for row in rollouts] == [0, 1, 2, 3]
     assert [row.get("alarms/roll_backs") for row in rollouts] == [None, 1, 1, 1]

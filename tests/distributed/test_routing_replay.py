@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from tiny import EXPERTS, TOP_K, logits_of
-from tiny_families import write_family
 
 from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.runtime.process import Runtime
+from tests.support.ranks import run_ranks
+from tests.support.tiny import EXPERTS, TOP_K, logits_of
+from tests.support.tiny_families import write_family
 
 LAYOUTS = {"one process": (1, {}), "expert 2": (2, {"expert": 2})}
 ARCHITECTURES = [name for name, family in FAMILIES.items() if any(rule.is_expert for rule in family.rules)]

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from test_layouts import LIMIT, NUM_LAYERS
-from tiny import gradients_of, random_groups, write_model
 from torch import Tensor
 
 from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import TrainBatch
+from tests.distributed.test_layouts import LIMIT, NUM_LAYERS
+from tests.support.ranks import run_ranks
+from tests.support.tiny import gradients_of, random_groups, write_model
 
 NUM_COLUMNS = 4
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -35,7 +35,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mis": {"rho_low": 0.5, "rho_high": 5.0},
     "trm": {"token_kl": 6.0, "response_kl": 2.0, "top_k": NUM_COLUMNS},
     "dppo_topk_kl_predictive": {"delta": 0.3, "top_k": NUM_COLUMNS},
-    "own_rules:fading": {
+    "tests.support.own_rules:fading": {
         "rule_options": {"delta": 1.5, "steady": 0.5},
         "rule_divergence": "topk_tv",
         "rule_over": "responses",

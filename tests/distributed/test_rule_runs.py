@@ -3,19 +3,19 @@
 Those of the experiments are trained by tests/recipes.
 """
 
-import json
 import math
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import run_ranks
-from sanity_run import make_task, settings
 
 from megatron_dppo.algorithms import PRESETS, preset
 from megatron_dppo.algorithms.presets import PAPER
 from megatron_dppo.runtime.process import Runtime
+from tests.support.ranks import run_ranks
+from tests.support.records import metrics_of
+from tests.support.sanity_run import make_task, settings
 
 EXPERIMENTS = [script.parent for script in Path(__file__).parents[2].glob("examples/*/train.sbatch")]
 OF_RECIPES = {
@@ -28,9 +28,9 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     **{name: {"top_k": 8} if PRESETS[name].needs_topk else {} for name in PRESETS if name not in OF_RECIPES},
     "mis": {"rho_low": 0.5, "rho_high": 2.0},
     "trm": {"top_k": 8, "token_kl": 8.0, "response_kl": 4.0},
-    "tests.unit.own_rules:halves": {},
-    "tests.unit.own_rules:averages": {"rule_over": "responses"},
-    "tests.unit.own_rules:divergence_mask": {"rule_options": {"delta": 0.01}, "anchor": "recomputed"},
+    "tests.support.own_rules:halves": {},
+    "tests.support.own_rules:averages": {"rule_over": "responses"},
+    "tests.support.own_rules:divergence_mask": {"rule_options": {"delta": 0.01}, "anchor": "recomputed"},
 }
 
 
@@ -65,7 +65,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_loop_trains_with_it(trained: Path, name: str) -> None:
-    rows = [json.loads(line) for line in (trained / name / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(trained / name)
     steps = [row for row in rows if row["kind"] == "step"]
     assert len(steps) == 4
     for step in steps:

@@ -11,15 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import run_ranks
-from seam_scenarios import SCENARIOS, make_prompts
-from seam_table import ELSEWHERE, TABLE
-from seams import Seam, recording
 
 from megatron_dppo.config import Config
 from megatron_dppo.config.load import flat
 from megatron_dppo.runtime.process import Runtime
+from tests.distributed.seam_scenarios import SCENARIOS, make_prompts
+from tests.distributed.seam_table import READ_FROM_THE_SECTION, TABLE
+from tests.distributed.seams import Seam, recording
+from tests.distributed.setting_effects import ASSERTED_BY, EFFECTS
+from tests.support.ranks import run_ranks
 
+# Settings whose rows would repeat `test_periods_count_rollouts`.
+_PERIODS = {
+    *("checkpoint.every", "checkpoint.every_steps", "evaluation.every"),
+    *(f"tracking.{name}_every" for name in ("samples", "batches", "clipped_tokens", "paired_routing")),
+}
 _TABLES = ("evaluation.sets.*", "megatron.*", "sglang.*", "tracking.shadow_options.*")
 
 
@@ -78,9 +84,10 @@ def test_its_consumer_receives_a_setting(played: Played, seam: Seam) -> None:
 
 
 def test_every_setting_has_a_row_and_every_row_a_setting() -> None:
-    rows = {seam.setting for seam in TABLE} | ELSEWHERE.keys()
+    rows = {seam.setting for seam in TABLE} | READ_FROM_THE_SECTION | _PERIODS
     settings = flat(Config().model_dump()).keys()
     assert not settings - rows, "settings that nobody is known to receive"
+    assert not READ_FROM_THE_SECTION - {effect.setting for effect in EFFECTS} - ASSERTED_BY.keys()
     in_tables = {row for row in rows if any(fnmatchcase(row, pattern) for pattern in _TABLES)}
     assert not rows - settings - in_tables, "rows of settings that are gone"
     fields = {row.rpartition(".")[2] for row in in_tables if row.startswith("evaluation.sets.")}
@@ -88,25 +95,21 @@ def test_every_setting_has_a_row_and_every_row_a_setting() -> None:
     assert fields == config.evaluation.sets["near"].model_dump().keys()
 
 
-def test_settings_that_are_set_elsewhere_are() -> None:
-    for setting, (file, text) in ELSEWHERE.items():
-        assert text in (Path(__file__).parents[1] / file).read_text(), f"{file} does not set {setting}"
-
-
 def test_what_is_forgotten_or_taken_for_its_neighbour_would_show(task: Path) -> None:
     """Every setting is somewhere not its default, and no other number of its table is the same there."""
     defaults, varied = flat(Config().model_dump()), set[str]()
-    for seam in TABLE:
-        values = flat(Config.model_validate(SCENARIOS[seam.scenario].tables(task)).model_dump())
-        own, table = values.get(seam.setting), seam.setting.rpartition(".")[0]
-        if own != defaults.get(seam.setting):
-            varied.add(seam.setting)
+    placed = {(seam.scenario, seam.setting) for seam in TABLE} | {("whole", setting) for setting in _PERIODS}
+    for scenario, setting in sorted(placed):
+        values = flat(Config.model_validate(SCENARIOS[scenario].tables(task)).model_dump())
+        own, table = values.get(setting), setting.rpartition(".")[0]
+        if own != defaults.get(setting):
+            varied.add(setting)
         if table == "parallel" or isinstance(own, bool) or not isinstance(own, int | float):
             continue  # two processes are split in two, whatever is
-        others = [key for key in values if key.rpartition(".")[0] == table and key != seam.setting]
-        assert [key for key in others if values[key] is not True and values[key] == own] == [], seam.id
+        others = [key for key in values if key.rpartition(".")[0] == table and key != setting]
+        assert [key for key in others if values[key] is not True and values[key] == own] == [], setting
     as_tables = {"evaluation.sets.far.reward", "algorithm.rule_options"}
-    assert {seam.setting for seam in TABLE} - varied <= as_tables
+    assert {setting for _, setting in placed} - varied <= as_tables
 
 
 @pytest.mark.parametrize(

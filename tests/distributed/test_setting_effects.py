@@ -4,11 +4,11 @@ import ast
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks
-from setting_effects import ANY, ASSERTED_BY, EFFECTS
-from setting_runs import Effect, Left, make_task, play_all
 
 from megatron_dppo.config.effects import EFFECTS as SETTINGS
+from tests.distributed.setting_effects import ANY, ASSERTED_BY, EFFECTS
+from tests.distributed.setting_runs import Effect, Left, make_task, play_all
+from tests.support.ranks import run_ranks
 
 TESTS = Path(__file__).parents[1]
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from tiny import random_groups, write_model
 
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import Microbatch, SampleGroup
+from tests.support.ranks import run_ranks
+from tests.support.tiny import random_groups, write_model
 
 TRAINED = ("dppo_topk_kl", "grpo_clip_higher", "dppo_binary_kl", "negative_mask", "minirl_tis")
 NUM_COLUMNS = 4

@@ -1,22 +1,16 @@
 """`train --rollout-only` and `--train-only`: together they are the whole loop."""
 
-import json
 import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tomli_w
-from commands import python
-from sanity_run import make_task, settings, without_clocks
+
+from tests.support.commands import python
+from tests.support.records import metrics_of
+from tests.support.sanity_run import settings, without_clocks
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model with the sanity task's tokenizer, and prompts."""
-    return make_task(tmp_path_factory.mktemp("halves"))
 
 
 def train(task: Path, name: str, *flags: Any, num_rollouts: int = 1) -> subprocess.CompletedProcess[str]:
@@ -36,8 +30,7 @@ def train(task: Path, name: str, *flags: Any, num_rollouts: int = 1) -> subproce
 
 def steps_of(task: Path, name: str) -> list[dict[str, Any]]:
     """The rows of a run's gradient steps, without what a clock measured."""
-    rows = [json.loads(line) for line in (task / name / "metrics.jsonl").read_text().splitlines()]
-    return without_clocks([row for row in rows if row["kind"] == "step"])
+    return without_clocks(metrics_of(task / name, "step"))
 
 
 def test_two_halves_are_the_whole(task: Path) -> None:

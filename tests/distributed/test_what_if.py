@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import tomli_w
-from commands import python
-from sanity_run import make_task, settings
 
 from megatron_dppo.algorithms import PRESETS
 from megatron_dppo.analysis.what_if.question import Asked, question_of
 from megatron_dppo.errors import MegatronDppoError
+from tests.support.commands import python
+from tests.support.records import metrics_of
+from tests.support.sanity_run import make_task, settings
 
 ROOT = Path(__file__).parents[2]
-OWN = "tests.unit.own_rules:divergence_mask"
+OWN = "tests.support.own_rules:divergence_mask"
 
 
 def command(*arguments: Any, processes: int = 1) -> subprocess.CompletedProcess[str]:
@@ -45,12 +46,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return task / "run"
 
 
-def rows_of(run: Path, kind: str) -> list[dict[str, Any]]:
-    """The run's own rows."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["kind"] == kind]
-
-
 def test_the_weights_that_sampled_give_what_the_run_measured(run: Path, tmp_path: Path) -> None:
     before = run / "checkpoints" / "step_00000001"
     asked = ["what-if", run, "--checkpoint", before, "--rollout", 2, "--sweep", "delta=0.001,0.05,10.0"]
@@ -58,7 +53,7 @@ def test_the_weights_that_sampled_give_what_the_run_measured(run: Path, tmp_path
     done = command(*asked)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "alone" / "what_if.json").read_text())
-    measured, step = rows_of(run, "rollout")[1], rows_of(run, "step")[1]  # of the second one
+    measured, step = metrics_of(run, "rollout")[1], metrics_of(run, "step")[1]  # of the second one
     assert found["rollouts"] == [2]
     for routes, values in found["mismatch"].items():
         for name, value in values.items():
@@ -158,5 +153,5 @@ def test_all_presets_on_all_rollouts(run: Path, tmp_path: Path) -> None:
     assert "standard deviation over rollouts" in done.stdout
     own, same = found["variants"].index(f"{OWN} delta=0.15"), found["variants"].index("dppo_binary_tv")
     assert found["agreement"]["replayed"]["same_decision"][own][same] == 1.0
-    sampled = rows_of(run, "rollout")[1]["mismatch/abs_prob_diff_mean"]  # by the weights of --before
+    sampled = metrics_of(run, "rollout")[1]["mismatch/abs_prob_diff_mean"]  # by the weights of --before
     assert found["mismatch"]["replayed"]["abs_prob_diff_mean"] > 2 * sampled, "the latest weights are evaluated"

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from sanity_run import make_task, settings
-from sglang_stand_in import LiveStandIn
-from starting import start_ranks
 
 from megatron_dppo.data.batches.batch_file import group_files, kept_rollouts, read_batches
 from megatron_dppo.data.prompts import sanity_task
 from megatron_dppo.data.prompts.prompts import PromptStream, load_prompts
 from megatron_dppo.engines.sglang.server import ServerRecord
 from megatron_dppo.runtime.files import write_jsonl
+from tests.faults.starting import start_ranks
+from tests.support.records import metrics_of
+from tests.support.sanity_run import make_task, settings
+from tests.support.sglang_stand_in import LiveStandIn
 
 STALENESS = 2
 _ORPHANS_S = 5.0
@@ -121,8 +122,7 @@ class AsynchronousRun:
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
         """Rows of metrics.jsonl of a kind."""
-        lines = (self.run / "metrics.jsonl").read_text().splitlines()
-        return [row for row in map(json.loads, lines) if row["kind"] == kind]
+        return metrics_of(self.run, kind)
 
 
 class Job:

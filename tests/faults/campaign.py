@@ -1,8 +1,8 @@
 """Every fault at every moment: does the run end promptly, and is the resumed run the one that was not stopped?
 
-python tests/faults/campaign.py                the whole campaign, about 25 minutes on 2 cores
-python tests/faults/campaign.py --only NAME    cases whose name holds NAME
-python tests/faults/campaign.py --write        also put the rows of these cases into tests/faults/README.md
+python -m tests.faults.campaign                the whole campaign, about 25 minutes on 2 cores
+python -m tests.faults.campaign --only NAME    cases whose name holds NAME
+python -m tests.faults.campaign --write        also put the rows of these cases into tests/faults/README.md
 """
 
 import argparse
@@ -20,12 +20,10 @@ from typing import Any
 
 import tomli_w
 
-_HERE = Path(__file__).parent
-sys.path[:0] = [str(_HERE), str(_HERE.parent / "distributed"), str(_HERE.parents[1])]
-
-from cases import CASES, Case  # noqa: E402 - after the path is set
-from sanity_run import make_task, settings, without_clocks  # noqa: E402
-from starting import start_ranks  # noqa: E402
+from tests.faults.cases import CASES, Case
+from tests.faults.starting import start_ranks
+from tests.support.records import metrics_of
+from tests.support.sanity_run import make_task, settings, without_clocks
 
 _LIMIT_S = 120  # nothing here takes longer, unless it hangs
 
@@ -177,7 +175,7 @@ def compare_rows(reference: Path, run: Path) -> tuple[int, int]:
     """(lost, duplicated) rows of metrics.jsonl and samples, against the uninterrupted run."""
 
     def rows(folder: Path) -> list[str]:
-        metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        metrics = metrics_of(folder)
         samples = [line for file in sorted((folder / "samples").iterdir()) for line in file.open()]
         return [json.dumps(row, sort_keys=True) for row in without_clocks(metrics)] + samples
 
@@ -241,7 +239,7 @@ def main() -> int:
             print(f"{number}/{len(chosen)} {case.name}: {outcome.end_s:.1f} s, {result}", flush=True)
     print(table(outcomes))
     if options.write:
-        readme = _HERE / "README.md"
+        readme = Path(__file__).parent / "README.md"
         head, old, tail = readme.read_text().split("<!-- table -->")
         readme.write_text(f"{head}<!-- table -->\n{merged(old, table(outcomes))}<!-- table -->{tail}")
     return int(any(outcome.failures for outcome in outcomes))

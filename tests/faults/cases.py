@@ -1,11 +1,12 @@
 """The faults, the moments at which they strike, and what must come of each."""
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from tests.support.records import metrics_of
 
 Config = dict[str, dict[str, Any]]
 
@@ -155,7 +156,7 @@ def _replaced() -> list[Case]:
 
 
 def _all_rollouts(run: Path) -> Iterable[str]:
-    found = [row["rollout"] for row in _rows(run) if row["kind"] == "rollout"]
+    found = [row["rollout"] for row in metrics_of(run, "rollout")]
     return [] if found == [0, 1, 2] else [f"rollouts {found}"]
 
 
@@ -261,10 +262,6 @@ def _it_ran(run: Path) -> Iterable[str]:
     return ["the planted code ran"] if (run / "it_ran").exists() else []
 
 
-def _rows(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def _disks() -> list[Case]:
     log = ("could not be written, earlier ones are untouched",)
     patient: Config = {"checkpoint": {"max_failed_saves": 9}}
@@ -362,7 +359,7 @@ def _lost_ranks() -> list[Case]:
 
 def _skips(number: int) -> Callable[[Path], Iterable[str]]:
     def check(run: Path) -> Iterable[str]:
-        found = sum(row["optimizer/skipped_steps"] for row in _rows(run) if row["kind"] == "step")
+        found = sum(row["optimizer/skipped_steps"] for row in metrics_of(run, "step"))
         if found != number:
             yield f"{found} skipped steps, expected {number}"
         evidence = sorted((run / "evidence").glob("step_*/rank_*.safetensors")) if number else []
@@ -414,7 +411,7 @@ def _metric(name: str, is_right: Callable[[float], bool]) -> Callable[[Path], It
     """All rollouts were done, and the metric is right in their rows taken together."""
 
     def check(run: Path) -> Iterable[str]:
-        values = [row[name] for row in _rows(run) if row["kind"] == "rollout"]
+        values = [row[name] for row in metrics_of(run, "rollout")]
         if len(values) != 3:
             yield f"{len(values)} rollouts, expected 3"
         if not is_right(sum(values)):

@@ -1,7 +1,7 @@
 """Starts the ranks of a real run with faults in them, each a process of its own.
 
 The processes are forked from one that has imported PyTorch and Megatron, and has done nothing else, as
-`distributed/ranks.py` does it: importing them takes a rank longer than most runs here. Nothing restarts or ends
+`support/ranks.py` does it: importing them takes a rank longer than most runs here. Nothing restarts or ends
 a rank, and its exit status is the process's own.
 """
 
@@ -13,8 +13,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import rank as faulty_rank
-from ranks import FORKS, environments
+from tests.faults import rank as faulty_rank
+from tests.support.ranks import FORKS, environments
 
 _ROOT = Path(__file__).parents[2]
 

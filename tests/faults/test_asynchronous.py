@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asynchronous_runs import STALENESS, AsynchronousRun, Job, stand_ins
-from cases import at
+
+from tests.faults.asynchronous_runs import STALENESS, AsynchronousRun, Job, stand_ins
+from tests.faults.cases import at
 
 NUM_ROLLOUTS = 4
 LOAD, REFUSAL = "/update_weights_from_disk", (500, {"success": False, "message": "as the test wants it"})

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-from campaign import Campaign
-from cases import CASES, Case
+
+from tests.faults.campaign import Campaign
+from tests.faults.cases import CASES, Case
 
 
 @pytest.fixture(scope="module")

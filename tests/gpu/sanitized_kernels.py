@@ -4,13 +4,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "unit")]
+sys.path[:0] = [str(Path(__file__).parents[2])]
 
 import torch  # noqa: E402
-from loss_batches import make_batch  # noqa: E402
 
 from megatron_dppo.algorithms import preset  # noqa: E402
 from megatron_dppo.kernels import fused_linear_policy_loss, fused_policy_loss  # noqa: E402
+from tests.support.loss_batches import make_batch  # noqa: E402
 
 
 def main(device: torch.device) -> None:

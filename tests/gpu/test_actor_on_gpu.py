@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import tomli_w
 import torch
-from ranks import run_ranks
-from sanity_run import settings
-from test_actor_parity import SETTINGS, measure_all
-from test_training_run import lines
-from tiny import write_model
+
+from tests.distributed.test_actor_parity import SETTINGS, measure_all
+from tests.support.ranks import run_ranks
+from tests.support.records import metrics_of
+from tests.support.sanity_run import settings
+from tests.support.tiny import write_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,4 +51,4 @@ def test_the_loop_trains_in_bfloat16(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megatron_dppo", "train", toml]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert [row["kind"] for row in lines(tmp_path / "run")].count("rollout") == 2
+    assert [row["kind"] for row in metrics_of(tmp_path / "run")].count("rollout") == 2

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from test_packed_attention import PACKINGS, packed
 from torch import Tensor
 
 from megatron_dppo.actor.forward import _move
@@ -10,6 +9,7 @@ from megatron_dppo.data.batches.packing import zigzag
 from megatron_dppo.models.attention import PackedAttentionForm, attention_form
 from megatron_dppo.models.padded_attention import PaddedBatches
 from megatron_dppo.models.varlen_attention import VarlenSequences
+from tests.unit.test_packed_attention import PACKINGS, packed
 
 pytestmark = [
     pytest.mark.gpu,

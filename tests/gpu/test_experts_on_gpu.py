@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
-from test_experts import compare_all
-from tiny import write_model
+
+from tests.distributed.test_experts import compare_all
+from tests.support.ranks import run_ranks
+from tests.support.tiny import write_model
 
 pytestmark = [
     pytest.mark.gpu,

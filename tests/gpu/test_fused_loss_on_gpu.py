@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loss_batches import Batch, make_batch
-from test_fused_loss import FIELDS, OF_HIDDEN_STATES, VARIANTS, expected_of, relative
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
@@ -22,6 +20,8 @@ from megatron_dppo.kernels import (
     linear_score_norms,
     ops,
 )
+from tests.support.loss_batches import Batch, make_batch
+from tests.unit.test_fused_loss import FIELDS, OF_HIDDEN_STATES, VARIANTS, expected_of, relative
 
 pytestmark = [
     pytest.mark.gpu,

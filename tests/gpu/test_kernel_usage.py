@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_usage import kernel_usage
+from tests.support.kernel_usage import kernel_usage
 
 from megatron_dppo.kernels.build import cuda_library
 

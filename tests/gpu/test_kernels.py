@@ -11,19 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_kernel_combine
-import test_kernel_roundoff
-import test_kernel_rows
-import test_kernel_source
-import test_kernel_vectors
 import torch
-from kernel_host import gradient_of, random_tokens, shards_of, statistics_of
 from torch import Tensor
 
 from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.kernels.build import cuda_library
 from megatron_dppo.kernels.library import KernelLibrary
 from megatron_dppo.types import RolloutTokens, each_token
+from tests.support.kernel_host import gradient_of, random_tokens, shards_of, statistics_of
+from tests.unit import (
+    test_kernel_combine,
+    test_kernel_roundoff,
+    test_kernel_rows,
+    test_kernel_source,
+    test_kernel_vectors,
+)
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
-from test_checkpoint_keys import MODELS
-from test_engine_names import compare_for_real
-from tiny_families import write_family
+
+from tests.distributed.test_checkpoint_keys import MODELS
+from tests.distributed.test_engine_names import compare_for_real
+from tests.support.ranks import run_ranks
+from tests.support.tiny_families import write_family
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from serving import MAX_TOKENS, PYTHON, START_TIMEOUT_S, write_served_model
-from sync_job import push_every_way, release_and_push
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang.server import Server, plan_launch
+from tests.support.ranks import run_ranks
+from tests.support.serving import MAX_TOKENS, PYTHON, START_TIMEOUT_S, write_served_model
+from tests.support.sync_job import push_every_way, release_and_push
 
 WAYS = ("disk", "tensor")  # NCCL has no two ranks on one GPU
 OPTIONS: dict[str, Any] = {

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import ALGORITHMS, ROOT, Algorithm
-
 from megatron_dppo.config.load import load_config
 from megatron_dppo.run_folder.folder import RunFolder
+from tests.support.experiments import ALGORITHMS, ROOT, Algorithm
 
 NUM_ROLLOUTS = 12
 EVALUATED = (0, 5, 10)  # rollouts before an evaluation

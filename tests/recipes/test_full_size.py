@@ -8,9 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from byte_tokenizers import qwen3_tokenizer, r1_tokenizer, save
-from experiment_models import OF_EXPERIMENTS
-from experiments import ALGORITHMS, EXPERIMENTS, ROOT, Algorithm, model_of
 from typer.testing import CliRunner
 
 from megatron_dppo.checks import AT_ONCE, BEFORE_LOADING, Facts, check
@@ -24,6 +21,9 @@ from megatron_dppo.plan.trace import Trace, as_json, as_text, trace_run
 from megatron_dppo.plan.trace.depths import BETWEEN
 from megatron_dppo.plan.units import in_seconds
 from megatron_dppo.runtime.files import write_jsonl
+from tests.support.byte_tokenizers import qwen3_tokenizer, r1_tokenizer, save
+from tests.support.experiment_models import OF_EXPERIMENTS
+from tests.support.experiments import ALGORITHMS, EXPERIMENTS, ROOT, Algorithm, model_of
 
 GB = 10**9
 HOST_BYTES = 2000 * GB

@@ -4,15 +4,15 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
-from test_first_page import SETTING, require_setting
 from typer.testing import CliRunner
-from walking import ROOT, Walk, walk
 
 from megatron_dppo.cli import app
 from megatron_dppo.metrics.alarms import RULES
+from tests.recipes.walking import ROOT, Walk, walk
+from tests.support.records import metrics_of
+from tests.unit.test_first_page import SETTING, require_setting
 
 GUIDES = ROOT / "examples" / "guides"
 PAGES = [
@@ -36,14 +36,9 @@ def follow(page: str, folder: Path, *, edits_package: bool = False) -> Walk:
     return walk(text_of(page), folder, edits_package=edits_package)
 
 
-def rows_of(run: Path, kind: str) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["kind"] == kind]
-
-
 def require_metrics(page: str, run: Path) -> None:
     """Each metric that the page names is in the run's rows, or is one that only other runs have."""
-    found = {key for kind in ("rollout", "step") for row in rows_of(run, kind) for key in row}
+    found = {key for kind in ("rollout", "step") for row in metrics_of(run, kind) for key in row}
     documented = (ROOT / "megatron_dppo" / "metrics" / "README.md").read_text()
     areas = "|".join({key.partition("/")[0] for key in found if "/" in key})
     for area, name in re.findall(rf"`({areas})/([a-z_0-9]+)`", text_of(page)):
@@ -57,7 +52,7 @@ def test_data_and_reward(tmp_path: Path) -> None:
     assert "30 prompts" in walked.printed
     assert "no problems found" in walked.printed
     run = walked.folder / "runs" / "sums"
-    steps, rollouts = rows_of(run, "step"), rows_of(run, "rollout")
+    steps, rollouts = metrics_of(run, "step"), metrics_of(run, "rollout")
     assert len(rollouts) == 2
     assert all(row["optimizer/grad_norm"] > 0 for row in steps)
     assert all(0 < row["reward/mean"] < 0.5 and row["reward/is_right_mean"] == 0 for row in rollouts)
@@ -67,11 +62,11 @@ def test_data_and_reward(tmp_path: Path) -> None:
 def test_environment_and_tools(tmp_path: Path) -> None:
     walked = follow("environment_and_tools", tmp_path)
     run = walked.folder / "runs" / "scales"
-    rollouts = rows_of(run, "rollout")
+    rollouts = metrics_of(run, "rollout")
     assert len(rollouts) == 2
     assert all(row["rollout/num_turns_mean"] > 2 and row["reward/is_call_mean"] > 0 for row in rollouts)
     assert all(row["rollout/dropped_samples"] == 0 for row in rollouts)
-    assert all(row["optimizer/grad_norm"] > 0 for row in rows_of(run, "step"))
+    assert all(row["optimizer/grad_norm"] > 0 for row in metrics_of(run, "step"))
     require_metrics("environment_and_tools", run)
 
 
@@ -79,7 +74,7 @@ def test_trust_region(tmp_path: Path) -> None:
     walked = follow("trust_region", tmp_path, edits_package=True)
     assert "found 0.7, which never acts; expected above 0 and below 0.693147" in walked.printed
     run = walked.folder / "runs" / "js"
-    steps = rows_of(run, "step")
+    steps = metrics_of(run, "step")
     assert len(steps) == 8
     assert any(row["trust_region/masked_fraction_positive"] > 0 for row in steps)
     assert all("shadow/dppo_binary_tv/masked_fraction" in row for row in steps)

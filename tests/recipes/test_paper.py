@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from experiments import ALGORITHMS, EXPERIMENTS, Algorithm, model_of
 
 from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.algorithms.presets import overrides_in
 from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
+from tests.support.experiments import ALGORITHMS, EXPERIMENTS, Algorithm, model_of
 
 COLUMNS = ("moe_base", "moe_base_r3", "moe_thinking", "dense_base", "moe_base_lora")
 TABLE_1: dict[str, tuple[Any, ...]] = {

@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from experiments import ALGORITHMS, Algorithm
 from matplotlib.axes import Axes
-from synthetic_runs import expected, of_experiments, write
 from typer.testing import CliRunner
 
 from megatron_dppo.analysis.figures.canvas import Drawing, build
 from megatron_dppo.analysis.figures.command import KINDS
 from megatron_dppo.analysis.figures.material import Lacking, Material, experiments_of, read_curves
 from megatron_dppo.cli import app
+from tests.recipes.synthetic_runs import expected, of_experiments, write
+from tests.support.experiments import ALGORITHMS, Algorithm
 
 SCALING = {
     "grpo_clip_higher": "GRPO-ClipHigher",

@@ -1,16 +1,19 @@
 """Every algorithm of every experiment trains for real, with examples/tiny.toml as its last layer."""
 
-import json
 import math
+import os
 import re
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
-from experiments import ALGORITHMS, EXPERIMENTS, ROOT, Algorithm, tiny_family
-from forked_process import command, forked, train
+import transformers.modeling_utils  # noqa: F401
 
+import megatron_dppo.train  # noqa: F401
 from examples.make_tiny import write_tiny
 from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.algorithms.presets import overrides_in
@@ -18,6 +21,47 @@ from megatron_dppo.cli import app
 from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.runtime.files import write_jsonl
+from tests.support.experiments import ALGORITHMS, EXPERIMENTS, ROOT, Algorithm, tiny_family
+from tests.support.records import metrics_of
+
+# A function, or `megatron-dppo train`, in a process forked from this one, where all is imported already.
+
+
+TIMEOUT_S = 300
+
+
+def train(arguments: list[str], folder: Path, log: Path) -> int:
+    """The exit status of `megatron-dppo train`, started in `folder`; what it prints goes to `log`."""
+    return command(["train", *arguments], folder, log)
+
+
+def command(words: list[str], folder: Path, log: Path) -> int:
+    """The exit status of `megatron-dppo WORDS`, started in `folder`; what it prints goes to `log`."""
+    return forked(_run, words, folder, log)
+
+
+def forked(function: Callable[..., Any], *arguments: Any) -> int:
+    """The exit status of a process that calls the function.
+
+    This process computes nothing with torch itself: a fork would inherit threads' locks, and not the threads.
+    """
+    process = get_context("fork").Process(target=function, args=arguments)
+    process.start()
+    process.join(TIMEOUT_S)
+    process.kill()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def _run(words: list[str], folder: Path, log: Path) -> None:
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    sys.stdout = sys.stderr = log.open("w")
+    for descriptor in (1, 2):  # what other languages and processes print
+        os.dup2(sys.stdout.fileno(), descriptor)
+    app(words)
+
 
 CONVERTED = "-megatron"  # the end of the name of a converted folder
 
@@ -95,7 +139,7 @@ def _train(folder: Path, algorithm: Algorithm, kind: str) -> TinyRun:
     settings = [f"run.folder='{run}'", f"model.load=runs/tiny/{tiny_family(algorithm)}{kind}"]
     arguments = [*map(str, algorithm.tiny_layers), *(word for each in settings for word in ("--set", each))]
     assert train(arguments, folder, log) == 0, log.read_text()[-3000:]
-    rows = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(folder / run)
     kinds = ("rollout", "step", "evaluation")
     rollouts, steps, evaluations = ([row for row in rows if row["kind"] == kind] for kind in kinds)
     full_size = load_config([ROOT / layer for layer in algorithm.layers])

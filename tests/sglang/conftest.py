@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from serving import KEY, START_TIMEOUT_S, Served, served_config, write_served_model
 from transformers import Qwen3MoeForCausalLM
 
 from megatron_dppo.engines.sglang.client import Call, SglangClient
-from megatron_dppo.engines.sglang.server import API_KEY, Server, plan_launch
+from megatron_dppo.engines.sglang.server import API_KEY
+from tests.support.serving import KEY, Served, server_of, write_served_model
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -27,13 +27,8 @@ def served(tmp_path_factory: pytest.TempPathFactory, environment: None) -> Itera
     folder = write_served_model(tmp_path_factory.mktemp("served") / "model")
     model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     run = folder.parent / "run"
-    server = Server(plan_launch(served_config(folder, run)), run / "servers", "shared")
-    try:
-        record = server.start(START_TIMEOUT_S)
-        assert record is not None
+    with server_of(folder, run, "shared") as (_, record):
         yield Served(record.url, folder, model, run)
-    finally:
-        server.stop(grace_s=0)
 
 
 @pytest.fixture(scope="module")

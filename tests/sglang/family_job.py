@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparing import requests_of
 from safetensors.torch import save_file
-from sync_job import WAYS, connect
 
 from megatron_dppo.engines.base import SamplingParams
 from megatron_dppo.runtime.process import Runtime
+from tests.support.comparing import requests_of
+from tests.support.sync_job import WAYS, connect
 
 BUCKETS_OF_ONE = 1  # byte: every tensor has a bucket of its own
 

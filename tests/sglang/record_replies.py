@@ -1,4 +1,4 @@
-"""Records what a real server answers, for tests/unit: python tests/sglang/record_replies.py URL [CASE ...].
+"""Records what a real server answers, for tests/unit: python -m tests.sglang.record_replies URL [CASE ...].
 
 The server is one of `serving.served_config`, without a key, whose model is `serving.write_served_model` with
 three layers. For "retracted" it has `serving.TIGHT` besides: its cache does not hold what it is asked for.
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from serving import MODEL
 
 from megatron_dppo.engines.base import Request, SamplingParams
 from megatron_dppo.engines.sglang.protocol import generation_of
+from tests.support.serving import MODEL
 
 OUT = Path(__file__).resolve().parents[1] / "unit" / "sglang_replies"
 PROMPT = (5, 6, 7, 8, 40, 41)

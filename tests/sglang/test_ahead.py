@@ -11,10 +11,7 @@ from string import ascii_letters
 
 import pytest
 import torch
-from comparing import PARITY, Lengths, Letters
 from safetensors.torch import load_file, save_file
-from serving import KEY, MODEL, VERSION, Served, num_requests
-from tiny import TOP_K
 from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
@@ -32,6 +29,9 @@ from megatron_dppo.rollout.producer import Producer
 from megatron_dppo.rollout.scoring import Scorer, as_text
 from megatron_dppo.rollout.staleness import StalenessBound
 from megatron_dppo.types import FinishReason, Prompt, Sample
+from tests.support.comparing import PARITY, Lengths, Letters
+from tests.support.serving import KEY, MODEL, VERSION, Served, num_requests
+from tests.support.tiny import TOP_K
 
 pytestmark = pytest.mark.usefixtures("changes_weights")
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from serving import KEY, MAX_TOKENS, MODEL, VERSION, Served
 
 from megatron_dppo.engines.base import Completion, Request, SamplingParams
 from megatron_dppo.engines.sglang.client import Patience, SglangClient
 from megatron_dppo.engines.sglang.protocol import Generation, ServerFacts
 from megatron_dppo.errors import ServerError
+from tests.support.serving import KEY, MAX_TOKENS, MODEL, VERSION, Served
 
 PROMPT = (5, 6, 7, 8, 40, 41)
 PATIENCE = Patience(control_timeout_s=10, generate_timeout_s=60)

@@ -7,10 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from collecting import Collected, collect
-from comparing import FULL, PARITY, Lengths, Letters, compare, requests_of
-from serving import CHUNK, KEY, MAX_TOKENS, MODEL, Served, served_config
-from tiny import VOCAB, write_model
 
 from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.data.prompts.prompts import PromptStream
@@ -27,6 +23,10 @@ from megatron_dppo.rollout.rollouts import RolloutScheduler, build_engine
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.routing_replay.routes import validate_routes
 from megatron_dppo.types import Prompt, Sample
+from tests.support.collecting import Collected, collect
+from tests.support.comparing import FULL, PARITY, Lengths, Letters, compare, requests_of
+from tests.support.serving import CHUNK, KEY, MAX_TOKENS, MODEL, Served, served_config
+from tests.support.tiny import VOCAB, write_model
 
 PATIENCE = Patience(control_timeout_s=10, generate_timeout_s=60)
 
@@ -174,18 +174,16 @@ def test_two_requests_of_one_name_are_refused(engine: SglangEngine) -> None:
 
 
 def test_weights_do_not_come_this_way(engine: SglangEngine) -> None:
-    with pytest.raises(WeightSyncError, match="expected a push by weight_sync"):
+    with pytest.raises(WeightSyncError, match="weight_sync"):
         engine.load_weights([], 1)
 
 
 def test_a_run_without_a_server_says_how_to_start_one(served: Served, tmp_path: Any) -> None:
-    with pytest.raises(
-        ServerError, match=r"found no SGLang server; expected one or more\. Start them with megatron"
-    ):
+    with pytest.raises(ServerError, match="SGLang server"):
         build_engine(served_config(served.folder, tmp_path), served.folder, torch.device("cpu"))
 
 
 def test_a_model_that_would_be_served_wrongly_is_refused(tmp_path: Any) -> None:
     folder = write_model(tmp_path / "model", mlp_only_layers=[1])
-    with pytest.raises(ConfigError, match=r"whose layers \[1\] are dense; expected experts in every layer"):
+    with pytest.raises(ConfigError, match=r"layers \[1\] "):
         served_model(folder, ())

@@ -3,16 +3,17 @@
 The model is tied: the server builds an output layer for it, which no file has.
 """
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import tomli_w
-from sanity_run import TOKENS, add_task, settings
-from serving import OPTIONS, ROOT
-from tiny import write_model
+
+from tests.support.records import lines_of
+from tests.support.sanity_run import TOKENS, add_task, settings
+from tests.support.serving import OPTIONS, ROOT
+from tests.support.tiny import write_model
 
 
 def evaluated(folder: Path, name: str, **changes: dict[str, Any]) -> list[dict[str, Any]]:
@@ -33,7 +34,7 @@ def evaluated(folder: Path, name: str, **changes: dict[str, Any]) -> list[dict[s
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr
     assert "avg_at_1" in done.stdout
-    return [json.loads(line) for line in (out / "held_out.jsonl").read_text().splitlines()]
+    return lines_of(out / "held_out.jsonl")
 
 
 def test_a_server_gives_the_greedy_responses_of_the_embedded_engine(tmp_path: Path) -> None:

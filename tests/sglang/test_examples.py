@@ -1,11 +1,11 @@
 """The server arguments of the experiments are SGLang's."""
 
 import pytest
-from experiments import EXPERIMENTS, ROOT
-from serving import PYTHON
 
 from megatron_dppo.config.load import load_config
 from megatron_dppo.engines.sglang.options import option_problems, read_options
+from tests.support.experiments import EXPERIMENTS, ROOT
+from tests.support.serving import PYTHON
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)

@@ -6,15 +6,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
-from comparing import FULL, PARITY, compare, requests_of
-from serving import KEY, MODEL, START_TIMEOUT_S, VERSION, Served, num_requests, served_config
 
 from megatron_dppo.engines.base import SamplingParams
 from megatron_dppo.engines.sglang.client import Call, Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
-from megatron_dppo.engines.sglang.server import Server, plan_launch
 from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
 from megatron_dppo.errors import ServerError
+from tests.support.comparing import FULL, PARITY, compare, requests_of
+from tests.support.serving import (
+    KEY,
+    MODEL,
+    VERSION,
+    Served,
+    num_requests,
+    server_of,
+)
 
 IN_PLACE = Call(
     "/pause_generation", {"mode": "in_place"}
@@ -26,13 +32,8 @@ PATIENCE = Patience(control_timeout_s=5, generate_timeout_s=60, max_attempts=1)
 @pytest.fixture
 def own(served: Served) -> Iterator[Served]:
     """One more server of the same weights, for one test; it may end."""
-    server = Server(plan_launch(served_config(served.folder, served.run)), served.run / "servers", "flushed")
-    try:
-        record = server.start(START_TIMEOUT_S)
-        assert record is not None
+    with server_of(served.folder, served.run, "flushed") as (_, record):
         yield Served(record.url, served.folder, served.model, served.run)
-    finally:
-        server.stop(grace_s=0)
 
 
 def _push(served: Served, fleet: Fleet, version: int) -> None:

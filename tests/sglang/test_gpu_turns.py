@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import run_ranks
-from sanity_run import make_task, settings
-from serving import OPTIONS
-from turns_job import train_in_turns
+
+from tests.sglang.turns_job import train_in_turns
+from tests.support.ranks import run_ranks
+from tests.support.sanity_run import make_task, settings
+from tests.support.serving import OPTIONS
 
 _PUSH = [
     "expect",

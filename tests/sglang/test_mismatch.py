@@ -10,13 +10,14 @@ from typing import Any
 import psutil
 import pytest
 import tomli_w
-from converting import converted
-from mismatch_ranks import LAYOUTS, TOOLS, measure_layouts, require_parity
-from ranks import run_ranks
-from serving import LAYERS, MAX_TOKENS, OPTIONS, ROOT, Served, write_served_model
-from tiny import write_model
 
 from megatron_dppo.data.prompts import sanity_task
+from tests.support.converting import converted
+from tests.support.mismatch_ranks import LAYOUTS, TOOLS, measure_layouts, require_parity
+from tests.support.ranks import run_ranks
+from tests.support.records import lines_of
+from tests.support.serving import LAYERS, MAX_TOKENS, OPTIONS, ROOT, Served, write_served_model
+from tests.support.tiny import write_model
 from tools.benchmarks.benchmarking import torchrun
 
 PROMPTS, SAMPLES = 6, 3
@@ -81,7 +82,7 @@ def test_a_server_is_there_for_the_time_of_the_measurement(tables: dict[str, Any
     done = _run_tool(tmp_path, tables, *flags, "-o", str(tmp_path / "out"), processes=2)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out" / "mismatch.json").read_text())
-    rows = [json.loads(line) for line in (tmp_path / "out" / "tokens.jsonl").read_text().splitlines()]
+    rows = lines_of(tmp_path / "out" / "tokens.jsonl")
     require_parity([{"PP2": {"statistics": found, "rows": rows}}], model, LAYERS, 2 * SAMPLES)
     assert found["num_responses"] == 2 * SAMPLES
     assert found["serves_these_weights"]

@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from serving import PYTHON, VERSION
-from test_families import CASES
-from tiny_families import SIZES, config_of
 
 from megatron_dppo.architectures.registry import FAMILIES, read_hf_config
 from megatron_dppo.engines.base import Request, SamplingParams
@@ -20,6 +17,9 @@ from megatron_dppo.engines.sglang.protocol import ServedModel, generation_of
 from megatron_dppo.engines.sglang.sampling_settings import REFUSED_VARIABLES, SET_VARIABLES
 from megatron_dppo.engines.sglang.server import free_port
 from megatron_dppo.engines.weight_sync.factory import WithOwnOutput
+from tests.distributed.test_families import CASES
+from tests.support.serving import PYTHON, VERSION
+from tests.support.tiny_families import SIZES, config_of
 
 SCRIPT = Path(__file__).with_name("parameters_reading.py")
 OF_SGLANG_ALONE = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"}

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 import httpx2
 import pytest
 import torch
-from comparing import PARITY, compare, requests_of, sampled_until
-from serving import KEY, MAX_TOKENS, MODEL, Served
 
 from megatron_dppo.engines.base import Completion, Request, SamplingParams
 from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.types import WeightVersionSpan
+from tests.support.comparing import PARITY, compare, requests_of, sampled_until
+from tests.support.serving import KEY, MAX_TOKENS, MODEL, Served
 
 PARAMS = SamplingParams(200, num_topk_log_probs=20, capture_routes=True)
 PATIENCE = Patience(control_timeout_s=10, generate_timeout_s=120)
@@ -128,12 +128,12 @@ def test_what_could_not_go_on_is_refused_before_it_begins(engine: SglangEngine) 
     longest = SamplingParams(MAX_TOKENS - 2 - 40)  # of a prompt of 40: what the server takes, to the last token
     requests = requests_of("long", num_prompts=1, samples=1)
     engine.generate(requests, longest)
-    with pytest.raises(RolloutError, match="at most 506 tokens together"):
+    with pytest.raises(RolloutError, match="506 tokens"):
         sampled_until(engine, requests, longest, _after(1))
 
 
 def test_a_partial_that_does_not_fit_is_refused(engine: SglangEngine) -> None:
     (request,) = requests_of("fit", num_prompts=1, samples=1)
     (whole,) = engine.generate([request], SamplingParams(4))
-    with pytest.raises(RolloutError, match="tokens sampled before, with 0 log-probs each; expected 1 to 199"):
+    with pytest.raises(RolloutError, match=r"0 log-probs .*1 to 199"):
         engine.generate([dataclasses.replace(request, partial=whole)], PARAMS)

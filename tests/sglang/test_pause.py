@@ -6,13 +6,13 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from comparing import compare
-from serving import KEY, MODEL, VERSION, Served
 
 from megatron_dppo.engines.base import Request, SamplingParams
 from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
+from tests.support.comparing import compare
+from tests.support.serving import KEY, MODEL, VERSION, Served
 
 LONG = SamplingParams(400, num_topk_log_probs=5, capture_routes=True)
 

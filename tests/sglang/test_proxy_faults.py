@@ -8,11 +8,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from collecting import Collected, collect
-from comparing import PARITY, Lengths, Letters
-from fault_proxy import Fault, FaultProxy, of_routes
-from serving import KEY, LAYERS, MODEL, Served
-from tiny import EXPERTS, TOP_K
 
 from megatron_dppo.engines.base import SamplingParams
 from megatron_dppo.engines.counts import EngineCounts
@@ -21,6 +16,11 @@ from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.errors import ServerError
 from megatron_dppo.routing_replay.routes import overlap, validate_routes
 from megatron_dppo.types import Prompt, Sample
+from tests.sglang.fault_proxy import Fault, FaultProxy, of_routes
+from tests.support.collecting import Collected, collect
+from tests.support.comparing import PARITY, Lengths, Letters
+from tests.support.serving import KEY, LAYERS, MODEL, Served
+from tests.support.tiny import EXPERTS, TOP_K
 
 NUM_PROMPTS, NUM_SAMPLES = 3, 4
 ATTEMPTS = 3

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from serving import PYTHON
-from test_collect import TOKENIZER
-from tiny_families import write_family
 from typer.testing import CliRunner
 
 from megatron_dppo.cli import app
 from megatron_dppo.runtime.files import write_jsonl
+from tests.support.serving import PYTHON
+from tests.support.tiny_families import write_family
+from tests.support.word_tokenizers import TOKENIZER
 
 SCRIPT = Path(__file__).with_name("quantized_reading.py")
 GATES, EXPERTS = ["model.layers.0.mlp.gate"], ["model.layers.1.mlp.experts"]

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from comparing import PARITY, compare, requests_of
-from serving import KEY, MODEL, START_TIMEOUT_S, TIGHT, Served, served_config
 
 from megatron_dppo.engines.base import SamplingParams
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.server import Server, plan_launch
+from tests.support.comparing import PARITY, compare, requests_of
+from tests.support.serving import KEY, MODEL, START_TIMEOUT_S, TIGHT, Served, served_config
 
 PARAMS = SamplingParams(150, num_topk_log_probs=20, capture_routes=True)
 

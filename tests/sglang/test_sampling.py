@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from serving import KEY, MODEL, START_TIMEOUT_S, Served, served_config
 
 from megatron_dppo.engines.base import Request, SamplingParams
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.server import Server, plan_launch
 from megatron_dppo.engines.weight_sync.probe import require_temperature
 from megatron_dppo.errors import WeightSyncError
+from tests.support.serving import KEY, MODEL, START_TIMEOUT_S, Served, served_config
 
 PARAMS = SamplingParams(24, temperature=0.8)
 BEHIND_OUR_BACK = {
@@ -66,5 +66,5 @@ def test_an_interrupted_sample_goes_on_as_it_would_have(url: str) -> None:
 
 def test_log_probs_without_the_temperature_are_found(url: str, served: Served) -> None:
     require_temperature([served.url], MODEL, KEY)
-    with pytest.raises(WeightSyncError, match=r"lie 1 times as far apart as at 1; expected 0\.5 times"):
+    with pytest.raises(WeightSyncError, match=r"1 times .*0\.5 times"):
         require_temperature([served.url, url], MODEL, KEY)

@@ -8,15 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tomli_w
-from converting import converted
-from serving import KEY, MODEL, PYTHON, START_TIMEOUT_S, VERSION, Served, served_config, write_served_model
 
 from megatron_dppo.engines.base import Request, SamplingParams
 from megatron_dppo.engines.sglang.client import Patience, SglangClient
@@ -30,13 +27,18 @@ from megatron_dppo.engines.sglang.options import (
 )
 from megatron_dppo.engines.sglang.server import Server, plan_launch, read_records
 from megatron_dppo.errors import ConfigError, ServerError
-
-
-def _wait_until(is_so: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"it did not happen within {timeout_s} s"
-        time.sleep(0.2)
+from tests.support.converting import converted
+from tests.support.processes import wait_until
+from tests.support.serving import (
+    KEY,
+    MODEL,
+    PYTHON,
+    START_TIMEOUT_S,
+    VERSION,
+    Served,
+    served_config,
+    write_served_model,
+)
 
 
 def _is_healthy(url: str) -> bool:
@@ -69,7 +71,7 @@ def test_a_killed_server_is_started_again_and_sigterm_ends_all(served: Served, t
         )
     folder = tmp_path / "run" / "servers"
     try:
-        _wait_until(lambda: bool(read_records(folder)) or serve.poll() is not None, START_TIMEOUT_S)
+        wait_until(lambda: bool(read_records(folder)) or serve.poll() is not None, START_TIMEOUT_S)
         (first,) = read_records(folder)
         engine = SglangEngine(first.url, MODEL, Patience(first_pause_s=0.1), api_key=KEY)
         with ThreadPoolExecutor() as pool:
@@ -78,8 +80,8 @@ def test_a_killed_server_is_started_again_and_sigterm_ends_all(served: Served, t
             os.kill(first.pid, signal.SIGKILL)
             with pytest.raises(ServerError, match=r"(?s)POST .*/generate: found .* Look at the server's log"):
                 sampling.result(60)
-        _wait_until(lambda: not read_records(folder), 30)
-        _wait_until(lambda: bool(read_records(folder)) or serve.poll() is not None, START_TIMEOUT_S)
+        wait_until(lambda: not read_records(folder), 30)
+        wait_until(lambda: bool(read_records(folder)) or serve.poll() is not None, START_TIMEOUT_S)
         (second,) = read_records(folder)
         assert (second.url, second.num_starts) == (first.url, 2)
         assert second.pid != first.pid
@@ -173,13 +175,9 @@ def test_a_converted_folder_is_served_without_weights_until_a_push(tmp_path: Pat
 
 
 def test_what_cannot_be_launched_is_refused(served: Served, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"without SGLang; expected an interpreter with it\. Run make sglang-venv"
-    ):
+    with pytest.raises(ConfigError, match="make sglang-venv"):
         plan_launch(served_config(served.folder, tmp_path, python=sys.executable))
-    with pytest.raises(
-        ConfigError, match=r"expected a Hugging Face folder \(config\.json\) or a Megatron checkpoint"
-    ):
+    with pytest.raises(ConfigError, match=r"\(config\.json\)"):
         plan_launch(served_config(tmp_path, tmp_path))
-    with pytest.raises(ConfigError, match=r"Remove it from \[sglang\]; it is set by the weight sync"):
+    with pytest.raises(ConfigError, match=r"\[sglang\]"):
         plan_launch(served_config(served.folder, tmp_path, weight_version="7"))

@@ -1,6 +1,5 @@
 """Each family on one server of its own: its answers, pushes by each way, and a run that trains on it."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,13 +10,6 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
-from comparing import FULL, PARITY, chosen_experts, compare, requests_of
-from family_job import push_every_way, push_from_bfloat16, push_parted
-from ranks import run_ranks
-from sanity_run import settings
-from served_families import CASES_SERVED, IN_CI, model_of, served_tables, write_served_case
-from serving import ROOT, START_TIMEOUT_S, Served
-from sync_job import WAYS
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -25,6 +17,14 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.base import SamplingParams
 from megatron_dppo.engines.sglang.server import Server, plan_launch
 from megatron_dppo.rollout.rollouts import build_engine
+from tests.sglang.family_job import push_every_way, push_from_bfloat16, push_parted
+from tests.support.comparing import FULL, PARITY, chosen_experts, compare, requests_of
+from tests.support.ranks import run_ranks
+from tests.support.records import metrics_of
+from tests.support.sanity_run import settings
+from tests.support.served_families import CASES_SERVED, IN_CI, model_of, served_tables, write_served_case
+from tests.support.serving import ROOT, START_TIMEOUT_S, Served
+from tests.support.sync_job import WAYS
 
 ROLLOUTS = 2
 
@@ -146,7 +146,7 @@ def test_a_run_trains_on_the_server_s_routes(family: Family) -> None:
     command = [sys.executable, "-m", "megatron_dppo", "train", config]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [json.loads(line) for line in (family.served.run / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(family.served.run)
     rollouts = [row for row in lines if row["kind"] == "rollout"]
     assert len(rollouts) == ROLLOUTS
     for row in rollouts:

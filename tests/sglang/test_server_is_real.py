@@ -2,7 +2,8 @@
 
 import httpx2
 import torch
-from serving import KEY, Served
+
+from tests.support.serving import KEY, Served
 
 
 @torch.no_grad()

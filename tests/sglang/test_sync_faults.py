@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import run_ranks
-from serving import START_TIMEOUT_S, Served, num_requests, served_config
-from sync_job import die_in_the_middle, die_while_sampling, lose_a_server, push_once
 
-from megatron_dppo.engines.sglang.server import Server, ServerRecord, plan_launch
+from megatron_dppo.engines.sglang.server import ServerRecord
+from tests.support.ranks import run_ranks
+from tests.support.serving import Served, num_requests, served_config, server_of
+from tests.support.sync_job import die_in_the_middle, die_while_sampling, lose_a_server, push_once
 
 DROPPED, DROPPED_WITHIN_S = b"Request is disconnected from the client side", 60.0
 
@@ -23,15 +23,12 @@ pytestmark = pytest.mark.usefixtures("changes_weights")
 @pytest.fixture
 def second(served: Served) -> Iterator[ServerRecord]:
     """One more server of the same run, for one test."""
-    server = Server(plan_launch(served_config(served.folder, served.run)), served.run / "servers", "another")
-    record = server.start(START_TIMEOUT_S)
-    assert record is not None
-    try:
-        yield record
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(record.pid, signal.SIGCONT)
-        server.stop(grace_s=0)
+    with server_of(served.folder, served.run, "another") as (_, record):
+        try:
+            yield record
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(record.pid, signal.SIGCONT)
 
 
 def settings_of(served: Served, **sglang: Any) -> dict[str, Any]:

@@ -5,15 +5,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli_w
-from sanity_run import make_task, settings
-from serving import OPTIONS, ROOT
+
+from tests.support.processes import is_alive, wait_until
+from tests.support.sanity_run import make_task, settings
+from tests.support.serving import OPTIONS, ROOT
 
 ROLLOUTS = 4
 
@@ -66,21 +66,6 @@ def start(config: Path, log: Path) -> subprocess.Popen[bytes]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with log.open("wb") as stream:
         return subprocess.Popen(command, stdout=stream, stderr=stream, env=environment, cwd=ROOT)
-
-
-def wait_until(is_so: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"it did not happen within {timeout_s} s"
-        time.sleep(0.1)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_a_run_with_servers_of_its_own_survives_being_killed(config: Path) -> None:

@@ -3,8 +3,6 @@
 import dataclasses
 
 import torch
-from comparing import PARITY, Letters, compare, requests_of
-from serving import KEY, MODEL, Served
 
 from megatron_dppo.engines.base import SamplingParams
 from megatron_dppo.engines.sglang.client import Patience
@@ -13,6 +11,8 @@ from megatron_dppo.environments import InProcess, Observation, Turn
 from megatron_dppo.rollout.conversations import TurnLimits
 from megatron_dppo.rollout.multi_turn import MultiTurnEngine
 from megatron_dppo.types import FinishReason, Prompt
+from tests.support.comparing import PARITY, Letters, compare, requests_of
+from tests.support.serving import KEY, MODEL, Served
 
 PARAMS = SamplingParams(64, num_topk_log_probs=5, capture_routes=True)
 SAYS = ["and then?", "why?", None]

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import run_ranks
-from serving import Served, served_config
-from sync_job import WAYS, perturb_each_tensor, push_every_way, release_and_push
+
+from tests.support.ranks import run_ranks
+from tests.support.serving import Served, served_config
+from tests.support.sync_job import WAYS, perturb_each_tensor, push_every_way, release_and_push
 
 pytestmark = pytest.mark.usefixtures("changes_weights")
 

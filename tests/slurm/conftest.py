@@ -4,8 +4,9 @@ import runpy
 from collections.abc import Iterator
 
 import pytest
-from cluster import Cluster, require_programs
-from jobs import ROOT
+
+from tests.support.cluster import Cluster, require_programs
+from tests.support.jobs import ROOT
 
 
 @pytest.fixture(scope="session")

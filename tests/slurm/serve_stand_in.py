@@ -1,25 +1,20 @@
 """In the place of `megatron-dppo serve`: a stand-in for a server of a tiny model, registered until it ends.
 
-python serve_stand_in.py base.toml dppo.toml tiny.toml --name node-0 --set run.folder=runs/a
+python -m tests.slurm.serve_stand_in base.toml dppo.toml tiny.toml --name node-0 --set run.folder=runs/a
 """
 
 import argparse
 import os
 import signal
 import socket
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
-_TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(_TESTS.parent), str(_TESTS / "unit")]
-
-from sglang_stand_in import LiveStandIn  # noqa: E402 - no test runner has set the path
-
-from megatron_dppo.config.load import load_config  # noqa: E402
-from megatron_dppo.data.prompts import sanity_task  # noqa: E402
-from megatron_dppo.engines.sglang.server import ServerRecord  # noqa: E402
-from megatron_dppo.runtime.files import write_jsonl  # noqa: E402
+from megatron_dppo.config.load import load_config
+from megatron_dppo.data.prompts import sanity_task
+from megatron_dppo.engines.sglang.server import ServerRecord
+from megatron_dppo.runtime.files import write_jsonl
+from tests.support.sglang_stand_in import LiveStandIn
 
 _TOKEN_S = 0.2
 

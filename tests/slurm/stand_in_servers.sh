@@ -3,7 +3,7 @@
 case "$*" in
     *"megatron_dppo serve"*)
         shift 3
-        exec "$STAND_IN_PYTHON" tests/slurm/serve_stand_in.py "$@"
+        exec "$STAND_IN_PYTHON" -m tests.slurm.serve_stand_in "$@"
         ;;
 esac
 exec "$STAND_IN_PYTHON" "$@"

@@ -10,7 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from jobs import ROOT
+
+from tests.support.jobs import ROOT
 
 _ON_A_CPU = {"miniature_study", "quickstart", "sudoku"}
 EXPERIMENTS = sorted({path.parent.name for path in (ROOT / "examples").glob("*/base.toml")} - _ON_A_CPU)

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-from cluster import Cluster
-from jobs import Job, stand_in_environment, submit
+
+from tests.support.cluster import Cluster
+from tests.support.jobs import Job, stand_in_environment, submit
 
 TRAIN = "examples/moe_base/train.sbatch"
 ALGORITHM = "dppo_binary_tv.toml"

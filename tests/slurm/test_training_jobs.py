@@ -6,19 +6,16 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from campaign import compare_rows, equal_states
-from cluster import Cluster
-from jobs import Job, is_alive, stand_in_environment, submit
+
+from tests.faults.campaign import compare_rows, equal_states
+from tests.support.cluster import Cluster
+from tests.support.jobs import Job, is_alive, stand_in_environment, submit
+from tests.support.records import metrics_of
 
 ALGORITHM = "dppo_binary_tv.toml"
 _LIMIT_S = 400
-
-
-def rows(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="session")
@@ -39,13 +36,13 @@ def pair(cluster: Cluster, tiny: tuple[str, ...], tmp_path_factory: pytest.TempP
 def test_a_pair_of_runs_and_their_report(pair: Path) -> None:
     for mode in ("measure", "replay"):
         run = pair / mode / "seed_7"
-        assert [row["step"] for row in rows(run) if row["kind"] == "step"] == list(range(8))
+        assert [row["step"] for row in metrics_of(run, "step")] == list(range(8))
         config = (run / "config.toml").read_text()
         assert f'routing_replay = "{mode}"' in config
         assert "paired_routing_every = 10" in config
         assert "seed = 7" in config
     rewards = [
-        [row["reward/mean"] for row in rows(pair / mode / "seed_7") if row["kind"] == "rollout"]
+        [row["reward/mean"] for row in metrics_of(pair / mode / "seed_7", "rollout")]
         for mode in ("measure", "replay")
     ]
     assert rewards[0][0] == rewards[1][0], "the same seed samples the same responses"
@@ -108,7 +105,7 @@ def test_an_asynchronous_job_is_requeued_and_resumes(
     for log in logs:
         ended = (log / "engine.log").read_text()
         assert "n1: ended with weights " in ended and "n0" not in ended
-    rollouts = [row for row in rows(run) if row["kind"] == "rollout"]
+    rollouts = metrics_of(run, "rollout")
     assert [row["rollout"] for row in rollouts] == list(range(num_rollouts))
     ages = [row["rollout/staleness_max"] for row in rollouts]
     assert max(ages[:3]) >= 1, "sampled before a push, trained on after it"

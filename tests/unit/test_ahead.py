@@ -9,10 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from concurrent_engines import Delays, SteppedEngine, SteppedSession
-from ranks_on_threads import Meeting, Peer, on_ranks
-from samples import InProcessScorer
-from test_collect import TOKENIZER
 
 from megatron_dppo.data.prompts.prompts import PromptStream
 from megatron_dppo.engines.base import Completion, Request, SamplingParams, aborted
@@ -28,6 +24,10 @@ from megatron_dppo.rollout.producer import Producer
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.rollout.staleness import StalenessBound
 from megatron_dppo.types import DataCursor, Prompt, SampleGroup
+from tests.support.concurrent_engines import Delays, SteppedEngine, SteppedSession
+from tests.support.ranks_on_threads import Meeting, Peer, on_ranks
+from tests.support.samples import InProcessScorer
+from tests.support.word_tokenizers import TOKENIZER
 
 PROMPTS = [Prompt(str(i), "408", "test", text="<bos> 2 1 * 4 3 =") for i in range(40)]
 TOO_LONG = "<bos> 2 1 * 4 3 * 4 3 ="
@@ -352,9 +352,7 @@ def test_groups_that_end_without_a_token_are_dropped_and_counted(
 def test_a_run_whose_prompts_are_all_too_long_says_so() -> None:
     rank = Rank(StalenessBound(2, 1), Peer(0, Meeting(1)), prompts=[replace(p, text=TOO_LONG) for p in PROMPTS])
     rank.push(0, 9)
-    with pytest.raises(
-        RolloutError, match=r"found 40 prompts in a row longer than data\.max_prompt_tokens, out of 40"
-    ):
+    with pytest.raises(RolloutError, match=r"40 .*data\.max_prompt_tokens.* 40"):
         rank.ahead.next(0, rank.peer.all_gather, lambda: False)
     rank.ahead.close()
 
@@ -363,7 +361,7 @@ def test_a_wait_that_nothing_can_end_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(StalenessBound, "choose", lambda *_: None)
     rank = Rank(StalenessBound(2, 1, 2), Peer(0, Meeting(1)))
     rank.push(3, 9)
-    with pytest.raises(RolloutError, match="weights 3: found all 4 open groups sampled"):
+    with pytest.raises(RolloutError, match=r"weights 3: .* 4 open groups"):
         rank.ahead.next(3, rank.peer.all_gather, lambda: False)
     rank.ahead.close()
 
@@ -389,7 +387,7 @@ def test_a_sample_beyond_the_bound_or_of_weights_to_come_is_never_trained_on(off
 
     rank = Rank(StalenessBound(2, 1), Peer(0, Meeting(1)), engine=Others())
     rank.push(7, 9)
-    with pytest.raises(RolloutError, match=f"tokens of weights {7 + off}, to be trained on by weights 7"):
+    with pytest.raises(RolloutError, match=f"weights {7 + off}, .* weights 7"):
         rank.ahead.next(7, rank.peer.all_gather, lambda: False)
     rank.ahead.close()
 

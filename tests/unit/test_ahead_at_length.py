@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from concurrent_engines import Delays, SteppedEngine, Weights
-from ranks_on_threads import on_ranks
-from test_ahead import Rank, Taken, require_bound_and_ledger
 
 from megatron_dppo.rollout.staleness import OpenGroup, StalenessBound
+from tests.support.concurrent_engines import Delays, SteppedEngine, Weights
+from tests.support.ranks_on_threads import on_ranks
+from tests.unit.test_ahead import Rank, Taken, require_bound_and_ledger
 
 SLOWNESS = (1.0, 3.0, 0.5, 6.0)  # of each rank
 VERSIONS = range(40)

@@ -89,7 +89,7 @@ def test_bad_rewards():
         group_advantages(torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.long))
     with pytest.raises(RewardError, match="reward 1: found nan"):
         group_advantages(torch.tensor([0.0, math.nan]), [0, 0])
-    with pytest.raises(RewardError, match=r"reward 1: found -3e\+38; .* at most 1e\+18"):
+    with pytest.raises(RewardError, match=r"reward 1: found -3e\+38; .* 1e\+18"):
         group_advantages(torch.tensor([1.0, -3e38], dtype=torch.float64), [0, 0])
 
 
@@ -109,7 +109,7 @@ def test_weights_by_hand():
 
 
 def test_bad_aggregation():
-    with pytest.raises(ConfigError, match="Did you mean 'token_mean'"):
+    with pytest.raises(ConfigError, match="'token_mean'\\?"):
         token_weights("tokenmean", [1])
     for response_length in (None, 0, -1):
         with pytest.raises(ConfigError, match="response_length"):

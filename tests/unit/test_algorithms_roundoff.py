@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peaked_policies import ROUNDOFF, PeakedPolicies, assert_ordered_kls, assert_ordered_tvs
 from torch import Tensor
 
 from megatron_dppo.algorithms import (
@@ -20,6 +19,7 @@ from megatron_dppo.algorithms import (
     topk_partition,
     topk_tv,
 )
+from tests.support.peaked_policies import ROUNDOFF, PeakedPolicies, assert_ordered_kls, assert_ordered_tvs
 
 BOTH_DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 

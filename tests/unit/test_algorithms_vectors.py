@@ -5,7 +5,6 @@ from itertools import chain
 
 import pytest
 import torch
-from dppo_vectors import CASES, SETTINGS, VECTORS, build, column, is_decided, log_softmax
 from torch import Tensor
 
 from megatron_dppo.algorithms import (
@@ -21,6 +20,7 @@ from megatron_dppo.algorithms import (
     token_weights,
 )
 from megatron_dppo.algorithms.presets import FIELD
+from tests.support.dppo_vectors import CASES, SETTINGS, VECTORS, build, column, is_decided, log_softmax
 
 EVERY_SETTING = pytest.mark.parametrize("setting", SETTINGS)
 BOTH_DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from published_models import PUBLISHED
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_dppo.architectures.deepseek_v3 import DEEPSEEK_V3
@@ -26,6 +25,7 @@ from megatron_dppo.architectures.registry import (
 from megatron_dppo.architectures.sizes import rope_scaling_factor
 from megatron_dppo.engines.embedded.engine import checkpoint_targets
 from megatron_dppo.errors import ConfigError, ConversionError
+from tests.support.published_models import PUBLISHED
 
 SIZES: dict[str, Any] = dict(
     vocab_size=11,
@@ -264,7 +264,7 @@ def test_a_file_that_holds_no_tensor_of_the_model_is_named() -> None:
     def file_of(name: str) -> Path:
         return Path("model", "consolidated.safetensors" if name in stray else "model.safetensors")
 
-    with pytest.raises(ConversionError, match=r"No tensor of the model is in consolidated.safetensors\. Move"):
+    with pytest.raises(ConversionError, match=r"consolidated\.safetensors"):
         QWEN3.require_shapes(hf, found | stray, Path("model"), file_of)
 
 
@@ -331,11 +331,11 @@ def test_weights_of_another_config_are_refused_before_any_is_read() -> None:
     hf = SIZES | {"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 64}
     found, where = QWEN3.hf_shapes(hf), (Path("model"), lambda name: Path("model", f"{name}.safetensors"))
     QWEN3.require_shapes(hf, found, *where)
-    with pytest.raises(ConversionError, match=r"model: 1 tensors are missing .*lm_head.weight"):
+    with pytest.raises(ConversionError, match=r"model: 1 .*lm_head\.weight"):
         QWEN3.require_shapes(hf, {n: s for n, s in found.items() if n != "lm_head.weight"}, *where)
     with pytest.raises(
         ConversionError,
-        match=r"safetensors: 'lm_head.weight' has shape \(1, 2\); expected \(11, 8\)",
+        match=r"'lm_head.weight' .*\(1, 2\); expected \(11, 8\)",
     ):
         QWEN3.require_shapes(hf, found | {"lm_head.weight": (1, 2)}, *where)
 

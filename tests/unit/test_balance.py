@@ -173,7 +173,7 @@ def test_micro_batches_are_even_where_that_takes_no_more_of_them() -> None:
 
 
 def test_a_sample_above_the_budget_is_refused_with_the_figures() -> None:
-    with pytest.raises(DataError, match=r"2 sequences exceed the budget of 4 .* \(longest: 9\)"):
+    with pytest.raises(DataError, match=r"2 sequences .* 4 .* 9\)"):
         plan_minibatch([3, 5, 9], [0, 0, 0], [0], max_tokens=4, cost=BY_TOKENS)
 
 

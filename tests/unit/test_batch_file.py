@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from samples import ROUTING, assert_same, make_sample
 
 from megatron_dppo.data.batches.batch_file import bytes_of, read_batches, write_batches
 from megatron_dppo.data.batches.packing import pack, placeholder
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import Microbatch, TrainBatch
+from tests.support.samples import ROUTING, assert_same, make_sample
 
 
 def microbatches() -> list[Microbatch]:

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from ranks_on_threads import Peer, alone, on_ranks
-from samples import ROUTING, assert_same, make_group, make_sample
 
 from megatron_dppo.algorithms import AGGREGATIONS, token_weights
 from megatron_dppo.config.schema import Config
@@ -22,6 +20,8 @@ from megatron_dppo.data.batches.gradient_steps import (
 )
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import Sample, SampleGroup, TrainBatch
+from tests.support.ranks_on_threads import Peer, alone, on_ranks
+from tests.support.samples import ROUTING, assert_same, make_group, make_sample
 
 SAMPLES = [
     make_sample(list(range(3 + n)), 2, mask=[(i + n) % 3 != 0 for i in range(1 + n)], reward=float(n % 2))

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from exact_bounds import performance_bound
 from torch import Tensor
 
 from megatron_dppo.metrics.alarms import NOISE_LIMIT, noise_warning
@@ -17,6 +16,7 @@ from megatron_dppo.metrics.step_metrics import (
     bound_terms,
 )
 from megatron_dppo.types import Microbatch
+from tests.support.exact_bounds import performance_bound
 
 HORIZON = 3
 

@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_tokenizers import llama_tokenizer, save, tools_tokenizer
-from test_checks import MODEL
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
@@ -15,6 +13,8 @@ from megatron_dppo.cli import app
 from megatron_dppo.config import load_config
 from megatron_dppo.data.prompts.prompts import Drawn, load_prompts
 from megatron_dppo.rollout.groups import GroupMaker
+from tests.support.byte_tokenizers import llama_tokenizer, save, tools_tokenizer
+from tests.unit.test_checks import MODEL
 
 CHAT = [{"role": "user", "content": "1 + 1?"}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

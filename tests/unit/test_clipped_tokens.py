@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from byte_tokenizers import qwen3_tokenizer, save
 
 from megatron_dppo.metrics.masked_tokens import ACTIVE, TOP, ClippedTokens, TokenLists
 from megatron_dppo.run.token_lists import OpenTokenLists
 from megatron_dppo.runtime.files import read_jsonl
+from tests.support.byte_tokenizers import qwen3_tokenizer, save
 
 NUM_TOKENS = 400
 

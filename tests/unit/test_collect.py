@@ -1,7 +1,6 @@
 """Collecting samples, with a fake engine: it answers from a script. Real engines have tests of their own."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -9,13 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from collecting import Collected, collect
-from samples import InProcessScorer
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
-from megatron_dppo.data.prompts.sanity_task import VOCABULARY
 from megatron_dppo.engines.base import Completion, Request, SamplingParams
 from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.errors import RolloutError, RoutingReplayError
@@ -31,26 +25,15 @@ from megatron_dppo.types import (
     Sample,
     WeightVersionSpan,
 )
+from tests.support.collecting import Collected, collect
+from tests.support.records import lines_of
+from tests.support.samples import InProcessScorer
+from tests.support.word_tokenizers import TOKENIZER
 
 RIGHT = "w3 8 4 0 + w0 6 3 0 + w17 # 8 0 4 0 <eos>"
 WRONG = "w3 # 1 0 0 0 <eos>"
 PROMPTS = [Prompt(name, "408", "test", text="<bos> 2 1 * 4 3 =") for name in ("a", "b", "c")]
 PARAMS = SamplingParams(max_response_tokens=20)
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    words = Tokenizer(models.WordLevel(VOCABULARY))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
-    )
-    tokenizer.chat_template = (
-        "<bos> {% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}={% endif %}"
-    )
-    return tokenizer
-
-
-TOKENIZER = make_tokenizer()
 
 
 def complete(request: Request, text: str, **changes: Any) -> Completion:
@@ -150,7 +133,7 @@ def test_prompts_that_are_too_long_are_counted_and_stop_a_run_that_has_no_others
     assert batch.groups == []
     counts = batch.counts
     assert (counts.num_prompts, counts.num_prompts_too_long, counts.num_samples) == (3, 3, 0)
-    with pytest.raises(RolloutError, match="found 3 prompts, all longer than"):
+    with pytest.raises(RolloutError, match="found 3 prompts, "):
         refuse_if_too_many_dropped(counts, 1.0)
     refuse_if_too_many_dropped(dataclasses.replace(counts, num_prompts_too_long=2), 0.0)
 
@@ -308,7 +291,7 @@ def test_completions_that_are_missing() -> None:
         def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
             return super().generate(requests, params)[:-1]
 
-    with pytest.raises(RolloutError, match="found 11 completions; expected one for each of 12"):
+    with pytest.raises(RolloutError, match=r"found 11 completions; expected .* 12"):
         collect(
             Lossy(right_or_wrong), PROMPTS, TOKENIZER, InProcessScorer(arithmetic_reward), PARAMS,
             samples_per_prompt=4, max_prompt_tokens=7, seed=1, rollout=2,
@@ -328,7 +311,7 @@ def test_samples_are_written_as_text(tmp_path: Path) -> None:
     )
     path = tmp_path / "samples" / "rollout2.jsonl"
     write_samples(path, [dataclasses.replace(group, samples=scored)], TOKENIZER)
-    first, second = [json.loads(line) for line in path.read_text().splitlines()]
+    first, second = lines_of(path)
     assert first["prompt"] == "<bos> 2 1 * 4 3 =" and first["response"] == RIGHT
     assert (first["reward"], first["advantage"]) == (1.0, 0.5)
     assert (second["reward"], second["advantage"]) == (0.0, -0.5)

@@ -7,10 +7,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from concurrent_engines import OneByOne, interrupted
-from samples import assert_same
-from test_multi_turn import ENDS, PARAMS, TOKENIZER, Recorded, Scripted, asked, multi_turn_engine
-from test_transformers_engine import engine_of, moe_config, reference_model
 
 from megatron_dppo.data.prompts.prompts import Drawn
 from megatron_dppo.engines.base import Completion, Request, SamplingParams, aborted, resumed
@@ -25,6 +21,10 @@ from megatron_dppo.rollout.multi_turn import MultiTurnEngine
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.runtime.concurrency import all_of, run_loop
 from megatron_dppo.types import Prompt
+from tests.support.concurrent_engines import OneByOne, interrupted
+from tests.support.samples import assert_same
+from tests.unit.test_multi_turn import ENDS, PARAMS, TOKENIZER, Recorded, Scripted, asked, multi_turn_engine
+from tests.unit.test_transformers_engine import engine_of, moe_config, reference_model
 
 LENGTHS = (5, 1, 3)
 LIMITS = TurnLimits(max_turns=3, max_turn_tokens=4)
@@ -245,7 +245,7 @@ async def unheard(completion: Completion) -> None:
 def test_what_an_engine_raises_is_raised(engine: TransformersEngine, is_concurrent: bool) -> None:
     broken = dataclasses.replace(asked([1])[0], id="broken", prompt_tokens=(99,))
     multi_turn = multi_turn_engine(OneByOne(engine) if is_concurrent else engine)
-    with pytest.raises(RolloutError, match="request broken: found token ids 99"):
+    with pytest.raises(RolloutError, match=r"request broken: .* 99"):
         multi_turn.generate([*asked(LENGTHS), broken], PARAMS)
 
 

@@ -1,12 +1,12 @@
 """The `dapo` reward: the last "Answer:" of the last 300 characters."""
 
 import pytest
-from hostile_answers import HOSTILE
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards import RewardResult, dapo_reward
 from megatron_dppo.rewards.text import normalize
 from megatron_dppo.types import Prompt
+from tests.support.hostile_answers import HOSTILE
 
 RIGHT = RewardResult(1.0, {"has_answer": 1.0})
 WRONG = RewardResult(0.0, {"has_answer": 1.0})
@@ -92,7 +92,7 @@ def test_spelling(answer: str, spelling: str) -> None:
 
 
 def test_a_prompt_without_an_answer_is_at_fault() -> None:
-    with pytest.raises(RewardError, match="prompt p: found answer ''; expected text or LaTeX"):
+    with pytest.raises(RewardError, match="prompt p: found answer ''"):
         dapo_reward(asked(""), "Answer: 5", "stop")
 
 

@@ -1,8 +1,6 @@
 """The text of each template, character for character, and the tokenizers that it is refused with."""
 
 import pytest
-from byte_tokenizers import ASKED_TO_THINK_TEMPLATE, BOS, byte_tokenizer, qwen3_tokenizer, r1_tokenizer
-from math_problems import DAPO_AFTER, DAPO_BEFORE
 
 from megatron_dppo.data.prompts.templates import (
     TEMPLATES,
@@ -11,6 +9,14 @@ from megatron_dppo.data.prompts.templates import (
     without_dapo_instruction,
 )
 from megatron_dppo.errors import DataError
+from tests.support.byte_tokenizers import (
+    ASKED_TO_THINK_TEMPLATE,
+    BOS,
+    byte_tokenizer,
+    qwen3_tokenizer,
+    r1_tokenizer,
+)
+from tests.support.math_problems import DAPO_AFTER, DAPO_BEFORE
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 SHOWN = {
@@ -39,7 +45,7 @@ def test_dapos_instruction_comes_off() -> None:
 
 
 def test_tokenizers_that_a_template_is_refused_with() -> None:
-    with pytest.raises(DataError, match=r"r1_distill with .*as \d+ tokens.*no BOS.*DeepSeek-R1-Distill"):
+    with pytest.raises(DataError, match=r"r1_distill .*\d+ tokens.*BOS.*DeepSeek-R1-Distill"):
         require_tokenizer("r1_distill", qwen3_tokenizer())
     with pytest.raises(DataError, match="no BOS before a text"):
         require_tokenizer("r1_distill", byte_tokenizer(("<｜User｜>", "<｜Assistant｜>")))

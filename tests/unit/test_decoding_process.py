@@ -13,13 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 import torch
-from test_sglang_protocol import MODEL, recorded
 
 from megatron_dppo.engines.base import Completion
 from megatron_dppo.engines.sglang import decoding_process
 from megatron_dppo.engines.sglang.decoding_process import DecodingProcess, SharedMemory
 from megatron_dppo.engines.sglang.protocol import Generation
 from megatron_dppo.errors import ReplyError, RolloutError
+from tests.support.processes import is_alive
+from tests.unit.test_sglang_protocol import MODEL, recorded
 
 LARGE = b" " * (4 << 20)  # behind an answer: more than a pipe holds
 TRAINER = """
@@ -37,10 +38,6 @@ except ReplyError as error:
 if sys.argv[1] == "killed":
     time.sleep(600)
 """
-
-
-def is_alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 async def _reply(decoding: DecodingProcess, name: str = "topk_and_routes", behind: bytes = b"") -> Completion:
@@ -70,7 +67,7 @@ def test_a_process_that_is_killed_costs_one_answer_and_is_replaced(behind: bytes
             time.sleep(0.1)
             assert not reading.done()
             os.kill(first, signal.SIGKILL)
-            with pytest.raises(ReplyError, match=r"response to .* was killed by SIGKILL; expected arrays"):
+            with pytest.raises(ReplyError, match="SIGKILL"):
                 reading.result()
         assert not is_alive(first)
         assert torch.equal(_read(decoding, behind).tokens, whole.tokens)
@@ -92,7 +89,7 @@ def test_a_process_that_hangs_is_killed_in_time() -> None:
     _read(decoding)
     first = _pid(decoding)
     os.kill(first, signal.SIGSTOP)
-    with pytest.raises(ReplyError, match="returned no result within 1 s"):
+    with pytest.raises(ReplyError, match="within 1 s"):
         _read(decoding, LARGE)
     assert not is_alive(first)
     assert _read(decoding).topk is not None
@@ -100,7 +97,7 @@ def test_a_process_that_hangs_is_killed_in_time() -> None:
 
 def test_the_run_stops_where_the_next_process_is_lost_too() -> None:
     decoding = DecodingProcess(small_bytes=0, timeout_s=0.0)
-    with pytest.raises(ReplyError, match="returned no result within 0 s"):
+    with pytest.raises(ReplyError, match="within 0 s"):
         _read(decoding, LARGE)
     with pytest.raises(RolloutError, match="no result within 0 s, like the process before it") as stops:
         _read(decoding, LARGE)
@@ -109,7 +106,7 @@ def test_the_run_stops_where_the_next_process_is_lost_too() -> None:
 
 def test_a_process_that_does_not_start_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding_process, "_MODULE", "megatron_dppo.no_such_module")
-    with pytest.raises(RolloutError, match="found that it exited with code 1 at its start"):
+    with pytest.raises(RolloutError, match="code 1 at its start"):
         _read(DecodingProcess(small_bytes=0))
 
 

@@ -25,15 +25,16 @@ from megatron_dppo.environments import (
 from megatron_dppo.environments.built_in import GemEnvironment, solved_board
 from megatron_dppo.errors import ConfigError, EnvironmentFailedError
 from megatron_dppo.types import Prompt
+from tests.support.refusals import refused
 
-NAME = "bad_environments:Told"
+NAME = "tests.unit.bad_environments:Told"
 PROMPT = Prompt("p", "", "test", text="begin")
 
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers find modules where the trainer's PYTHONPATH has them."""
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
 
@@ -93,14 +94,14 @@ def test_one_that_does_not_begin(pool: EnvironmentPool) -> None:
 
 
 def test_what_cannot_be_imported_stops_before_anything_is_sampled() -> None:
-    pool = EnvironmentPool("bad_environments:Absent", num_workers=1, timeout_s=1.0, memory_mb=128)
+    pool = EnvironmentPool("tests.unit.bad_environments:Absent", num_workers=1, timeout_s=1.0, memory_mb=128)
     with pytest.raises(EnvironmentFailedError, match=r"rollout\.environment: .*'Absent' is not there"):
         pool.start()
 
 
 def test_names() -> None:
     assert environment("single_turn") is SingleTurn
-    assert problem_with("bad_environments:Told") is None
+    assert problem_with("tests.unit.bad_environments:Told") is None
     problem = problem_with("single_turns")
     assert problem is not None and problem.where == "rollout.environment" and "'single_turn'?" in problem.action
     for name in ("no_such_module:Class", "a b:c", "x:"):
@@ -172,7 +173,7 @@ def test_gem_tasks_beside_each_other_draw_their_own_random_numbers() -> None:
 @pytest.mark.gem
 def test_a_gem_task_that_is_not_there() -> None:
     assert problem_with("gem:rg:arc") is None, "its registry is not read to check"
-    with pytest.raises(ConfigError, match="Did you mean 'gem:rg:arc_1d'"):
+    with pytest.raises(ConfigError, match="'gem:rg:arc_1d'\\?"):
         environment("gem:rg:arc_1")
 
 
@@ -210,5 +211,5 @@ def test_a_sudoku_asks_for_one_cell_after_the_other() -> None:
     chat = Prompt("s", "2", "test", messages=({"role": "user", "content": "Solve"},))
     messages = Sudoku().reset(chat, 5).messages
     assert messages is not None and messages[-1]["content"] == opening.text.replace("<bos>", "Solve")
-    with pytest.raises(ConfigError, match="prompt s: found '9'; expected 1 to 3"):
+    with refused("prompt s", "'9'", "1 to 3"):
         Sudoku().reset(Prompt("s", "9", "test", text="?"), 5)

@@ -5,12 +5,12 @@ from dataclasses import MISSING, fields, replace
 
 import pytest
 import torch
-from ranks_on_threads import on_ranks
-from samples import assert_same, make_sample
 
 from megatron_dppo.data.batches.exchange import DataParallel, decode, encode, exchange_samples
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import RoutedExperts, Sample, WeightVersionSpan
+from tests.support.ranks_on_threads import on_ranks
+from tests.support.samples import assert_same, make_sample
 
 
 def whole() -> Sample:

@@ -38,6 +38,8 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.run_folder.folder import RunFolder
 from megatron_dppo.runtime.files import write_jsonl
+from tests.support.records import metrics_of
+from tests.support.refusals import refused
 
 NUM_ROLLOUTS = 12
 Tables = dict[str, dict[str, Any]]
@@ -114,8 +116,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def rewards(run: Path) -> list[float]:
     """From metrics.jsonl, by this test's own reading."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row["reward/mean"] for row in rows if row["kind"] == "rollout"]
+    return [row["reward/mean"] for row in metrics_of(run, "rollout")]
 
 
 def test_axes_hold_what_metrics_jsonl_holds(runs: list[Path]) -> None:
@@ -269,7 +270,7 @@ def test_clipped_tokens_of_both_signs_and_all_gradient_steps_weigh_by_count(tmp_
         },
     }
     file = folders[0] / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = lines_of(file)
     for row in rows:
         row |= {f"clipped/{name}": value for name, value in of_steps.get(row.get("step"), {}).items()}
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -343,7 +344,7 @@ def test_a_damaged_list_is_named(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     (run / "clipped_tokens").mkdir()
     (run / "clipped_tokens" / "rollout_000001.jsonl").write_text("{}\n")
-    with pytest.raises(DataError, match=r"rollout_000001.jsonl, line 1: not a row of clipped tokens"):
+    with pytest.raises(DataError, match=r"rollout_000001\.jsonl, line 1: "):
         drawn("clipped_tokens", [run])
 
 
@@ -484,7 +485,7 @@ def test_every_figure_says_what_it_is_of_on_a_narrow_page(runs: list[Path]) -> N
 
 def test_runs_without_a_rollout_cannot_be_drawn(tmp_path: Path) -> None:
     empty = write_run(tmp_path / "empty", num_rollouts=0)
-    with pytest.raises(ConfigError, match=r"found nothing to draw in .*empty; expected finished rollouts"):
+    with refused("figures", str(empty)):
         draw_figures([empty], tmp_path / "out")
     assert not (tmp_path / "out").exists()
     with pytest.raises(ConfigError, match="named twice"):

@@ -7,11 +7,11 @@ from itertools import product
 
 import pytest
 import torch
-from loss_batches import make_batch
-from test_fused_loss import FIELDS, OF_HIDDEN_STATES, VARIANTS, relative
 
 from megatron_dppo.kernels import fused_linear_policy_loss, fused_policy_loss, ops
 from megatron_dppo.kernels.library import KernelLibrary
+from tests.support.loss_batches import make_batch
+from tests.unit.test_fused_loss import FIELDS, OF_HIDDEN_STATES, VARIANTS, relative
 
 LIMIT = 2e-5
 

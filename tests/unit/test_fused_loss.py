@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from loss_batches import Batch, make_batch, policy_loss_from_logits
 
 from megatron_dppo.algorithms import PRESETS, Objective, preset
 from megatron_dppo.kernels import (
@@ -15,6 +14,7 @@ from megatron_dppo.kernels import (
     linear_score_norms,
     score_norms,
 )
+from tests.support.loss_batches import Batch, make_batch, policy_loss_from_logits
 
 VARIANTS: dict[str, Objective] = {
     **PRESETS,
@@ -32,9 +32,9 @@ VARIANTS: dict[str, Objective] = {
     "capped k1": preset("dppo_topk_kl", ref_kl_coef=0.3, ref_kl="k1", ratio_cap=1.1, top_k=5),
     "gspo with k3": preset("gspo", ref_kl_coef=0.04),
     "log-ratio term": preset("ipo", delta=0.1, log_ratio_coef=1e-3),
-    "own": preset("own_rules:divergence_mask", rule_options={"delta": 0.01}, anchor="recomputed"),
+    "own": preset("tests.support.own_rules:divergence_mask", rule_options={"delta": 0.01}, anchor="recomputed"),
     "own of responses": preset(
-        "own_rules:fading",
+        "tests.support.own_rules:fading",
         rule_options={"delta": 0.5, "steady": 0.1},
         rule_divergence="topk_kl",
         rule_over="responses",

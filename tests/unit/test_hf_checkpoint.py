@@ -25,9 +25,7 @@ def two_files(folder: Path, index: object = None) -> Path:
 def test_a_megatron_checkpoint_is_named_as_that(tmp_path: Path) -> None:
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "metadata.json").write_text("{}")
-    with pytest.raises(
-        ConversionError, match=r"found a Megatron checkpoint; .* Run megatron-dppo convert to-hf"
-    ):
+    with pytest.raises(ConversionError, match="megatron-dppo convert to-hf"):
         HFWeights(tmp_path)
 
 

@@ -5,17 +5,16 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from kernel_usage import kernel_usage
+from tests.support.kernel_usage import kernel_usage
 
 from megatron_dppo.errors import KernelBuildError
 from megatron_dppo.kernels import build
+from tests.support.processes import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -123,19 +122,12 @@ build.cuda_library(("90",), sources=Path({str(sources)!r}))
         return subprocess.Popen([sys.executable, "-c", program], env=environment, stderr=stream)
 
 
-def _wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_processes_that_ask_at_once_compile_once(toolchain: Toolchain, sources: Path, tmp_path: Path) -> None:
     toolchain.go.unlink()
     logs = [tmp_path / "first.log", tmp_path / "second.log"]
     processes = [_start_compiling(sources, log) for log in logs]
     waits = "waiting for another process to compile the kernels"
-    _wait_until(lambda: any(waits in log.read_text() for log in logs))
+    wait_until(lambda: any(waits in log.read_text() for log in logs), 60)
     toolchain.go.touch()
     assert [process.wait(timeout=60) for process in processes] == [0, 0]
     assert len(toolchain.calls) == 1
@@ -146,7 +138,7 @@ def test_processes_that_ask_at_once_compile_once(toolchain: Toolchain, sources: 
 def test_the_lock_of_a_killed_process_holds_nobody(toolchain: Toolchain, sources: Path, tmp_path: Path) -> None:
     toolchain.go.unlink()
     process = _start_compiling(sources, tmp_path / "log")
-    _wait_until(lambda: bool(toolchain.calls))
+    wait_until(lambda: bool(toolchain.calls), 60)
     process.kill()
     process.wait()
     toolchain.go.touch()
@@ -190,7 +182,7 @@ def test_a_cache_that_cannot_be_written(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(KernelBuildError, match=r"cannot be written .* Set XDG_CACHE_HOME"):
+    with pytest.raises(KernelBuildError, match="XDG_CACHE_HOME"):
         build.cuda_library(("90",), sources=sources)
 
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_host import Tokens, combined, compiled_presets, random_tokens, run, shards_of, statistics_of
 
 from megatron_dppo.algorithms import (
     Objective,
@@ -18,6 +17,15 @@ from megatron_dppo.algorithms import (
 from megatron_dppo.kernels.library import KernelLibrary
 from megatron_dppo.kernels.reference import ROWS
 from megatron_dppo.types import RolloutTokens
+from tests.support.kernel_host import (
+    Tokens,
+    combined,
+    compiled_presets,
+    random_tokens,
+    run,
+    shards_of,
+    statistics_of,
+)
 
 NUM_TOKENS = 400
 NUM_COLUMNS = 5

@@ -9,8 +9,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from kernel_host import combined, random_tokens, shards_of, statistics_of
-from loss_batches import make_batch, policy_loss_from_logits
 from torch import Tensor
 
 from megatron_dppo.algorithms import DIVERGENCES, PRESETS, RULES, Divergence, Objective, preset
@@ -31,6 +29,8 @@ from megatron_dppo.kernels.encoding import (
 )
 from megatron_dppo.kernels.library import KernelLibrary
 from megatron_dppo.kernels.reference import ROWS
+from tests.support.kernel_host import combined, random_tokens, shards_of, statistics_of
+from tests.support.loss_batches import make_batch, policy_loss_from_logits
 
 PREFIXES = {"DppoRule": "DPPO_RULE_", "DppoRelax": "DPPO_RELAX_"}  # of the others: DPPO_
 PYTHON: dict[str, Mapping[str, int]] = {

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from kernel_usage import kernel_usage
+from tests.support.kernel_usage import kernel_usage
 
 from megatron_dppo.kernels import build
 

@@ -3,19 +3,19 @@
 import math
 
 import torch
-from kernel_host import Tokens, combined, shards_of, statistics_of
-from peaked_policies import (
+from torch import Tensor
+
+from megatron_dppo.algorithms import TopKLogProbs, binary_kl, preset, topk_kl, topk_partition, topk_tv
+from megatron_dppo.kernels.library import KernelLibrary
+from megatron_dppo.kernels.reference import ROWS
+from tests.support.kernel_host import Tokens, combined, shards_of, statistics_of
+from tests.support.peaked_policies import (
     SAMPLED_TOKENS,
     PeakedPolicies,
     assert_ordered_kls,
     assert_ordered_tvs,
     noise_of_kls,
 )
-from torch import Tensor
-
-from megatron_dppo.algorithms import TopKLogProbs, binary_kl, preset, topk_kl, topk_partition, topk_tv
-from megatron_dppo.kernels.library import KernelLibrary
-from megatron_dppo.kernels.reference import ROWS
 
 TOP_K = 4
 VOCAB_SIZES = (2, 3, 7, 20, 40)

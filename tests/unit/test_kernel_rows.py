@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_host import (
+
+from megatron_dppo.algorithms import preset
+from megatron_dppo.kernels.build import CSRC, HOST_FLAGS
+from megatron_dppo.kernels.encoding import KernelError
+from megatron_dppo.kernels.library import KernelLibrary
+from megatron_dppo.kernels.reference import ROWS
+from tests.support.kernel_host import (
     Shard,
     Tokens,
     combined,
@@ -19,12 +25,6 @@ from kernel_host import (
     shards_of,
     statistics_of,
 )
-
-from megatron_dppo.algorithms import preset
-from megatron_dppo.kernels.build import CSRC, HOST_FLAGS
-from megatron_dppo.kernels.encoding import KernelError
-from megatron_dppo.kernels.library import KernelLibrary
-from megatron_dppo.kernels.reference import ROWS
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 OBJECTIVE = preset("dppo_binary_tv", entropy_coef=0.01)
@@ -281,11 +281,11 @@ def test_the_binding_names_what_does_not_fit(host_library: KernelLibrary, tmp_pa
     fails("logits: found torch.float64", shard=replace(shard, logits=shard.logits.double()))
     fails("logits: .* neighbouring columns", shard=replace(shard, logits=shard.logits[:, ::2], num_columns=9))
     fails("logits: found 304 columns", shard=replace(shard, num_columns=305))
-    with pytest.raises(KernelError, match="topk_ids: found 3 columns; expected at most top_k = 2"):
+    with pytest.raises(KernelError, match=r"topk_ids: found 3 .*top_k = 2"):
         combined(host_library, tokens, statistics, preset("dppo_topk_tv", top_k=2))
-    with pytest.raises(KernelError, match=r"dppo_row_statistics of .*: invalid argument \(cudaError 1\)"):
+    with pytest.raises(KernelError, match=r"dppo_row_statistics .*cudaError 1\)"):
         statistics_of(host_library, replace(tokens, temperature=-1.0), [shard], with_entropy=True)
-    with pytest.raises(KernelError, match="found meta; expected tensors on cpu"):
+    with pytest.raises(KernelError, match=r"found meta; expected .*cpu"):
         statistics_of(host_library, tokens, [replace(shard, logits=shard.logits.to("meta"))], with_entropy=True)
     with pytest.raises(KernelError, match="no kernel library"):
         KernelLibrary(tmp_path / "absent.so")

@@ -4,10 +4,19 @@ import math
 
 import pytest
 import torch
-from kernel_host import PADDING, Exact, Result, Tokens, compiled_presets, exact_loss, random_tokens, run
 
 from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.kernels.library import KernelLibrary
+from tests.support.kernel_host import (
+    PADDING,
+    Exact,
+    Result,
+    Tokens,
+    compiled_presets,
+    exact_loss,
+    random_tokens,
+    run,
+)
 
 DTYPES = [torch.float32, torch.bfloat16]
 NEAR_DELTA = 1e-4  # a mask may differ where the divergence is this close to its threshold

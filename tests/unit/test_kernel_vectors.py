@@ -5,12 +5,12 @@ from itertools import groupby
 
 import pytest
 import torch
-from dppo_vectors import CASES, SETTINGS, VECTORS, build, column, is_decided, log_softmax
-from kernel_host import Tokens, combined, run
 
 from megatron_dppo.algorithms import preset
 from megatron_dppo.kernels.library import KernelLibrary
 from megatron_dppo.kernels.reference import ROWS
+from tests.support.dppo_vectors import CASES, SETTINGS, VECTORS, build, column, is_decided, log_softmax
+from tests.support.kernel_host import Tokens, combined, run
 
 RTOL, ATOL, ROUNDOFF = 5e-5, 3e-6, 1e-5  # those of float32 in test_algorithms_vectors.py
 WIDTH = max(case["V"] for case in CASES)

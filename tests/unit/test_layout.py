@@ -125,7 +125,7 @@ def test_layout_without_sizes_still_checks_processes() -> None:
 
 
 def test_a_layout_that_does_not_divide_raises() -> None:
-    with pytest.raises(LayoutError, match="Start a multiple of 2 processes"):
+    with pytest.raises(LayoutError, match="multiple of 2"):
         Layout.of(ParallelConfig(tensor=2), 3)
 
 

@@ -9,7 +9,6 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hostile_answers import HOSTILE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from megatron_dppo.rewards.math.compare import OutOfTimeError, within
 from megatron_dppo.rewards.math.reward import last_boxed
 from megatron_dppo.rewards.math.text import is_small
 from megatron_dppo.types import Prompt
+from tests.support.hostile_answers import HOSTILE
 
 DATA = Path(__file__).parent / "data"
 PAIRS = tomllib.loads((DATA / "math_pairs.toml").read_text())
@@ -59,7 +59,7 @@ def test_a_response_that_was_cut_off_earns_nothing() -> None:
 
 @pytest.mark.parametrize("answer", ["", "  ", "$ $", r"\boxed{}"])
 def test_a_prompt_without_an_answer_is_at_fault(answer: str) -> None:
-    with pytest.raises(RewardError, match=r"prompt p: found answer .*; expected text or LaTeX"):
+    with pytest.raises(RewardError, match="prompt p: found answer "):
         math_reward(asked(answer), r"\boxed{5}", "stop")
 
 

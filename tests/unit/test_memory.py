@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from ranks_on_threads import alone
-from samples import ROUTING, make_group, make_sample
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.batch_file import bytes_of
 from megatron_dppo.data.batches.gradient_steps import gradient_steps
 from megatron_dppo.data.batches.memory import bytes_of_routes_and_topk, bytes_of_samples, rollout_bytes_bound
 from megatron_dppo.data.batches.packing import pack
+from tests.support.ranks_on_threads import alone
+from tests.support.samples import ROUTING, make_group, make_sample
 
 PROMPT, RESPONSE, PROMPTS, SAMPLES = 3, 200, 4, 2
 

@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from byte_tokenizers import qwen3_tokenizer, save
-from plan_models import QWEN3_30B
 from typer.testing import CliRunner, Result
 
 from megatron_dppo.cli import app
 from megatron_dppo.run_folder.folder import RunFolder
+from tests.support.byte_tokenizers import qwen3_tokenizer, save
+from tests.support.plan_models import QWEN3_30B
 
 NOWHERE = "/proc/nowhere"  # where nobody may write
 

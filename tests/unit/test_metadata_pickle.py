@@ -64,7 +64,7 @@ def test_a_checkpoint_of_a_newer_torch_is_refused_by_name(
 ) -> None:
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     (tmp_path / ".metadata").write_bytes(_content(monkeypatch, ((3, 1),), knows_strides=False))
-    with pytest.raises(CheckpointError, match=r"which torch 2\.15 and later write; expected"):
+    with pytest.raises(CheckpointError, match=r"torch 2\.15"):
         refuse_code(tmp_path)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from samples import make_group, make_sample
 
 from megatron_dppo.algorithms import TopKLogProbs
 from megatron_dppo.data.batches.gradient_steps import with_advantages
@@ -32,6 +31,7 @@ from megatron_dppo.metrics.step_metrics import (
 )
 from megatron_dppo.rollout.counts import DROP_REASONS, DropReason, RolloutCounts
 from megatron_dppo.types import Microbatch, Sample, WeightVersionSpan
+from tests.support.samples import make_group, make_sample
 
 BIN_WIDTH = 10 ** (1 / BINS_PER_DECADE) - 1
 NUM_TOKENS = 5000

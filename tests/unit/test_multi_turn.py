@@ -6,11 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from collecting import Collected, collect
-from samples import InProcessScorer, assert_same
-from test_transformers_engine import engine_of, moe_config, reference_model, requests_of, teacher_forced
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from megatron_dppo.data.batches.packing import pack
 from megatron_dppo.engines.base import Completion, Request, SamplingParams, aborted
@@ -25,6 +20,16 @@ from megatron_dppo.rollout.multi_turn import MultiTurnEngine
 from megatron_dppo.rollout.scoring import OverlongShaping
 from megatron_dppo.runtime.concurrency import run_loop
 from megatron_dppo.types import FinishReason, Message, Prompt, Sample
+from tests.support.collecting import Collected, collect
+from tests.support.samples import InProcessScorer, assert_same
+from tests.support.word_tokenizers import word_tokenizer
+from tests.unit.test_transformers_engine import (
+    engine_of,
+    moe_config,
+    reference_model,
+    requests_of,
+    teacher_forced,
+)
 
 WORDS = {
     word: i for i, word in enumerate([*(f"t{i}" for i in range(36)), "<bos>", "<user>", "<policy>", "<eos>"])
@@ -34,18 +39,13 @@ ENDS = (EOS, *range(8, 32, 2))
 PARAMS = SamplingParams(24, num_topk_log_probs=3, capture_routes=True)
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    words = Tokenizer(models.WordLevel(WORDS))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<bos>", eos_token="<eos>")
-    tokenizer.chat_template = (
-        "<bos> {% for m in messages %}{{ '<user>' if m['role'] == 'user' else '<policy>' }} {{ m['content'] }} "
-        "<eos> {% endfor %}{% if add_generation_prompt %}<policy> {% if quiet %}t9 {% endif %}{% endif %}"
-    )
-    return tokenizer
-
-
-TOKENIZER = make_tokenizer()
+TOKENIZER = word_tokenizer(
+    WORDS,
+    "<bos> {% for m in messages %}{{ '<user>' if m['role'] == 'user' else '<policy>' }} {{ m['content'] }} "
+    "<eos> {% endfor %}{% if add_generation_prompt %}<policy> {% if quiet %}t9 {% endif %}{% endif %}",
+    bos_token="<bos>",
+    eos_token="<eos>",
+)
 
 
 def text_of(tokens: Any) -> str:

@@ -6,7 +6,6 @@ Flash attention runs as `varlen_reference` has it, called through PyTorch's own 
 import pytest
 import torch
 import torch.nn.functional as F
-import varlen_reference
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
@@ -14,6 +13,7 @@ from megatron_dppo.data.batches.packing import zigzag
 from megatron_dppo.models.attention import PackedAttentionForm, attention_form
 from megatron_dppo.models.padded_attention import PaddedBatches
 from megatron_dppo.models.varlen_attention import VarlenSequences
+from tests.support import varlen_reference
 
 HEADS, GROUPS, DIM = 4, 2, 8
 FORMS: list[PackedAttentionForm] = [PaddedBatches, VarlenSequences]

@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 import torch
-from counted_bytes import tensor_work
-from samples import ROUTING, assert_same, make_sample
 
 from megatron_dppo.data.batches.packing import is_chosen, measured_part, pack, placeholder, token_slice
 from megatron_dppo.types import Microbatch
+from tests.support.counted_bytes import tensor_work
+from tests.support.samples import ROUTING, assert_same, make_sample
 
 FIRST = make_sample([10, 11, 12, 13, 14], prompt_length=2, reward=1.0)
 SECOND = make_sample([20, 21, 22], prompt_length=1, mask=[True, False])

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plan_models import QWEN3_30B, RECOMPUTED
 from typer.testing import CliRunner
 
 from megatron_dppo.checks import check
@@ -16,6 +15,7 @@ from megatron_dppo.cli import app
 from megatron_dppo.config import load_config
 from megatron_dppo.plan.memory import COMPONENTS, MOMENTS
 from megatron_dppo.plan.units import as_overrides
+from tests.support.plan_models import QWEN3_30B, RECOMPUTED
 
 BASE = """
 [model]

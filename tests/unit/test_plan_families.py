@@ -4,8 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_models import COLOCATED, job_of, layout_of, shape_of
-from published_models import DEEPSEEK_V3, GLM45_AIR, GLM47_FLASH, MOONLIGHT, PUBLISHED
 
 from megatron_dppo.data.batches.balance import SampleCost
 from megatron_dppo.plan.activations import Assumptions, LayerModel, LayerTokens
@@ -13,6 +11,8 @@ from megatron_dppo.plan.cost import step_time
 from megatron_dppo.plan.job import BFLOAT16_FLOPS, COMPUTE_EFFICIENCY
 from megatron_dppo.plan.memory import engine_memory, memory_of, passing_bytes
 from megatron_dppo.plan.stages import partition
+from tests.support.plan_models import COLOCATED, job_of, layout_of, shape_of
+from tests.support.published_models import DEEPSEEK_V3, GLM45_AIR, GLM47_FLASH, MOONLIGHT, PUBLISHED
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_models import COLOCATED, GB, QWEN3_8B, QWEN3_30B, RECOMPUTED, job_of, layout_of
 
 from megatron_dppo.architectures.layout import layers_of_stages
 from megatron_dppo.plan.cost import step_time
@@ -24,6 +23,7 @@ from megatron_dppo.plan.search import (
     propose,
     recompute_choices,
 )
+from tests.support.plan_models import COLOCATED, GB, QWEN3_8B, QWEN3_30B, RECOMPUTED, job_of, layout_of
 
 SMALL = QWEN3_30B | {"num_hidden_layers": 2, "num_experts": 8, "vocab_size": 1000}
 SPLIT = {"parallel.tensor": 4, "parallel.expert": 8, "parallel.expert_tensor": 1}

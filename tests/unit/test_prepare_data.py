@@ -7,8 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_tokenizers import qwen3_tokenizer, r1_tokenizer, save
-from math_problems import (
+from typer.testing import CliRunner, Result
+
+from megatron_dppo.cli import app
+from megatron_dppo.data.prompts.final_answer import answer_kind, last_boxed
+from megatron_dppo.data.prompts.problems import language_of
+from megatron_dppo.data.prompts.prompts import load_prompts
+from megatron_dppo.data.prompts.templates import TEMPLATES
+from tests.support.byte_tokenizers import qwen3_tokenizer, r1_tokenizer, save
+from tests.support.math_problems import (
     LONG,
     PROBLEMS,
     aime_rows,
@@ -19,13 +26,6 @@ from math_problems import (
     verl_rows,
     write_rows,
 )
-from typer.testing import CliRunner, Result
-
-from megatron_dppo.cli import app
-from megatron_dppo.data.prompts.final_answer import answer_kind, last_boxed
-from megatron_dppo.data.prompts.problems import language_of
-from megatron_dppo.data.prompts.prompts import load_prompts
-from megatron_dppo.data.prompts.templates import TEMPLATES
 
 NO_DROPS = {
     "without a problem": 0,

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sglang_stand_in import MODEL, ROUTING, StandIn
 from torch import Tensor
 
 from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
 from megatron_dppo.engines.weight_sync.probe import Limits, Probe
 from megatron_dppo.engines.weight_sync.syncs import SglangSync
 from megatron_dppo.errors import WeightSyncError
+from tests.support.sglang_stand_in import MODEL, ROUTING, StandIn
 
 LIMITS = Limits(mean=1e-5, largest=1e-4)
 

@@ -11,6 +11,7 @@ from megatron_dppo.data.prompts.prompts import PromptStream, load_prompts, read_
 from megatron_dppo.errors import DataError
 from megatron_dppo.runtime.files import write_jsonl
 from megatron_dppo.types import DataCursor, Prompt
+from tests.support.refusals import refused
 
 ROWS: list[dict[str, object]] = [
     {"id": "first", "prompt": "1 + 1 =", "answer": "2"},
@@ -232,7 +233,7 @@ def test_an_epochs_order_depends_on_seed_and_epoch_only() -> None:
     ],
 )
 def test_a_cursor_that_does_not_fit(cursor: DataCursor) -> None:
-    with pytest.raises(DataError, match=r"data cursor: found .*'index': 0 to 2.* for 3 prompts"):
+    with refused("data cursor", "'index': 0 to 2", "3 prompts", error=DataError):
         PromptStream(many(3), 0, True, cursor)
 
 
@@ -262,9 +263,7 @@ def test_what_was_taken_out_of_turn_does_not_come_again() -> None:
 def test_a_place_that_has_passed_cannot_be_passed_over(places: list[int]) -> None:
     stream = PromptStream(many(5), 0, True, {"epoch": 1, "index": 3, "again": [2, 6]})
     assert stream.next(1) and stream.upcoming == (8, (6,))
-    with pytest.raises(
-        DataError, match=r"drawn before; expected indices from 8 on, or of \[6\], which are drawn again"
-    ):
+    with pytest.raises(DataError, match=r"expected .* 8 .*\[6\]"):
         stream.pass_over(places)
     assert stream.upcoming == (8, (6,)), "the stream stays as it was"
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from published_models import DEEPSEEK_V3, GLM45_AIR, GLM47_FLASH, MOONLIGHT, PUBLISHED
 
 from megatron_dppo.architectures.layout import layers_of_stages, layout_problems
 from megatron_dppo.architectures.parameters import model_shape
@@ -15,6 +14,7 @@ from megatron_dppo.architectures.registry import family_of, model_sizes, variant
 from megatron_dppo.checkpoints.convert.stored_tensors import pieces_of
 from megatron_dppo.config import ParallelConfig
 from megatron_dppo.engines.embedded.engine import checkpoint_targets
+from tests.support.published_models import DEEPSEEK_V3, GLM45_AIR, GLM47_FLASH, MOONLIGHT, PUBLISHED
 
 published = pytest.mark.parametrize("name", PUBLISHED)
 

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_collect import TOKENIZER
-from tiny_families import write_family
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
@@ -24,6 +22,8 @@ from megatron_dppo.checkpoints.weight_formats import QuantizedFolder, WeightForm
 from megatron_dppo.cli import app
 from megatron_dppo.errors import ConversionError
 from megatron_dppo.runtime.files import write_jsonl
+from tests.support.tiny_families import write_family
+from tests.support.word_tokenizers import TOKENIZER
 
 DENSE, MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 CASES: list[tuple[str, WeightFormat]] = [(DENSE, "fp8"), (DENSE, "nvfp4"), (MOE, "fp8"), (MOE, "nvfp4")]
@@ -278,5 +278,5 @@ def test_a_quantised_folder_is_not_converted(written: Any) -> None:
 
 
 def test_a_folder_of_another_kind_is_not_read_as_quantised(models: Path) -> None:
-    with pytest.raises(ConversionError, match="expected quant_method 'modelopt'"):
+    with pytest.raises(ConversionError, match="quant_method 'modelopt'"):
         QuantizedFolder(models / MOE)

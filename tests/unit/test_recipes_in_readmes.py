@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from loss_batches import make_batch
-from samples import make_group, make_sample
 
 from megatron_dppo.actor.observation import Observer
 from megatron_dppo.algorithms import preset
@@ -32,6 +30,8 @@ from megatron_dppo.run.logger import RunLogger
 from megatron_dppo.run_folder.folder import RunFolder
 from megatron_dppo.runtime.process import start, stop
 from megatron_dppo.types import Prompt
+from tests.support.loss_batches import make_batch
+from tests.support.samples import make_group, make_sample
 
 ROOT = Path(__file__).parents[2]
 ROOMS = {
@@ -81,7 +81,7 @@ def test_the_reward_scores_a_row_in_a_worker(tmp_path: Path, monkeypatch: pytest
 
 
 USE = """
-from loss_batches import make_batch
+from tests.support.loss_batches import make_batch
 import torch
 from megatron_dppo.algorithms import PRESETS, PolicyLossInputs, TopKLogProbs, policy_loss, preset
 from megatron_dppo.kernels import fused_policy_loss
@@ -121,7 +121,7 @@ def test_the_divergence_masks_tokens_on_a_cpu(tmp_path: Path) -> None:
 
 USE_TERM = """
 from dataclasses import replace
-from loss_batches import make_batch
+from tests.support.loss_batches import make_batch
 import torch
 from megatron_dppo.actor.observation import Observer
 from megatron_dppo.algorithms import preset
@@ -173,7 +173,7 @@ def _copy_of_package(folder: Path) -> Path:
 
 def _run(folder: Path, command: list[str]) -> None:
     """Run Python with the copy of the package in a folder."""
-    paths = [str(folder), str(ROOT / "tests" / "unit"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    paths = [str(folder), str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     done = subprocess.run(
         [sys.executable, *command],
         capture_output=True,

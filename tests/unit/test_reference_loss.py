@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loss_batches import policy_loss_from_logits
-from samples import make_sample
 
 from megatron_dppo.algorithms import PolicyLossInputs, TopKLogProbs, policy_loss, preset
 from megatron_dppo.data.batches.packing import pack
 from megatron_dppo.kernels import fused_log_probs
+from tests.support.loss_batches import policy_loss_from_logits
+from tests.support.samples import make_sample
 
 
 def logits(dtype: torch.dtype = torch.float32) -> torch.Tensor:

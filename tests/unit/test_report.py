@@ -20,6 +20,7 @@ from megatron_dppo.analysis.report.summary import ROWS, summary
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.run_folder.folder import RunFolder
+from tests.support.records import metrics_of
 
 NUM_ROLLOUTS = 30
 
@@ -121,10 +122,6 @@ def _figures(html: str) -> dict[str, Any]:
     return json.loads(found[1])
 
 
-def _rows(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize(
     ("section", "panel", "metric"),
     [
@@ -145,7 +142,7 @@ def test_points_are_the_file_s(report: Path, runs: list[Path], section: str, pan
     traces = _figures(report.read_text())[section]["data"]
     axis = "x" if panel == 0 else f"x{panel + 1}"
     for index, run in enumerate(runs):
-        rows = [row for row in _rows(run) if row["kind"] == "rollout" and metric in row]
+        rows = [row for row in metrics_of(run) if row["kind"] == "rollout" and metric in row]
         mine = [trace for trace in traces if trace["meta"] == index and trace["xaxis"] == axis]
         mine = [trace for trace in mine if not trace["name"].endswith(", smoothed")]
         if section == "paired" and mine:
@@ -169,7 +166,7 @@ def test_step_rows_become_one_point_per_rollout(
 ) -> None:
     """What only step rows have is drawn as the mean of the rollout's gradient steps."""
     for index, run in enumerate(runs):
-        values = [row[metric] for row in _rows(run) if row["kind"] == "step"]
+        values = [row[metric] for row in metrics_of(run, "step")]
         traces = _figures(report.read_text())[section]["data"]
         (trace, _) = [t for t in traces if t["meta"] == index and t["xaxis"] == axis]
         assert trace["x"] == list(range(1, NUM_ROLLOUTS + 1))
@@ -178,7 +175,7 @@ def test_step_rows_become_one_point_per_rollout(
 
 def test_every_curve_is_smoothed_in_front_of_itself(report: Path, runs: list[Path]) -> None:
     """On a linear axis the values, on a logarithmic one their logarithms; the raw curve stands behind."""
-    rows = [row for row in _rows(runs[0]) if row["kind"] == "rollout"]
+    rows = metrics_of(runs[0], "rollout")
     figures = _figures(report.read_text())
     for section, metric, log in (("reward", "reward/mean", False), ("kl", "mismatch/kl_k3", True)):
         raw, before = [t for t in figures[section]["data"] if t["meta"] == 0 and t["yaxis"] == "y"]
@@ -202,7 +199,7 @@ def test_noise_does_not_fill_an_axis(report: Path) -> None:
 
 def test_an_alarm_stands_on_its_rollout(tmp_path: Path) -> None:
     run = _write_run(tmp_path / "run", 5)
-    rows = _rows(run)
+    rows = metrics_of(run)
     next(r for r in rows if r["kind"] == "rollout" and r["rollout"] == 12)["rollout/response_length_mean"] = (
         90.0
     )
@@ -230,7 +227,7 @@ def test_the_library_in_the_page_is_the_vendored_one_and_enough(report: Path) ->
 
 def test_means_in_the_plots_and_the_summary(report: Path, runs: list[Path]) -> None:
     """Bars, layers and the table against plain arithmetic on the file."""
-    rows = [row for row in _rows(runs[0]) if row["kind"] == "rollout"]
+    rows = metrics_of(runs[0], "rollout")
 
     def mean(name: str, of: list[dict[str, Any]] = rows) -> float:
         return sum(row[name] for row in of) / len(of)
@@ -476,7 +473,7 @@ def test_each_trace_has_the_name_of_its_run(tmp_path: Path) -> None:
     compare(runs, tmp_path / "report.html")
     html = (tmp_path / "report.html").read_text()
     values = {
-        run.name: {metric: [row[metric] for row in _rows(run) if metric in row] for metric in _VARIED}
+        run.name: {metric: [row[metric] for row in metrics_of(run) if metric in row] for metric in _VARIED}
         for run in runs
     }
     for section, metric, kind in _TRACES:

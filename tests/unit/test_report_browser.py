@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_what_if_figures import answer
 
 from megatron_dppo.analysis.report.plots import PHASES
 from megatron_dppo.analysis.report.report import compare
@@ -29,6 +28,7 @@ from megatron_dppo.analysis.what_if.question import Variant
 from megatron_dppo.analysis.what_if.results import write_page
 from megatron_dppo.run_folder.folder import RunFolder
 from megatron_dppo.runtime.files import write_jsonl
+from tests.unit.test_what_if_figures import answer
 
 NUM_SECTIONS = len(TRAINING) + 9  # reward, evaluation, sources, drift, staleness, time (2), shadows (2)
 

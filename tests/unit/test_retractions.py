@@ -7,10 +7,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-from collecting import Collected, collect
-from samples import InProcessScorer
-from sglang_stand_in import MODEL, ROUTING, StandIn, answer
-from test_collect import PROMPTS, TOKENIZER, dropped
 
 from megatron_dppo.engines.base import Completion, Request, SamplingParams, with_observation
 from megatron_dppo.engines.counts import EngineCounts
@@ -19,6 +15,11 @@ from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.protocol import GENERATIONS
 from megatron_dppo.rewards import RewardResult
 from megatron_dppo.routing_replay.routes import validate_routes
+from tests.support.collecting import Collected, collect
+from tests.support.samples import InProcessScorer
+from tests.support.sglang_stand_in import MODEL, ROUTING, StandIn, answer
+from tests.support.word_tokenizers import TOKENIZER
+from tests.unit.test_collect import PROMPTS, dropped
 
 PARAMS = SamplingParams(6, capture_routes=True)
 RETRACTED = {"rollout0/a/0+1": 1, "rollout0/b/4+0": 3, "rollout0/b/4+2": 1}

@@ -24,13 +24,13 @@ from megatron_dppo.workers.service import OUT_OF_MEMORY, WorkerFault, read_answe
 
 SLEEP_S = f"99999.{os.getpid()}"  # other test processes have sleepers of their own
 PROMPT = Prompt("p", "4", "test", text="2 * 2 =")
-NAME = "bad_rewards:told"
+NAME = "tests.unit.bad_rewards:told"
 
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers find modules where the trainer's working directory or PYTHONPATH has them."""
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setenv("SLEEP_S", SLEEP_S)
 
@@ -194,12 +194,15 @@ def test_a_worker_is_kept_from_one_rollout_to_the_next(pool: RewardPool) -> None
     ("name", "words"),
     [
         (
-            "bad_rewards:nothing",
-            "data.reward: found .*'nothing' is not there; expected a function of bad_rewards",
+            "tests.unit.bad_rewards:nothing",
+            "data.reward: found .*'nothing' is not there; expected a function of tests.unit.bad_rewards",
         ),
-        ("bad_rewards:_kept", "'_kept' is no function"),
+        ("tests.unit.bad_rewards:_kept", "'_kept' is no function"),
         ("no_such_module:told", "no module 'no_such_module'"),
-        ("broken_reward:told", "cannot be imported: it raised RuntimeError: no licence(.|\n)*Traceback"),
+        (
+            "tests.unit.broken_reward:told",
+            "cannot be imported: it raised RuntimeError: no licence(.|\n)*Traceback",
+        ),
         ("aritmetic", "Did you mean 'arithmetic'"),
     ],
 )
@@ -218,7 +221,7 @@ def test_a_worker_that_dies_while_it_starts_says_what_it_printed(
     (tmp_path / "fatal.py").write_text("import os\nprint('no driver', flush=True)\nos._exit(5)\n")
     monkeypatch.chdir(tmp_path)
     pool = RewardPool("fatal:told", num_workers=1, timeout_s=1, memory_mb=0)
-    with pytest.raises(RewardError, match=r"did not start: its worker exited with code 5(.|\n)*no driver"):
+    with pytest.raises(RewardError, match=r"code 5(.|\n)*no driver"):
         pool.score(ask("a"))
 
 
@@ -230,7 +233,7 @@ def test_an_interruption_leaves_at_once_and_the_pool_usable(
         raise KeyboardInterrupt
 
     waits = "import pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.01)\n"
-    (tmp_path / "slow.py").write_text(waits + "from bad_rewards import told\n")
+    (tmp_path / "slow.py").write_text(waits + "from tests.unit.bad_rewards import told\n")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "go").touch()
     before = signal.signal(signal.SIGALRM, interrupt)
@@ -302,7 +305,7 @@ def test_the_worker_speaks_frames_of_json() -> None:
 
 def test_a_reward_that_answers_nothing_is_not_waited_for() -> None:
     with RewardPool(NAME, num_workers=2, timeout_s=0.05, memory_mb=0) as pool:
-        with pytest.raises(RewardError, match="16 requests in a row timed out"):
+        with pytest.raises(RewardError, match=r"16 requests .*timed out"):
             pool.score(ask(*["sleep"] * 1000))
         assert pool.score(ask("a"))
 
@@ -357,9 +360,9 @@ def test_requests_that_time_out_count_over_all_calls() -> None:
             (fault,) = pool.score(ask("sleep"))
             assert isinstance(fault, RewardFault) and fault.kind == "reward_timed_out"
         last, behind = (pool.submit(request) for request in ask("sleep", "a"))
-        with pytest.raises(RewardError, match="16 requests in a row timed out"):
+        with pytest.raises(RewardError, match=r"16 requests .*timed out"):
             last.result()
-        with pytest.raises(RewardError, match="16 requests in a row timed out"):
+        with pytest.raises(RewardError, match=r"16 requests .*timed out"):
             behind.result()
         assert values(pool.score(ask("a"))) == [1.0]
 

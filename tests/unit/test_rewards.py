@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_dppo.errors import ConfigError, RewardError
 from megatron_dppo.rewards import REWARDS, RewardResult, arithmetic_reward, problem_with, register, reward
 from megatron_dppo.types import FinishReason, Prompt
+from tests.support.refusals import refused
 
 PROMPT = Prompt("12*34", "408", "test", text="<bos> 2 1 * 4 3 =")
 FINISH_REASONS: list[FinishReason] = ["stop", "length", "abort"]
@@ -86,11 +87,9 @@ def test_the_registry() -> None:
 
 
 def test_an_unknown_name_lists_the_options() -> None:
-    with pytest.raises(
-        ConfigError, match=r"data.reward: found 'aritmetic'; .*'arithmetic'.*Did you mean 'arithmetic'"
-    ):
+    with refused("data.reward", "'aritmetic'", "'arithmetic'?"):
         reward("aritmetic")
-    with pytest.raises(ConfigError, match="Choose one of these"):
+    with refused("data.reward", "'zzz'", "'arithmetic'"):
         reward("zzz")
 
 
@@ -139,10 +138,10 @@ def test_importing_rewards_loads_no_tensor_library_and_no_algebra() -> None:
 
 
 def test_a_name_is_registered_once() -> None:
-    with pytest.raises(ConfigError, match="a second registration of 'arithmetic'"):
+    with pytest.raises(ConfigError, match="'arithmetic'"):
         register("arithmetic")(lambda prompt, response, finish_reason: RewardResult(1.0))
     assert reward("arithmetic") is arithmetic_reward
-    with pytest.raises(ConfigError, match="a second registration of 'environment'"):
+    with pytest.raises(ConfigError, match="'environment'"):
         register("environment")(lambda prompt, response, finish_reason: RewardResult(1.0))
 
 

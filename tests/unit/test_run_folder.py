@@ -120,7 +120,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     (path / "slurm.out").write_text("log")
     with RunFolder.open(path, CONFIG, resume=False) as folder:
         _write(folder, range(1))
-    with pytest.raises(ConfigError, match=r"earlier run.*checkpoint\.resume = true"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume = true"):
         RunFolder.open(path, CONFIG, resume=False)
     (path / "config.toml").unlink()
     with pytest.raises(CheckpointError, match=r"no config\.toml"):
@@ -191,7 +191,7 @@ def test_a_row_that_comes_twice_is_an_error(tmp_path: Path) -> None:
     with RunFolder.open(tmp_path, CONFIG, resume=False) as folder:
         _write(folder, range(2))
         folder.write_rollout(1, {}, num_rollouts=4)
-    with pytest.raises(DataError, match="rollout 1 follows rollout 1"):
+    with pytest.raises(DataError, match=r"rollout 1 .*rollout 1"):
         read_run(tmp_path)
 
 
@@ -199,7 +199,7 @@ def test_what_is_no_run_folder(tmp_path: Path) -> None:
     """The message names what is missing."""
     with pytest.raises(DataError, match="not a folder"):
         read_run(tmp_path / "nowhere")
-    with pytest.raises(DataError, match=r"no config\.toml and no metrics\.jsonl"):
+    with pytest.raises(DataError, match=r"config\.toml .*metrics\.jsonl"):
         read_run(tmp_path)
 
 

@@ -7,19 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks_on_threads import alone
-from samples import ROUTING, make_group, make_sample
 
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.checkpoints.megatron_folder import require_reshardable
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.gradient_steps import gradient_steps
-from megatron_dppo.errors import CheckpointError, ConfigError
+from megatron_dppo.errors import CheckpointError
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.step_metrics import add_staleness
 from megatron_dppo.run.run_point import RunPoint
 from megatron_dppo.single_phase import rollout_only, train_only
 from megatron_dppo.types import OpenRollout, RunState, SampledRollout, TrainBatch, WeightVersionSpan
+from tests.support.ranks_on_threads import alone
+from tests.support.refusals import refused
+from tests.support.samples import ROUTING, make_group, make_sample
 
 LAYOUT = Layout(world_size=1)
 
@@ -65,7 +66,7 @@ def test_a_point_is_read_as_it_was_written(opened: OpenRollout | None, waiting: 
 def test_rollouts_that_wait_stay_on_their_layout(tmp_path: Path) -> None:
     point = RunPoint(RunState(3, 7, 3, {}), 0, "", queue=(SampledRollout((), {}),) * 2)
     content: dict[str, Any] = json.loads(point.to_json(LAYOUT))
-    with pytest.raises(CheckpointError, match=r"holds 2 rollouts sampled ahead \(rollout\.lag\)"):
+    with pytest.raises(CheckpointError, match=r"2 rollouts .*rollout\.lag\)"):
         require_reshardable(tmp_path, content, Layout(world_size=2), is_optimizer_distributed=True)
 
 
@@ -81,5 +82,5 @@ def test_staleness_is_over_the_tokens_whose_weights_are_known() -> None:
 @pytest.mark.parametrize("half", [rollout_only, train_only])
 def test_half_a_loop_has_no_weights_to_lag_behind(half: Any, tmp_path: Path) -> None:
     config = Config.model_validate({"run": {"folder": tmp_path / "run"}, "rollout": {"lag": 2}})
-    with pytest.raises(ConfigError, match=r"rollout\.lag: found 2; expected 0"):
+    with refused("rollout.lag", "2"):
         half(config, tmp_path / "kept")

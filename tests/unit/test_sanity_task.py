@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,10 @@ from megatron_dppo.data.prompts.sanity_task import (
     make_prompts,
     teacher_batch,
 )
-from megatron_dppo.errors import ConfigError
 from megatron_dppo.rewards.text import arithmetic_reward
 from megatron_dppo.types import Prompt
+from tests.support.records import lines_of
+from tests.support.refusals import refused
 
 NUM_TRAIN, NUM_HELD_OUT = 8986, 1014
 
@@ -64,14 +64,14 @@ def test_prompts_depend_on_the_seed_only(split: Split) -> None:
 
 
 def test_more_prompts_than_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"found n = 1015; expected 0 to 1014 for split 'held_out'"):
+    with refused("sanity task", "1015", "0 to 1014", "'held_out'"):
         make_prompts(NUM_HELD_OUT + 1, 0, "held_out")
 
 
 def test_written_prompts_load(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     sanity_task.write_prompts(path, 20, seed=1)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == make_prompts(20, 1)
+    assert lines_of(path) == make_prompts(20, 1)
     prompts = load_prompts(path, "prompt", "answer")
     assert [p.text for p in prompts] == [row["prompt"] for row in make_prompts(20, 1)]
 

@@ -5,9 +5,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
-from collecting import Collected
-from samples import InProcessScorer
-from test_collect import TOKENIZER, complete
 from torch import Tensor
 
 from megatron_dppo.config.schema import RolloutConfig
@@ -20,6 +17,10 @@ from megatron_dppo.rollout.rollouts import RolloutScheduler
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.runtime.concurrency import all_of
 from megatron_dppo.types import FinishReason, Prompt
+from tests.support.collecting import Collected
+from tests.support.samples import InProcessScorer
+from tests.support.word_tokenizers import TOKENIZER
+from tests.unit.test_collect import complete
 
 NUM_PROMPTS = 40
 PROMPTS = [Prompt(str(i), "408", "test", text="<bos> 2 1 * 4 3 =") for i in range(NUM_PROMPTS)]

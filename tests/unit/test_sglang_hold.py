@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_stand_in import LOG_PROB, MODEL, TOKEN, StandIn, answer
-from test_collect import TOKENIZER
 
 from megatron_dppo.engines.base import Completion, ConcurrentEngine, Request, SamplingParams, Session, aborted
 from megatron_dppo.engines.counts import EngineCounts
@@ -23,6 +21,8 @@ from megatron_dppo.errors import RolloutError, ServerError
 from megatron_dppo.rollout.conversations import TurnLimits
 from megatron_dppo.rollout.multi_turn import MultiTurnEngine
 from megatron_dppo.types import Prompt, WeightVersionSpan
+from tests.support.sglang_stand_in import LOG_PROB, MODEL, TOKEN, StandIn, answer
+from tests.support.word_tokenizers import TOKENIZER
 
 PARAMS = SamplingParams(10)
 PATIENCE = Patience(connect_timeout_s=5, control_timeout_s=1, max_attempts=4, first_pause_s=0.01)
@@ -326,7 +326,7 @@ def test_where_no_server_is_left_every_ask_raises() -> None:
                     event.set()
             found = await asyncio.gather(*asked, return_exceptions=True)
             assert [type(each) for each in found] == [ServerError] * 9
-            with pytest.raises(ServerError, match="expected 200 within 4 attempts"):
+            with pytest.raises(ServerError, match="200 within 4 "):
                 await session.ask(Request("late+0", (1, 2), (0, 0, 0)), PARAMS)
             await session.hold()
             assert (await session.ask(Request("late+0", (1, 2), (0, 0, 0)), PARAMS)).finish_reason == "abort"

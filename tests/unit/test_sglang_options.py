@@ -60,7 +60,7 @@ def test_a_server_for_gpus_refuses_an_environment_for_cpus(
     (packages / "sglang_on_cpu.pth").touch()
     monkeypatch.setattr(server, "read_options", lambda python: {})
     table = {"python": str(tmp_path / "bin" / "python")}
-    with pytest.raises(ConfigError, match=r"an environment for CPUs .* make sglang-venv SGLANG_FOR=gpu"):
+    with pytest.raises(ConfigError, match="make sglang-venv SGLANG_FOR=gpu"):
         server.plan_launch(Config.model_validate({"sglang": table}))
     with pytest.raises(ConfigError) as on_cpu:
         server.plan_launch(Config.model_validate({"sglang": table | {"device": "cpu"}}))

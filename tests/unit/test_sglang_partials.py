@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_stand_in import MODEL as STAND_IN_MODEL
-from sglang_stand_in import StandIn
 
 from megatron_dppo.engines.base import Completion, Request, SamplingParams, aborted, joined
 from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.protocol import GENERATIONS, ServedModel
 from megatron_dppo.types import ModelRouting, RolloutTopK, RoutedExperts, WeightVersionSpan
+from tests.support.sglang_stand_in import MODEL as STAND_IN_MODEL
+from tests.support.sglang_stand_in import StandIn
 
 MODEL = ServedModel(97, 3, (0,), ModelRouting((0, 1, 2), 8, 2))
 PARAMS = SamplingParams(10, num_topk_log_probs=2, capture_routes=True)

@@ -121,7 +121,7 @@ def test_an_answer_without_tokens_is_an_aborted_one(generation: Generation) -> N
 
 
 def test_an_answer_that_does_not_say_how_often_it_was_retracted_is_refused() -> None:
-    with pytest.raises(ReplyError, match="found nothing as num_retractions"):
+    with pytest.raises(ReplyError, match="num_retractions"):
         _read("plain", _drop("num_retractions"))
 
 
@@ -370,7 +370,7 @@ def test_scores_of_a_prompt_are_read(generation: Generation) -> None:
     torch.testing.assert_close(log_probs, -torch.arange(1, 13) / 7, rtol=0, atol=0)
     assert routes is not None and routes.indices.shape == (13, 3, 2) and routes.num_experts == 8
     assert read(None, with_routes=False)[1] is None
-    with pytest.raises(RoutingReplayError, match="log-probs of a prompt: found no routed_experts"):
+    with pytest.raises(RoutingReplayError, match="routed_experts"):
         read(None, with_routes=True)
     rows[3][1] = 5
     with pytest.raises(ReplyError, match="the log-probs belong to other tokens"):
@@ -430,7 +430,7 @@ def test_what_a_server_says_of_itself(version: str) -> None:
     assert (read.version, read.weight_version, read.captures_routes) == (version, 0, True)
     assert (read.max_prompt_tokens, read.max_tokens) == (505, 510)
     leaking = facts["server_info"] | {"preferred_sampling_params": {"top_p": 0.9}}
-    with pytest.raises(ServerError, match="found preferred_sampling_params"):
+    with pytest.raises(ServerError, match="preferred_sampling_params"):
         generation_of(version).read_facts(leaking, facts["model_info"])
     with pytest.raises(ReplyError, match="weight version 'default'"):
         generation_of(version).read_facts(

@@ -5,9 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dppo_vectors import CASES, SETTINGS, build, is_decided, log_softmax
 from hypothesis import given
-from test_algorithms_properties import FEW, Policies, policies
 
 from megatron_dppo.algorithms import (
     PRESETS,
@@ -18,6 +16,8 @@ from megatron_dppo.algorithms import (
     shadow_masks,
     shadow_weights,
 )
+from tests.support.dppo_vectors import CASES, SETTINGS, build, is_decided, log_softmax
+from tests.unit.test_algorithms_properties import FEW, Policies, policies
 
 
 def _require_equal(objectives, inputs: PolicyLossInputs):

@@ -7,9 +7,9 @@ import pytest
 
 from megatron_dppo.architectures.megatron_options import choose_layer_spec, transformer_engine_limits
 from megatron_dppo.config import Config
-from megatron_dppo.errors import ConfigError
 from megatron_dppo.models.build import fusions
 from megatron_dppo.runtime.libraries import Libraries, Library
+from tests.support.refusals import refused
 
 USABLE, ABSENT = Library(), Library("ModuleNotFoundError: No module named 'transformer_engine'")
 
@@ -51,7 +51,7 @@ def test_ranks_that_differ_do_not_start() -> None:
     from megatron_dppo.models.build import agreed_layer_spec
 
     runtime: Any = SimpleNamespace(all_gather=lambda name: [name, "transformer_engine"])
-    with pytest.raises(ConfigError, match="torch on rank 0, transformer_engine on rank 1"):
+    with refused("model.layer_spec", "torch on rank 0, transformer_engine on rank 1"):
         agreed_layer_spec(_config("auto"), runtime)
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_tokenizers import byte_tokenizer, qwen3_tokenizer
 
 from megatron_dppo.data.prompts.prompts import PromptsDigest, load_prompts
 from megatron_dppo.data.prompts.survey import NUM_SHOWN, Survey, survey
 from megatron_dppo.data.prompts.templates import ASKS_FOR, TEMPLATES, asked_form, prompt_tokens
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import Prompt
+from tests.support.byte_tokenizers import byte_tokenizer, qwen3_tokenizer
 
 
 def write(path: Path, *rows: Any) -> Path:

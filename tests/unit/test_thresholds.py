@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_host import Tokens, combined
 from torch import Tensor
 
 from megatron_dppo.algorithms import Objective, PolicyLossInputs, policy_loss, preset
 from megatron_dppo.kernels.library import KernelLibrary
 from megatron_dppo.kernels.reference import ROWS
+from tests.support.kernel_host import Tokens, combined
 
 Masked = tuple[Tensor, Tensor, Tensor]
 """Ratio, divergence and mask of each token."""

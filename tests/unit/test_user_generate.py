@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from collecting import Collected, collect
-from samples import InProcessScorer
-from test_multi_turn import TOKENIZER, WORDS, words_of
-from test_transformers_engine import VOCAB, engine_of, moe_config, reference_model
 
 from megatron_dppo.engines.base import Completion, SamplingParams
-from megatron_dppo.errors import ConfigError, RolloutError
+from megatron_dppo.errors import RolloutError
 from megatron_dppo.rewards import RewardResult
 from megatron_dppo.rollout.trajectories import Generate, UserGenerate
 from megatron_dppo.runtime.user_code import import_named
 from megatron_dppo.types import Prompt
+from tests.support.collecting import Collected, collect
+from tests.support.refusals import refused
+from tests.support.samples import InProcessScorer
+from tests.unit.test_multi_turn import TOKENIZER, WORDS, words_of
+from tests.unit.test_transformers_engine import VOCAB, engine_of, moe_config, reference_model
 
 MODULE = '''
 from dataclasses import replace
@@ -67,7 +68,7 @@ def test_a_function_of_a_folder_of_its_own(model: Any, tmp_path: Path, monkeypat
         assert sample.loss_mask.tolist() == [True] * 3 + [False] + [True] * 3
         assert sample.reward == (sample.tokens[6:] == 1).sum() and sample.reward_info == {"tries": 2.0}
         assert sample.routed_experts is not None and sample.routed_experts.indices.shape[0] == 2 + 7 - 1
-    with pytest.raises(ConfigError, match=r"rollout\.generate: .*'thrice' is not there"):
+    with refused("rollout.generate", "'thrice'"):
         import_named("rollout.generate", "own_generate:thrice")
 
 

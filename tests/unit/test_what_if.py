@@ -19,6 +19,7 @@ from megatron_dppo.analysis.what_if.question import (
 from megatron_dppo.data.batches.batch_file import group_files, kept_rollouts
 from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.types import Microbatch
+from tests.support.refusals import refused
 
 BASE = Variant("dppo_topk_tv", {"top_k": 4})
 
@@ -116,7 +117,7 @@ def test_what_no_preset_can_do_is_refused(presets: list[str], sweeps: dict, mess
 
 def test_variants_without_their_inputs_are_refused_together() -> None:
     asked = [Variant("dppo_topk_kl"), Variant("minirl")]
-    with pytest.raises(ConfigError, match="at most the 8 that were kept") as caught:
+    with pytest.raises(ConfigError, match="the 8 ") as caught:
         require_inputs(asked, num_columns=8, has_old_log_probs=False)
     assert "--before" in str(caught.value)
 
@@ -128,7 +129,7 @@ def test_sweeps_are_values_of_toml() -> None:
         "include_other": [True, False],
     }
     for wrong in ("delta", "=1", "delta=1,,2"):
-        with pytest.raises(ConfigError, match="Write for example --sweep"):
+        with refused("--sweep", wrong):
             parse_sweeps([wrong])
 
 
@@ -139,19 +140,16 @@ def test_a_folder_without_what_is_needed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.toml"):
         ask()
     (tmp_path / "config.toml").write_text("")
-    with pytest.raises(ConfigError, match=r"Run with tracking\.batches_every"):
+    with pytest.raises(ConfigError, match=r"tracking\.batches_every"):
         ask()
     of_rollout = tmp_path / "batches" / "rollout_000003"
     of_rollout.mkdir(parents=True)
     (of_rollout / "group_1_of_2.safetensors").touch()
-    with pytest.raises(ConfigError, match="Name weights with --checkpoint"):
+    with pytest.raises(ConfigError, match="--checkpoint"):
         ask()
     assert kept_rollouts(tmp_path / "batches") == [3]
-    for folder, found in (
-        (tmp_path / "nowhere", "does not exist"),
-        (tmp_path, "has no config.json and no hf/"),
-    ):
-        with pytest.raises(ConfigError, match=f"--checkpoint: found {folder}, which {found}"):
+    for folder, found in ((tmp_path / "nowhere", "nowhere"), (tmp_path, "config.json")):
+        with refused("--checkpoint", f"{folder}, ", found):
             question_of(Asked(tmp_path, tmp_path, checkpoint=folder), world_size=1)
-    with pytest.raises(DataError, match=r"found group_1_of_2\.safetensors; .* counted from 1: 4\."):
+    with pytest.raises(DataError, match=r"group_1_of_2\.safetensors; .* 4\."):
         group_files(tmp_path / "batches", 3)

@@ -1,6 +1,6 @@
 """Write field_vectors.json beside this file: exact cases of the field's presets, by `field_formulas`.
 
-    python tests/vectors/make_field_vectors.py
+    python -m tests.vectors.make_field_vectors
 
 The file's `others` stay as they are: what functions of other frameworks gave on these cases, each with its name
 and the commit or version that it was run `at`. Their code is not here.
@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from field_formulas import DEFAULTS, SOURCES, Token, evaluated, kl, mean, mp, mpf, quantile, tv
+from tests.vectors.field_formulas import DEFAULTS, SOURCES, Token, evaluated, kl, mean, mp, mpf, quantile, tv
 
 FILE = Path(__file__).parent / "field_vectors.json"
 TOPK = ("cppo_topk", "dppo_topk_kl_predictive", "trm")

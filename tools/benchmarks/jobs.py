@@ -22,7 +22,7 @@ PROMPT_TOKENS = 8
 
 def write_model(runtime: Runtime, folder: str, sizes: dict[str, Any]) -> None:
     """Write a random Qwen3-MoE with these settings as a Hugging Face folder."""
-    from tiny import write_model as write  # of tests/distributed
+    from tests.support.tiny import write_model as write  # of tests/distributed
 
     runtime.on_main(lambda: write(Path(folder), **{"initializer_range": 0.02, **sizes}))
 

@@ -4,7 +4,7 @@
     python -m tools.benchmarks.layouts --processes 4
     python -m tools.benchmarks.layouts --short        one round on a tiny model; its figures mean nothing
 
-The layouts are those that a test compares with one process (tests/distributed/layout_cases.py). A random
+The layouts are those that a test compares with one process (tests/support/layout_cases.py). A random
 Qwen3-MoE (hidden 256, 4 layers, 16 experts with top-4 routing, vocabulary 2048) in float32 trains with the real
 actor. Every process has one thread, and all share this machine. Each round visits every layout, every second
 round in reverse order. Each ratio compares two figures of one round. A mini-batch has about four micro-batches
@@ -45,8 +45,8 @@ def main(
 ) -> None:
     """Print tokens/s of each layout."""
     os.chdir(ROOT)
-    from layout_cases import LAYOUTS  # of tests/distributed
-    from ranks import run_ranks
+    from tests.support.layout_cases import LAYOUTS  # of tests/distributed
+    from tests.support.ranks import run_ranks
 
     (sizes, longest, num_tokens, max_tokens), others = SHORT if short else FULL, OtherPrograms()
     rounds, steps = (1, 1) if short else (rounds, steps)

@@ -19,7 +19,7 @@ from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config, ParallelConfig
 from megatron_dppo.data.batches.batch_file import group_files, kept_inputs, kept_rollouts
 from megatron_dppo.errors import ConfigError, Problem, did_you_mean, writing_to
-from megatron_dppo.runtime.user_code import described
+from megatron_dppo.runtime.user_code import describe_error
 
 # What a forward of kept tokens needs; the rest is about sampling and training.
 _RULES = (
@@ -57,7 +57,7 @@ class Variant:
         except ConfigError:
             raise
         except Exception as error:  # whatever the module raises
-            fails, action = f"{self.preset!r}, which fails ({described(error)})", "Correct the module."
+            fails, action = f"{self.preset!r}, which fails ({describe_error(error)})", "Correct the module."
             raise ConfigError(Problem("--preset", fails, "what can be imported", action)) from error
         return replace(found, entropy_coef=0.0)
 

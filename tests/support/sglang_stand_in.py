@@ -26,7 +26,9 @@ from megatron_dppo.types import ModelRouting
 ROUTING = ModelRouting((0, 1, 2), 8, 2)
 MODEL = ServedModel(vocab_size=64, num_layers=3, end_tokens=(0,), routing=ROUTING)
 TOKEN, LOG_PROB = 3, -0.5
-_FACTS = json.loads((Path(__file__).parent / "sglang_replies" / "0.5.21" / "facts.json").read_text())
+_FACTS = json.loads(
+    (Path(__file__).parents[1] / "unit" / "sglang_replies" / "0.5.21" / "facts.json").read_text()
+)
 _IDLE = {"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0}]}
 _GETS = {"/server_info": _FACTS["server_info"], "/model_info": _FACTS["model_info"], "/health": None}
 

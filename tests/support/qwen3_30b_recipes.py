@@ -9,7 +9,7 @@ hidden states can do without.
 from dataclasses import dataclass, field
 from typing import Any
 
-from plan_models import QWEN3_30B
+from tests.support.plan_models import QWEN3_30B
 
 
 @dataclass(frozen=True)

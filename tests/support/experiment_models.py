@@ -7,7 +7,7 @@ parameters is all that was compared.
 
 from typing import Any
 
-from published_models import GLM45_AIR, MOONLIGHT
+from tests.support.published_models import GLM45_AIR, MOONLIGHT
 
 _SHARED: dict[str, Any] = {"attention_bias": False, "hidden_act": "silu", "rms_norm_eps": 1e-6}
 _QWEN3 = _SHARED | {

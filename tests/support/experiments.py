@@ -4,9 +4,8 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiment_models import OF_EXPERIMENTS
-
 from examples.make_tiny import FAMILIES
+from tests.support.experiment_models import OF_EXPERIMENTS
 
 ROOT = Path(__file__).parents[2]
 _TINY = Path("examples") / "tiny.toml"

@@ -6,8 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from serving import Served
-from tiny import VOCAB
 from torch import Tensor
 
 from megatron_dppo.engines.base import Completion, IsEnough, Request, SamplingParams
@@ -17,6 +15,8 @@ from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
 from megatron_dppo.rollout.conversations import TurnLimits
 from megatron_dppo.rollout.multi_turn import MultiTurnEngine
 from megatron_dppo.types import Prompt
+from tests.support.serving import Served
+from tests.support.tiny import VOCAB
 
 PARITY = 5e-5  # of float32 log-probs
 FULL = SamplingParams(24, num_topk_log_probs=20, capture_routes=True)

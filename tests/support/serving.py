@@ -2,17 +2,19 @@
 
 import asyncio
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from tiny import EXPERTS, TOP_K, VOCAB, write_model
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang.client import SglangClient
 from megatron_dppo.engines.sglang.options import installed_version
 from megatron_dppo.engines.sglang.protocol import ServedModel
+from megatron_dppo.engines.sglang.server import Server, ServerRecord, plan_launch
 from megatron_dppo.types import ModelRouting
+from tests.support.tiny import EXPERTS, TOP_K, VOCAB, write_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("SERVERS_PYTHON", ROOT / ".venv-sglang" / "bin" / "python"))
@@ -50,6 +52,18 @@ class Served:
     folder: Path
     model: Any  # transformers', with the same weights
     run: Path  # the run's folder, whose servers/ names the server
+
+
+@contextmanager
+def server_of(folder: Path, run: Path, name: str) -> Iterator[tuple[Server, ServerRecord]]:
+    """A server of a model, until the block ends; it may end before."""
+    server = Server(plan_launch(served_config(folder, run)), run / "servers", name)
+    try:
+        record = server.start(START_TIMEOUT_S)
+        assert record is not None
+        yield server, record
+    finally:
+        server.stop(grace_s=0)
 
 
 def num_requests(served: Served) -> int:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from plan_models import QWEN3_30B
+from tests.support.plan_models import QWEN3_30B
 
 QWEN3_235B: dict[str, Any] = QWEN3_30B | {
     "hidden_size": 4096,

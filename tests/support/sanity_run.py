@@ -4,9 +4,8 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-from tiny import write_model
-
 from megatron_dppo.data.prompts import sanity_task
+from tests.support.tiny import write_model
 
 _ROOT = Path(__file__).parents[2]
 TOKENS: dict[str, Any] = {

@@ -3,8 +3,8 @@
 As `qwen3_30b_recipes`. Their uneven pipelines have other numbers of layers in the first and last stage.
 """
 
-from published_models import DEEPSEEK_V3, GLM45, GLM47_FLASH, KIMI_K2, MOONLIGHT, QWEN3_235B
-from qwen3_30b_recipes import Recipe
+from tests.support.published_models import DEEPSEEK_V3, GLM45, GLM47_FLASH, KIMI_K2, MOONLIGHT, QWEN3_235B
+from tests.support.qwen3_30b_recipes import Recipe
 
 LARGER = (
     Recipe(

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sanity_run import TOKENS, add_task
-from serving import OPTIONS, VERSION
-from test_families import CASES
-from tiny_families import SIZES, write_family
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.architectures.registry import FAMILIES
+from tests.distributed.test_families import CASES
+from tests.support.sanity_run import TOKENS, add_task
+from tests.support.serving import OPTIONS, VERSION
+from tests.support.tiny_families import SIZES, write_family
 
 IN_CI = ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
 """Grouped-query and latent attention with a query rank; sigmoid routers with biases, shared experts."""

@@ -14,7 +14,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from ranks import FORKS, ended, environments
+from tests.support.ranks import FORKS, ended, environments
 
 
 def python(

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 import transformers
-from tiny import LAYERS, VOCAB
 
 from examples.make_tiny import YARN as YARN
 from examples.make_tiny import tiny_config
+from tests.support.tiny import LAYERS, VOCAB
 
 SIZES: dict[str, Any] = dict(
     vocab_size=VOCAB,

@@ -1,0 +1,1 @@
+"""Tests: each folder is a suite, `support` has what several of them use."""

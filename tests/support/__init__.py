@@ -1,0 +1,1 @@
+"""Models, prompts, engines, ranks and records that the tests of several files use."""

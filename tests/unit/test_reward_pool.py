@@ -325,7 +325,7 @@ def test_what_was_sent_behind_a_hanging_request_goes_to_another_worker(monkeypat
     monkeypatch.setattr(WorkerPool, "_most_sent", 30)  # as if rewards had been quick so far
     with RewardPool(NAME, num_workers=2, timeout_s=60, memory_mb=0) as pool:
         pool.start()  # one worker, which takes the first thirty before the other has started
-        slow, *quick = (call.answer for call in pool._queued(ask("sleep", *["a"] * 60)))
+        slow, *quick = (call.answer for call in pool._queue(ask("sleep", *["a"] * 60)))
         results = [answer.result(50) for answer in quick]
         assert all(isinstance(result, RewardResult) and result.value == 1.0 for result in results)
         assert not slow.done()

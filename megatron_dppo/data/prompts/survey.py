@@ -58,17 +58,17 @@ class SpecialTokens:
         before, behind = self._added
         if before and list(tokens[: 2 * len(before)]) == 2 * before:
             both = self._decode(2 * before)
-            yield f"begin with {both}: the text has {self._shown(before)}, and the tokenizer adds one more"
+            yield f"begin with {both}: the text has {self._decode(before)}, and the tokenizer adds one more"
         else:
             pairs = pairwise(tokens)
             doubled = dict.fromkeys(
                 first for first, second in pairs if first == second and first in self._special
             )
-            yield from (f"have {self._shown([token] * 2)}, a special token twice in a row" for token in doubled)
+            yield from (f"have {self._decode([token] * 2)}, a special token twice in a row" for token in doubled)
         last = next((token for token in reversed(tokens[-_LAST:]) if self._decode([token]).strip()), None)
         if last is not None and last in self._ends:
             who = "the tokenizer adds it to every text" if last in behind else "the response follows an end"
-            yield f"end with {self._shown([last])}: {who}"
+            yield f"end with {self._decode([last])}: {who}"
         own = tokens[len(before) : len(tokens) - len(behind)]
         if not may_be_text and self._tokenizer.chat_template and self._special.isdisjoint(own):
             yield (

@@ -142,8 +142,28 @@ def _logarithm(number: Fraction, base: Fraction = Fraction(10)) -> Fraction:
     return Fraction(exponent)
 
 
+def _floor(number: Fraction) -> Fraction:
+    return Fraction(math.floor(number))
+
+
+def _sum(*terms: Fraction) -> Fraction:
+    return sum(terms, Fraction(0))
+
+
+def _gcd(*numbers: Fraction) -> Fraction:
+    return Fraction(math.gcd(*_whole(numbers)))
+
+
+def _lcm(*numbers: Fraction) -> Fraction:
+    return Fraction(math.lcm(*_whole(numbers)))
+
+
+def _ceil(number: Fraction) -> Fraction:
+    return Fraction(math.ceil(number))
+
+
 _EXACT: Mapping[str, Any] = {
-    "+": lambda *terms: sum(terms, Fraction(0)),
+    "+": _sum,
     "-": operator.neg,
     "*": operator.mul,
     "/": _divide,
@@ -152,10 +172,10 @@ _EXACT: Mapping[str, Any] = {
     "factorial": _factorial,
     "binom": _binomial,
     "abs": abs,
-    "floor": lambda number: Fraction(math.floor(number)),
-    "ceil": lambda number: Fraction(math.ceil(number)),
-    "gcd": lambda *numbers: Fraction(math.gcd(*_whole(numbers))),
-    "lcm": lambda *numbers: Fraction(math.lcm(*_whole(numbers))),
+    "floor": _floor,
+    "ceil": _ceil,
+    "gcd": _gcd,
+    "lcm": _lcm,
     "max": max,
     "min": min,
     "log": _logarithm,

@@ -5,8 +5,8 @@ estimators clamp the log-ratio log pi - log mu to +-LOG_RATIO_LIMIT, so that one
 huge but finite number, also in float32 trackers. A NaN on a learning token is reported, never dropped.
 
 `theory/*` estimates the paper's performance bound from a mini-batch (`tests/support/exact_bounds.py` computes
-it exactly on problems with enumerable responses). The mean over the mini-batch estimates the expectation over mu.
-Advantages replace rewards: a baseline changes no term of Theorem 3.1, subtracting the group mean scales the
+it exactly on problems with enumerable responses). The mean over the mini-batch estimates the expectation over
+mu. Advantages replace rewards: a baseline changes no term of Theorem 3.1, subtracting the group mean scales the
 surrogate by 1 - 1/G, and `normalize_advantage_std` rescales all terms. xi is the largest |A| of the mini-batch,
 and T its longest response. The linear term needs the mean of the total variation. |r - 1| / 2 of the sampled
 token is an unbiased estimate (Eq. 10), if mu can sample every token. Binary-TV has less noise, but its mean is

@@ -140,7 +140,7 @@ def gathering_problems(chunks: list[Any], hf: Any, layout: Any) -> Iterator[str]
     from megatron_dppo.architectures.parameters import largest_gathered_bytes, model_shape
     from megatron_dppo.checkpoints import megatron_weights as convert
 
-    gather = convert._gathered_piece
+    gather = convert._gather_piece
     for max_bytes in (None, BUCKET_BYTES, 3 * BUCKET_BYTES):
         found: list[int] = []
 
@@ -150,7 +150,7 @@ def gathering_problems(chunks: list[Any], hf: Any, layout: Any) -> Iterator[str]
             return parts
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(convert, "_gathered_piece", spy)
+            patch.setattr(convert, "_gather_piece", spy)
             for _ in convert.export_hf_weights(chunks, hf, max_bytes=max_bytes):
                 pass
         planned = largest_gathered_bytes(model_shape(hf), layout, 2, max_bytes)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.support.kernel_usage import kernel_usage
 
 from megatron_dppo.kernels.build import cuda_library
+from tests.support.kernel_usage import kernel_usage
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.support.kernel_usage import kernel_usage
 
 from megatron_dppo.errors import KernelBuildError
 from megatron_dppo.kernels import build
+from tests.support.kernel_usage import kernel_usage
 from tests.support.processes import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.support.kernel_usage import kernel_usage
 
 from megatron_dppo.kernels import build
+from tests.support.kernel_usage import kernel_usage
 
 VECTOR_BYTES = 16
 THREADS = 512  # of a block with a long row

@@ -64,9 +64,7 @@ class SpecialTokens:
             doubled = dict.fromkeys(
                 first for first, second in pairs if first == second and first in self._special
             )
-            yield from (
-                f"have {self._decode([token] * 2)}, a special token twice in a row" for token in doubled
-            )
+            yield from (f"have {self._decode([t] * 2)}, a special token twice in a row" for t in doubled)
         last = next((token for token in reversed(tokens[-_LAST:]) if self._decode([token]).strip()), None)
         if last is not None and last in self._ends:
             who = "the tokenizer adds it to every text" if last in behind else "the response follows an end"

@@ -142,16 +142,12 @@ def _logarithm(number: Fraction, base: Fraction = Fraction(10)) -> Fraction:
     return Fraction(exponent)
 
 
-def _sum(*terms: Fraction) -> Fraction:
-    return sum(terms, Fraction(0))
-
-
 def _floor(number: Fraction) -> Fraction:
     return Fraction(math.floor(number))
 
 
-def _ceil(number: Fraction) -> Fraction:
-    return Fraction(math.ceil(number))
+def _sum(*terms: Fraction) -> Fraction:
+    return sum(terms, Fraction(0))
 
 
 def _gcd(*numbers: Fraction) -> Fraction:
@@ -160,6 +156,10 @@ def _gcd(*numbers: Fraction) -> Fraction:
 
 def _lcm(*numbers: Fraction) -> Fraction:
     return Fraction(math.lcm(*_whole(numbers)))
+
+
+def _ceil(number: Fraction) -> Fraction:
+    return Fraction(math.ceil(number))
 
 
 _EXACT: Mapping[str, Any] = {

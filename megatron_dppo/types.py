@@ -217,7 +217,7 @@ class SampledRollout:
     """A sampled rollout that waits for training; every checkpoint must contain it."""
 
     steps: tuple[TrainBatch, ...]  # this rank's gradient steps
-    metrics: Mapping[str, float]  # metrics of its row from sampling, over all ranks
+    metrics: Mapping[str, float]  # sampling metrics for its row, over all ranks
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class OpenRollout:
     num_done: int  # number of gradient steps taken
     metrics: Mapping[str, float]  # of the rollout's row so far, over all ranks
     seconds: Mapping[str, float]  # spent in its phases so far, and "total"
-    listed: Mapping[str, Any] = field(default_factory=dict[str, Any])  # masked tokens of its steps so far
+    listed: Mapping[str, Any] = field(default_factory=dict[str, Any])  # masked tokens so far
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
 }
 """Files of tests/sglang by the server feature that they test."""
 Record = dict[str, Any]
-"""A line of the records: suite, date of its oldest result, versions, and the counts of each file's tests."""
+"""A line of the records: suite, date of the oldest result, versions, and test counts per file."""
 
 
 def read_records(root: Path) -> list[Record]:

@@ -383,7 +383,7 @@ class Actor:
                 rows = sequence_parallel_rows(counted.numel())
                 replay.follow(replace(routes, indices=routes.indices[rows]), counted[rows], chunk)
 
-        # interleaved stages need a multiple of their number
+        # interleaving needs a multiple of the number of stages
         multiple = self.layout.pipeline if self.layout.virtual_pipeline > 1 else 1
         own = [self._slice(m).local(m) for m in filled_up(microbatches, multiple, self.routing)]
         run_microbatches(

@@ -1,4 +1,4 @@
-"""Computes the statistics of a gradient step from the results of its loss."""
+"""Computes the statistics of a gradient step from the loss's results."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Step:
 
 
 class Observer:
-    """Adds the statistics of each micro-batch to a step's metrics, from the results of its loss."""
+    """Adds the statistics of each micro-batch to a step's metrics, from the loss's results."""
 
     def __init__(self, objective: Objective, tracking: TrackingConfig, *, num_topk_log_probs: int) -> None:
         """Choose the shadow objectives, which are evaluated in addition to the training objective.
@@ -80,7 +80,7 @@ class Observer:
 
         Args:
             metrics: Gets them.
-            out: The loss of its tokens.
+            out: Loss of this rank's tokens.
             microbatch: This rank's tokens.
             is_first: The weights are still those that the rollout sampled with.
             weight_version: Version of the current weights; enables mismatch metrics per staleness.

@@ -123,10 +123,10 @@ def build_schedule(
     """Build the schedule: linear warm-up from 0, then constant, linear or cosine down to min_lr.
 
     The schedule depends only on the number of steps, so a resumed run rebuilds it. A checkpoint loads the
-    parameter groups with the settings of its run, so they get the config's settings first.
+    parameter groups with the settings of the run that wrote it, so they get the config's settings first.
 
     Args:
-        optimizer: Megatron's; the settings and the learning rate of its parameter groups are set at once.
+        optimizer: Megatron's; its parameter groups get their settings and learning rate here.
         config: The run's `[optimizer]`.
         num_steps: Gradient steps of the complete run.
         num_done: Gradient steps already taken. Call `.step(1)` after each further one.

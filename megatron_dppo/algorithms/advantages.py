@@ -16,7 +16,7 @@ LARGEST_REWARD = 1e18  # its square is finite in float32
 
 
 def have_equal_rewards(rewards: Sequence[float]) -> bool:
-    """Return whether the rewards of one group are equal up to rounding, so that none of its tokens learns.
+    """Return whether the rewards of one group are equal up to rounding, so that no token learns.
 
     This is so if and only if `group_advantages` gives each of them 0. One reward, or none, counts as equal.
 
@@ -62,7 +62,7 @@ def group_advantages(
         first = int((~is_usable).nonzero()[0, 0])
         expected = f"expected a finite number of at most {LARGEST_REWARD:g} in magnitude. Drop that sample"
         raise RewardError(f"reward {first}: found {rewards[first].item()}; {expected}.")
-    # A group's number is the position of its first id among all sorted ids; other positions are empty groups.
+    # A group's number is its first id's position among all sorted ids; other positions are empty groups.
     ids = ids.to(rewards.device)
     groups = torch.searchsorted(ids.sort().values, ids)
 

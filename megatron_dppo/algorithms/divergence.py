@@ -1,6 +1,6 @@
 """Divergences between the policy and its anchor, over a partition of the vocabulary.
 
-A divergence takes log-masses of the policy and of its anchor (both <= 0) and returns one number per token.
+A divergence takes log-masses of the policy and the anchor (both <= 0) and returns one number per token.
 Binary ones see {sampled token, everything else} and take [T]; Top-K ones see mu's K most probable tokens, the
 sampled token and everything else, and take [T, outcomes] from `topk_partition`. Coarser partitions give smaller
 numbers: binary <= Top-K <= full vocabulary (App. C of arXiv 2602.04879, the paper cited in this package).
@@ -52,7 +52,7 @@ class Divergence:
     id: int  # its number in DppoDivergence of kernels/csrc/capi.h, or one that neither that nor another has
     over: Literal["sampled", "topk"]
     needs_other: bool = False  # undefined if the outcomes do not sum to 1
-    at_most: float = math.inf  # upper bound of its values
+    at_most: float = math.inf  # upper bound of the divergence
 
 
 class Identified(Protocol):

@@ -50,7 +50,7 @@ class TermCoefficients:
 
 @dataclass(frozen=True)
 class LossTerm:
-    """One term of the loss. Tensors of its functions have T rows."""
+    """One term of the loss. Its functions take and return tensors with T rows."""
 
     function: Callable[[Objective, LearningTokens, Float[Tensor, " T"]], TermOfTokens]
     """Returns each token's loss and its gradient by log pi, times coefficient and `token_weights`, given pi/mu.
@@ -112,7 +112,7 @@ LOSS_TERMS: Mapping[str, LossTerm] = MappingProxyType(
         "ref_kl_coef": LossTerm(ref_kl_term, reads="ref_log_probs", metric="policy/ref_kl", value=ref_kl_k3),
     }
 )
-"""The terms by the names of their coefficients, in the order in which they are added."""
+"""The terms by coefficient name, in the order in which they are added."""
 
 OPTIONAL_INPUTS: tuple[str, ...] = tuple(term.reads for term in LOSS_TERMS.values() if term.reads is not None)
 """Fields of `RolloutTokens` that only terms read."""

@@ -88,10 +88,10 @@ class Objective(TermCoefficients):
         response_kl: Largest mean of them over a response.
         tau_low: Steepness of the sigmoid for negative advantages.
         tau_high: Steepness of the sigmoid for positive advantages.
-        prefix_delta: Mean divergence that a response may spend up to any of its tokens, at least.
+        prefix_delta: Mean divergence that a response may spend up to any token, at least.
         prefix_delta_max: The same at most; between both, the 90th percentile of the response's own.
         late_weight: Weight of a response's last token in that mean; the first has 1.
-        importance: Whose ratio pi/mu weighs a token: its own, or exp(mean log pi/mu) of its response.
+        importance: Whose ratio pi/mu weighs a token: its own, or exp(mean log pi/mu) of the response.
         anchor: The policy that the mask compares with; the weight is pi/mu with either.
         top_k: Columns of mu that Top-K divergences use.
         include_other: Whether the mass outside the Top-K is an outcome (App. C); False is Eq. 15 as printed.

@@ -47,7 +47,7 @@ def drops_by_divergence(objective: Objective, tokens: TrustRegionTokens) -> Bool
 
 
 def is_far(objective: Objective, tokens: TrustRegionTokens) -> Bool[Tensor, " T"]:
-    """Return whether each token's divergence is above (not at) the delta of its advantage's sign."""
+    """Return whether each token's divergence is above (not at) the delta for its advantage's sign."""
     return by_sign(
         tokens.advantages,
         tokens.divergence > objective.delta_high,

@@ -46,7 +46,7 @@ def shadow_weights(objectives: Mapping[str, Objective], inputs: PolicyLossInputs
 
     Work that objectives share is done once: each divergence, and the log-probs that it compares. No tensor here
     is of the vocabulary's size. Top-K objectives use the available columns, at most their `top_k`; with fewer
-    columns their divergence is smaller. An objective is left out if one of its inputs is None. The values of
+    columns their divergence is smaller. An objective is left out if an input is None. The values of
     the inputs are not checked again, because the training loss has already checked them.
 
     Args:

@@ -74,11 +74,11 @@ class Responses:
         return self._total(self._counted(values)).to(values.dtype)
 
     def mean(self, values: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-        """Return the mean over each token's response; 0 if none of its tokens learns."""
+        """Return the mean over each token's response; 0 if no token in it learns."""
         return (self._total(self._counted(values)) / self.num_tokens).to(values.dtype)
 
     def max(self, values: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-        """Return the largest value of each token's response; -inf if none of its tokens learns."""
+        """Return the largest value of each token's response; -inf if no token in it learns."""
         lowest = values.new_full(self.lengths.shape, -torch.inf)
         counted = torch.where(self.is_learning, values, -torch.inf)
         return lowest.scatter_reduce(0, self.index, counted, "amax")[self.index]

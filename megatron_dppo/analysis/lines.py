@@ -38,7 +38,7 @@ class Line:
     """Runs that differ only in their seed."""
 
     label: str
-    places: tuple[int, ...]  # indices of its runs
+    places: tuple[int, ...]  # indices of the line's runs
     by_seed: Mapping[str, Run]  # the later of two runs with one seed
 
 

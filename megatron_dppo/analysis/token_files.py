@@ -87,7 +87,7 @@ def rollouts_to_show(listed: Mapping[str, Collection[int]], requested: int | Non
 
 
 def read_list(files: Sequence[Path]) -> TokenList:
-    """Read the list of a rollout; several files, of its gradient steps, are merged.
+    """Read the list of a rollout, and merge it if each gradient step has a file.
 
     Raises:
         DataError: A file is no list of clipped tokens.

@@ -5,7 +5,7 @@ The router has sigmoid scores, a bias used only for selection, and groups of exp
 transformers normalises the latents with an epsilon of 1e-6, whatever `rms_norm_eps` is in config.json. SGLang,
 which samples, uses `rms_norm_eps`, and so does this package. DeepSeek-V3, R1 and Kimi-K2 have 1e-6, so there is
 no difference. Moonlight and GLM-4.7-Flash have 1e-5: their logits here equal SGLang's and differ from
-transformers' (by some 5e-6 of their norm for a tiny random model).
+transformers' (by some 5e-6 of the norm for a tiny random model).
 """
 
 from collections.abc import Iterator, Mapping

@@ -96,7 +96,7 @@ def router_loss_problems(megatron: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield the problems of the router losses in `[megatron]`; values of wrong types are ignored."""
     kinds = megatron.get(KIND)
     if kinds == "sinkhorn":
-        found = "'sinkhorn', which chooses a token's experts by the other tokens of its micro-batch"
+        found = "'sinkhorn', which chooses a token's experts by the other tokens of the micro-batch"
         action = "Remove it: the engine, and a layout with other micro-batches, choose other experts."
         yield Problem(f"megatron.{KIND}", found, f"{_PER_SEQUENCE!r} or 'none'", action)
     for kind, weight in _balance(megatron):

@@ -49,7 +49,7 @@ class ModelSizes:
 
     @property
     def value_head_dim(self) -> int:
-        """Size of a head's values, and of its output."""
+        """Size of a head's values and output."""
         return self.head_dim if self.latent is None else self.latent.value_head_dim
 
     @property

@@ -135,7 +135,7 @@ class HFWeights:
         return [self.folder / name for name in sorted(names)]
 
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor, as a view of its file if no conversion is needed: only touched bytes are read.
+        """Return one tensor, as a view of the file if no conversion is needed: only touched bytes are read.
 
         Raises:
             ConversionError: It is not in the checkpoint.

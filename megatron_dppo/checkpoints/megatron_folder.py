@@ -78,7 +78,7 @@ def _is_extra_state(name: str) -> bool:
 
 @torch.no_grad()
 def load_model_states(chunks: Sequence[GPTModel], states: dict[str, Any]) -> None:
-    """Load the chunks from the result of `load_sharded` of their `model_states`."""
+    """Load the chunks from what `load_sharded` returned for their `model_states`."""
     for index, chunk in enumerate(chunks):
         missing, unexpected = chunk.load_state_dict(states[_key(index)], strict=False)
         odd = [name for name in (*missing, *unexpected) if not _is_extra_state(name)]

@@ -1,7 +1,7 @@
 """Converts weights between a Hugging Face checkpoint and a Megatron model, through the one weight table.
 
 Import slices this rank's part of each tensor. Export gathers each parameter over the tensor- and
-expert-parallel ranks of its pipeline stage and sends it to the other stages. Conversion tools, `model.load` and
+expert-parallel ranks of a pipeline stage and sends it to the other stages. Conversion tools, `model.load` and
 weight sync all use these two functions.
 """
 
@@ -251,7 +251,7 @@ def describe_hf_weights(
 
 @dataclass(frozen=True)
 class _Place:
-    """Location of a parameter: its first pipeline stage, and shape and dtype on each of its ranks."""
+    """Location of a parameter: its first pipeline stage, and shape and dtype on each rank."""
 
     stage: int
     shape: torch.Size

@@ -56,7 +56,7 @@ def dequantize_fp8(quantized: Tensor, scale: Tensor) -> Tensor:
 
 
 def quantize_nvfp4(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise values to NVFP4, for `dequantize_nvfp4`: packed values, and the scales of their blocks.
+    """Quantise values to NVFP4, for `dequantize_nvfp4`: packed values, and one scale per block.
 
     Args:
         values: [..., in] bfloat16 or float32; `in` is a multiple of BLOCK.

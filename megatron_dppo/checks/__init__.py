@@ -114,7 +114,7 @@ _EVALUATED = ("model_", "prompt", "reward", "evaluation_", "sequence_positions",
 def require_evaluable(config: Config, world_size: int, *, needs: Collection[Need] = AT_ONCE) -> None:
     """Refuse faults of the model, the engine and the evaluation sets; settings of training are not checked.
 
-    A config needs no `data.reward` if each of its evaluation sets names a reward.
+    A config needs no `data.reward` if each evaluation set names a reward.
 
     Raises:
         ConfigError: The config has problems; the error lists all of them.

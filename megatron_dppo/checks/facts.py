@@ -66,7 +66,7 @@ class Facts:
             return AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
             found = f"a tokenizer in {file.parent} that does not load ({type(error).__name__}: {error})"
-            action = "Copy the model's tokenizer files again into the folder of its config.json."
+            action = "Copy the model's tokenizer files again, next to its config.json."
             return Problem("model.load", found, "a tokenizer that transformers loads", action)
 
     @cached_property
@@ -192,7 +192,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(_rules)
 
 
 def rule(id: str, needs: Need = "config") -> Callable[[Check], Check]:
-    """Register a function as a rule; the first line of its docstring is the description."""
+    """Register a function as a rule; the docstring's first line is the description."""
 
     def register(function: Check) -> Check:
         assert id not in _rules, f"rule {id} is registered twice"

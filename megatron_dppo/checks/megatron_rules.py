@@ -240,7 +240,7 @@ def _megatron_expert_bias(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("megatron_values", needs="machine")
 def _megatron_values(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Values of [megatron] are of their fields' types, and among their choices."""
+    """Values of [megatron] have the types of Megatron's fields, and are among their choices."""
     fields = (megatron_fields() if config.megatron else None) or {}
     for key, value in config.megatron.items():
         kinds = fields.get(key, ["any"])

@@ -168,7 +168,7 @@ def _model_tokenizer(config: Config, facts: Facts) -> Iterator[Problem]:
     path = config_file(config.model.load)
     if path is not None and not any((path.parent / name).is_file() for name in _TOKENIZER_FILES):
         expected = "one of " + ", ".join(_TOKENIZER_FILES)
-        action = "Copy the model's tokenizer files into the folder of its config.json."
+        action = "Copy the model's tokenizer files next to its config.json."
         yield Problem("model.load", f"{path.parent} without a tokenizer", expected, action)
 
 
@@ -253,7 +253,7 @@ def _expert_rows(config: Config, facts: Facts) -> Iterator[Problem]:
     parts = config.parallel.expert_tensor or config.parallel.tensor
     for name, width in (
         ("hidden size", sizes.hidden_size),
-        ("expert width, on one of its tensor-parallel ranks", sizes.moe_intermediate_size // parts),
+        ("expert width, on one tensor-parallel rank", sizes.moe_intermediate_size // parts),
     ):
         if width % unit:
             found = f"{name}: {width}"

@@ -210,7 +210,7 @@ class RolloutConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """[algorithm]: a preset, overrides of its fields, and training settings.
+    """[algorithm]: a preset, overrides, and training settings.
 
     A field that is None keeps the preset's value. `algorithms.presets.OVERRIDABLE` lists the preset's fields.
     """

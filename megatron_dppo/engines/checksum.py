@@ -15,8 +15,8 @@ class WeightChecksum:
     def update(self, name: str, tensor: Tensor) -> None:
         """Add one tensor that was sent or received.
 
-        The bytes are copied first. Storage that NumPy has viewed cannot be resized, and the trainer frees the
-        storage of its parameters while responses are sampled.
+        The bytes are copied first. Storage that NumPy has viewed cannot be resized, and the trainer frees its
+        parameters' storage while responses are sampled.
         """
         self._digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
         data = tensor.detach().reshape(-1).contiguous().view(torch.uint8)

@@ -120,7 +120,7 @@ class Episode:
     num_turns: int = 1
     reward: float | None = None
     info: Mapping[str, float] = field(default_factory=dict[str, float])
-    fault: str | None = None  # message of its environment's fault
+    fault: str | None = None  # message of the environment's fault
 
 
 def append_to_prompt(prompt: Prompt, observation: str) -> Observation:

@@ -26,7 +26,7 @@ class Host:
         self._make = make
         self._live = OrderedDict[
             str, tuple[Environment, int]
-        ]()  # by trajectory id, with the number of its responses
+        ]()  # by trajectory id, with the number of responses
 
     def reset(self, trajectory: Trajectory) -> Observation:
         """Return the first observation of a trajectory.

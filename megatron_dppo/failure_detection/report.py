@@ -113,13 +113,13 @@ class Rank:
 
     Attributes:
         number: Rank number.
-        host: Name of its host.
+        host: Host name.
         pid: Process id.
         where: Last reported progress.
         since: Time of that progress, on rank 0's monotonic clock.
         end: "failed", "died" or "left" (which is no failure); empty while it runs.
         how: Reason of a rank that left.
-        stack: Stack of its main thread, once it has replied.
+        stack: Main thread's stack, once the rank has replied.
         silence: Possible reason for a missing reply.
     """
 

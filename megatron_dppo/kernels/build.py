@@ -165,7 +165,7 @@ def _compile(command: list[str], source: Path, destination: Path, hint: str) -> 
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """The ended process, with both of its outputs in `stdout`."""
+    """Run a command to its end; `stdout` of the result also has its standard error."""
     try:
         return subprocess.run(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False

@@ -80,7 +80,7 @@ def combine_statistics(
         statistics: Statistics of all shards of the vocabulary.
         tokens: T tokens, in the kernels' types.
         objective: Objective to optimise.
-        responses: Responses, needed by rules over complete responses, which read all of their tokens.
+        responses: Responses, needed by rules over complete responses, which read all their tokens.
     """
     if is_compiled(objective):
         topk = tokens.topk

@@ -4,7 +4,7 @@ The gradients are computed in the forward pass, chunk by chunk. That takes three
 the logits in the backward pass would take four. Tokens that do not learn are left out of all three products,
 and masked tokens out of the two products of the gradient. A chunk is a part of the tokens, not of the
 vocabulary: a chunk of columns would have to be computed twice, because the gradient needs the softmax over all
-columns. Each chunk synchronises with the device once, because the number of its tokens with a gradient decides
+columns. Each chunk synchronises with the device once, because the number of tokens with a gradient decides
 the shape of the products. A rule over complete responses needs all log-probs before any gradient. The logits
 are then computed twice, which takes four products.
 """

@@ -254,7 +254,7 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def leaves_empty_groups_undefined(capability: tuple[int, int], torch_version: str) -> bool:
     """Return whether the weight gradient of `F.grouped_mm` may be garbage for groups without rows.
 
-    PyTorch's kernel for sm_100, which later GPUs run too, writes old contents of its accumulator (pytorch
+    PyTorch's kernel for sm_100, which later GPUs run too, writes its accumulator's old contents (pytorch
     #172439, CUTLASS #2674). CUTLASS 4.3 should fix it, but that issue is open, and so is one about NaN on
     sm_103 with torch 2.13 (#193633). No version counts as correct until a test passes on such a GPU.
     """

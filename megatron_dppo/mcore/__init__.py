@@ -1,1 +1,1 @@
-"""The shims of Megatron-Core: CPU, fixes of its bugs, process groups."""
+"""Shims for Megatron-Core: CPU, bug fixes, process groups."""

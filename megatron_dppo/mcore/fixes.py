@@ -1,4 +1,4 @@
-"""Differences between the tested versions of Megatron-Core, and fixes of their bugs.
+"""Differences between the tested versions of Megatron-Core, and bug fixes.
 
 The bugs also occur on GPUs without Transformer Engine and apex. Each fix names its bug, applies only to the
 versions that have it, and does nothing when called again.
@@ -124,7 +124,7 @@ def forget_stored_strides() -> None:
 
 
 def detach_shards(optimizer: Any) -> None:
-    """Detach the float32 shards of Megatron's distributed optimizer from the graph of their views.
+    """Detach the float32 shards of Megatron's distributed optimizer from autograd's graph.
 
     Megatron creates them as views of parameters with a graph. The graph keeps the hooks of data parallelism
     alive, and the hooks the model, until the process ends. (In torch 2.15, views that were created without a

@@ -6,7 +6,7 @@ host memory for each parameter of the model-parallel rank, however many data-par
 
 Here the rank whose shard holds the middle of a parameter owns the parameter. The owner alone writes the
 parameter and its states, and the owner alone reads the states. It exchanges the pieces of other shards with
-the ranks that hold them. A rank owns at most the size of its shard and of one more parameter. The files are in
+the ranks that hold them. A rank owns at most its shard's size plus one parameter. The files are in
 Megatron's format.
 """
 

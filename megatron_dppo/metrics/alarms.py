@@ -1,4 +1,4 @@
-"""Raises alarms about a run from the rows of its rollouts.
+"""Raises alarms about a run from its rollout rows.
 
 "Usual" is the median of the last WINDOW rollouts. A rule that lacks a metric, or enough rollouts, is silent.
 """
@@ -21,7 +21,7 @@ LENGTH_FACTOR = 2.0  # alarm if longer or shorter than usual by this factor
 TV_FACTOR, TV_FLOOR = 3.0, 0.01  # alarm if above usual by this factor and above the floor
 IN_A_ROW = 3  # rollouts with a larger tail: a single one depends on its two or three largest tokens
 AGREEMENT_DROP = 0.05  # alarm if below usual by this share of experts
-LOST_OF_GAIN, STANDARD_ERRORS = 0.5, 3.0  # fall of the mean reward: share of its gain, and standard errors
+LOST_OF_GAIN, STANDARD_ERRORS = 0.5, 3.0  # fall of the mean reward: share of the gain, and standard errors
 SHOWN = 3  # maximum names of metrics in a message
 NOISE_LIMIT = 0.01
 """Share of the tokens with A != 0 that may be masked before any update, while pi and mu have the same weights.
@@ -39,7 +39,7 @@ def alarms(history: Sequence[Row], row: Row, steps: Sequence[Row] = ()) -> dict[
     Args:
         history: Metrics of all earlier rollouts, in order.
         row: Metrics of this rollout.
-        steps: Metrics of its gradient steps.
+        steps: Metrics of the rollout's gradient steps.
     """
     found = {name: rule(history, row) for name, rule in RULES.items()}
     found["not_finite"] = _not_finite([row, *steps])
@@ -101,7 +101,7 @@ def write_alarms(folder: Path, rollout: int, found: Mapping[str, str], rows: Seq
 
 
 def reward_collapse(history: Sequence[Row], row: Row) -> str | None:
-    """Find a fall of the mean reward over ENOUGH rollouts, by more than half of its gain and beyond chance."""
+    """Find a fall of the mean reward over ENOUGH rollouts, by more than half the gain and beyond chance."""
     rewards = [value for value in (_value(r, "reward/mean") for r in [*history, row]) if value is not None]
     if len(rewards) < 2 * ENOUGH:
         return None

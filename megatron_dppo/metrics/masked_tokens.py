@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_dppo.types import Microbatch
 
-ACTIVE = "active"  # name of the training objective, used instead of its preset's name
+ACTIVE = "active"  # name of the training objective; replaces the preset's name
 TOP = 50  # tokens listed for each preset and sign, as in the paper's App. E
 MEANS = ("mu", "pi", "entropy", "tv")  # quantities summed for each token, after its count
 
@@ -110,7 +110,7 @@ class ClippedTokens:
 class MaskedToken:
     """A token that the mask dropped, with its response."""
 
-    sign: str  # of its advantage, "+" or "-"
+    sign: str  # "+" or "-", the advantage's sign
     sample_id: str
     position: int  # in the sample's tokens, prompt included, from 0
     token_id: int

@@ -41,7 +41,7 @@ def _register(registry: dict[str, _Value], name: str, function: _Value) -> _Valu
 
 
 def token_mean(name: str) -> Callable[[TokenValue], TokenValue]:
-    """Register a function as the metric `name` of each gradient step: the mean of its values.
+    """Register a function as the metric `name` of each gradient step: the mean value.
 
     Raises:
         ConfigError: The name is taken.
@@ -50,7 +50,7 @@ def token_mean(name: str) -> Callable[[TokenValue], TokenValue]:
 
 
 def group_mean(name: str) -> Callable[[GroupValue], GroupValue]:
-    """Register a function as the metric `name` of each rollout: the mean of its values.
+    """Register a function as the metric `name` of each rollout: the mean value.
 
     Raises:
         ConfigError: The name is taken.
@@ -81,5 +81,5 @@ def entropy(out: FusedPolicyLoss, microbatch: Microbatch) -> Tensor:
 
 @group_mean("reward/zero_variance_fraction")
 def has_zero_variance(group: SampleGroup) -> float:
-    """Return 1.0 if all rewards of the group are equal up to rounding, so that none of its tokens learns."""
+    """Return 1.0 if all rewards of the group are equal up to rounding, so that no token learns."""
     return float(have_equal_rewards([float(sample.reward or 0.0) for sample in group.samples]))

@@ -89,7 +89,7 @@ class Histogram:
         return value if weight == 0 else value + weight * (self._order_statistic(low + 1, num_values) - value)
 
     def _order_statistic(self, rank: int, num_values: int) -> float:
-        """Return the value with `rank` values before it: exact at both ends, else the middle of its bin."""
+        """Return the value with `rank` values before it: exact at both ends, else its bin's middle."""
         if rank <= 0:
             return self.smallest
         if rank >= num_values - 1:

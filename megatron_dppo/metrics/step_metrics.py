@@ -156,7 +156,7 @@ def add_trust_region(metrics: Metrics, counts: Mapping[str, Tensor | float]) -> 
 
     `masked_fraction_positive` and `_negative` are over tokens with A > 0 and A < 0. `bad_update_fraction`
     (A < 0 and mu - pi >= .5), `ratio_capped_fraction` and `divergence_mean` are over all learning tokens,
-    masked or not, A = 0 included. The paper does not define the denominator of its "bad updates". So there
+    masked or not, A = 0 included. The paper does not define the denominator for "bad updates". So there
     are two more shares: `bad_update_fraction_of_negative` divides by the tokens with A < 0, and `_of_kept` is
     the share of bad updates among the tokens that M keeps. Infinite divergences are left out of the mean.
     They are counted in their own fraction, and so are log-probs clamped to 0. For a soft trust region,

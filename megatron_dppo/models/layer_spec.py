@@ -60,7 +60,7 @@ class LatentAttention(MLASelfAttention):
     """Megatron's latent attention, with projections down that are replicated on every tensor-parallel rank.
 
     Megatron accepts only its own classes for these. With its split classes gradients are silently wrong: ranks
-    gather the key part that all heads share, but each returns only the gradient of its own heads.
+    gather the key part that all heads share, but each returns only its own heads' gradient.
     """
 
     config: MLATransformerConfig
@@ -158,7 +158,7 @@ class GroupedExperts(torch.nn.Module):
         def gate_and_up(
             key: str, weight: Tensor, replica: ReplicaId, flattened_range: slice | None
         ) -> ShardedStateDict:
-            assert flattened_range is None, "optimizer states are stored in the shape of their parameters"
+            assert flattened_range is None, "optimizer states are stored in the parameters' shapes"
             gate, up = weight.chunk(2, dim=1)
             rows = before + 1
             return {

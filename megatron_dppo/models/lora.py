@@ -61,7 +61,7 @@ class Pair(torch.nn.Module):
 
 
 class Adapter(torch.nn.Module):
-    """The pairs of one Megatron linear, under the last part of their Hugging Face linear's name."""
+    """LoRA pairs of one Megatron linear, each under the last part of its Hugging Face linear's name."""
 
     def __init__(
         self, entry: WeightEntry, sizes: Mapping[str, int], groups: int, pairs: Mapping[str, Pair], alpha: int
@@ -266,7 +266,7 @@ def add_lora(chunks: Sequence[GPTModel], hf: HFConfig, options: LoraConfig, seed
 
 
 def adapters(chunks: Sequence[GPTModel]) -> Iterator[Adapter]:
-    """Yield this rank's adapters, in the order of its layers."""
+    """Yield this rank's adapters, in layer order."""
     for chunk in chunks:
         yield from (module for module in chunk.modules() if isinstance(module, Adapter))
 

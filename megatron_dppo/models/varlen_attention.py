@@ -1,8 +1,8 @@
 """Causal attention over packed sequences without padding, by PyTorch's flash attention (`varlen_attn`).
 
 Flash attention takes concatenated sequences, with the first row of each. If a sequence has more keys than
-queries, its causal mask aligns the last query with the last key ("bottom-right", `mask.h` of its sources):
-query i of n sees the keys up to `num_keys - n + i`.
+queries, its causal mask aligns the last query with the last key ("bottom-right", see its
+`mask.h`): query i of n sees the keys up to `num_keys - n + i`.
 
 Context parallelism needs nothing else. A rank has two pieces of each sequence, one from its front and
 one from its back, and a piece attends to the keys from the sequence's start to the piece's end. So each piece

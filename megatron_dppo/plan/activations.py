@@ -84,7 +84,7 @@ class LayerModel:
 
     @property
     def is_norm_cast(self) -> bool:
-        """Whether norms keep float32 casts of their inputs: on a CPU, in half precision."""
+        """Whether norms keep their inputs cast to float32: on a CPU, in half precision."""
         return self.spec == "torch-cpu" and self.dtype_bytes < FLOAT
 
     @property
@@ -160,7 +160,7 @@ class LayerModel:
         )
 
     def shared_gate(self) -> int:
-        """Return the bytes of the shared experts' output, and of its gate weights if there is a gate."""
+        """Return the bytes of the shared experts' output, and of the gate weights if there is a gate."""
         is_weighed = SHARED_GATE in self.shape.family.rules
         return self.tokens.sequence * (self.shape.sizes.hidden_size + 1) * self.dtype_bytes * is_weighed
 
@@ -174,7 +174,7 @@ class LayerModel:
         return self.tokens.sequence * of_token
 
     def mlp_norm(self) -> int:
-        """Return the bytes of the norm after attention, or of the final norm, and of its result."""
+        """Return the bytes of the norm after attention, or of the final norm, with the result."""
         return self.norm(self.tokens.sequence, self.shape.sizes.hidden_size) + self.hidden_bytes
 
     def layer(self, is_moe: bool, dropped: Iterable[str] = ()) -> int:
@@ -197,7 +197,7 @@ class LayerModel:
         return self.tokens.attended * tables + rows * INDEX
 
     def working(self) -> int:
-        """Return the temporary bytes of one layer's backward: gradients of its widest activations."""
+        """Return the temporary bytes of one layer's backward: gradients of the widest activations."""
         sizes, layout, e, of = self.shape.sizes, self.layout, self.dtype_bytes, self.operands
         # Queries, keys and values come from one matrix, or keys and values from another one.
         columns = of.queries + of.keys + of.values if sizes.latent is None else of.keys + of.values
@@ -276,7 +276,7 @@ def _latent_core_attention_inputs(model: LayerModel) -> int:
 
 
 def _latents(model: LayerModel) -> int:
-    """Return the bytes of the latents' norms and of their results, the inputs of the projections up."""
+    """Return the bytes of the latents' norms, with the results that the up-projections read."""
     sizes, tokens, e = model.shape.sizes.latent, model.tokens, model.dtype_bytes
     if sizes is None:
         return 0

@@ -1,7 +1,7 @@
 """Estimates the relative time of one gradient step: floating-point operations and bytes moved.
 
 Use it to order layouts, not to forecast durations. Matrix products run at a fixed share of the published peak.
-Every transfer runs at a fixed share of its link's speed and never overlaps with computation. All sequences have
+Every transfer runs at a fixed share of the link's speed and never overlaps with computation. All sequences have
 the longest allowed length, and the slowest pipeline stage sets the pace. The rollout is not counted. Smaller
 matrices, and waits between ranks with different packed micro-batches, are modelled as a loss for each doubling
 of a parallel size: the smallest for tensors, the largest for the pipeline.
@@ -118,7 +118,7 @@ def _reference(job: Job, layout: Layout, tokens: float, num: float) -> float:
 
 
 def _slowest_stage(job: Job, layout: Layout, tokens: float, passes: int = 1 + BACKWARD) -> _Seconds:
-    """Return the seconds of a micro-batch; with 1 pass, only of its forward."""
+    """Return the seconds of a micro-batch; with 1 pass, only of the forward."""
     sizes, is_forward = job.shape.sizes, passes == 1
     of_layer = {
         is_moe: _layer_seconds(job, layout, _layer(job, layout, tokens, is_moe), is_forward=is_forward)

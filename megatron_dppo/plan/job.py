@@ -1,4 +1,4 @@
-"""Defines the inputs of a plan: GPUs with published figures of their speed, options, and tokens on a rank.
+"""Defines the inputs of a plan: GPUs with their published speeds, options, and tokens on a rank.
 
 Token numbers are upper bounds: every prompt and response has the longest allowed length.
 """

@@ -58,7 +58,7 @@ class EngineMemory:
     """Bytes of the engine on one GPU.
 
     Attributes:
-        weights: Bytes of its copy of the weights.
+        weights: Bytes of the engine's weights.
         cache: Bytes of keys and values during a rollout.
         workspace: Other bytes during a rollout.
         residue: Bytes that it keeps during training, besides weights.

@@ -134,7 +134,7 @@ def _assume_rates(job: Job, num_gpus: int) -> dict[str, float]:
 
 
 def _measure_rates(run: Run, serving_gpus: float | None) -> tuple[dict[str, float], str]:
-    """Return the rates measured in a run's last rollouts, and a description of its GPUs."""
+    """Return the rates measured in a run's last rollouts, and a description of the GPUs."""
     usable = [row for row in run.rollouts if all(math.isfinite(row.values.get(n, math.nan)) for n in _NEEDED)]
     usable = usable[1:][-LAST:] or usable
     if not usable:
@@ -185,7 +185,7 @@ def _num_serving(run: Run, rows: Sequence[Mapping[str, float]], given: float | N
         return _num_training(run)
     servers = rows[-1].get("sync/servers", math.nan)
     if not math.isfinite(servers) or servers < 1:
-        action = f"Add --assume {_SERVING_GPUS}=8, the GPUs of its servers."
+        action = f"Add --assume {_SERVING_GPUS}=8, the GPUs of all servers."
         raise ConfigError(Problem("--measured", "no sync/servers in its rows", "the number of servers", action))
     return servers * (run.option("sglang.tp_size") or 1)
 

@@ -1,4 +1,4 @@
-"""The interface of rewards, the registry of their names, and the reward that a config chooses.
+"""The interface of rewards, their registry, and the reward that a config chooses.
 
 A config chooses one reward or a weighted sum, the values of right and wrong, and what happens to thinking.
 """
@@ -46,7 +46,7 @@ class RewardFault:
 class Reward(Protocol):
     """Scores one response to one prompt.
 
-    It must be a pure function of its arguments: the same rollout scored again, on another rank or after a
+    It must be a pure function: the same rollout scored again, on another rank or after a
     resume, gives the same values. If it raises, or if the value is not finite, `rollout.scoring` drops and
     counts the sample.
     """

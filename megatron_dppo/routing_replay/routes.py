@@ -53,8 +53,7 @@ def validate_routes(sample: Sample, routing: ModelRouting) -> None:
     if any(bool((one == other).any()) for one, other in combinations(columns, 2)):
         num_repeats = int((np.diff(np.sort(columns, axis=0), axis=0) == 0).any(axis=0).sum())
         raise RoutingReplayError(
-            f"sample {sample.id}: {num_repeats} of its rows name an expert twice; "
-            f"expected distinct. {_WHAT_TO_DO}"
+            f"sample {sample.id}: {num_repeats} rows name an expert twice; expected distinct. {_WHAT_TO_DO}"
         )
 
 

@@ -100,7 +100,7 @@ class RunFolder:
             backend.log({f"step/{name}": value for name, value in metrics.items()}, "step", step)
 
     def write_rollout(self, rollout: int, metrics: Mapping[str, float], *, num_rollouts: int) -> None:
-        """Append the row of one rollout, after the rows of its gradient steps, and log one readable line."""
+        """Append the row of one rollout, after the gradient steps' rows, and log one readable line."""
         self._append({"kind": "rollout", "rollout": rollout}, metrics)
         steps, self._steps_of_rollout = self._steps_of_rollout, []
         seconds = self._seconds_of_rollout(metrics)

@@ -94,7 +94,7 @@ class Library:
     """An optional package, and the reason why it cannot be used, if any.
 
     Attributes:
-        fault: Reason why it cannot be used: the error of its import. None if it can be used.
+        fault: Import error that explains why it cannot be used. None if it can be used.
     """
 
     fault: str | None = None

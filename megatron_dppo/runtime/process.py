@@ -312,7 +312,7 @@ class Stopwatch:
         return cls(runtime, phases, time.perf_counter() - seconds.get("total", 0.0))
 
     def time(self, phase: str) -> "_Phase":
-        """Context manager: add the time of its body to `phase`."""
+        """Context manager: add its body's time to `phase`."""
         return _Phase(self, phase)
 
     def stop(self) -> dict[str, float]:

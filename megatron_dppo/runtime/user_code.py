@@ -39,7 +39,7 @@ def problem_with_path(key: str, name: str, path: str, registered: Sequence[str] 
 
 
 def import_named(key: str, name: str) -> Any:
-    """Import the function or class that "package.module:name" names; errors of its module pass through.
+    """Import the function or class that "package.module:name" names; the module's errors pass through.
 
     The working directory is searched too, last, as in workers.
 

@@ -37,7 +37,7 @@ class WorkerPool(Generic[Q, A]):
             name: Name of the user's code in the config.
             num_workers: Number of processes.
             timeout_s: Time limit of one request, in seconds.
-            memory_mb: Memory that a worker may allocate in addition to the memory of its import; 0 is no limit.
+            memory_mb: Memory that a worker may allocate after its import, in MB; 0 is no limit.
         """
         self._service = service
         self._name, self._timeout_s, self._memory_mb = name, timeout_s, memory_mb

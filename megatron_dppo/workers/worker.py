@@ -47,7 +47,7 @@ def run_worker(key: str, load: Callable[[str], Answer], name: str, memory_mb: in
         key: Config key of the name.
         load: Function that imports the user's code.
         name: Name of the user's code.
-        memory_mb: Memory that the code may allocate in addition to the memory of its import; 0 is no limit.
+        memory_mb: Memory that the code may allocate after its import, in MB; 0 is no limit.
     """
     trainer = os.getppid()
     if os.getpgrp() != os.getpid():

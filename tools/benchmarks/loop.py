@@ -1,4 +1,4 @@
-"""Measures the speed of the loop and the time of its phases: `megatron-dppo train` on the quickstart's model.
+"""Measures the loop's speed and the time of each phase: `megatron-dppo train` on the quickstart's model.
 
     make bench
     python -m tools.benchmarks.loop --rollouts 20
@@ -54,7 +54,7 @@ class Watched:
     """Moments of a program's run, by this process's clock."""
 
     started: float
-    set_up: float | None  # moment of its line START; None without one
+    set_up: float | None  # moment of the line START; None without one
     lines: list[tuple[float, str]]  # moments and texts of the lines that match the pattern
     other_cores: float  # cores used by other programs meanwhile
 

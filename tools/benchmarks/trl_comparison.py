@@ -103,7 +103,7 @@ def shared_config() -> tuple[Config, int]:
 
 
 def figures_of(seed: int, watched: Watched, moments: Sequence[float], rewards: Sequence[float]) -> Figures:
-    """Return the figures of a run from the moments of its first rollout's start and of each rollout's end."""
+    """Return the figures of a run from the moments when its first rollout starts and each rollout ends."""
     seconds = [after - before for before, after in pairwise(moments)]
     rollout_s = statistics.median(seconds[SKIPPED:])
     reached = (i for i in range(3, len(rewards) + 1) if sum(rewards[i - 3 : i]) / 3 >= TARGET)

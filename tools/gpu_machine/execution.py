@@ -27,7 +27,7 @@ class Result:
     seconds: float
     limit_s: float
     exit_status: int | None  # None if the program did not end by itself
-    found: tuple[str, ...]  # lines of its output, or the reason why it was left out
+    found: tuple[str, ...]  # output lines, or the reason why the program was left out
 
 
 def run_step(

@@ -40,7 +40,7 @@ NARROW = Page(width=3.5, most_columns=1, num_characters=48, dots_per_inch=140)
 class Drawing:
     """One figure and its caption."""
 
-    name: str  # of its files
+    name: str  # file name without its ending
     paper: str  # its number in the paper
     title: str
     panels: Sequence[Callable[[Axes], None]]

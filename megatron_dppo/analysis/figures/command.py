@@ -75,7 +75,7 @@ class Picture:
 class Written:
     """Names of the figures that were drawn, and reasons for the others."""
 
-    names: tuple[str, ...]  # of the figures, without the ends of their files' names
+    names: tuple[str, ...]  # file names of the figures, without endings
     not_drawn: tuple[str, ...]  # a sentence for each other one
 
 

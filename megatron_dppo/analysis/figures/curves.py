@@ -174,7 +174,7 @@ def describe_seeds(lines: Sequence[AlgorithmLine]) -> list[str]:
 
 
 def _lacking(panels: Sequence[CurvePanel]) -> Iterator[str]:
-    """Yield a sentence for each panel that lacks the metric of a line, or of some of its seeds."""
+    """Yield a sentence for each panel that lacks the metric for a line or some seeds."""
     for panel in panels:
         without: list[str] = []
         for line in panel.lines:

@@ -264,7 +264,7 @@ def _distinguishing(place: int, settings: Sequence[Settings], texts: Sequence[Ma
 
 
 def _candidates(own: Settings, texts: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
-    """Yield sets of keys: few before many, telling ones first, then by the length of their text."""
+    """Yield sets of keys: few before many, informative ones first, then short texts first."""
 
     def rank(key: str) -> tuple[bool, int, int]:
         is_set = own.get(key) not in (None, _PLAIN)

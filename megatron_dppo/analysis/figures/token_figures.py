@@ -166,7 +166,7 @@ def _scatter(
 
 
 def draw_clipped_tokens(kind: Kind, material: Material) -> list[Drawing] | Lacking:
-    """Draw for each line the list of its first run that has lists, of the rollout that the material names.
+    """Draw one list for each line: from its first run with lists, for the rollout that the material names.
 
     Raises:
         ConfigError: A run that has lists has none of that rollout.
@@ -291,7 +291,7 @@ def _label(objective: Objective, among: Sequence[Objective]) -> str:
 
 
 def evaluate_mask(objective: Objective, mu: np.ndarray, pi: np.ndarray, advantage: float) -> np.ndarray:
-    """Return M of single tokens with these probabilities, bool of their shape."""
+    """Return M of single tokens with these probabilities, a bool array of the same shape."""
     log_mu, log_pi = (torch.from_numpy(np.log(values)).flatten() for values in np.broadcast_arrays(mu, pi))
     inputs = PolicyLossInputs(log_pi, log_mu, torch.full_like(log_pi, advantage))
     return policy_loss(objective, inputs).mask.numpy().reshape(np.broadcast_shapes(mu.shape, pi.shape))

@@ -103,7 +103,7 @@ def rounding_inputs(
     Args:
         model: With Hugging Face's modules; experts fused, as transformers 5 has them.
         weight_format: To what.
-        scales: [] float32 of each linear that does, by the name of its weight; a layer's experts share theirs.
+        scales: [] float32 of each linear with a scale, by the weight's name; a layer's experts share one.
     """
     modules = dict(model.named_modules())
     handles, wrapped = [], list[Any]()

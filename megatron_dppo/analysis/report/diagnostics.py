@@ -22,7 +22,7 @@ class Alarm:
     """An alarm that a rollout raised."""
 
     rollout: int  # from 1
-    name: str  # of its rule in `metrics.alarms`
+    name: str  # the rule's name in `metrics.alarms`
     text: str
 
 
@@ -90,7 +90,7 @@ def anchor_cost(run: Run) -> str | None:
     anchor, training, total = (math.fsum(values[name] for values in rows) for name in _ANCHOR)
     if not rows or min(anchor, training, total) <= 0:
         return None
-    shares = f"{anchor / total:.0%} of a rollout's time and {anchor / training:.0%} of its training"
+    shares = f"{anchor / total:.0%} of a rollout's time and {anchor / training:.0%} of the training time"
     return (
         f"recomputing log-probs took {shares}; algorithm.anchor = 'rollout' has no such forward, and the paper "
         "reports about 25% less cost without it (section 5.2)."

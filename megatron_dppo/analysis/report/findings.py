@@ -2,7 +2,7 @@
 
 A sentence reports a measurement and whether it decides the question. Questions that the runs cannot decide are
 left out: runs of different data or models are not compared, nor runs of few rollouts. One seed decides nothing
-between two runs; several decide by the interval of their paired differences, from MIN_SEEDS on. Only the
+between two runs; MIN_SEEDS or more decide by the interval of the paired differences. Only the
 forward of the same tokens with live and with replayed routes decides within a run.
 """
 

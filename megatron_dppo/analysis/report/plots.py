@@ -104,7 +104,7 @@ def seconds_by_phase(run: Run, _metric: str) -> Points:
 
 
 def shares_by_phase(run: Run, metric: str) -> Points:
-    """Return the percentage of its phases' time that each phase takes, x counting phases."""
+    """Return each phase's percentage of the total time, x counting phases."""
     x, seconds = seconds_by_phase(run, metric)
     total = sum(seconds)
     return x, [100 * value / total if total else 0.0 for value in seconds]

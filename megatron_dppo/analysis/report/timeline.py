@@ -1,6 +1,6 @@
 """Draws what the trainer did with its time, and what was sampled meanwhile.
 
-A row has the seconds of its phases, not when they were, so that the order is the loop's: evaluation,
+A row has each phase's seconds but not its start, so phases are drawn in the loop's order: evaluation,
 checkpoint, rollout, training, push. Time between rows (a start, a resume) is in no row, and left out.
 """
 
@@ -32,7 +32,7 @@ _NEEDED = ("time/rollout_s", "time/train_s")
 DETAILED = 20  # rollouts drawn over time; all of them are in the shares
 BINS = 50  # bars of shares, whatever the run's length
 MOST_RUNS = 4  # that are drawn; more runs have only the sentences
-GENERATION, BUSY = "generation", "busy"  # names of their colours; a phase's is the phase
+GENERATION, BUSY = "generation", "busy"  # names of two colours; each phase's colour has the phase's name
 _TRAINER_LANE, _GENERATION_LANE, _THICK = 1, 0, 0.8
 _LANES_HEIGHT, _SHARES_HEIGHT, _GAP = 110, 150, 78  # pixels
 _LANE_AXIS = {
@@ -64,8 +64,8 @@ class Cycle:
         hold_s: Seconds of the push until no request was in flight.
         busy: Share of `training_s` with requests in flight, or `None` if not measured.
         requests: Mean number of requests over that time, or `None` if not measured.
-        age_mean: Mean staleness of its tokens, in versions, or `None` if not measured.
-        age_max: Staleness of its oldest token.
+        age_mean: Mean token staleness, in versions, or `None` if not measured.
+        age_max: Staleness of the oldest token.
     """
 
     rollout: int

@@ -220,9 +220,9 @@ def evaluate_variants(
 
         - `weight_mean_*`: mean of M, which is 1 - masked share of a mask; soft regions have `weight_mean`, too.
         - `agreement`: share of tokens with A != 0 that this variant and the first both mask or both keep.
-        - `dropped_mass_fraction`: sum of min(pi/mu, C) |A| over masked tokens, of its sum over all.
+        - `dropped_mass_fraction`: sum of min(pi/mu, C) |A| over masked tokens, divided by the sum over all.
         - `gradient_mass_kept`: sum of |M| min(r, C) |A| over the sum of min(r, C) |A|: r is pi/mu of the token,
-          or of its response for gspo. C is the preset's cap. It exceeds 1 if M does.
+          or of the response for gspo. C is the preset's cap. It exceeds 1 if M does.
         - `cosine_*`: of the gradients by the hidden states before the output layer, of this variant's loss with
           the run's token weights and of another's with the same cap: `unmasked`, pg_is; `dppo_topk_*`, at the
           thresholds of those presets with all saved Top-K columns, if there are any.
@@ -270,7 +270,7 @@ def agreement(weights: Sequence[Tensor], acts: Tensor) -> dict[str, Any]:
 
     Returns:
         `same_decision`: share of tokens that both mask or both keep, a row for each variant.
-        `weight_correlation`: Pearson's, of their weights M; NaN if one of them is constant.
+        `weight_correlation`: Pearson's, of the two variants' weights M; NaN if one is constant.
     """
     own = torch.stack([weight[acts] for weight in weights])
     kept = own != 0

@@ -233,7 +233,7 @@ def _bar_panels(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _line_panels(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return a panel for each row: 1 - mean M over the factor of its main threshold, on a log scale."""
+    """Return a panel for each row: 1 - mean M over the main threshold's factor, on a log scale."""
     top, ticks = _axis([_reduction(each) for row in rows for each in row["sensitivity"]])
     inner = _WIDTH - _LEFT - _RIGHT
     places = {factor: _LEFT + inner * (0.12 + 0.38 * index) for index, factor in enumerate(FACTORS)}

@@ -33,7 +33,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def require_fit(source: WeightSource, hf: HFConfig) -> dict[str, Tensor]:
-    """Return the outline of a source, which must contain exactly the tensors of its config.json.
+    """Return the outline of a source, which must contain exactly the tensors that config.json implies.
 
     Raises:
         ConversionError: A tensor is missing, left over, of another shape, or not floating point.
@@ -122,7 +122,7 @@ def write_megatron(
         return fused
 
     def write_file(file: StreamedFile) -> None:
-        """Write a file, and a second file with the places of its items, unless an earlier start has."""
+        """Write a file, and a second file with its items' places, unless an earlier start has."""
         if output.file(f"{_PARTS}/{file.name}.json").is_file():
             options.on_bytes(file.num_bytes)
             return

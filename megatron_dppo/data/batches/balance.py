@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megatron_dppo.architectures.parameters import ModelShape
 from megatron_dppo.errors import DataError
 
-NEAR_EVEN = 1.02  # no more samples move if the busiest group is within 2 % of its lower bound
+NEAR_EVEN = 1.02  # no more samples move if the busiest group is within 2 % of the lower bound
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def plan_minibatch(
 
     Groups get near-equal work. Each group's tokens, which determine the memory of routes and top-K, stay within
     an equal share plus one sample, counted over this and earlier mini-batches. Samples leave their home group
-    only as needed to bring the busiest group's work within 2 % of its lower bound.
+    only as needed to bring the busiest group's work within 2 % of the lower bound.
 
     Args:
         lengths: Number of tokens of each sample.

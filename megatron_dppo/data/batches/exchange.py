@@ -79,7 +79,7 @@ def exchange_samples(
 
     Args:
         own: This rank's samples. The list is emptied, so that samples that leave can be freed.
-        owners: Rank that sampled each sample, ascending. A rank's samples are in the order of its `own`.
+        owners: Rank that sampled each sample, ascending. A rank's samples keep the order of that rank's `own`.
         group_of_sample: Group that trains on each sample.
         data_parallel: Data-parallel groups of ranks.
     """

@@ -12,7 +12,7 @@ def rollout_bytes_bound(config: Config, world_size: int, num_groups: int, routin
     """Return an upper bound on the bytes of rollouts on one rank, if every response has the maximum length.
 
     The bound is the sum of: the samples that the rank sampled; the samples of one mini-batch that it sends and
-    receives; and the micro-batches of its data-parallel group, once per epoch, each with up to one sample more
+    receives; and the data-parallel group's micro-batches, once per epoch, each with up to one sample more
     than an equal share. Rollouts sampled ahead (rollout.lag) are kept only as micro-batches.
 
     Args:

@@ -36,9 +36,9 @@ _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z][a-z']+|[\u3400-\u9fff]{2}")
 
 @dataclass(frozen=True)
 class Found:
-    """A final answer and the position of its marker."""
+    """A final answer and its marker's position."""
 
-    start: int  # index of its marker in the cell
+    start: int  # the marker's index in the cell
     text: str
 
 

@@ -50,7 +50,7 @@ Progress = Callable[[Iterable[Any], str, int | None], Iterable[Any]]
 class PrepareOptions:
     """Options for preparing a data set."""
 
-    name: str  # source of the prompts, and prefix of their ids
+    name: str  # source of the prompts; their ids begin with it
     template: str = "none"  # one of TEMPLATES, "chat", or "none", which keeps the source's prompts unchanged
     instruction: str | None = None  # instruction of template "chat"
     keeps_answers: bool = False  # also texts around a final answer are kept unchanged

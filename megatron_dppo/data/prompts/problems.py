@@ -27,7 +27,7 @@ _HAN = re.compile("[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
 class Question:
     """One problem and its answer."""
 
-    row: int  # number of its first row in the source
+    row: int  # number of the problem's first row in the source
     cell: PromptCell  # the source's prompt, unchanged
     problem: str  # text without an instruction
     answer: str

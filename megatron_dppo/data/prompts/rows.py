@@ -105,7 +105,7 @@ def missing_column(
 
 
 def describe_cell(value: Any) -> str:
-    """Return a cell's type and the beginning of its value, for messages."""
+    """Return a cell's type and how its value begins, for messages."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:60] + '...'}"
 

@@ -105,7 +105,7 @@ class Survey:
     num_chats: int = 0  # prompts of messages
     num_closed_thoughts: int = 0  # prompts that end with </think>; 0 without a tokenizer
     oddities: Counter[str] = field(default_factory=Counter[str])
-    """Prompts by the unusual property of their tokens, see SpecialTokens."""
+    """Number of prompts with each unusual property, see SpecialTokens."""
     unread_columns: dict[str, None] = field(default_factory=dict[str, None])
     """Columns that some row has and that are not read, in order."""
     num_answers: Counter[AnswerKind] = field(default_factory=Counter[AnswerKind])
@@ -132,7 +132,7 @@ class Survey:
             self.faults.append(fault)
 
     def add(self, row: PromptRow, tokens: Sequence[int]) -> None:
-        """Count a row and the tokens of its prompt."""
+        """Count a row and its prompt's tokens."""
         self.first = self.first or row.prompt
         self.prompts_digest.add(row.prompt)
         self.num_too_long += len(tokens) > self.max_prompt_tokens

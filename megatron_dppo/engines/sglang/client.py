@@ -244,7 +244,7 @@ def new_rid(name: str) -> str:
 
 @dataclass(frozen=True)
 class Link:
-    """A connected server: its client, and the protocol adapter of its version."""
+    """A connected server: its client, and the protocol adapter for its version."""
 
     client: SglangClient
     generation: Generation

@@ -105,7 +105,7 @@ class DecodingProcess:
 class SharedMemory:
     """Memory that one process writes and another reads, in turns. It is an open file without a name.
 
-    It keeps the size of its largest content, so only a larger content allocates memory.
+    It never shrinks, so only a larger content allocates memory.
     """
 
     def __init__(self, descriptor: int) -> None:

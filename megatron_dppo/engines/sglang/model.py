@@ -33,7 +33,7 @@ def model_problems(folder: Path, hf: Mapping[str, Any], sizes: ModelSizes) -> It
 
     Args:
         folder: Folder of model.load.
-        hf: Content of its config.json.
+        hf: Content of config.json.
         sizes: Sizes of the model.
     """
     if is_block_fp8(hf.get(QUANTIZED)):

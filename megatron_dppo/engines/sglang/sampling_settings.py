@@ -35,7 +35,7 @@ SET: Mapping[str, str] = MappingProxyType(
         "log_requests": "the client, whose requests are long",
     }
 )
-"""Server arguments that the package sets or leaves out, with the source of their values."""
+"""Server arguments that the package sets or leaves out, and where each value comes from."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class _Asked:
     num_moves: int = 0
 
     def complete(self, completion: Completion) -> None:
-        """Set the completion, and add the moves of its request."""
+        """Set the completion, and add the request's moves."""
         if not self.completion.done():  # else no caller waits for it any more
             self.completion.set_result(replace(completion, num_moves=completion.num_moves + self.num_moves))
 

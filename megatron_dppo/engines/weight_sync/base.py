@@ -120,7 +120,7 @@ class Buffer:
         """Store the sizes, and allocate nothing.
 
         Args:
-            num_bytes: Size of a bucket. A larger tensor or group of tensors gets a bucket of its size.
+            num_bytes: Size of a bucket. A larger tensor or group of tensors gets its own bucket.
             is_shared: Whether other processes can map the buffer, if it is in CPU memory.
             together: Group name of each tensor that must share a bucket with others; see
                 `WeightRule.travels_with`.

@@ -218,7 +218,7 @@ async def describe(url: str, pid: int, api_key: str | None, timeout_s: float) ->
 
 
 class RunServers:
-    """Registered servers of a run, and the record of their released memory. All ranks call methods together.
+    """Registered servers of a run, and what memory they released. All ranks call methods together.
 
     A file next to the registrations records which memory is released. A server exits if it must resume memory
     that it has not released, and the trainer that released the memory may have died.

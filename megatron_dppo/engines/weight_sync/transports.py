@@ -310,7 +310,7 @@ def _show(members: Sequence[Member], handles: Sequence[str], version: int | None
 
 
 def _pickle(bucket: Bucket) -> str:
-    """Return one handle of the bucket and the positions of its tensors, pickled, in base64."""
+    """Return one handle of the bucket and its tensors' positions, pickled, in base64."""
     content = {"flattened_tensor": bucket.flat.view(torch.uint8), "metadata": _places(bucket)}
     return base64.b64encode(ForkingPickler.dumps(content)).decode()
 

@@ -252,7 +252,7 @@ def _in_own_process(settings: StepSettings, announce: Announce) -> TracedStep:
 
 def _run(settings: StepSettings, announce: Announce, sending: Connection) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing is computed, so leave GPUs free
-    torch.set_num_threads(1)  # a fork has none of its parent's threads
+    torch.set_num_threads(1)  # a fork does not inherit threads
     progress = _Progress(settings.num_layers, announce)
     result: Any
     try:

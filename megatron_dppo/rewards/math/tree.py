@@ -96,7 +96,7 @@ def negative(node: Node) -> Node:
 
 
 def with_both_signs(node: Node) -> list[Node]:
-    r"""Return an item once for each choice of its signs `\pm`. With `\mp`, all its signs are one choice."""
+    r"""Return an item once for each choice of the signs `\pm`. With `\mp`, all its signs are one choice."""
     kinds = list(_signs(node))
     if not kinds:
         return [node]

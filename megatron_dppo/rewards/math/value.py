@@ -28,7 +28,7 @@ _MOST_PLACES = 100
 
 
 def are_equal_leaves(reference: Node, answer: Node) -> bool:
-    """Return whether two numbers or expressions are equal for all values of their variables.
+    """Return whether two numbers or expressions are equal for all values of the variables.
 
     Raises:
         TooLargeError: A number is too large to compute.
@@ -80,7 +80,7 @@ def _rounds_to(node: Node, decimal: Number) -> bool:
 
 
 def are_equal_values(first: Node, second: Node) -> bool:
-    """Return whether two trees have the same value for all values of their variables.
+    """Return whether two trees are equal for all values of the variables.
 
     Raises:
         TooLargeError: A number is too large.
@@ -90,7 +90,7 @@ def are_equal_values(first: Node, second: Node) -> bool:
 
 
 def is_zero(node: Node) -> bool:
-    """Return whether a tree is zero for all values of its variables.
+    """Return whether a tree is zero for all values of the variables.
 
     Raises:
         TooLargeError: A number is too large.

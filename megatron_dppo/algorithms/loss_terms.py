@@ -74,7 +74,7 @@ def log_ratio_term(objective: Objective, tokens: LearningTokens, ratio: Float[Te
 def ref_kl_term(objective: Objective, tokens: LearningTokens, ratio: Float[Tensor, " T"]) -> TermOfTokens:
     """Return the KL from the reference policy, and its gradient.
 
-    With d = log ref - log pi, `ref_kl` chooses:
+    `ref_kl` chooses the estimator, with d = log ref - log pi:
 
     - "k3": coef (exp(d) - d - 1), and the gradient of just that, coef (1 - exp(d)). As published it is not
       weighed by pi/mu. The value estimates KL(pi || ref), the gradient does not descend it: at pi = mu its mean

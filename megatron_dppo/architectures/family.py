@@ -235,8 +235,8 @@ class ModelFamily:
         num_layers = int(hf["num_hidden_layers"])
         layers = {int(match[1]) for match in map(_LAYER.match, found) if match}
         if layers and layers != set(range(num_layers)):
-            said = f"config.json has num_hidden_layers = {num_layers}"
-            return f"The files have layers {min(layers)} to {max(layers)}, and {said}. Download both again."
+            files = f"The files have layers {min(layers)} to {max(layers)}"
+            return f"{files}, and config.json has num_hidden_layers = {num_layers}. Download both again."
         stray = {file_of(name).name for name in extra}
         if not missing and stray.isdisjoint(file_of(name).name for name in set(found) - set(extra)):
             return f"No tensor of the model is in {', '.join(sorted(stray))}. Move it to another folder."

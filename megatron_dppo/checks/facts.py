@@ -196,7 +196,7 @@ def rule(id: str, needs: Need = "config") -> Callable[[Check], Check]:
 
     def register(function: Check) -> Check:
         assert id not in _rules, f"rule {id} is registered twice"
-        assert function.__doc__, f"rule {id} says nothing"
+        assert function.__doc__, f"rule {id} has no description"
         _rules[id] = Rule(id, function.__doc__.splitlines()[0], function, needs)
         return function
 

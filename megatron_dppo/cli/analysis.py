@@ -99,7 +99,7 @@ def figures(
         written = draw_figures(folders, out, known, title, tokens_at, is_mu_logarithmic=is_log)
     if written.not_drawn:
         names = ", ".join(sentence.partition(" ")[0] for sentence in written.not_drawn)
-        typer.echo(f"not drawn, for want of data: {names} (index.html says what to set)", err=True)
+        typer.echo(f"not drawn, for want of data: {names} (index.html lists the settings to change)", err=True)
     typer.echo(f"wrote {len(written.names)} figures and index.html to {out}")
 
 

@@ -131,7 +131,7 @@ class Rank:
     end: str = ""
     how: str = ""
     stack: str = ""
-    silence: str = "it does not answer: it is stopped, or blocked"
+    silence: str = "it does not reply: it is stopped, or blocked"
 
     def __str__(self) -> str:
         return f"rank {self.number} (host {self.host}, pid {self.pid})"

@@ -268,7 +268,7 @@ class Member:
         self._thread = threading.Thread(target=self._serve, args=(welcome,), name="watch", daemon=True)
         self._thread.start()
         if not welcome.wait(60.0):
-            raise LaunchError(f"rank {runtime.rank}: rank 0 did not answer within 60 s. See what it waits for.")
+            raise LaunchError(f"rank {runtime.rank}: rank 0 did not reply within 60 s. See what it waits for.")
 
     def fail(self, report: Report) -> NoReturn:
         """Report a failure, and end when rank 0 requests it, or with this report if it does not in time."""

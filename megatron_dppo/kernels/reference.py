@@ -165,7 +165,7 @@ def combine(
     """Return the loss of each row and its gradient by log-prob and entropy, and the Top-K log-probs.
 
     Args:
-        statistics: Of all shards of the vocabulary.
+        statistics: Statistics over all vocabulary shards.
         objective: Objective to optimise.
         tokens: T tokens.
         response_lengths: [B], needed by rules over complete responses.

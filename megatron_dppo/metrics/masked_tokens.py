@@ -140,7 +140,7 @@ class MaskedTokens:
         Args:
             microbatch: This rank's T tokens. `cu_seqlens` may cover the tokens of all ranks. Nothing is added
                 without `sample_ids`.
-            mask: [T] bool, False where a token is dropped.
+            mask: [T] bool, False for dropped tokens.
             divergence: [T].
             log_probs: [T] log pi(y_t).
         """

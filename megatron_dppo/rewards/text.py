@@ -81,7 +81,7 @@ _DIGITS = frozenset("0123456789")
 def arithmetic_reward(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
     """Return 1.0 if the response ends with `#` and the answer's digits, lowest first, otherwise 0.0.
 
-    `w3 8 4 0 + w0 6 3 0 + w17 # 8 0 4 0` answers 408: zeros above the highest digit do not matter. Nothing may
+    `w3 8 4 0 + w0 6 3 0 + w17 # 8 0 4 0` means 408: zeros above the highest digit do not matter. Nothing may
     follow the digits after the first `#`, and the model must have ended the response itself. Info `has_answer`
     is 1.0 if there is such a number, right or wrong.
 

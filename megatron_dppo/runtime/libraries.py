@@ -76,7 +76,7 @@ OPTIONAL_LIBRARIES = (
         "`megatron-dppo quantize`: calibration and export of FP8 and NVFP4 folders",
         OLDEST_MODELOPT,
         "`pip install 'megatron_dppo[quantize]'`",
-        "`quantize` says so and ends; folders made elsewhere are read, trained against and served all the same",
+        "`quantize` exits with an error; folders made elsewhere can be read, trained against and served",
     ),
     OptionalLibrary(
         "DeepEP",

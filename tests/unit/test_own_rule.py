@@ -283,7 +283,7 @@ def test_a_shadow_has_options(tmp_path: Path) -> None:
 
 def test_the_readme_shows_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readme = (Path(algorithms.__file__).parent / "README.md").read_text(encoding="utf-8")
-    section = readme.partition("## A trust region of one's own\n")[2].partition("\n## ")[0]
+    section = readme.partition("## Custom trust regions\n")[2].partition("\n## ")[0]
     code, toml = (re.findall(rf"```{kind}\n(.*?)```", section, re.DOTALL) for kind in ("python", "toml"))
     (tmp_path / "my_rules.py").write_text(code[0])
     (tmp_path / "own.toml").write_text(

@@ -259,7 +259,7 @@ def draw_mask_regions(kind: Kind, material: Material) -> list[Drawing] | Lacking
                 "The left of the paper's Figure 1 prints these masks as formulas; the drawing of them is ours.",
                 "Computed from the masks that train, of no run's data; nothing is smoothed.",
                 "Top: the surrogate whose gradient by the ratio is M A, for A = 1 (solid) and A = -1 (dashed); "
-                "it is flat where the mask drops the token.",
+                "it is flat for masked tokens.",
                 "Below: the same masks over both probabilities of a token, on linear and on logarithmic axes.",
                 *notes,
             ],

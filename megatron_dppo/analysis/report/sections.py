@@ -63,7 +63,7 @@ TRAINING = (
         "ratio",
         "Both ends of π/μ",
         "The single most extreme token of each rollout on either side: 1 is perfect, and a tail that moves "
-        "away from 1 matters even where the mean looks calm.",
+        "away from 1 matters even if the mean looks calm.",
         (
             Panel("mismatch/ratio_max", ("mismatch/ratio_max",), log=True),
             Panel("mismatch/ratio_min", ("mismatch/ratio_min",), log=True),
@@ -218,7 +218,7 @@ def shadow_sections(runs: Sequence[Run]) -> list[Section]:
         "shadow",
         "Shadow masks",
         "Share of the tokens with A ≠ 0 that each preset, as published, would have masked at the same weights "
-        "and batches: it trained on none of them, so this says who would act, not how its own run would end.",
+        "and batches: it trained on none of them, so this shows what it would mask, not how its own run would end.",
         tuple(Panel(name, (f"shadow/{name}/masked_fraction",)) for name in names),
         folded=True,
     )

@@ -49,7 +49,7 @@ SECTION = Section(
     "Time line",
     f"What the trainer did over wall time, for the last {DETAILED} rollouts and, as shares, for the whole run. "
     "The bar of generation beneath is as thick as the share of the time with requests on their way; lines are "
-    "pushes. Where both lanes are full, generation hides behind training; where they take turns, one waits "
+    "pushes. If both lanes are full, generation overlaps with training; if they take turns, one waits "
     "for the other. Time between rows, as of a resume, is left out.",
 )
 

@@ -268,7 +268,7 @@ def _decode(request: Sequence[memoryview]) -> list[bytes | memoryview]:
     try:
         answer = reader(content, expected)
     except (ReplyError, RoutingReplayError) as error:
-        answer = error.with_traceback(None)  # its frames refer to the answer, and nothing collects cycles
+        answer = error.with_traceback(None)  # its frames refer to this variable, and nothing collects cycles
     buffers: list[pickle.PickleBuffer] = []
     text = pickle.dumps(answer, protocol=5, buffer_callback=buffers.append)
     return [text, *(buffer.raw() for buffer in buffers)]

@@ -1,4 +1,4 @@
-"""Refuses requests that no server could answer, chooses the server of each other one, and counts its result."""
+"""Refuses requests that no server could serve, chooses a server for every other one, and counts results."""
 
 import random
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Splits the model into pipeline stages, and estimates states and activations on a rank of a stage.
 
-With the distributed optimizer, Megatron keeps parameters and gradients of a model chunk in buffers: each
+Megatron's distributed optimizer keeps the parameters and gradients of a model chunk in buffers: each
 tensor starts at a multiple of 64 elements, and a buffer's end is padded so that it divides over the ranks that
 share it. Dense parameters are shared by data x context ranks, and split experts by expert-data-parallel ranks.
 With LoRA the buffers contain adapters, and the model's frozen weights are outside of them.

@@ -55,7 +55,7 @@ def dapo_reward(prompt: Prompt, response: str, finish_reason: FinishReason) -> R
 
 
 def normalize(answer: str) -> str:
-    r"""Return an answer's normalised text for the comparison.
+    r"""Return normalised text for the comparison.
 
     It keeps only the text after the last `=` and, if there are dollar signs, only the text between them. It
     drops articles, spaces, units and commands that only set text. It adds braces to `\frac12` and `\sqrt2`, and

@@ -188,7 +188,7 @@ class WorkerProcess(Generic[Q, A]):
 
     def _last_printed(self) -> str:
         text = self._printed.decode(errors="replace").strip()
-        return f"\nThe end of its output:\n{text}" if text else ""
+        return f"\nIts last output:\n{text}" if text else ""
 
     def _how_it_ended(self) -> str:
         status = self._status(_END_TIMEOUT_S)

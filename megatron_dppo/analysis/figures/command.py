@@ -99,7 +99,7 @@ def draw_figures(
         is_mu_logarithmic: Logarithmic mu axis in `02_engine_differences`. The paper's axis is linear.
 
     Raises:
-        ConfigError: No folder was named, one twice, no figure of their data can be drawn, or a run that lists
+        ConfigError: No folder was named, one twice, their data suffices for no figure, or a run that lists
             masked tokens does not list that rollout.
         DataError: A folder is no run's, or a file of it is damaged.
     """

@@ -174,7 +174,7 @@ def _panel_traces(panel: Panel, runs: Sequence[Run], names: Sequence[str], looks
 
 
 def _marks(runs: Sequence[Run], axis: str) -> list[dict[str, Any]]:
-    """Return a line for each change of a setting, and a short mark for each alarm; `name` is the run's index."""
+    """Return a line for each changed setting, and a short mark for each alarm; `name` is the run's index."""
     changes = sorted({(index, row.rollout + 0.5) for index, run in enumerate(runs) for row in run.changes})
     alarms = sorted({(index, alarm.rollout) for index, run in enumerate(runs) for alarm in alarms_of(run)})
     shapes = [(index, x, 0.0, 1.0, {"width": 1.5, "dash": "dot"}) for index, x in changes]

@@ -218,7 +218,7 @@ def shadow_sections(runs: Sequence[Run]) -> list[Section]:
         "shadow",
         "Shadow masks",
         "Share of the tokens with A ≠ 0 that each preset, as published, would have masked at the same weights "
-        "and batches: it trained on none of them, so this shows what it would mask, not how its own run would end.",
+        "and batches. A run with that preset has other weights, so this does not predict how it would end.",
         tuple(Panel(name, (f"shadow/{name}/masked_fraction",)) for name in names),
         folded=True,
     )

@@ -99,7 +99,7 @@ def text_only_doubt(answers: Sequence[tuple[int, str]], num_answers: int, where:
 
 
 def excerpt(cell: str) -> str:
-    """Return the end of an answer cell, for messages."""
+    """Return the end of a cell, for messages."""
     text = cell.strip()
     return repr(text if len(text) <= 60 else "..." + text[-60:])
 

@@ -81,7 +81,7 @@ class Prepared:
     answers_taken: Sequence[tuple[str, str]]  # (text, final answer that was extracted from it)
     longest_prompt_tokens: int
     unread_columns: Sequence[str]
-    form: AnswerForm | None  # answer form that every prompt asks for; None if they differ
+    form: AnswerForm | None  # form that every prompt asks for; None if they differ
     doubts: Sequence[str]  # sentences about what may be wrong with the rows
 
 

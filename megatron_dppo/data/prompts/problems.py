@@ -32,7 +32,7 @@ class Question:
     problem: str  # text without an instruction
     answer: str
     had_instruction: bool  # whether DAPO's instruction was around the problem
-    had_solution: str = ""  # the text from which the answer was extracted
+    had_solution: str = ""  # the cell's text, if `answer` was extracted from it
 
     @property
     def asked(self) -> Asked:
@@ -125,7 +125,7 @@ class QuestionReader:
         return None
 
     def _take_answer(self, reference: str) -> str:
-        """Return the answer of a cell: the final answer that its text marks, or else the complete cell."""
+        """Return the final answer that a cell marks, or else the complete cell."""
         if self.schema.is_solution:
             return last_boxed(reference) or final_answer(reference) or ""
         return reference if self.keeps_answers else final_answer(reference) or reference

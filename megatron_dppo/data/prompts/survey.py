@@ -99,7 +99,7 @@ class Survey:
     longest: int = 0  # tokens of the longest prompt
     largest_id: int = -1  # largest token id; -1 if no prompt was tokenised
     num_asking: Counter[AnswerForm] = field(default_factory=Counter[AnswerForm])
-    """Prompts that ask for each answer form; other prompts name no form."""
+    """Prompts that ask for each form; other prompts name no form."""
     first: Prompt | None = None  # first prompt that can be read
     prompts_digest: PromptsDigest = field(default_factory=PromptsDigest)
     num_chats: int = 0  # prompts of messages
@@ -113,7 +113,7 @@ class Survey:
     """The first NUM_TRIED of each kind except bare."""
     bare_answers: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
     """Row number and answer; see NUM_BARE."""
-    distance: int = 1  # every n-th bare answer is kept
+    distance: int = 1  # every n-th is kept
 
     @property
     def num_prompts(self) -> int:

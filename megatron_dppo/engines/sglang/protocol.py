@@ -139,7 +139,7 @@ class Generation:
     def score_body(self, rid: str, tokens: Sequence[int], *, with_routes: bool) -> dict[str, Any]:
         """Return the JSON body of one POST to /generate that requests the log-probs of a prompt's tokens.
 
-        With logprob_start_len = 0, a server ignores its prefix cache.
+        A server ignores its prefix cache if logprob_start_len = 0.
         """
         sampling = sampling_parameters(num_tokens=1, temperature=1.0, top_p=1.0, end_tokens=(), seed=0)
         return {

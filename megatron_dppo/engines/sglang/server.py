@@ -192,7 +192,7 @@ class Server:
                 if not left or _PORT_TAKEN not in self.log.read_bytes()[before:]:
                     raise
                 logger.warning(
-                    "server %s: another process took one of its ports; starting it again", self._name
+                    "server %s: another process took a port that it needs; starting it again", self._name
                 )
         raise AssertionError("the last start returns or raises")
 

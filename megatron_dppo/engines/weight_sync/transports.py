@@ -110,7 +110,7 @@ class DistributedTransport:
                 logger.warning("weights: the group broke (%s)", str(error).splitlines()[0])
                 self._leave()
         if self._group is None or len(fleet.members) < before:
-            fleet.fail_all("the process group of its weight update broke")
+            fleet.fail_all("the process group for its weight update broke")
 
     def _join(self, fleet: Fleet) -> "_Group | None":
         """Return the group that all members of the fleet have joined, or None if one of them did not join."""

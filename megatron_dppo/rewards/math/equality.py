@@ -52,7 +52,7 @@ def _are_names_of_functions(name: Node, other: Node) -> bool:
 
 
 def _without_braces(reference: Node, answer: Node) -> tuple[Node, Node]:
-    """Return two answers. If only one is a set of one element, return it without the braces."""
+    """Return both trees. If only one is a set of one element, return its element instead."""
     is_single = [
         isinstance(node, Tree) and node.kind == "set" and len(node.parts) == 1 for node in (reference, answer)
     ]
@@ -89,7 +89,7 @@ def _rename(node: Node, rename: Callable[[str], str]) -> Node:
 
 
 def _split_name(node: Node) -> tuple[Node | None, Node]:
-    """Return the name that an answer gives its value, and the value. `None` means no name or several names."""
+    """Split `x = 5` into the name and the value. `None` means no name or several names."""
     items = node.parts if isinstance(node, Tree) and node.kind in LISTS else (node,)
     found = [_assignment(item) for item in items]
     first = found[0]

@@ -27,7 +27,7 @@ def math_reward(prompt: Prompt, response: str, finish_reason: FinishReason) -> R
     r"""Return 1.0 if the last complete `\boxed{...}` equals `prompt.answer`, otherwise 0.0.
 
     Any thread may call it. Info `has_answer` is 1.0 if the model ended the response and it has a box. Info
-    `is_too_hard` is 1.0 if its answer could not be compared within the limits of time and digits.
+    `is_too_hard` is 1.0 if the box could not be compared within the limits of time and digits.
 
     Raises:
         RewardError: The prompt's reference answer is empty.

@@ -95,7 +95,7 @@ _LOOSE = re.compile(r"(?<![0-9A-Za-z]) +| +(?![0-9A-Za-z])|(?<=[0-9]) +(?=[A-Za-
 
 
 def tidy(text: str) -> str:
-    r"""Return the same answer in one spelling of spaces, signs, brackets, `\dfrac`, degrees and per cent."""
+    r"""Return the text with one spelling of spaces, signs, brackets, `\dfrac`, degrees and per cent."""
     text = _FRACTION.sub(lambda match: r"\frac{{{}}}{{{}}}".format(*_FRACTIONS[match[0]]), text)
     text = _SUPERSCRIPT.sub(_raised, text).translate(_CHARACTERS)
     text = _SPACING.sub(lambda match: match[1] or (" " if match[2] else ""), text)
@@ -174,7 +174,7 @@ _POWER = re.compile(r"\^|\*\*|\\uparrow")
 
 
 def is_small(text: str) -> bool:
-    """Return whether an answer has no astronomic power or factorial, and is neither too long nor too deep."""
+    """Return whether a text has no astronomic power or factorial, and is neither too long nor too deep."""
     if len(text) > MAX_LENGTH:
         return False
     text = _SUBSCRIPT.sub("", text.replace(r"\left", "").replace(r"\right", ""))

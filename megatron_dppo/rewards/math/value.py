@@ -1,4 +1,4 @@
-"""Computes the value of an answer's tree: exactly if it is rational, else to enough digits for a decision.
+"""Computes the value of a tree: exactly if it is rational, otherwise to enough digits for a decision.
 
 Each value has an error bound, so a difference between two values is certain. Two values are equal if they still
 agree at far more digits than their largest and smallest numbers have.

@@ -371,6 +371,6 @@ def _unit_in(words: list[str], power: str | None) -> str | None:
 
 
 def is_same_text(reference: str, answer: str) -> bool:
-    r"""Return whether two tidy answers are the same text, apart from spaces and `\text{...}`."""
+    r"""Return whether two tidy texts are the same, apart from spaces and `\text{...}`."""
     one, other = (without_spaces(" ".join(unwrap(text).split())) for text in (reference, answer))
     return one == other and bool(one)

@@ -64,7 +64,7 @@ def drops_bad_negatives(objective: Objective, tokens: TrustRegionTokens) -> Bool
 def drops_by_distance(objective: Objective, tokens: TrustRegionTokens) -> Bool[Tensor, " T"]:
     """Drop by the divergence, in both directions: |pi - mu| > .3 in prime-rl's IPO.
 
-    Read in its `trainer/rl/loss.py` of August 2026; there is no paper. The default was .1 with
+    Source: its `trainer/rl/loss.py`, August 2026; there is no paper. The default was .1 with
     1e-3 (log pi/mu)^2 added, `log_ratio_coef` here. It is .3 without that term since 2026-09-18 (#3586).
     """
     return is_far(objective, tokens)

@@ -181,7 +181,7 @@ class ModelFamily:
         return found
 
     def travelling_together(self, hf: HFConfig) -> dict[str, str]:
-        """Return the tensors that weight sync sends in one bucket with others, with their groups' names."""
+        """Map each tensor that weight sync must send in one bucket with others to its group's name."""
         return {
             name: f"{entry.rule.travels_with} of layer {entry.layer}"
             for entry in self.entries(self.sizes_of(hf))

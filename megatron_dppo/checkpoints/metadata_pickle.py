@@ -154,7 +154,7 @@ class TensorKey(_Record):
 
 
 class StoredPlace(_Record):
-    """Replaces _StorageInfo, an item's place in a file. With a transform, torch would read other bytes."""
+    """Replaces _StorageInfo: an item's file, offset and length. Transforms, which change bytes, are refused."""
 
     relative_path: str
     offset: int

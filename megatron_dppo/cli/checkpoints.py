@@ -308,7 +308,7 @@ def _progress(source: "WeightSource", num_sharers: int) -> Iterator[Callable[[in
 
     Args:
         source: What is converted or compared.
-        num_sharers: Processes that share the work: the bar is of one process's share. With 0 there is no bar.
+        num_sharers: Processes that share the work. The bar shows one process's share; 0 shows no bar.
     """
     total = sum(tensor.nbytes for tensor in source.outline().values()) // max(num_sharers, 1)
     with tqdm(total=total, unit="B", unit_scale=True, desc=source.folder.name, disable=not num_sharers) as bar:

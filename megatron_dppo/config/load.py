@@ -282,7 +282,7 @@ def shown(value: Any) -> str:
 
 
 def to_toml(settings: Mapping[str, Any]) -> str:
-    """Return nested settings as TOML, without those that are none."""
+    """Return nested settings as TOML, without `None` values."""
     return tomli_w.dumps(_for_toml(settings))
 
 

@@ -308,7 +308,7 @@ def _adapt(layer: Any, rule: WeightRule, hf: HFConfig, options: LoraConfig, seed
 
 
 def _initial_pair(entry: WeightEntry, index: int, base: Tensor, size: int, rank: int, seed: int) -> Pair:
-    """Return the first values of the pair of the `index`th Hugging Face linear in `base`: this rank's part."""
+    """Return this rank's part of the initial LoRA pair for the `index`th Hugging Face linear in `base`."""
     group = _group(parallel_state.get_tensor_model_parallel_group())
     experts: list[int | None] = [None]
     if entry.rule.is_expert:

@@ -257,7 +257,7 @@ def kept_by_layers(model: LayerModel, layers: range, recompute: Recompute) -> Ke
 
 
 def _latent_operands(model: LayerModel) -> Operands:
-    """Return the columns of one rank's heads, padded where flash attention needs it."""
+    """Return latent attention's widths on one rank; flash attention pads them to the widest."""
     sizes = model.shape.sizes
     heads = sizes.num_attention_heads // model.layout.tensor
     whole, value = heads * sizes.head_dim, heads * sizes.value_head_dim

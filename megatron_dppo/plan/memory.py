@@ -50,7 +50,7 @@ SGLANG_MEMORY_FRACTION = 0.8
 SGLANG_WORKSPACE_BYTES = 4 * GIB
 """Bytes of SGLang's activations and CUDA graphs, in addition to its static memory; an assumption."""
 _CACHED_DTYPE_BYTES = 2
-_WITHOUT_NUCLEUS, _WITH_NUCLEUS = 24, 45  # bytes per logit; measured by a test
+_WITHOUT_NUCLEUS, _WITH_NUCLEUS = 24, 45  # bytes per logit to sample with top_p 1 and below; measured by a test
 
 
 @dataclass(frozen=True)

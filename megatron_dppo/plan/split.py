@@ -93,7 +93,7 @@ class Split:
 
     @property
     def ways(self) -> tuple[Way, ...]:
-        """All three."""
+        """The three ways to divide the GPUs between trainer and servers."""
         return self.colocated, self.separate, self.ahead
 
     @property

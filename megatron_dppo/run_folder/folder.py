@@ -256,7 +256,7 @@ def json_number(value: float) -> float | int | str:
 
 
 def json_values(value: Any) -> Any:
-    """Return nested mappings and lists as JSON has them, each number as in `json_number`."""
+    """Convert nested mappings and lists to JSON values, with numbers as in `json_number`."""
     if isinstance(value, Mapping):
         return {str(key): json_values(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -27,7 +27,7 @@ IsCancelled = Callable[[], bool]
 
 
 class WorkerLostError(Exception):
-    """The worker sent no valid reply and is lost; `printed` is the end of the output of a dead worker."""
+    """The worker sent no valid reply and is lost. `printed` is the last output of a dead worker."""
 
     def __init__(self, kind: WorkerFaultKind, message: str, printed: str = "") -> None:
         super().__init__(message)

@@ -213,7 +213,7 @@ def draw_tasks(kind: Kind, material: Material) -> list[Drawing] | Lacking:
 
 
 def _has_clip(experiment: Experiment, *, is_symmetric: bool = False) -> bool:
-    """Whether an experiment of clipped ratios and Binary-TV has both."""
+    """Whether some lines clip the ratio and some do not; with `is_symmetric`, one clip must be symmetric."""
     of_clip = [line.objective for line in experiment.lines if line.objective.rule == "ratio"]
     is_there = any(own.eps_low == own.eps_high or not is_symmetric for own in of_clip)
     return is_there and len(of_clip) < len(experiment.lines)

@@ -1,4 +1,4 @@
-"""Derives the config of a measurement: the run's, with one rollout; refuses what cannot be measured."""
+"""Derives the measurement's config from a run's: one rollout. Refuses runs that cannot be measured."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -42,9 +42,9 @@ from megatron_dppo.run_folder.reader import Run
 
 Verdict = Literal["decided", "open", "warning", "note"]
 
-MIN_SEEDS = 6  # fewer equal signs come up by chance in more than 1 of 20 comparisons: 2 * 0.5 ** 5 = 0.06
+MIN_SEEDS = 6  # with 5 seeds, all signs are equal by chance with p = 2 * 0.5 ** 5 = 0.06
 MIN_FORWARDS = 10  # rollouts that forwarded the same tokens twice
-MIN_ROLLOUTS = 2 * LAST  # else the closing mean still holds what a run began with
+MIN_ROLLOUTS = 2 * LAST  # with fewer, the first and the last LAST rollouts overlap
 SAME = 0.01  # a smaller relative difference is none
 MOST_COMPARISONS = 3  # settings besides the first; with more, only decided findings are shown
 MOST_PLACES = 4  # rollouts named for one alarm

@@ -83,7 +83,7 @@ def _presets(run: Run, found: TokenList) -> Iterator[dict[str, Any]]:
 
 
 def _total(rows: Sequence[ClippedRow]) -> int:
-    """Return the number of all masked tokens of a preset and sign, in its list or not."""
+    """Return how many tokens a preset masked for one sign, listed or not."""
     return round(rows[0].count / rows[0].share) if rows else 0
 
 

@@ -166,7 +166,7 @@ def learning_lengths(m: Microbatch) -> Tensor:
 
 
 def _concatenate(parts: Sequence[Any]) -> Any:
-    """Concatenate records of tokens field by field, without fields that one of them lacks."""
+    """Concatenate token records field by field. A field that is `None` in one of them becomes `None`."""
     values: dict[str, Any] = {}
     for field in fields(parts[0]):
         own = [getattr(part, field.name) for part in parts]

@@ -187,7 +187,7 @@ def pieces_of(hf: HFConfig, max_elements: int | None = None) -> Iterator[Piece]:
 
 
 def stored_key(rule: WeightRule, layer: int | None, sizes: ModelSizes) -> str:
-    """Return the key of a parameter's tensor, with the layer's number."""
+    """Return the key of a parameter in Megatron's checkpoint, before layers are stacked."""
     name = rule.transformer_engine or rule.megatron
     is_dense_norm = ".linear_fc1.layer_norm_" in name  # fused into the MLP, which MoE layers do not have
     if is_dense_norm and layer in sizes.moe_layers:

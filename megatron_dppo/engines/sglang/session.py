@@ -261,7 +261,7 @@ class ServerSession:
         asked.complete(content)
 
     def _drain(self, url: str, fault: ServerError) -> None:
-        """Send a server no more requests, and move its requests in flight; received responses are kept.
+        """Stop sending requests to a server, and move its requests in flight. Received responses are kept.
 
         A held session drains no server, since its other requests would lose the tokens that they have so far.
         """

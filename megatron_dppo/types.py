@@ -226,7 +226,7 @@ class OpenRollout:
 
     steps: tuple[TrainBatch, ...]  # this rank's remaining gradient steps
     num_done: int  # number of gradient steps taken
-    metrics: Mapping[str, float]  # of the rollout's row so far, over all ranks
+    metrics: Mapping[str, float]  # metrics of the rollout's row so far, over all ranks
     seconds: Mapping[str, float]  # spent in its phases so far, and "total"
     listed: Mapping[str, Any] = field(default_factory=dict[str, Any])  # masked tokens so far
 

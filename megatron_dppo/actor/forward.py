@@ -232,9 +232,9 @@ class OutputHead:
     ) -> TokenLogProbs:
         """Compute log pi of the targets, and with `has_topk` of the rollout's top-K, without gradient.
 
-        If `has_score_norms` is set, this also computes the logits again, and returns the norm of d log pi / d h for
-        each target (h: the output layer's input). Logits are divided by `temperature`, or by the sampler's. The
-        other arguments are as for `policy_loss`.
+        If `has_score_norms` is set, this also computes the logits again, and returns the norm of d log pi / d h
+        for each target (h: the output layer's input). Logits are divided by `temperature`, or by the sampler's.
+        The other arguments are as for `policy_loss`.
         """
         m, mask, layer = microbatch, microbatch.loss_mask, self._layer
         vocabulary = self._vocabulary.copy()

@@ -29,7 +29,7 @@ _FP8_MAX = float(torch.finfo(torch.float8_e4m3fn).max)
 _FP8_SMALLEST = 2.0**-9
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by their 3 bits; the fourth is the sign
 _FP4_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # halfway between neighbours
-_LEAST = 1e-12  # a weight of zeros has a scale that can be divided by
+_LEAST = 1e-12  # smallest scale: a weight of zeros must not divide by 0
 _LINEAR = re.compile(r"(.+\.)(q|k|v|o|gate|up|down)_proj\.weight")
 _FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
 

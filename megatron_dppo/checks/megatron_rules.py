@@ -275,7 +275,7 @@ def kinds_of(value: object) -> set[str]:
 def megatron_fields() -> Mapping[str, list[str]] | None:
     """Return the kinds of values that each public field of TransformerConfig takes.
 
-    A kind is bool, int, float, str, list, none, any, or one choice as JSON. The result is None where
+    A kind is bool, int, float, str, list, none, any, or one choice as JSON. The result is None if
     megatron-core is absent or does not import.
     """
     version = _version()

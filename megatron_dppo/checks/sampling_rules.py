@@ -191,7 +191,7 @@ _SPACING = {  # of neighbouring numbers from 1 to 2
     **{"bfloat16": 2.0**-7, "float16": 2.0**-10, "half": 2.0**-10},
     **{"bfloat16_fp8": 2.0**-3, "modelopt_fp8": 2.0**-3, "modelopt_nvfp4": 2.0**-1},
 }
-_USUAL_SIZE = 0.02  # of a weight: `initializer_range` of most models
+_USUAL_SIZE = 0.02  # usual magnitude of a weight: `initializer_range` of most models
 
 
 def rounding_remarks(config: Config) -> list[str]:

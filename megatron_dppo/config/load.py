@@ -161,7 +161,7 @@ def _unset(merged: Table, names: object, origin: str, origins: dict[KeyPath, str
 
 
 def _is_setting(keys: KeyPath) -> bool:
-    """Return whether the schema has a setting or a table of this name; tables with free keys have any."""
+    """Return whether the schema has a setting or a table of this name; tables with free keys accept any."""
     kind: Any = Config
     for key in keys:
         kind = _kind_of(kind, key)

@@ -166,7 +166,7 @@ class MaskedTokens:
         return self._tokens
 
     def merge(self, others: Iterable[list[MaskedToken]]) -> MaskedTokens:
-        """Add the others to this one and return it; gathered states include one's own, so start empty."""
+        """Add other lists and return this one; gathered states include this rank's, so start empty."""
         for other in others:
             self._tokens += other
         self._keep_farthest()
@@ -243,7 +243,7 @@ class TokenLists:
         return self.clipped.state(), self.masked.state()
 
     def merge(self, others: Sequence[tuple[State, list[MaskedToken]]]) -> TokenLists:
-        """Add the others to this one and return it; gathered states include one's own, so start empty."""
+        """Add other lists and return this one; gathered states include this rank's, so start empty."""
         self.clipped.merge(clipped for clipped, _ in others)
         self.masked.merge(masked for _, masked in others)
         return self

@@ -225,7 +225,7 @@ class ExpertAdapter(Adapter):
 
 
 def _group(group: Any) -> dist.ProcessGroup:
-    """Return a process group that exists: Megatron annotates its getters as if it might not."""
+    """Narrow the type: Megatron annotates its getters of process groups as optional."""
     return group
 
 

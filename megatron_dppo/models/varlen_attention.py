@@ -56,7 +56,7 @@ class PieceKeys:
         return cls(rows, rows[back], back, places[2])
 
     def take(self, gathered: Tensor) -> Tensor:
-        """Return [K, ...] of the gathered keys or values, [T, ...]."""
+        """Select this rank's rows [K, ...] from gathered keys or values [T, ...]."""
         return _Taken.apply(gathered, self.rows, self.seen, self.back, self.front)
 
 

@@ -231,7 +231,7 @@ class Kept:
     """Bytes of activations of some layers in one micro-batch."""
 
     held: int  # kept from forward to backward
-    again: int  # most bytes that are recomputed in backward at one time, in addition
+    again: int  # additional peak while backward recomputes activations
 
 
 def kept_by_layers(model: LayerModel, layers: range, recompute: Recompute) -> Kept:

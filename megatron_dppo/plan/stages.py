@@ -159,7 +159,7 @@ def _largest(chunks: Sequence[Sequence[Tensor]]) -> int:
 
 
 def _dense_buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the numbers of elements that are padded together, by bucket; a shared embedding has its own."""
+    """Return the tensors' sizes in elements, by bucket; a shared embedding has its own bucket."""
     shared = [[t.numel] for t in tensors if t.is_shared_embedding]
     return [[t.numel for t in tensors if not (t.is_expert or t.is_shared_embedding)], *shared]
 

@@ -45,7 +45,7 @@ Verdict = Literal["decided", "open", "warning", "note"]
 MIN_SEEDS = 6  # with 5 seeds, all signs are equal by chance with p = 2 * 0.5 ** 5 = 0.06
 MIN_FORWARDS = 10  # rollouts that forwarded the same tokens twice
 MIN_ROLLOUTS = 2 * LAST  # with fewer, the first and the last LAST rollouts overlap
-SAME = 0.01  # a smaller relative difference is none
+SAME = 0.01  # smaller relative differences count as equal
 MOST_COMPARISONS = 3  # settings besides the first; with more, only decided findings are shown
 MOST_PLACES = 4  # rollouts named for one alarm
 _percent, _count = partial(format_number, style="share"), partial(format_number, style="count")
@@ -129,7 +129,7 @@ def _routing_replay(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Findi
 
 
 def _comparisons(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]:
-    """Yield each other setting's difference from the first, by measure."""
+    """Compare each setting with the first one, measure by measure."""
     settings = lines_of(runs, names)
     if len(settings) < 2:
         return

@@ -1,4 +1,4 @@
-"""Options of writing a checkpoint, and the loss when a narrower dtype rounds its weights."""
+"""Options for writing a checkpoint, and the loss when a narrower dtype rounds its weights."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -40,7 +40,7 @@ SET: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Setting:
-    """A refused setting: its effect, and the values without an effect. An unset one has no effect either."""
+    """A setting that is refused because of its effect, unless it is unset or has a neutral value."""
 
     effect: str
     neutral: tuple[Any, ...] = (False, None, "", "null")

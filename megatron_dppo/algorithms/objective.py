@@ -172,7 +172,7 @@ class Objective(TermCoefficients):
 
     @property
     def rule_options(self) -> dict[str, Option]:
-        """What the config gives to an own rule."""
+        """Options that the config sets for a custom rule."""
         return {} if self.own is None else dict(self.own.options)
 
     @property

@@ -87,7 +87,7 @@ def problems_of(
     rules: Iterable[Rule] = RULES.values(),
     needs: Collection[Need] = get_args(Need),
 ) -> list[Problem]:
-    """Return every problem that rules of these needs find; `plan` asks the rules that need the config alone."""
+    """Return every problem that rules with these needs find; `plan` only runs rules that need the config."""
     return [problem for rule in rules if rule.needs in needs for problem in rule.check(config, facts)]
 
 

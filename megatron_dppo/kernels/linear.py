@@ -276,7 +276,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
                 del gradient
             del logits, inputs  # before the next chunk's are made
         ctx.mark_non_differentiable(rows, topk)
-        # which lets go of them after the backward pass
+        # autograd frees saved tensors after the backward pass
         ctx.save_for_backward(by_hidden, None if is_direct else by_weight, scale)
         ctx.layer, ctx.weight, ctx.is_direct = layer, weight, is_direct
         return rows[ROWS.index("loss")].sum(), rows, topk
@@ -284,7 +284,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         by_hidden, by_weight, scale = ctx.saved_tensors
-        if scale is not None:  # which the gradients have already
+        if scale is not None:  # the gradients are already scaled
             message = "the gradient of loss_sum is not the loss_scale that its forward pass was given"
             torch.ops.aten._assert_async.msg(upstream[0] == scale, message)
         elif by_hidden is not None:

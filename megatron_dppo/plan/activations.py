@@ -144,7 +144,8 @@ class LayerModel:
     @property
     def copies(self) -> int:
         """Number of kept tensors with the width of the feed-forward."""
-        return 3 if self.spec == "te" else 5  # 2 of fc1; silu(gate), up and the product apart, or fused
+        # fc1's output counts 2. Then follow the fused product (1), or silu(gate), up and their product (3).
+        return 3 if self.spec == "te" else 5
 
     def dense_mlp(self, width: int) -> int:
         """Return the bytes inside a feed-forward of all tokens: fc1's result, and the gated activation."""
@@ -208,7 +209,7 @@ class LayerModel:
         return max(WORKING_COPIES * widest, self.attention_gradients()) + 2 * self.hidden_bytes
 
     def attention_gradients(self) -> int:
-        """Return the temporary bytes of flash attention's backward: keys' and values' gradients by each head.
+        """Return the temporary bytes of flash attention's backward: per-head gradients of keys and values.
 
         Also counts the queries' sums in float32, and the gradients of all three; only for our spec.
         """

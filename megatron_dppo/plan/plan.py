@@ -121,7 +121,7 @@ def _fewest(job: Job, advice: Sequence[Advice]) -> Fewest:
 
 
 def _is_refused_anyway(job: Job, problems: Sequence[Problem]) -> bool:
-    """Whether a key is also at fault without splits, on few and on many GPUs, so that no layout helps."""
+    """Whether a key also fails without parallelism, on few and on many GPUs, so that no layout helps."""
     unsplit = job.having({f"parallel.{size}": 1 for size in SIZES})
     few, *_, many = numbers_to_try(job.machine)
     at_fault = [problems, unsplit.on(few).problems, unsplit.on(many).problems]

@@ -221,7 +221,7 @@ def rank_states(job: Job, part: StagePart) -> RankStates:
 
 
 def optimizer_bytes(num_elements: int, dtype_bytes: int) -> int:
-    """Return the bytes of Adam's states: two float32 moments, and a float32 copy of other parameters."""
+    """Return the bytes of Adam's states: two float32 moments, and a float32 copy of 16-bit parameters."""
     master = MASTER_BYTES if dtype_bytes < MASTER_BYTES else 0
     return num_elements * (master + 2 * MOMENT_BYTES)
 

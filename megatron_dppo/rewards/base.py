@@ -102,7 +102,7 @@ def register(
 
 
 def answer_form(name: str) -> AnswerForm | None:
-    """Return the form of answers that a registered reward reads, or `None` for any form or another reward."""
+    """Return the answer form that a registered reward reads. `None` means any form, or not registered."""
     return _reads.get(name)
 
 

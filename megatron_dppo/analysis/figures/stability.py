@@ -88,7 +88,7 @@ def _is_divergence(line: AlgorithmLine) -> bool:
 
 
 def _by_anchor(lines: Sequence[AlgorithmLine]) -> tuple[AlgorithmLine, ...]:
-    """Return the lines that have a twin with the other anchor."""
+    """Return the lines that have a counterpart which differs only in the anchor."""
 
     def without_anchor(objective: Objective) -> Objective:
         return replace(objective, name="", anchor="rollout")

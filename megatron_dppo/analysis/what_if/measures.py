@@ -22,9 +22,9 @@ from megatron_dppo.metrics.step_metrics import add_mismatch
 PROB_EDGES = (0.0, 0.01, 0.1, 0.5, 0.9, 1.0)
 """Bins of mu: from each edge up to the next, the last with its own upper edge."""
 REFERENCES = ("dppo_topk_tv", "dppo_topk_kl")
-"""Nearest that a kept rollout has to DPPO on the divergence of the full vocabulary."""
+"""Presets that, with the saved columns, come nearest to DPPO with the full vocabulary's divergence."""
 FACTORS = (0.5, 1.0, 2.0)
-"""What the main threshold is multiplied by."""
+"""Factors that scale the main threshold."""
 _DELTAS = ("delta_low", "delta_high")
 _EPS = ("eps_low", "eps_high")
 _RHOS = ("rho_low", "rho_high")  # bounds of a ratio around 1: their logarithms are scaled

@@ -26,7 +26,7 @@ _SMALLEST_TOP = 0.01  # of an axis of shares
 
 
 def at_factor(row: Row, factor: float, figure: str) -> float | None:
-    """Return a number of a row with its main threshold scaled, or `None` if the rule has no threshold."""
+    """Return a row's `figure` for a scaled main threshold, or `None` if the rule has no threshold."""
     return next((each[figure] for each in row["sensitivity"] if each["factor"] == factor), None)
 
 

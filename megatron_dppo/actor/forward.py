@@ -290,5 +290,5 @@ def output_weight(chunk: Any) -> Float[Tensor, "V H"]:
 
 
 def _hand_over(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-    """Return the output layer's input instead of its output."""
+    """Pass the output layer's input through."""
     return hidden, None

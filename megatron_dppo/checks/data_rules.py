@@ -335,7 +335,7 @@ def find_misread(config: Config, reward: str, rows: Sequence[PromptRow]) -> Misr
     Args:
         config: Config; its [data] limits the worker that scores.
         reward: Name of a registered reward.
-        rows: Rows with answers that are texts around a final answer, or numbers with words.
+        rows: Rows of the kinds "marked" and "with_words", see `AnswerKind`.
     """
     responses = [(row, response) for row in rows for response in _responses(reward, row)]
     if not responses:

@@ -69,7 +69,7 @@ def watching(runtime: Runtime, *, grace_s: float = 1.0, patience_s: float = 10.0
             record_for_torchrun(error)
         watch.fail(report)
     else:
-        watch.leave("the end of its work")
+        watch.leave("a normal exit")
 
 
 def _open(runtime: Runtime, grace_s: float, patience_s: float) -> Head | Member:

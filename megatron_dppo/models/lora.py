@@ -61,7 +61,7 @@ class Pair(torch.nn.Module):
 
 
 class Adapter(torch.nn.Module):
-    """LoRA pairs of one Megatron linear, each under the last part of its Hugging Face linear's name."""
+    """LoRA pairs of one Megatron linear, keyed by the last part of each Hugging Face linear's name."""
 
     def __init__(
         self, entry: WeightEntry, sizes: Mapping[str, int], groups: int, pairs: Mapping[str, Pair], alpha: int

@@ -81,7 +81,7 @@ def register(
     Args:
         name: Unique.
         loads: Module that `reward` imports as well. Only workers pay for this import, when they start.
-        reads: Form of answers that the reward understands. Prompts that request another form do not fit.
+        reads: Answer form that the reward understands. Prompts that request another form do not fit.
 
     Raises:
         ConfigError: The name is taken.

@@ -18,7 +18,7 @@ from megatron_dppo.errors import DataError
 from megatron_dppo.types import AnswerForm, Prompt
 
 NUM_SHOWN = 10  # maximum number of faults that are described
-NUM_TRIED = 32  # maximum number of answers of each kind that the reward is tried on
+NUM_TRIED = 32  # maximum number of rows of each kind that the reward is tried on
 NUM_BARE = 20_000  # maximum number of bare answers kept; of a longer file every second, fourth, ... is kept
 
 _LAST = 16  # number of tokens at the end of a prompt that are decoded

@@ -90,7 +90,7 @@ def anchor_cost(run: Run) -> str | None:
     anchor, training, total = (math.fsum(values[name] for values in rows) for name in _ANCHOR)
     if not rows or min(anchor, training, total) <= 0:
         return None
-    shares = f"{anchor / total:.0%} of a rollout's time and {anchor / training:.0%} of the training time"
+    shares = f"{anchor / total:.0%} of a rollout's time and {anchor / training:.0%} of its training"
     return (
         f"recomputing log-probs took {shares}; algorithm.anchor = 'rollout' has no such forward, and the paper "
         "reports about 25% less cost without it (section 5.2)."

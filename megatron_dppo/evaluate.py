@@ -28,7 +28,7 @@ from megatron_dppo.rollout.rollouts import build_engine
 from megatron_dppo.rollout.scores import over_ranks
 from megatron_dppo.rollout.scoring import RewardPools
 from megatron_dppo.rollout.trajectories import TrajectorySampler
-from megatron_dppo.run.session import joined_processes
+from megatron_dppo.run.session import join_processes
 from megatron_dppo.run_folder.lock import locked
 from megatron_dppo.runtime.full_disk import full_disk_explained
 from megatron_dppo.runtime.jsonl import write_whole
@@ -57,7 +57,7 @@ def evaluate(config: Config, folder: Path, rollout: int = 0) -> Results:
         ConfigError: The configuration cannot work, or `folder` has other content or is used by another process.
         DiskError: The disk of `folder` is full.
     """
-    with joined_processes(config) as runtime, full_disk_explained(folder):
+    with join_processes(config) as runtime, full_disk_explained(folder):
         size, needs = runtime.world_size, BEFORE_LOADING
         runtime.on_main(lambda: require_evaluable(config, size, needs=needs))
         with _held(config, folder, runtime):

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang.nccl import CUMEM, NVLS, differences, nccl_settings
-from megatron_dppo.run.session import joined_processes
+from megatron_dppo.run.session import join_processes
 
 
 def config_of(table: dict[str, Any], **options: Any) -> Config:
@@ -46,7 +46,7 @@ def test_nothing_is_set_where_no_weights_go_through_nccl(way: str) -> None:
 
 
 def test_a_session_sets_them_before_it_joins_the_job() -> None:
-    with joined_processes(config_of({})):
+    with join_processes(config_of({})):
         assert {name: os.environ[name] for name in (CUMEM, NVLS)} == {CUMEM: "0", NVLS: "0"}
 
 

@@ -76,7 +76,7 @@ def trainer(folder: Path, runtime: Runtime, hidden: int, expert: int) -> tuple[A
 def measure(folder: Path, runtime: Runtime, hidden: int, num_saves: int, expert: int) -> None:
     """Alternate plain steps, steps with a synchronous save and steps with an asynchronous save."""
     from megatron_dppo.run.checkpoints import Checkpoints
-    from megatron_dppo.run.run_point import RunPoint
+    from megatron_dppo.run.state import RunPoint
     from megatron_dppo.types import RunState
 
     config, actor, batch = trainer(folder, runtime, hidden, expert)

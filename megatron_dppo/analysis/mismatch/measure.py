@@ -32,7 +32,7 @@ from megatron_dppo.metrics.token_mismatch import (
     pairs,
     token_rows,
 )
-from megatron_dppo.run.session import joined_processes
+from megatron_dppo.run.session import join_processes
 from megatron_dppo.run_folder.folder import json_values
 from megatron_dppo.run_folder.lock import locked
 from megatron_dppo.run_folder.versions import versions
@@ -69,7 +69,7 @@ def run(config: Config, folder: Path) -> None:
         MegatronDppoError: What a run raises too; with several ranks the job ends instead.
         RolloutError: The engine does not serve the weights of model.load; everything is written then.
     """
-    with joined_processes(config) as runtime, full_disk_explained(folder):
+    with join_processes(config) as runtime, full_disk_explained(folder):
         runtime.on_main(lambda: _begin(config, folder))
         with own_servers(config, runtime), _held(config, runtime):
             is_pushing = True

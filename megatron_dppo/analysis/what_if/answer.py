@@ -28,7 +28,7 @@ from megatron_dppo.data.batches.kept_batches import read_share
 from megatron_dppo.mcore.groups import data_parallel_place, speaks_for_its_group
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.token_mismatch import Routes
-from megatron_dppo.run.session import joined_processes
+from megatron_dppo.run.session import join_processes
 from megatron_dppo.run_folder.folder import json_values
 from megatron_dppo.run_folder.versions import versions
 from megatron_dppo.runtime.full_disk import full_disk_explained
@@ -184,7 +184,7 @@ def run(config: Config, question: Question, folder: Path) -> None:
     Raises:
         MegatronDppoError: The evaluation failed.
     """
-    with joined_processes(config) as runtime, full_disk_explained(folder):
+    with join_processes(config) as runtime, full_disk_explained(folder):
         found = answer(config, question, runtime)
         runtime.on_main(lambda: write(folder, found))
         if runtime.is_main:

@@ -188,7 +188,7 @@ def _evaluate_rest(
     engine = build_engine(config, hf_folder, runtime.device)
     tokenizer: Any = AutoTokenizer.from_pretrained(hf_folder, trust_remote_code=False)
     rewards = RewardPools(config.data, (each.reward for each in evaluation_sets(config)))
-    sampler = TrajectorySampler(config.rollout, config.data, engine, tokenizer, hf_folder)
+    sampler = TrajectorySampler(config.rollout, config.data, engine, hf_folder)
     share = runtime.rank, runtime.world_size
     with closing(rewards), closing(sampler), closing(build_sync(config, weights, engine, runtime)) as sync:
         evaluation = Evaluation(config, sampler, tokenizer, rewards, share=share)

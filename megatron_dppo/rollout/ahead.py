@@ -17,9 +17,8 @@ from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.staleness import add_ages
 from megatron_dppo.rollout.counts import RolloutCounts
 from megatron_dppo.rollout.groups import PromptGroup, usable_groups
-from megatron_dppo.rollout.open_groups import Places, Produced, ProducerState
-from megatron_dppo.rollout.producer import Producer
-from megatron_dppo.rollout.staleness import OpenGroup, StalenessBound
+from megatron_dppo.rollout.producer import Produced, Producer
+from megatron_dppo.rollout.staleness import OpenGroup, Places, ProducerState, StalenessBound
 from megatron_dppo.types import DataCursor, SampleGroup
 
 T = TypeVar("T")
@@ -165,7 +164,8 @@ class Ahead:
         rank, _ = self._share
         index_of = {group.place: index for index, group in enumerate(chosen) if group.rank == rank}
         own, produced = self._producer.take(index_of)
-        own = [replace(group, index=index_of[group.drawn.place]) for group in own]
+        for group in own:
+            group.index = index_of[group.drawn.place]
         self._num_left -= 1
         self._producer.begin_groups(self._own_limit(is_training=True))
         self._refuse_stale(own, version)

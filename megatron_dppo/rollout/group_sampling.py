@@ -1,210 +1,108 @@
-"""Samples groups of responses. Scores each response when it ends, or all responses of a batch together."""
+"""Samples the responses of groups as conversations, and scores each response as soon as it ends."""
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import torch
 
-from megatron_dppo.data.prompts.prompts import Drawn
-from megatron_dppo.engines.base import (
-    Completion,
-    HasEnded,
-    IsEnough,
-    Request,
-    RolloutEngine,
-    SamplingParams,
-    TrajectoryEngine,
-    mask_of,
-)
-from megatron_dppo.environments import Episode
-from megatron_dppo.errors import RolloutError
-from megatron_dppo.rollout.groups import GroupMaker, PromptGroup
-from megatron_dppo.rollout.scoring import Fault, Scorer
-from megatron_dppo.types import Prompt, Sample
+from megatron_dppo.engines.base import Completion, Request, RolloutEngine, SamplingParams, Session, mask_of
+from megatron_dppo.errors import RolloutError, ServerError
+from megatron_dppo.rollout.conversations import Ask
+from megatron_dppo.rollout.groups import PromptGroup
+from megatron_dppo.rollout.scoring import Scorer
+from megatron_dppo.runtime.concurrency import all_of, run_loop
+from megatron_dppo.types import Sample
+
+Converse = Callable[[Request, SamplingParams, Ask], Awaitable[Completion]]
+"""Samples one trajectory with a function that samples its turns; see `Conversations.run`."""
 
 
-def answers(
-    engine: RolloutEngine,
-    maker: GroupMaker,
-    scorer: Scorer,
-    params: SamplingParams,
-    rollout: int,
-    places: Sequence[tuple[int, Prompt]],
-) -> list[PromptGroup]:
-    """Sample and score responses to prompts; prompts that are too long are dropped.
+class GroupSampler:
+    """Samples the responses of groups with an engine's sessions. It keeps no state between calls."""
 
-    Args:
-        engine: Engine that samples the responses.
-        maker: Group maker, which sets the number of responses per prompt and their noise keys.
-        scorer: Scorer of the responses.
-        params: Sampling parameters.
-        rollout: Index of the rollout, or a number for an evaluation; part of the noise key.
-        places: Prompts of this rank, each with its index among the prompts of all ranks.
-    """
-    groups = maker.begin(rollout, [(index, Drawn(index, prompt)) for index, prompt in places])
-    return score_groups(scorer, sample(engine, groups, params, len(groups), scorer))
+    def __init__(
+        self, engine: RolloutEngine, converse: Converse, scorer: Scorer, params: SamplingParams
+    ) -> None:
+        """Store the parts.
 
+        Args:
+            engine: Engine that samples the turns.
+            converse: Function that samples one response.
+            scorer: Scorer of each response.
+            params: Sampling parameters of every response.
+        """
+        self.engine, self.params = engine, params
+        self._converse, self._scorer = converse, scorer
 
-def sample(
-    engine: RolloutEngine,
-    groups: Sequence[PromptGroup],
-    params: SamplingParams,
-    num_wanted: int,
-    scorer: Scorer,
-) -> list[PromptGroup]:
-    """Sample until `num_wanted` groups are whole, and return all groups in their order.
+    def sample(self, groups: Sequence[PromptGroup], num_wanted: int | None = None) -> None:
+        """Sample and score the missing responses of groups, until `num_wanted` groups are whole (None: all).
 
-    If the engine reports when a response ends, the response is scored at once, while others are sampled.
-    `score_groups` scores the rest.
+        The other groups keep what they have: an aborted response is the `partial` of its request.
 
-    Raises:
-        RolloutError: The engine's completions do not match the requests one to one.
-        RewardError: `scorer` raised it.
-    """
-    requests = [request for group in groups for request in group.missing]
-    num_missing = num_wanted - sum(group.is_whole for group in groups)
-    if num_missing <= 0 or not requests:
-        return list(groups)
-    is_enough = _Enough(groups, num_missing) if num_wanted < len(groups) else None
-    early = _EarlyScores(scorer, requests, params)
-    completions = _checked(requests, _completions(engine, requests, params, early, is_enough), params)
-    if is_enough is None:
-        finished = {completion.request_id: completion for completion in completions}
-        return _updated(groups, finished, {}, early.scores)
-    finished, partials = dict[str, Completion](), dict[str, Completion]()
-    for completion in completions:
-        num_tokens = completion.tokens.numel()
-        if completion.finish_reason != "abort" or completion.request_id in is_enough.told:
-            finished[completion.request_id] = completion
-        elif num_tokens >= params.max_response_tokens:  # aborted just after its last token
-            finished[completion.request_id] = replace(completion, finish_reason="length")
-        elif num_tokens:
-            partials[completion.request_id] = completion
-    return _updated(groups, finished, partials, early.scores)
+        Raises:
+            RolloutError: The engine raised it, or a completion does not fit its request.
+            ServerError: Servers gave no response to any request.
+            RewardError: The scorer raised it.
+        """
+        num_wanted = len(groups) if num_wanted is None else num_wanted
+        if num_wanted > sum(group.is_whole for group in groups):
+            run_loop(self._sample(groups, num_wanted))
 
+    async def respond(self, group: PromptGroup, index: int, ask: Ask) -> Completion:
+        """Sample one response of a group. `keep` must get it, unless it is to be resumed."""
+        request = group.requests[index]
+        return _checked(request, await self._converse(request, self.params, ask), self.params)
 
-def score_groups(scorer: Scorer, groups: Sequence[PromptGroup]) -> list[PromptGroup]:
-    """Score complete groups: all responses that were not scored when they ended, in one batch.
+    async def keep(self, group: PromptGroup, index: int, completion: Completion) -> None:
+        """Add a response that has ended to its group, and score it."""
+        request = group.requests[index]
+        group.completions[index] = completion
+        assert request.prompt is not None, "requests of groups name their prompts"
+        sample = sample_of(request, completion)
+        group.scored[index] = await self._scorer.score(request.prompt, sample, completion.episode)
 
-    Raises:
-        RewardError: `scorer` raised it.
-    """
-    rest = [answer for group in groups for answer in group.answers if answer[0].id not in group.scores]
-    found = scorer.score_all([_scorable(*answer) for answer in rest])
-    late = {request.id: scored for (request, _), scored in zip(rest, found, strict=True)}
-    return [
-        replace(group, scored=tuple({**late, **group.scores}[request.id] for request, _ in group.answers))
-        for group in groups
-    ]
+    async def _sample(self, groups: Sequence[PromptGroup], num_wanted: int) -> None:
+        missing = [(group, index) for group in groups for index in group.missing]
+        asked = [(group, index) for group, index in missing if group.completions[index] is None]
+        for group, index in missing:
+            if (given_up := group.completions[index]) is not None:  # its environment could not begin
+                await self.keep(group, index, given_up)
+        if not asked:
+            return
+        async with self.engine.session(may_be_held=num_wanted < len(groups)) as session:
 
+            async def work(group: PromptGroup, index: int) -> None:
+                completion = await self._respond(group, index, session)
+                if completion is None:
+                    return
+                group.completions[index] = completion
+                is_enough = sum(each.is_sampled for each in groups) >= num_wanted
+                if is_enough and num_wanted < len(groups) and not session.is_held:
+                    await session.hold()
+                await self.keep(group, index, completion)
 
-async def scored_response(scorer: Scorer, request: Request, completion: Completion) -> Sample | Fault:
-    """Return a response's sample with its reward, or the fault that prevents training; see `Scorer.score`."""
-    return await scorer.score(*_scorable(request, completion))
+            await all_of(work(*each) for each in asked)
+            lost = [error for error in session.errors.values() if isinstance(error, ServerError)]
+        if lost and len(lost) == len(asked):
+            raise lost[0]
 
-
-def _completions(
-    engine: RolloutEngine,
-    requests: Sequence[Request],
-    params: SamplingParams,
-    ended: HasEnded,
-    is_enough: IsEnough | None,
-) -> list[Completion]:
-    if isinstance(engine, TrajectoryEngine):
-        return engine.generate_each(requests, params, ended, is_enough)
-    assert is_enough is None, "checks.sampling_rules demands an engine that can abort responses"
-    return engine.generate(requests, params)
+    async def _respond(self, group: PromptGroup, index: int, session: Session) -> Completion | None:
+        """Sample a response; None if a hold interrupted it, and its request keeps its tokens."""
+        request = group.requests[index]
+        with session.conversation(request.id):
+            completion = await self.respond(group, index, session.ask)
+        is_interrupted = session.is_held and request.id not in session.errors
+        if completion.finish_reason != "abort" or not is_interrupted:
+            return completion
+        if completion.tokens.numel() >= self.params.max_response_tokens:  # aborted just after its last token
+            return replace(completion, finish_reason="length")
+        if completion.tokens.numel():
+            group.requests[index] = replace(request, partial=completion)
+        return None
 
 
-class _EarlyScores:
-    """Scores responses as they end; a part of `sample`."""
-
-    def __init__(self, scorer: Scorer, requests: Sequence[Request], params: SamplingParams) -> None:
-        self.scores: dict[str, Sample | Fault] = {}
-        self._scorer, self._params = scorer, params
-        self._requests = {request.id: request for request in requests}
-
-    async def __call__(self, completion: Completion) -> None:
-        if completion.finish_reason == "abort":
-            return  # it may be resumed
-        request = self._requests[completion.request_id]
-        _checked([request], [completion], self._params)
-        self.scores[request.id] = await scored_response(self._scorer, request, completion)
-
-
-class _Enough:
-    """Counts the groups that must still become whole; a part of `sample`."""
-
-    def __init__(self, groups: Sequence[PromptGroup], num_missing: int) -> None:
-        self.told: set[str] = set()  # requests that ended or were given up before enough groups were whole
-        self._num_missing = num_missing
-        self._group_of = {request.id: at for at, group in enumerate(groups) for request in group.missing}
-        self._left = Counter(self._group_of.values())
-
-    def __call__(self, completion: Completion) -> bool:
-        self.told.add(completion.request_id)
-        group = self._group_of[completion.request_id]
-        self._left[group] -= 1
-        self._num_missing -= self._left[group] == 0
-        return self._num_missing <= 0
-
-
-def _updated(
-    groups: Sequence[PromptGroup],
-    finished: Mapping[str, Completion],
-    partials: Mapping[str, Completion],
-    scores: Mapping[str, Sample | Fault],
-) -> list[PromptGroup]:
-    """Return the groups with the finished completions, their scores, and the partial completions to resume."""
-
-    def update(group: PromptGroup) -> PromptGroup:
-        old = zip(group.requests, group.completions, strict=True)
-        requests = [replace(r, partial=partials.get(r.id, r.partial)) for r in group.requests]
-        completions = [completion or finished.get(request.id) for request, completion in old]
-        own = {request.id: scores[request.id] for request in requests if request.id in scores}
-        return replace(
-            group,
-            requests=tuple(requests),
-            completions=tuple(completions),
-            scores={**group.scores, **own},
-        )
-
-    return [update(group) for group in groups]
-
-
-def _checked(
-    requests: Sequence[Request], completions: Sequence[Completion], params: SamplingParams
-) -> Sequence[Completion]:
-    """Return the completions after checking that they match the requests, with one log-prob per token."""
-    wanted, given = [r.id for r in requests], [c.request_id for c in completions]
-    if wanted != given:
-        first = next((pair for pair in zip(wanted, given, strict=False) if pair[0] != pair[1]), None)
-        found = f"{first[1]!r} in place of {first[0]!r}" if first else f"{len(given)} completions"
-        raise RolloutError(
-            f"engine's completions: found {found}; expected one for each of {len(wanted)} requests, in order. "
-            "This is a fault of the engine: report it."
-        )
-    for completion in completions:
-        num_tokens = completion.tokens.numel()
-        num_rows = {"log_probs": completion.log_probs.numel()}
-        if params.num_topk_log_probs:
-            num_rows["topk"] = completion.topk.ids.shape[0] if completion.topk is not None else 0
-        if any(count != num_tokens for count in num_rows.values()):
-            raise RolloutError(
-                f"completion {completion.request_id}: found rows {num_rows}; expected {num_tokens}, one per "
-                "token. This is a fault of the engine: report it."
-            )
-    return completions
-
-
-def _scorable(request: Request, completion: Completion) -> tuple[Prompt, Sample, Episode | None]:
-    """Return the prompt, the sample without a reward, and the episode of a response."""
-    assert request.prompt is not None, "requests of groups name their prompts"
-    return request.prompt, _sample(request, completion), completion.episode
-
-
-def _sample(request: Request, completion: Completion) -> Sample:
+def sample_of(request: Request, completion: Completion) -> Sample:
+    """Return the sample of a response, without a reward."""
     prompt = torch.tensor(request.prompt_tokens, dtype=torch.int64)
     return Sample(
         id=request.id,
@@ -219,3 +117,22 @@ def _sample(request: Request, completion: Completion) -> Sample:
         weight_versions=completion.weight_versions,
         num_retractions=completion.num_retractions,
     )
+
+
+def _checked(request: Request, completion: Completion, params: SamplingParams) -> Completion:
+    """Return a completion after checking that it answers the request, with one log-prob per token."""
+    if completion.request_id != request.id:
+        raise RolloutError(
+            f"engine's completions: found {completion.request_id!r} in place of {request.id!r}; expected one "
+            "for each request, in order. This is a fault of the engine: report it."
+        )
+    num_tokens = completion.tokens.numel()
+    num_rows = {"log_probs": completion.log_probs.numel()}
+    if params.num_topk_log_probs:
+        num_rows["topk"] = completion.topk.ids.shape[0] if completion.topk is not None else 0
+    if any(count != num_tokens for count in num_rows.values()):
+        raise RolloutError(
+            f"completion {completion.request_id}: found rows {num_rows}; expected {num_tokens}, one per "
+            "token. This is a fault of the engine: report it."
+        )
+    return completion

@@ -4,18 +4,14 @@ Each rank makes the groups of its share of a rollout, without communication. The
 ranks and then calls `refuse_if_too_many_dropped`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_dppo.algorithms import have_equal_rewards
 from megatron_dppo.data.prompts.prompts import Drawn
 from megatron_dppo.data.prompts.templates import prompt_tokens
-from megatron_dppo.engines.base import (
-    Completion,
-    Request,
-    aborted,
-)
+from megatron_dppo.engines.base import Completion, Request, aborted
 from megatron_dppo.environments import (
     EnvironmentFault,
     Environments,
@@ -31,21 +27,27 @@ from megatron_dppo.runtime.jsonl import write_jsonl
 from megatron_dppo.types import Prompt, Sample, SampleGroup
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class PromptGroup:
-    """A prompt and its requested responses: open until each is sampled or given up, then scored."""
+    """A prompt and its requested responses: open until each is sampled or given up, and scored."""
 
     drawn: Drawn
     index: int  # the prompt's index, over all ranks, in the rollout that began it or trains on it
-    requests: tuple[Request, ...]  # an aborted response is the `partial` of its request
-    completions: tuple[Completion | None, ...]  # one per request; `None` until it is sampled
-    scores: Mapping[str, Sample | Fault] = field(default_factory=dict)  # by request id, of ended responses
-    scored: tuple[Sample | Fault, ...] = ()  # one per completion: the sample, or why it cannot be trained on
+    requests: list[Request]  # an aborted response is the `partial` of its request
+    completions: list[Completion | None]  # one per request; None until it is sampled
+    scored: list[Sample | Fault | None]  # one per request: the sample, or why it cannot be trained on
+    born: int | None = None  # version of the first token's weights; None before it, and in a rollout of its own
+    has_tokens: bool = False  # while it has no tokens and is not whole, a push resets `born`
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether every response is sampled or given up."""
+        return None not in self.completions
 
     @property
     def is_whole(self) -> bool:
-        """Whether every response is sampled or given up."""
-        return None not in self.completions
+        """Whether every response is sampled or given up, and scored."""
+        return None not in self.scored
 
     @property
     def answers(self) -> list[tuple[Request, Completion]]:
@@ -54,15 +56,14 @@ class PromptGroup:
         return [(request, completion) for request, completion in pairs if completion is not None]
 
     @property
-    def missing(self) -> list[Request]:
-        """Requests whose responses are not sampled yet."""
-        pairs = zip(self.requests, self.completions, strict=True)
-        return [request for request, completion in pairs if completion is None]
+    def missing(self) -> list[int]:
+        """Indices of the responses that are not sampled and scored yet."""
+        return [index for index, scored in enumerate(self.scored) if scored is None]
 
     @property
     def num_partials(self) -> int:
         """Number of responses that were aborted after some tokens."""
-        return sum(request.partial is not None for request in self.missing)
+        return sum(self.requests[index].partial is not None for index in self.missing)
 
     @property
     def samples(self) -> tuple[Sample, ...]:
@@ -140,7 +141,7 @@ class GroupMaker:
         requests = _requests(name, drawn.prompt, tokens, first_key, self.samples_per_prompt, is_chat=is_chat)
         fault = opening if isinstance(opening, EnvironmentFault) else None
         completions = [_lost(request, fault) if fault else None for request in requests]
-        return PromptGroup(drawn, index, tuple(requests), tuple(completions))
+        return PromptGroup(drawn, index, requests, completions, [None] * len(requests))
 
 
 def _lost(request: Request, fault: EnvironmentFault) -> Completion:

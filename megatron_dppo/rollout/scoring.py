@@ -5,7 +5,7 @@ A faulty sample is dropped with a reason, and never repaired.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -63,10 +63,6 @@ class Fault:
 class RewardScorer(Protocol):
     """The interface of a `RewardPool` that scoring uses."""
 
-    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
-        """Return the result of each request, in order."""
-        ...
-
     async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
         """Return the result of one request; several calls may run at once."""
         ...
@@ -118,19 +114,6 @@ class Scorer:
             return checked
         result = await self.rewards.score_one(self._request(prompt, sample, episode))
         return self._scored(checked, result)
-
-    def score_all(self, answered: Sequence[tuple[Prompt, Sample, Episode | None]]) -> list[Sample | Fault]:
-        """Return the result of `score` for each sample, in order; one blocking call scores all of them.
-
-        Raises:
-            RewardError: The reward cannot be loaded, or its requests time out.
-        """
-        scored = [self._checked(sample, episode) for _, sample, episode in answered]
-        due = [(at, each) for at, each in enumerate(scored) if isinstance(each, Sample) and each.reward is None]
-        results = self.rewards.score([self._request(*answered[at]) for at, _ in due]) if due else []
-        for (at, sample), result in zip(due, results, strict=True):
-            scored[at] = self._scored(sample, result)
-        return scored
 
     def _scored(self, sample: Sample, result: RewardResult | RewardFault) -> Sample | Fault:
         if isinstance(result, RewardFault):
@@ -224,14 +207,6 @@ class EnvironmentAlone:
 
     async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
         """Return a fault, because only responses without a reward of their environment are scored."""
-        return self._fault(request)
-
-    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
-        """Return a fault for each request."""
-        return [self._fault(request) for request in requests]
-
-    @staticmethod
-    def _fault(request: RewardRequest) -> RewardFault:
         found = "no reward of its environment"
         action = "Give a reward in a turn, or let data.reward name a function that scores the last response."
         message = f"found {found}; expected one, since data.reward = 'environment'. {action}"

@@ -1,15 +1,19 @@
 """Builds the trajectory sampler: an engine with environments, or with the user's `rollout.generate`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig
 
 from megatron_dppo.config.schema import DataConfig, RolloutConfig
-from megatron_dppo.engines.base import Completion, EngineWrapper, Request, RolloutEngine, SamplingParams
+from megatron_dppo.engines.base import Completion, Request, RolloutEngine, SamplingParams, Session
+from megatron_dppo.engines.batch_session import batch_session
+from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.environments import (
     EnvironmentFault,
     EnvironmentPool,
@@ -20,8 +24,9 @@ from megatron_dppo.environments import (
     Trajectory,
 )
 from megatron_dppo.errors import EnvironmentFailedError, RolloutError
-from megatron_dppo.rollout.conversations import Conversations, TurnLimits
-from megatron_dppo.rollout.multi_turn import MultiTurnEngine
+from megatron_dppo.rollout.conversations import Ask, Conversations, TurnLimits
+from megatron_dppo.rollout.group_sampling import GroupSampler
+from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.runtime.user_code import described, imported
 from megatron_dppo.types import FinishReason, Prompt
 
@@ -35,7 +40,7 @@ response. The function runs in the trainer's process: an exception stops the run
 """
 
 
-class UserGenerate(EngineWrapper):
+class UserGenerate:
     """Engine that samples with a user's function; implements `engines.base.RolloutEngine`."""
 
     def __init__(self, name: str, function: Generate, engine: RolloutEngine, vocab_size: int) -> None:
@@ -47,7 +52,7 @@ class UserGenerate(EngineWrapper):
             engine: Engine that is passed to the function.
             vocab_size: Vocabulary size of the model.
         """
-        super().__init__(engine)
+        self._engine = engine
         self._name, self._function, self._vocab_size = name, function, vocab_size
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
@@ -68,6 +73,24 @@ class UserGenerate(EngineWrapper):
                 "", f"{len(completions)} completions", f"one for each of {len(requests)} requests"
             )
         return [self._checked(*pair, params) for pair in zip(requests, completions, strict=True)]
+
+    def session(self, *, may_be_held: bool = True) -> AbstractAsyncContextManager[Session]:
+        """See `RolloutEngine.session`; one call of the function gets all requests."""
+        return batch_session(self.generate)
+
+    @property
+    def weight_version(self) -> int:
+        """See `RolloutEngine.weight_version`."""
+        return self._engine.weight_version
+
+    @property
+    def counts(self) -> EngineCounts:
+        """See `RolloutEngine.counts`."""
+        return self._engine.counts
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
+        """See `RolloutEngine.load_weights`."""
+        return self._engine.load_weights(weights, version)
 
     def _checked(self, request: Request, completion: Any, params: SamplingParams) -> Completion:
         if not isinstance(completion, Completion) or completion.request_id != request.id:
@@ -109,12 +132,12 @@ class TrajectorySampler:
     """Samples trajectories with `rollout.environment` or `rollout.generate`; owns the environments' workers.
 
     Attributes:
-        engine: Engine that samples trajectories for training and evaluation.
+        engine: Engine whose sessions sample the turns.
         environments: Environments that give the first observation of each trajectory.
     """
 
     def __init__(
-        self, options: RolloutConfig, data: DataConfig, engine: RolloutEngine, tokenizer: Any, hf_folder: Path
+        self, options: RolloutConfig, data: DataConfig, engine: RolloutEngine, hf_folder: Path
     ) -> None:
         """Build the sampler, and start no worker.
 
@@ -122,7 +145,6 @@ class TrajectorySampler:
             options: Section [rollout].
             data: Section [data]; environments use the number and the limits of its reward workers.
             engine: Engine that samples single turns; not owned.
-            tokenizer: Tokenizer of the engine's model.
             hf_folder: Folder with the model's config.json.
 
         Raises:
@@ -130,18 +152,18 @@ class TrajectorySampler:
         """
         self._pool = environment_pool(options.environment, data)
         self.environments: Environments = self._pool or InProcess(SingleTurn)
-        self.engine: RolloutEngine
+        self.engine, self._is_users = engine, options.generate is not None
         self._limits = TurnLimits(options.max_turns, options.max_turn_tokens)
-        if options.generate is None:
-            self.engine = MultiTurnEngine(engine, self.environments, tokenizer, self._limits)
-        else:
+        if options.generate is not None:
             vocab_size = AutoConfig.from_pretrained(hf_folder, trust_remote_code=False).vocab_size
             function = imported("rollout.generate", options.generate)
             self.engine = UserGenerate(options.generate, function, engine, vocab_size)
 
-    def conversations(self, tokenizer: Any) -> Conversations:
-        """Return conversations with the environments, for another thread with its own tokenizer."""
-        return Conversations(self.environments, tokenizer, self._limits)
+    def sampler(self, tokenizer: Any, scorer: Scorer, params: SamplingParams) -> GroupSampler:
+        """Return a sampler of groups; each thread needs its own, with its own tokenizer."""
+        conversations = Conversations(self.environments, tokenizer, self._limits)
+        converse = _ask_once if self._is_users else conversations.run
+        return GroupSampler(self.engine, converse, scorer, params)
 
     def start(self, first: Prompt) -> None:
         """Step the environment once, if it has workers, so that a faulty environment stops the run early.
@@ -156,6 +178,11 @@ class TrajectorySampler:
         """End the workers."""
         if self._pool is not None:
             self._pool.close()
+
+
+async def _ask_once(request: Request, params: SamplingParams, ask: Ask) -> Completion:
+    """Sample a response that the user's function completes."""
+    return await ask(request, params)
 
 
 def environment_pool(name: str, data: DataConfig) -> EnvironmentPool | None:

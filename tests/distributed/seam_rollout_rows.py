@@ -28,7 +28,7 @@ _SGLANG = "engines.sglang"
 _SYNC = "engines.weight_sync"
 _SERVED: dict[str, Any] = {"scenario": "served"}
 _WORKER = "workers.worker_process:WorkerProcess.__init__"
-_SCORE = "rollout.scoring:Scorer.score_all"
+_SCORE = "rollout.scoring:Scorer.score"
 _OVERLONG = "rollout.scoring:OverlongShaping.__call__"
 _CLIENT = f"{_SGLANG}.client:SglangClient.__init__"
 
@@ -133,7 +133,7 @@ _ROLLOUT = [
     ),
     Seam(
         "rollout.max_turns",
-        "rollout.group_sampling:_sample",
+        "rollout.group_sampling:sample_of",
         lambda call: call.completion.episode.num_turns,
         "turns",
         fold=max,

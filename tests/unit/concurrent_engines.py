@@ -18,6 +18,7 @@ from megatron_dppo.engines.base import (
     Completion,
     Request,
     SamplingParams,
+    Session,
     aborted,
     joined,
     num_tokens_before,
@@ -29,7 +30,7 @@ from megatron_dppo.types import FinishReason, WeightVersionSpan
 
 
 class InSessions:
-    """Base of a `rollout.engine.ConcurrentEngine` of which only sessions are asked for."""
+    """Base of an engine of which only sessions are asked for."""
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
         raise AssertionError("responses are asked for one by one")
@@ -38,8 +39,8 @@ class InSessions:
         raise AssertionError("tests set the version")
 
 
-class OneByOne(InSessions):
-    """Samples one response at a time by the embedded engine; implements `rollout.engine.ConcurrentEngine`.
+class OneByOne(InSessions, Session):
+    """Samples one response at a time by the embedded engine; implements `engines.base.RolloutEngine`.
 
     Attributes:
         asked: Ids of the requests, in the order in which they were asked.
@@ -84,7 +85,7 @@ class Delays:
         return random.Random(request_id).randint(1, longest)
 
 
-class SteppedSession:
+class SteppedSession(Session):
     """Samples tokens that name the weights they are of, one after the other, until it is held."""
 
     def __init__(self, engine: "SteppedEngine") -> None:
@@ -124,7 +125,7 @@ class SteppedSession:
 
 
 class SteppedEngine(InSessions):
-    """Opens sessions that sample token by token; implements `rollout.engine.ConcurrentEngine`.
+    """Opens sessions that sample token by token; implements `engines.base.RolloutEngine`.
 
     Attributes:
         weights: What all engines of a run sample by.

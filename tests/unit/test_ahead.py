@@ -22,11 +22,11 @@ from megatron_dppo.rewards import RewardResult
 from megatron_dppo.rollout.ahead import Ahead
 from megatron_dppo.rollout.conversations import Conversations, TurnLimits
 from megatron_dppo.rollout.counts import RolloutCounts
+from megatron_dppo.rollout.group_sampling import GroupSampler
 from megatron_dppo.rollout.groups import GroupMaker
-from megatron_dppo.rollout.open_groups import Places
 from megatron_dppo.rollout.producer import Producer
 from megatron_dppo.rollout.scoring import Scorer
-from megatron_dppo.rollout.staleness import StalenessBound
+from megatron_dppo.rollout.staleness import Places, StalenessBound
 from megatron_dppo.types import DataCursor, Prompt, SampleGroup
 
 PROMPTS = [Prompt(str(i), "408", "test", text="<bos> 2 1 * 4 3 =") for i in range(40)]
@@ -55,11 +55,13 @@ class Rank:
 
         def producer(places: Places) -> Producer:
             return Producer(
-                self.engine,
-                Conversations(InProcess(SingleTurn), TOKENIZER, TurnLimits()),
                 GroupMaker(TOKENIZER, 2, max_prompt_tokens=7, seed=0),
-                Scorer(TOKENIZER, scorer, False, None),
-                SamplingParams(longest),
+                GroupSampler(
+                    self.engine,
+                    Conversations(InProcess(SingleTurn), TOKENIZER, TurnLimits()).run,
+                    Scorer(TOKENIZER, scorer, False, None),
+                    SamplingParams(longest),
+                ),
                 places,
                 self.stream.at,
                 num_prompts=len(prompts),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from collecting import Collected, collect
+from collecting import Collected, InBatches, collect
 from samples import InProcessScorer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
@@ -61,7 +61,7 @@ def complete(request: Request, text: str, **changes: Any) -> Completion:
     return dataclasses.replace(whole, **changes)
 
 
-class ScriptedEngine:
+class ScriptedEngine(InBatches):
     """Answers request i of a call with `script(i, request)`."""
 
     weight_version, counts = 7, EngineCounts()

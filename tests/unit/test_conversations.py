@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from collecting import MultiTurn
 from concurrent_engines import OneByOne, interrupted
 from samples import assert_same
 from test_multi_turn import ENDS, PARAMS, TOKENIZER, Recorded, Scripted, asked, multi_turn_engine
@@ -19,11 +20,8 @@ from megatron_dppo.environments import EnvironmentFault, Environments, InProcess
 from megatron_dppo.errors import RewardError, RolloutError, ServerError
 from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
 from megatron_dppo.rollout.conversations import Conversations, TurnLimits
-from megatron_dppo.rollout.group_sampling import sample, score_groups
 from megatron_dppo.rollout.groups import GroupMaker, PromptGroup
-from megatron_dppo.rollout.multi_turn import MultiTurnEngine
 from megatron_dppo.rollout.scoring import Scorer
-from megatron_dppo.runtime.concurrency import all_of, run_loop
 from megatron_dppo.types import Prompt
 from tools.benchmarks.conversations import main as measure
 
@@ -102,7 +100,7 @@ def test_turns_together_keep_their_order(ending: TransformersEngine, last: int) 
         if counted[turn] == len(requests) - 1:
             others_answered.set()
 
-    slow = MultiTurnEngine(cast(Any, recorded), Delayed(until), TOKENIZER, LIMITS)
+    slow = MultiTurn(cast(Any, recorded), Delayed(until), TOKENIZER, LIMITS)
     completions = slow.generate(requests, PARAMS)
     assert calls == [[request.id for request in requests]] * 3
     for one, other in zip(completions, multi_turn_engine(ending).generate(requests, PARAMS), strict=True):
@@ -122,7 +120,7 @@ def test_a_slow_environment_holds_up_its_own_conversation_only(ending: Transform
             ended.set()
 
     one_by_one = OneByOne(ending)
-    completions = MultiTurnEngine(one_by_one, Delayed(until), TOKENIZER, LIMITS).generate(requests, PARAMS)
+    completions = MultiTurn(one_by_one, Delayed(until), TOKENIZER, LIMITS).generate(requests, PARAMS)
     assert one_by_one.asked[-2:] == [requests[0].id] * 2
     for one, other in zip(completions, multi_turn_engine(ending).generate(requests, PARAMS), strict=True):
         assert_same_conversation(one, other)
@@ -224,24 +222,6 @@ def test_the_beginning_of_a_response_counts_among_its_tokens(engine: Transformer
         assert_same_conversation(again, whole)
 
 
-def test_it_is_enough_when_enough_trajectories_ended(engine: TransformersEngine) -> None:
-    requests, told = asked(LENGTHS), list[str]()
-
-    def is_enough(completion: Completion) -> bool:
-        told.append(completion.request_id)
-        return True
-
-    multi_turn = multi_turn_engine(OneByOne(engine), SingleTurn, max_turns=1, max_turn_tokens=None)
-    completions = multi_turn.generate_each(requests, PARAMS, unheard, is_enough)
-    ended = [each.request_id for each in completions if each.finish_reason != "abort"]
-    assert len(told) == 1 and set(told) <= set(ended) and len(ended) < len(requests)
-    assert [each.request_id for each in completions] == [request.id for request in requests]
-
-
-async def unheard(completion: Completion) -> None:
-    pass
-
-
 @pytest.mark.parametrize("is_concurrent", [True, False])
 def test_what_an_engine_raises_is_raised(engine: TransformersEngine, is_concurrent: bool) -> None:
     broken = dataclasses.replace(asked([1])[0], id="broken", prompt_tokens=(99,))
@@ -254,11 +234,7 @@ class Rewards:
     """Scores the length of a response once it may: after it waited for what `until` returns."""
 
     def __init__(self, until: Callable[[RewardRequest], Awaitable[Any]]) -> None:
-        self.until, self.scored, self.together = until, list[str](), list[int]()
-
-    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
-        self.together.append(len(requests))
-        return run_loop(all_of(map(self.score_one, requests)))
+        self.until, self.scored = until, list[str]()
 
     async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
         self.scored.append(request.prompt.id)
@@ -268,14 +244,18 @@ class Rewards:
         return RewardResult(float(len(request.response.split())))
 
 
-def groups_of(num_prompts: int) -> list[PromptGroup]:
+def sampled(engine: Any, scorer: Scorer, num_wanted: int | None = None) -> list[PromptGroup]:
+    """The groups of three prompts, with two responses each."""
     maker = GroupMaker(TOKENIZER, 2, max_prompt_tokens=9, seed=1)
-    prompts = [Prompt(str(i), "", "test", text=f"<bos> t{5 + i}") for i in range(num_prompts)]
-    return maker.begin(2, [(i, Drawn(i, prompt)) for i, prompt in enumerate(prompts)])
+    prompts = [Prompt(str(i), "", "test", text=f"<bos> t{5 + i}") for i in range(3)]
+    groups = maker.begin(2, [(i, Drawn(i, prompt)) for i, prompt in enumerate(prompts)])
+    again(engine, scorer, groups, num_wanted)
+    return groups
 
 
-def trajectories(engine: Any) -> MultiTurnEngine:
-    return multi_turn_engine(engine, SingleTurn, max_turns=1, max_turn_tokens=None)
+def again(engine: Any, scorer: Scorer, groups: list[PromptGroup], num_wanted: int | None = None) -> None:
+    single = multi_turn_engine(engine, SingleTurn, max_turns=1, max_turn_tokens=None)
+    single.sampler(scorer, PARAMS).sample(groups, num_wanted)
 
 
 def test_scoring_begins_when_a_response_ends(ending: TransformersEngine) -> None:
@@ -293,29 +273,12 @@ def test_scoring_begins_when_a_response_ends(ending: TransformersEngine) -> None
 
     one_by_one.ask = patient  # type: ignore[method-assign]
     scorer = Scorer(TOKENIZER, Rewards(until), True, None)
-    sampled = sample(trajectories(one_by_one), groups_of(3), PARAMS, 3, scorer)
-    assert [len(group.scores) for group in sampled] == [2, 2, 2]
-    early = score_groups(scorer, sampled)
-    late = score_groups(scorer, sample(ending, groups_of(3), PARAMS, 3, scorer))
+    early, late = sampled(one_by_one, scorer), sampled(ending, scorer)
     for one, other in zip(early, late, strict=True):
         assert [each.sample_id for each in one.faults] == [each.sample_id for each in other.faults]
         assert [each.reward for each in one.samples] == [each.reward for each in other.samples]
         assert [each.id for each in one.samples] == [each.id for each in other.samples]
     assert [len(group.samples) for group in early] == [2, 0, 2]
-
-
-def test_responses_of_a_batch_are_scored_together(ending: TransformersEngine) -> None:
-    """They end together, so that scoring one while others are sampled would only slow down both."""
-
-    async def until(request: RewardRequest) -> None:
-        pass
-
-    rewards = Rewards(until)
-    scorer = Scorer(TOKENIZER, rewards, True, None)
-    sampled = sample(trajectories(ending), groups_of(3), PARAMS, 3, scorer)
-    assert not any(group.scores for group in sampled) and not rewards.scored
-    groups = score_groups(scorer, sampled)
-    assert rewards.together == [6] and [len(group.samples) for group in groups] == [2, 0, 2]
 
 
 def test_a_slow_reward_holds_up_nobody(ending: TransformersEngine) -> None:
@@ -329,8 +292,7 @@ def test_a_slow_reward_holds_up_nobody(ending: TransformersEngine) -> None:
             await ended.wait()
 
     rewards = Rewards(until)
-    scorer = Scorer(TOKENIZER, rewards, True, None)
-    groups = score_groups(scorer, sample(trajectories(one_by_one), groups_of(3), PARAMS, 3, scorer))
+    groups = sampled(one_by_one, Scorer(TOKENIZER, rewards, True, None))
     assert len(rewards.scored) == 6 and [len(group.samples) for group in groups] == [2, 0, 2]
 
 
@@ -340,22 +302,21 @@ def test_what_is_kept_half_done_is_scored_once(ending: TransformersEngine) -> No
     async def until(request: RewardRequest) -> None:
         pass
 
-    rewards = Rewards(until)
-    scorer, engine = Scorer(TOKENIZER, rewards, True, None), trajectories(OneByOne(ending))
-    begun = sample(engine, groups_of(3), PARAMS, 1, scorer)
-    num_whole = sum(group.is_whole for group in begun)
-    assert 1 <= num_whole < 3 and len(rewards.scored) == sum(len(group.scores) for group in begun)
-    whole = score_groups(scorer, sample(engine, begun, PARAMS, 3, scorer))
-    assert all(group.is_whole for group in whole) and sorted(rewards.scored) == ["0", "0", "1", "1", "2", "2"]
+    rewards, one_by_one = Rewards(until), OneByOne(ending)
+    scorer = Scorer(TOKENIZER, rewards, True, None)
+    groups = sampled(one_by_one, scorer, 1)
+    num_whole = sum(group.is_whole for group in groups)
+    assert 1 <= num_whole < 3 and len(rewards.scored) == 6 - sum(len(group.missing) for group in groups)
+    again(one_by_one, scorer, groups)
+    assert all(group.is_whole for group in groups) and sorted(rewards.scored) == ["0", "0", "1", "1", "2", "2"]
 
 
 def test_what_scoring_raises_ends_the_sampling(ending: TransformersEngine) -> None:
     async def until(request: RewardRequest) -> None:
         raise RewardError("data.reward: it never answers")
 
-    scorer, one_by_one = Scorer(TOKENIZER, Rewards(until), True, None), OneByOne(ending)
     with pytest.raises(RewardError, match="never answers"):
-        sample(trajectories(one_by_one), groups_of(3), PARAMS, 3, scorer)
+        sampled(OneByOne(ending), Scorer(TOKENIZER, Rewards(until), True, None))
 
 
 def test_no_answer_at_all_is_the_servers_fault(ending: TransformersEngine) -> None:
@@ -364,8 +325,11 @@ def test_no_answer_at_all_is_the_servers_fault(ending: TransformersEngine) -> No
             self.errors[request.id] = ServerError(f"no answer to {request.id}")
             return aborted(request)
 
-    with pytest.raises(ServerError, match="no answer to r0"):
-        trajectories(Lost(ending)).generate(asked(LENGTHS), PARAMS)
+    async def until(request: RewardRequest) -> None:
+        pass
+
+    with pytest.raises(ServerError, match="no answer to rollout2/0/0"):
+        sampled(Lost(ending), Scorer(TOKENIZER, Rewards(until), True, None))
 
 
 def test_the_benchmark_of_conversations_runs(capsys: pytest.CaptureFixture[str]) -> None:

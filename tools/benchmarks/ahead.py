@@ -36,6 +36,7 @@ from megatron_dppo.engines.base import (
     Completion,
     Request,
     SamplingParams,
+    Session,
     aborted,
     joined,
     num_tokens_before,
@@ -46,11 +47,11 @@ from megatron_dppo.errors import RolloutError
 from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
 from megatron_dppo.rollout.ahead import Ahead
 from megatron_dppo.rollout.conversations import Conversations, TurnLimits
+from megatron_dppo.rollout.group_sampling import GroupSampler
 from megatron_dppo.rollout.groups import GroupMaker
-from megatron_dppo.rollout.open_groups import Places
 from megatron_dppo.rollout.producer import Producer
 from megatron_dppo.rollout.scoring import Scorer
-from megatron_dppo.rollout.staleness import StalenessBound
+from megatron_dppo.rollout.staleness import Places, StalenessBound
 from megatron_dppo.runtime.tables import show_table
 from megatron_dppo.types import FinishReason, Prompt, WeightVersionSpan
 from tools.benchmarks.benchmarking import OUT, ROOT, OtherPrograms, cli, machine, warn_if_busy, write_json
@@ -80,8 +81,8 @@ class Pace:
         return max(1, min(LONGEST, int(drawn)))
 
 
-class PacedSession:
-    """Session that decodes in slots, first come first served; implements `rollout.engine.Session`.
+class PacedSession(Session):
+    """Session that decodes in slots, first come first served; implements `engines.base.Session`.
 
     Like `ServerSession`, a hold first returns the requests that wait for a slot, then the requests in slots.
     """
@@ -156,7 +157,7 @@ class PacedSession:
 
 
 class PacedEngine:
-    """Engine with the part of `rollout.engine.ConcurrentEngine` that a producer uses."""
+    """Engine with the part of `engines.base.RolloutEngine` that a producer uses."""
 
     counts = EngineCounts()
 
@@ -166,7 +167,7 @@ class PacedEngine:
 
     @asynccontextmanager
     async def session(self, *, may_be_held: bool = True) -> AsyncIterator[PacedSession]:
-        """See `ConcurrentEngine.session`."""
+        """See `RolloutEngine.session`."""
         session = PacedSession(self._pace, self.weight_version)
         yield session
         self.num_prefilled += session.num_prefilled
@@ -320,8 +321,8 @@ def _ahead(pace: Pace, bound: StalenessBound, engine: PacedEngine) -> Ahead:
         conversations = Conversations(InProcess(SingleTurn), NoWords(), TurnLimits())
         maker = GroupMaker(NoWords(), pace.samples, max_prompt_tokens=1, seed=0)
         scorer = Scorer(NoWords(), ByChance(), False, None)
-        parts = engine, conversations, maker, scorer, SamplingParams(LONGEST)
-        return Producer(*parts, places, stream.at, num_prompts=stream.num_prompts)
+        sampler = GroupSampler(engine, conversations.run, scorer, SamplingParams(LONGEST))
+        return Producer(maker, sampler, places, stream.at, num_prompts=stream.num_prompts)
 
     return Ahead(bound, producer, stream, (0, 1), smallest_group=1)
 

@@ -9,22 +9,21 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import torch
 
 from megatron_dppo.data.prompts.prompts import Drawn
-from megatron_dppo.engines.base import Completion, Request, SamplingParams, aborted, joined
+from megatron_dppo.engines.base import Completion, Request, SamplingParams, Session, aborted, joined
+from megatron_dppo.engines.batch_session import batch_session
 from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.environments import InProcess, Observation, Trajectory, Turn
 from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
-from megatron_dppo.rollout.conversations import TurnLimits
-from megatron_dppo.rollout.group_sampling import sample, score_groups
+from megatron_dppo.rollout.conversations import Conversations, TurnLimits
+from megatron_dppo.rollout.group_sampling import GroupSampler
 from megatron_dppo.rollout.groups import GroupMaker
-from megatron_dppo.rollout.multi_turn import MultiTurnEngine
 from megatron_dppo.rollout.scoring import Scorer
-from megatron_dppo.runtime.concurrency import all_of, run_loop
 from megatron_dppo.types import Prompt
 from tools.benchmarks.benchmarking import cli
 
@@ -93,15 +92,23 @@ class Together:
         time.sleep(max(map(self.taken_s, requests)))
         return [self.answered(request) for request in requests]
 
+    def session(self, *, may_be_held: bool = True) -> AbstractAsyncContextManager[Session]:
+        """See `RolloutEngine.session`."""
+        return batch_session(self.generate)
 
-class OneByOne(Together):
+    def load_weights(self, *_: Any) -> str:
+        """Raise: there are no weights."""
+        raise NotImplementedError
+
+
+class OneByOne(Together, Session):
     """Engine that samples each response independently."""
 
     is_held, errors = False, dict[str, Any]()
 
     @asynccontextmanager
     async def session(self, *, may_be_held: bool = True) -> AsyncIterator["OneByOne"]:
-        """See `ConcurrentEngine.session`."""
+        """See `RolloutEngine.session`."""
         yield self
 
     async def ask(self, request: Request, params: SamplingParams) -> Completion:
@@ -112,20 +119,12 @@ class OneByOne(Together):
     async def hold(self) -> None:
         """Do nothing: no request is ever held."""
 
-    def load_weights(self, *_: Any) -> str:
-        """Raise: there are no weights."""
-        raise NotImplementedError
-
 
 class Judge:
     """Reward that scores a response after a wait."""
 
     def __init__(self, median_s: float) -> None:
         self._median_s = median_s
-
-    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
-        """See `RewardScorer.score`."""
-        return run_loop(all_of(map(self.score_one, requests)))
 
     async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
         """See `RewardScorer.score_one`."""
@@ -140,14 +139,15 @@ def main(
     taken_s: dict[str, float] = {}
     for name, kind in (("turns together", Together), ("one by one", OneByOne)):
         environments = Asking(environment_s)
-        engine = MultiTurnEngine(kind(response_s), environments, Words(), TurnLimits(NUM_TURNS))  # type: ignore[arg-type]
+        converse = Conversations(environments, Words(), TurnLimits(NUM_TURNS)).run
         maker = GroupMaker(Words(), 8, 99, seed=0, environments=environments)
         places = [(i, Drawn(i, Prompt(str(i), "", "test", text="?"))) for i in range(num_prompts)]
         groups, scorer = maker.begin(0, places), Scorer(Words(), Judge(reward_s), False, None)
+        sampler = GroupSampler(kind(response_s), converse, scorer, SamplingParams(99))
         began = time.perf_counter()
-        sampled = score_groups(scorer, sample(engine, groups, SamplingParams(99), num_prompts, scorer))
+        sampler.sample(groups)
         taken_s[name] = time.perf_counter() - began
-        assert sum(len(group.samples) for group in sampled) == 8 * num_prompts
+        assert sum(len(group.samples) for group in groups) == 8 * num_prompts
         print(f"{name}: {taken_s[name]:.2f} s")
     print(f"{taken_s['turns together'] / taken_s['one by one']:.2f} times as fast")
 

@@ -27,9 +27,8 @@ from megatron_dppo.engines.sglang.protocol import NEWEST, generation_of
 from megatron_dppo.environments import InProcess, SingleTurn
 from megatron_dppo.rewards import RewardPool
 from megatron_dppo.rollout.conversations import Conversations, TurnLimits
-from megatron_dppo.rollout.group_sampling import scored_response
+from megatron_dppo.rollout.group_sampling import sample_of
 from megatron_dppo.rollout.groups import GroupMaker, PromptGroup, usable_groups
-from megatron_dppo.rollout.open_groups import OpenedGroup
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.routing_replay.capture import validate_routes
 from megatron_dppo.run.logger import RunLogger
@@ -242,7 +241,8 @@ class HostPath:
     def _scored(self, completions: Sequence[Completion]) -> list[PromptGroup]:
         async def score() -> list[Sample]:
             pairs = zip(self._requests, completions, strict=True)
-            found = await all_of(scored_response(self._scorer, *pair) for pair in pairs)
+            answers = [(request.prompt, sample_of(request, each), each.episode) for request, each in pairs]
+            found = await all_of(self._scorer.score(prompt, *rest) for prompt, *rest in answers if prompt)
             faults = [each for each in found if not isinstance(each, Sample)]
             assert not faults, faults[0]
             return [each for each in found if isinstance(each, Sample)]
@@ -256,8 +256,7 @@ class HostPath:
         rest, scored, groups = list(completions), list(samples), list[PromptGroup]()
         for group in self._groups:
             size = len(group.requests)
-            whole = OpenedGroup(group.index, 0, True, group, [*rest[:size]], [*scored[:size]]).whole()
-            groups.append(whole)
+            groups.append(replace(group, completions=[*rest[:size]], scored=[*scored[:size]]))
             del rest[:size], scored[:size]
         return groups
 

@@ -12,6 +12,7 @@ from megatron_dppo.engines.base import (
     Completion,
     Request,
     SamplingParams,
+    Session,
     aborted,
 )
 from megatron_dppo.engines.counts import EngineCounts
@@ -33,10 +34,10 @@ _LONGEST_PAUSE_S = 1.0
 _Task = asyncio.Task[Answer]
 
 
-class ServerSession:
+class ServerSession(Session):
     """Sends each request to a lightly loaded server, and to another server if that one fails.
 
-    Implements `engines.base.Session`. Inside its `async with` block, it polls the servers' loads. At the end of
+    Inside its `async with` block, it polls the servers' loads. At the end of
     the block it cancels the requests in flight: a server aborts a request within seconds after its connection
     is closed. All calls must be made in one event loop.
 

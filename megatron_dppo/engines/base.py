@@ -140,7 +140,7 @@ class Session(Protocol):
         """Sample one response. May be called at any time, also while other responses are sampled.
 
         Returns:
-            The response. If the request failed, `aborted(request)`, and `errors` has its error. After a hold,
+            The response. If the request failed, `give_up(request)`, and `errors` has its error. After a hold,
             the tokens so far, with finish_reason "abort".
 
         Raises:
@@ -153,7 +153,7 @@ class Session(Protocol):
         """Abort all requests in flight; when this returns, the engine samples nothing more for this session.
 
         The call raises nothing. It ends within a time that the engine documents, even if the engine's servers
-        do not respond. Every pending `ask` then returns, and later calls return `aborted(request)` at once.
+        do not respond. Every pending `ask` then returns, and later calls return `give_up(request)` at once.
         """
         ...
 
@@ -174,7 +174,7 @@ def num_tokens_left(request: Request, params: SamplingParams) -> int:
     return left if params.max_turn_tokens is None else min(left, params.max_turn_tokens)
 
 
-def resumed(
+def resume_request(
     request: Request, completion: Completion, params: SamplingParams
 ) -> tuple[Request, SamplingParams] | None:
     """Return the request for the rest of an interrupted turn, or None if the turn may have no more tokens.
@@ -204,7 +204,7 @@ def first_route_row(request: Request) -> int:
     return len(input_tokens(request)) - 1 if routes is None else routes.indices.shape[0]
 
 
-def aborted(request: Request) -> Completion:
+def give_up(request: Request) -> Completion:
     """Return the completion of a request without a response: its earlier tokens, if any, and "abort"."""
     if request.partial is not None:
         return request.partial
@@ -234,7 +234,7 @@ def with_observation(completion: Completion, tokens: Tensor) -> Completion:
     )
 
 
-def joined(partial: Completion, rest: Completion) -> Completion:
+def join_parts(partial: Completion, rest: Completion) -> Completion:
     """Join the tokens of `partial` and `rest` into one completion, with the finish reason of `rest`.
 
     If one of them lacks the top-K or the routes, so does the result. The routes of `rest` begin with the first

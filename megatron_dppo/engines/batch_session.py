@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from megatron_dppo.engines.base import Completion, Request, SamplingParams, Session, aborted
+from megatron_dppo.engines.base import Completion, Request, SamplingParams, Session, give_up
 from megatron_dppo.errors import RolloutError
 
 Generate = Callable[[Sequence[Request], SamplingParams], Sequence[Completion]]
@@ -49,7 +49,7 @@ class BatchSession(Session):
     async def ask(self, request: Request, params: SamplingParams) -> Completion:
         """See `Session.ask`; every request of a batch raises the error of the batch."""
         if self.is_held:
-            return aborted(request)
+            return give_up(request)
         answer = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = _Waiting(request, params, answer)
         self._sample_soon()
@@ -63,7 +63,7 @@ class BatchSession(Session):
         self.is_held = True
         for each in self._waiting.values():
             if not each.answer.done():
-                each.answer.set_result(aborted(each.request))
+                each.answer.set_result(give_up(each.request))
 
     def _sample_soon(self) -> None:
         """Sample after every conversation that is ready has run, so that their requests share a call."""

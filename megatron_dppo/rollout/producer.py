@@ -25,11 +25,10 @@ from megatron_dppo.engines.base import (
     Session,
     input_tokens,
     num_tokens_before,
-    resumed,
+    resume_request,
 )
 from megatron_dppo.errors import RolloutError
-from megatron_dppo.rollout.group_sampling import GroupSampler
-from megatron_dppo.rollout.groups import GroupMaker, PromptGroup
+from megatron_dppo.rollout.groups import GroupMaker, GroupSampler, PromptGroup
 from megatron_dppo.rollout.staleness import OpenGroup, Places, ProducerState
 
 T = TypeVar("T")
@@ -290,7 +289,7 @@ class Producer:
                 return completion
             self._count(num_interrupted=num_new > 0)
             is_continued |= num_new > 0
-            rest = resumed(request, completion, params)
+            rest = resume_request(request, completion, params)
             if rest is None:  # interrupted just after its last token
                 return replace(completion, finish_reason="length")
             request, params = rest

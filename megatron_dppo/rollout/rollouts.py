@@ -28,8 +28,7 @@ from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.rollout.ahead import Ahead, AllGather
 from megatron_dppo.rollout.counts import RolloutCounts
 from megatron_dppo.rollout.evaluation import Evaluation, evaluation_sets, responses_file
-from megatron_dppo.rollout.group_sampling import GroupSampler
-from megatron_dppo.rollout.groups import GroupMaker, PromptGroup, usable_groups
+from megatron_dppo.rollout.groups import GroupMaker, GroupSampler, PromptGroup, usable_groups
 from megatron_dppo.rollout.producer import Producer
 from megatron_dppo.rollout.scores import PromptScore
 from megatron_dppo.rollout.scoring import OverlongShaping, RewardPools, Scorer, training_reward

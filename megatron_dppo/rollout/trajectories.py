@@ -25,7 +25,7 @@ from megatron_dppo.environments import (
 )
 from megatron_dppo.errors import EnvironmentFailedError, RolloutError
 from megatron_dppo.rollout.conversations import Ask, Conversations, TurnLimits
-from megatron_dppo.rollout.group_sampling import GroupSampler
+from megatron_dppo.rollout.groups import GroupSampler
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.runtime.user_code import described, imported
 from megatron_dppo.types import FinishReason, Prompt

@@ -133,7 +133,7 @@ _ROLLOUT = [
     ),
     Seam(
         "rollout.max_turns",
-        "rollout.group_sampling:sample_of",
+        "rollout.groups:sample_of",
         lambda call: call.completion.episode.num_turns,
         "turns",
         fold=max,

@@ -19,8 +19,8 @@ from megatron_dppo.engines.base import (
     Request,
     SamplingParams,
     Session,
-    aborted,
-    joined,
+    give_up,
+    join_parts,
     num_tokens_before,
 )
 from megatron_dppo.engines.counts import EngineCounts
@@ -60,7 +60,7 @@ class OneByOne(InSessions, Session):
     async def ask(self, request: Request, params: SamplingParams) -> Completion:
         self.asked.append(request.id)
         await asyncio.sleep(0)
-        return aborted(request) if self.is_held else self.engine.generate([request], params)[0]
+        return give_up(request) if self.is_held else self.engine.generate([request], params)[0]
 
     async def hold(self) -> None:
         self.is_held = True
@@ -96,7 +96,7 @@ class SteppedSession(Session):
 
     async def ask(self, request: Request, params: SamplingParams) -> Completion:
         if self.is_held:
-            return aborted(request)
+            return give_up(request)
         if self._engine.fails(request.id):
             raise RolloutError(f"{request.id}: as the test wants it")
         self.asked.append(request.id)
@@ -115,7 +115,7 @@ class SteppedSession(Session):
         spans = (WeightVersionSpan(0, len(said), self.version),) if said else ()
         tokens = torch.tensor(said, dtype=torch.int64)
         rest = Completion(request.id, tokens, -tokens.float(), reason, None, None, spans)
-        return rest if request.partial is None else joined(request.partial, rest)
+        return rest if request.partial is None else join_parts(request.partial, rest)
 
     async def hold(self) -> None:
         self.is_held = True

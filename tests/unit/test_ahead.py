@@ -15,15 +15,14 @@ from samples import InProcessScorer
 from test_collect import TOKENIZER
 
 from megatron_dppo.data.prompts.prompts import PromptStream
-from megatron_dppo.engines.base import Completion, Request, SamplingParams, aborted
+from megatron_dppo.engines.base import Completion, Request, SamplingParams, give_up
 from megatron_dppo.environments import InProcess, SingleTurn
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.rewards import RewardResult
 from megatron_dppo.rollout.ahead import Ahead
 from megatron_dppo.rollout.conversations import Conversations, TurnLimits
 from megatron_dppo.rollout.counts import RolloutCounts
-from megatron_dppo.rollout.group_sampling import GroupSampler
-from megatron_dppo.rollout.groups import GroupMaker
+from megatron_dppo.rollout.groups import GroupMaker, GroupSampler
 from megatron_dppo.rollout.producer import Producer
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.rollout.staleness import Places, StalenessBound
@@ -324,8 +323,8 @@ class Ending(SteppedSession):
             return await super().ask(request, params)
         if self._how == "given up":
             self._given_up[request.id] = RolloutError("as the test wants it")
-            return aborted(request)
-        return replace(aborted(request), finish_reason="stop")
+            return give_up(request)
+        return replace(give_up(request), finish_reason="stop")
 
 
 @pytest.mark.parametrize("how", ["given up", "empty"])

@@ -14,7 +14,7 @@ from test_multi_turn import ENDS, PARAMS, TOKENIZER, Recorded, Scripted, asked, 
 from test_transformers_engine import engine_of, moe_config, reference_model
 
 from megatron_dppo.data.prompts.prompts import Drawn
-from megatron_dppo.engines.base import Completion, Request, SamplingParams, aborted, resumed
+from megatron_dppo.engines.base import Completion, Request, SamplingParams, give_up, resume_request
 from megatron_dppo.engines.embedded.engine import TransformersEngine
 from megatron_dppo.environments import EnvironmentFault, Environments, InProcess, SingleTurn, Trajectory, Turn
 from megatron_dppo.errors import RewardError, RolloutError, ServerError
@@ -159,7 +159,7 @@ def test_a_response_that_is_given_up_ends_its_conversation(engine: TransformersE
     async def ask(request: Request, params: SamplingParams) -> Completion:
         nonlocal num_asked
         num_asked += 1
-        return aborted(request) if num_asked == turn else engine.generate([request], params)[0]
+        return give_up(request) if num_asked == turn else engine.generate([request], params)[0]
 
     completion = conversation(ask, asked([5])[0])
     assert (num_asked, completion.finish_reason, completion.episode) == (turn, "abort", None)
@@ -180,7 +180,7 @@ def test_turns_that_were_interrupted_are_those_that_were_not(
             completion = engine.generate([request], part)[0]
             if completion.finish_reason == "stop":
                 return completion
-            rest = resumed(request, interrupted(completion), params)
+            rest = resume_request(request, interrupted(completion), params)
             if rest is None:
                 return dataclasses.replace(completion, finish_reason="length")
             request, params = rest
@@ -195,19 +195,19 @@ def test_turns_that_were_interrupted_are_those_that_were_not(
 def test_a_turn_that_was_interrupted_has_what_its_limit_leaves(engine: TransformersEngine) -> None:
     (request,) = asked([5])
     params = dataclasses.replace(PARAMS, max_response_tokens=7, max_turn_tokens=5)
-    assert resumed(request, aborted(request), params) == (request, params), "nothing was sampled"
+    assert resume_request(request, give_up(request), params) == (request, params), "nothing was sampled"
     part = dataclasses.replace(params, max_turn_tokens=2)
     two = interrupted(engine.generate([request], part)[0])
-    rest = resumed(request, two, params)
+    rest = resume_request(request, two, params)
     assert rest is not None and rest[0].partial is two and rest[1].max_turn_tokens == 3
     longer = engine.generate([rest[0]], part)[0]
     assert longer.tokens.numel() == 4
     for asked_before in (rest, (request, params)):  # the rest of a rest, and the rest of the whole
-        again = resumed(asked_before[0], longer, asked_before[1])
+        again = resume_request(asked_before[0], longer, asked_before[1])
         assert again is not None and again[1].max_turn_tokens == 1
-    assert resumed(request, longer, dataclasses.replace(params, max_turn_tokens=4)) is None
-    assert resumed(request, longer, dataclasses.replace(params, max_response_tokens=4)) is None
-    unlimited = resumed(request, longer, dataclasses.replace(params, max_turn_tokens=None))
+    assert resume_request(request, longer, dataclasses.replace(params, max_turn_tokens=4)) is None
+    assert resume_request(request, longer, dataclasses.replace(params, max_response_tokens=4)) is None
+    unlimited = resume_request(request, longer, dataclasses.replace(params, max_turn_tokens=None))
     assert unlimited is not None and unlimited[1].max_turn_tokens is None
 
 
@@ -323,7 +323,7 @@ def test_no_answer_at_all_is_the_servers_fault(ending: TransformersEngine) -> No
     class Lost(OneByOne):
         async def ask(self, request: Request, params: SamplingParams) -> Completion:
             self.errors[request.id] = ServerError(f"no answer to {request.id}")
-            return aborted(request)
+            return give_up(request)
 
     async def until(request: RewardRequest) -> None:
         pass

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_dppo.data.batches.packing import pack
-from megatron_dppo.engines.base import Completion, Request, SamplingParams, aborted
+from megatron_dppo.engines.base import Completion, Request, SamplingParams, give_up
 from megatron_dppo.engines.batch_session import BatchSession
 from megatron_dppo.engines.embedded.engine import TransformersEngine
 from megatron_dppo.engines.embedded.sampling import draw, sampling_noise
@@ -265,7 +265,7 @@ class Silent(Recorded):
         if self.num_turns not in self.turns:
             return super().generate(requests, params)
         return [
-            dataclasses.replace(request.partial or aborted(request), finish_reason="stop")
+            dataclasses.replace(request.partial or give_up(request), finish_reason="stop")
             for request in requests
         ]
 

@@ -14,7 +14,7 @@ import torch
 from collecting import sample_until
 from sglang_stand_in import LOG_PROB, MODEL, TOKEN, StandIn, answer
 
-from megatron_dppo.engines.base import Completion, Request, RolloutEngine, SamplingParams, Session, aborted
+from megatron_dppo.engines.base import Completion, Request, RolloutEngine, SamplingParams, Session, give_up
 from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
@@ -143,7 +143,7 @@ def test_a_hold_returns_what_there_is_and_leaves_nothing_at_the_server(
             assert server.num_asked.total() == num_sent  # those without room were not sent
             late = _requests("late", 2, partial)
             completions = await asyncio.gather(*_ask(session, late))
-            assert _sizes(completions) == _sizes([aborted(request) for request in late]) == [num_old] * 2
+            assert _sizes(completions) == _sizes([give_up(request) for request in late]) == [num_old] * 2
             await session.hold()
             assert server.num_asked.total() == num_sent and not session.errors
 

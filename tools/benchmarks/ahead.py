@@ -37,8 +37,8 @@ from megatron_dppo.engines.base import (
     Request,
     SamplingParams,
     Session,
-    aborted,
-    joined,
+    give_up,
+    join_parts,
     num_tokens_before,
 )
 from megatron_dppo.engines.counts import EngineCounts
@@ -47,8 +47,7 @@ from megatron_dppo.errors import RolloutError
 from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
 from megatron_dppo.rollout.ahead import Ahead
 from megatron_dppo.rollout.conversations import Conversations, TurnLimits
-from megatron_dppo.rollout.group_sampling import GroupSampler
-from megatron_dppo.rollout.groups import GroupMaker
+from megatron_dppo.rollout.groups import GroupMaker, GroupSampler
 from megatron_dppo.rollout.producer import Producer
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.rollout.staleness import Places, StalenessBound
@@ -104,7 +103,7 @@ class PacedSession(Session):
         """See `Session.ask`."""
         self._num_asked += 1
         try:
-            return await self._decode(request) if await self._take_slot() else aborted(request)
+            return await self._decode(request) if await self._take_slot() else give_up(request)
         finally:
             self._num_asked -= 1
 
@@ -149,11 +148,11 @@ class PacedSession(Session):
         self.slot_s += (ended - began) / pace.scale
         self._give_slot()
         if num_new == 0:
-            return aborted(request)
+            return give_up(request)
         reason: FinishReason = "stop" if num_new == num_left else "abort"
         spans, nothing = (WeightVersionSpan(0, num_new, self._version),), torch.zeros(num_new)
         rest = Completion(request.id, nothing.long(), nothing, reason, None, None, spans)
-        return rest if request.partial is None else joined(request.partial, rest)
+        return rest if request.partial is None else join_parts(request.partial, rest)
 
 
 class PacedEngine:

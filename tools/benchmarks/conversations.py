@@ -15,14 +15,13 @@ from typing import Any
 import torch
 
 from megatron_dppo.data.prompts.prompts import Drawn
-from megatron_dppo.engines.base import Completion, Request, SamplingParams, Session, aborted, joined
+from megatron_dppo.engines.base import Completion, Request, SamplingParams, Session, give_up, join_parts
 from megatron_dppo.engines.batch_session import batch_session
 from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.environments import InProcess, Observation, Trajectory, Turn
 from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
 from megatron_dppo.rollout.conversations import Conversations, TurnLimits
-from megatron_dppo.rollout.group_sampling import GroupSampler
-from megatron_dppo.rollout.groups import GroupMaker
+from megatron_dppo.rollout.groups import GroupMaker, GroupSampler
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.types import Prompt
 from tools.benchmarks.benchmarking import cli
@@ -85,7 +84,7 @@ class Together:
     def answered(self, request: Request) -> Completion:
         """Return the request's partial response with one more token."""
         one = Completion(request.id, torch.tensor([65]), torch.zeros(1), "stop", None, None, ())
-        return joined(aborted(request), one) if request.partial else one
+        return join_parts(give_up(request), one) if request.partial else one
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
         """See `RolloutEngine.generate`."""

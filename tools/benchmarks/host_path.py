@@ -27,8 +27,7 @@ from megatron_dppo.engines.sglang.protocol import NEWEST, generation_of
 from megatron_dppo.environments import InProcess, SingleTurn
 from megatron_dppo.rewards import RewardPool
 from megatron_dppo.rollout.conversations import Conversations, TurnLimits
-from megatron_dppo.rollout.group_sampling import sample_of
-from megatron_dppo.rollout.groups import GroupMaker, PromptGroup, usable_groups
+from megatron_dppo.rollout.groups import GroupMaker, PromptGroup, sample_of, usable_groups
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.routing_replay.capture import validate_routes
 from megatron_dppo.run.logger import RunLogger

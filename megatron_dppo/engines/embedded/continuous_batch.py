@@ -13,7 +13,7 @@ from megatron_dppo.engines.base import (
     SamplingParams,
     first_route_row,
     input_tokens,
-    joined,
+    join_parts,
     num_tokens_left,
 )
 from megatron_dppo.engines.embedded.sampling import draw, most_probable, sampling_log_probs, sampling_noise
@@ -206,7 +206,7 @@ class ContinuousBatch:
                 weight_versions=(WeightVersionSpan(0, tokens.numel(), version),),
                 num_cached_tokens=self._num_cached[index],
             )
-            completions.append(joined(request.partial, completion) if request.partial else completion)
+            completions.append(join_parts(request.partial, completion) if request.partial else completion)
         return completions
 
 

@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass, replace
 
-from megatron_dppo.engines.base import Completion, Request, SamplingParams, aborted, input_tokens
+from megatron_dppo.engines.base import Completion, Request, SamplingParams, give_up, input_tokens
 from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.engines.sglang.client import new_rid
 from megatron_dppo.errors import ReplyError, RolloutError, ServerError
@@ -60,7 +60,7 @@ def counted(request: Request, answer: Completion | RolloutError) -> EngineCounts
     if isinstance(answer, RolloutError):
         is_reply = isinstance(answer, ReplyError)
         return EngineCounts(num_unanswered=not is_reply, num_refused_answers=is_reply)
-    before = aborted(request)
+    before = give_up(request)
     has_new_tokens = answer.tokens.numel() > before.tokens.numel()
     return EngineCounts(
         num_retractions=answer.num_retractions - before.num_retractions,

@@ -13,7 +13,7 @@ from megatron_dppo.engines.base import (
     Request,
     SamplingParams,
     Session,
-    aborted,
+    give_up,
 )
 from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.engines.sglang.asked import Answer, Asked, InFlight, counted
@@ -120,7 +120,7 @@ class ServerSession(Session):
             ServerError: All servers are drained.
         """
         if self._is_held:
-            return aborted(request)
+            return give_up(request)
         if self._fault is not None:
             raise ServerError(str(self._fault))
         self.refuse([request], params)
@@ -218,7 +218,7 @@ class ServerSession(Session):
         if isinstance(content, RolloutError):
             logger.warning("request %s is dropped: %s", request.id, content)
             self.errors[request.id] = content
-            content = aborted(request)
+            content = give_up(request)
         elif content.routes_fault is not None:
             logger.warning("request %s has no routes: %s", request.id, content.routes_fault)
         asked.complete(content)
@@ -244,7 +244,7 @@ class ServerSession(Session):
     def _move(self, asked: Asked, fault: ServerError) -> None:
         """Put a request at the head of the queue, or fail it if too many servers failed at it."""
         if self._is_held:
-            asked.complete(aborted(asked.request))
+            asked.complete(give_up(asked.request))
         elif self._fault is not None:
             asked.fail(ServerError(str(self._fault)))
         elif asked.num_moves == _MAX_SERVERS - 1:
@@ -277,13 +277,13 @@ class ServerSession(Session):
         self._is_held = True
         while self._waiting:
             asked = self._waiting.popleft()
-            asked.complete(aborted(asked.request))
+            asked.complete(give_up(asked.request))
 
     async def _cancel(self, is_meant: Callable[[InFlight], bool]) -> int:
         """Cancel matching requests, complete them with their earlier tokens, and return their number."""
         lost = self._recall(is_meant)
         for asked in lost:
-            asked.complete(aborted(asked.request))
+            asked.complete(give_up(asked.request))
         await asyncio.gather(*self._recalled, return_exceptions=True)
         return len(lost)
 

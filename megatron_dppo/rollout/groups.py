@@ -5,6 +5,7 @@ ranks and then calls `refuse_if_too_many_dropped`.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from megatron_dppo.data.prompts.templates import prompt_tokens
 from megatron_dppo.engines.base import (
     Completion,
     Request,
-    RolloutEngine,
     SamplingParams,
     Session,
     give_up,
@@ -38,6 +38,9 @@ from megatron_dppo.rollout.scoring import Fault, Scorer, Tokenizer, as_text
 from megatron_dppo.runtime.concurrency import all_of, run_loop
 from megatron_dppo.runtime.jsonl import write_jsonl
 from megatron_dppo.types import Prompt, Sample, SampleGroup
+
+OpenSession = Callable[..., AbstractAsyncContextManager[Session]]
+"""Opens a session; see `RolloutEngine.session`."""
 
 Converse = Callable[[Request, SamplingParams, Ask], Awaitable[Completion]]
 """Samples one trajectory with a function that samples its turns; see `Conversations.run`."""
@@ -164,17 +167,17 @@ class GroupSampler:
     """Samples the responses of groups with an engine's sessions. It keeps no state between calls."""
 
     def __init__(
-        self, engine: RolloutEngine, converse: Converse, scorer: Scorer, params: SamplingParams
+        self, open_session: OpenSession, converse: Converse, scorer: Scorer, params: SamplingParams
     ) -> None:
         """Store the parts.
 
         Args:
-            engine: Engine that samples the turns.
+            open_session: Opens a session that samples the turns; see `OpenSession`.
             converse: Function that samples one response.
             scorer: Scorer of each response.
             params: Sampling parameters of every response.
         """
-        self.engine, self.params = engine, params
+        self.open_session, self.params = open_session, params
         self._converse, self._scorer = converse, scorer
 
     def sample(self, groups: Sequence[PromptGroup], num_wanted: int | None = None) -> None:
@@ -212,7 +215,7 @@ class GroupSampler:
                 await self.keep(group, index, given_up)
         if not asked:
             return
-        async with self.engine.session(may_be_held=num_wanted < len(groups)) as session:
+        async with self.open_session(may_be_held=num_wanted < len(groups)) as session:
 
             async def work(group: PromptGroup, index: int) -> None:
                 completion = await self._respond(group, index, session)

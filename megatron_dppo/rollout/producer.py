@@ -180,7 +180,7 @@ class Producer:
 
     async def _go_on(self, version: int, limit: int) -> None:
         assert self._session is None, "sampling is on hold before `go_on`"
-        self._session = await self._stack.enter_async_context(self._sampler.engine.session())
+        self._session = await self._stack.enter_async_context(self._sampler.open_session())
         self._version = version
         self._release()
         await self._begin_groups(limit)

@@ -64,8 +64,13 @@ class RolloutScheduler:
         self._num_drawn = math.ceil(options.over_sampling * options.prompts_per_rollout)  # over all ranks
         self._out_of_order: list[int] = []
 
-    def run(self, rollout: int, stream: PromptStream) -> tuple[list[SampleGroup], RolloutCounts]:
-        """Sample this rank's share of a rollout; draws from `stream`, which is the same on every rank."""
+    def run(
+        self, rollout: int, stream: PromptStream, weight_version: int
+    ) -> tuple[list[SampleGroup], RolloutCounts]:
+        """Sample this rank's share of a rollout by the engine's weights of this version.
+
+        It draws from `stream`, which is the same on every rank.
+        """
         options, (rank, size) = self._options, self._share
         groups, num_too_long = self._begin(rollout, stream)
         num_wanted = max(len(range(rank, options.prompts_per_rollout, size)) - num_too_long, 0)
@@ -89,7 +94,7 @@ class RolloutScheduler:
             replaced,
             min(_SMALLEST_GROUP, self._maker.samples_per_prompt),
             num_too_long=num_too_long,
-            weight_version=self._sampler.engine.weight_version,
+            weight_version=weight_version,
             rest=rest,
         )
 
@@ -276,7 +281,7 @@ class Rollouts:
             Groups with rewards but without advantages, and counts of everything that was sampled.
         """
         before = self._engine.counts
-        groups, counts = self._scheduler.run(rollout, self._stream)
+        groups, counts = self._scheduler.run(rollout, self._stream, self._engine.weight_version)
         return groups, replace(counts, engine=self._engine.counts - before)
 
     def next_ahead(

@@ -1,19 +1,17 @@
 """Builds the trajectory sampler: an engine with environments, or with the user's `rollout.generate`."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig
 
 from megatron_dppo.config.schema import DataConfig, RolloutConfig
 from megatron_dppo.engines.base import Completion, Request, RolloutEngine, SamplingParams, Session
 from megatron_dppo.engines.batch_session import batch_session
-from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.environments import (
     EnvironmentFault,
     EnvironmentPool,
@@ -41,7 +39,7 @@ response. The function runs in the trainer's process: an exception stops the run
 
 
 class UserGenerate:
-    """Engine that samples with a user's function; implements `engines.base.RolloutEngine`."""
+    """Samples responses with a user's function, which may call an engine."""
 
     def __init__(self, name: str, function: Generate, engine: RolloutEngine, vocab_size: int) -> None:
         """Store the function and its engine.
@@ -56,7 +54,7 @@ class UserGenerate:
         self._name, self._function, self._vocab_size = name, function, vocab_size
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        """Return the function's completions after checking them; see `RolloutEngine.generate`.
+        """Return a completion of the function for each request, after checking them.
 
         Raises:
             RolloutError: The function raised, or a completion does not fit its request.
@@ -77,20 +75,6 @@ class UserGenerate:
     def session(self, *, may_be_held: bool = True) -> AbstractAsyncContextManager[Session]:
         """See `RolloutEngine.session`; one call of the function gets all requests."""
         return batch_session(self.generate)
-
-    @property
-    def weight_version(self) -> int:
-        """See `RolloutEngine.weight_version`."""
-        return self._engine.weight_version
-
-    @property
-    def counts(self) -> EngineCounts:
-        """See `RolloutEngine.counts`."""
-        return self._engine.counts
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """See `RolloutEngine.load_weights`."""
-        return self._engine.load_weights(weights, version)
 
     def _checked(self, request: Request, completion: Any, params: SamplingParams) -> Completion:
         if not isinstance(completion, Completion) or completion.request_id != request.id:
@@ -132,7 +116,6 @@ class TrajectorySampler:
     """Samples trajectories with `rollout.environment` or `rollout.generate`; owns the environments' workers.
 
     Attributes:
-        engine: Engine whose sessions sample the turns.
         environments: Environments that give the first observation of each trajectory.
     """
 
@@ -152,18 +135,18 @@ class TrajectorySampler:
         """
         self._pool = environment_pool(options.environment, data)
         self.environments: Environments = self._pool or InProcess(SingleTurn)
-        self.engine, self._is_users = engine, options.generate is not None
+        self._open_session, self._is_users = engine.session, options.generate is not None
         self._limits = TurnLimits(options.max_turns, options.max_turn_tokens)
         if options.generate is not None:
             vocab_size = AutoConfig.from_pretrained(hf_folder, trust_remote_code=False).vocab_size
             function = imported("rollout.generate", options.generate)
-            self.engine = UserGenerate(options.generate, function, engine, vocab_size)
+            self._open_session = UserGenerate(options.generate, function, engine, vocab_size).session
 
     def sampler(self, tokenizer: Any, scorer: Scorer, params: SamplingParams) -> GroupSampler:
         """Return a sampler of groups; each thread needs its own, with its own tokenizer."""
         conversations = Conversations(self.environments, tokenizer, self._limits)
         converse = _ask_once if self._is_users else conversations.run
-        return GroupSampler(self.engine, converse, scorer, params)
+        return GroupSampler(self._open_session, converse, scorer, params)
 
     def start(self, first: Prompt) -> None:
         """Step the environment once, if it has workers, so that a faulty environment stops the run early.

@@ -112,7 +112,7 @@ def make_ahead(engine: SglangEngine, conversations: Conversations, environments:
     def producer(places: Places) -> Producer:
         maker = GroupMaker(Letters(), SAMPLES, max_prompt_tokens=64, seed=0, environments=environments)
         scorer = Scorer(Letters(), Lengths(), True, None)
-        sampler = GroupSampler(engine, conversations.run, scorer, PARAMS)
+        sampler = GroupSampler(engine.session, conversations.run, scorer, PARAMS)
         return Producer(maker, sampler, places, stream.at, num_prompts=stream.num_prompts)
 
     return Ahead(BOUND, producer, stream, (0, 1), smallest_group=1)

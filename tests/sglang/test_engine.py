@@ -119,7 +119,7 @@ def test_over_sampling_drops_what_is_not_whole_first(served: Served, engine: Sgl
     )
     letters = "abcdefghijklmnopqrstuvwxyz"
     stream = PromptStream([Prompt(x, "", "test", text="what is " + x * 9) for x in letters], 0, shuffle=False)
-    batches = [Collected(*scheduler.run(rollout, stream)) for rollout in range(2)]
+    batches = [Collected(*scheduler.run(rollout, stream, engine.weight_version)) for rollout in range(2)]
     for batch in batches:
         assert [len(group.samples) for group in batch.groups] == [4, 4]
         assert batch.counts.num_dropped_samples == batch.counts.num_continued == 0

@@ -74,7 +74,8 @@ class MultiTurn:
     def __init__(
         self, engine: Any, environments: Environments, tokenizer: Tokenizer, limits: TurnLimits
     ) -> None:
-        self.engine, self.converse = engine, Conversations(environments, tokenizer, limits).run
+        self.engine, self.weight_version = engine, engine.weight_version
+        self.converse = Conversations(environments, tokenizer, limits).run
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
         """One conversation for each request, in one session."""
@@ -91,7 +92,7 @@ class MultiTurn:
         return run_loop(sample())
 
     def sampler(self, scorer: Scorer, params: SamplingParams) -> GroupSampler:
-        return GroupSampler(self.engine, self.converse, scorer, params)
+        return GroupSampler(self.engine.session, self.converse, scorer, params)
 
 
 def collect(
@@ -145,12 +146,12 @@ def collect(
     sampler = (
         engine.sampler(sample_scorer, params)
         if isinstance(engine, MultiTurn)
-        else GroupSampler(engine, ask_once, sample_scorer, params)
+        else GroupSampler(engine.session, ask_once, sample_scorer, params)
     )
     drawn = [(place, Drawn(place, prompt)) for place, prompt in zip(places, prompts, strict=True)]
     scored = maker.begin(rollout, drawn)
     sampler.sample(scored)
     smallest = min(smallest_group, samples_per_prompt)
     num_too_long = len(prompts) - len(scored)
-    version = sampler.engine.weight_version
+    version = engine.weight_version
     return Collected(*usable_groups(scored, [], smallest, num_too_long=num_too_long, weight_version=version))

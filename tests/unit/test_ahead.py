@@ -56,7 +56,7 @@ class Rank:
             return Producer(
                 GroupMaker(TOKENIZER, 2, max_prompt_tokens=7, seed=0),
                 GroupSampler(
-                    self.engine,
+                    self.engine.session,
                     Conversations(InProcess(SingleTurn), TOKENIZER, TurnLimits()).run,
                     Scorer(TOKENIZER, scorer, False, None),
                     SamplingParams(longest),

@@ -91,13 +91,16 @@ class Run:
         scorer = Scorer(TOKENIZER, InProcessScorer(_by_prompt(equal)), False, None)
         params = SamplingParams(20)
         self.streams = [PromptStream(prompts, 0, shuffle=False, cursor=cursor) for _ in range(size)]
-        sampler = GroupSampler(self.engine, ask_once, scorer, params)
+        sampler = GroupSampler(self.engine.session, ask_once, scorer, params)
         self.schedulers = [RolloutScheduler(config, (rank, size), maker, sampler) for rank in range(size)]
         self.cursors: list[Any] = []
 
     def next(self) -> list[Collected]:
         pairs = list(zip(self.schedulers, self.streams, strict=True))
-        batches = [Collected(*scheduler.run(self.num_rollouts, stream)) for scheduler, stream in pairs]
+        batches = [
+            Collected(*scheduler.run(self.num_rollouts, stream, self.engine.weight_version))
+            for scheduler, stream in pairs
+        ]
         told = [scheduler.out_of_order for scheduler in self.schedulers]
         self.cursors = [scheduler.settle(stream, told) for scheduler, stream in pairs]
         self.num_rollouts += 1

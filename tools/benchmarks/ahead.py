@@ -320,7 +320,7 @@ def _ahead(pace: Pace, bound: StalenessBound, engine: PacedEngine) -> Ahead:
         conversations = Conversations(InProcess(SingleTurn), NoWords(), TurnLimits())
         maker = GroupMaker(NoWords(), pace.samples, max_prompt_tokens=1, seed=0)
         scorer = Scorer(NoWords(), ByChance(), False, None)
-        sampler = GroupSampler(engine, conversations.run, scorer, SamplingParams(LONGEST))
+        sampler = GroupSampler(engine.session, conversations.run, scorer, SamplingParams(LONGEST))
         return Producer(maker, sampler, places, stream.at, num_prompts=stream.num_prompts)
 
     return Ahead(bound, producer, stream, (0, 1), smallest_group=1)

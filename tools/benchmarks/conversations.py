@@ -142,7 +142,7 @@ def main(
         maker = GroupMaker(Words(), 8, 99, seed=0, environments=environments)
         places = [(i, Drawn(i, Prompt(str(i), "", "test", text="?"))) for i in range(num_prompts)]
         groups, scorer = maker.begin(0, places), Scorer(Words(), Judge(reward_s), False, None)
-        sampler = GroupSampler(kind(response_s), converse, scorer, SamplingParams(99))
+        sampler = GroupSampler(kind(response_s).session, converse, scorer, SamplingParams(99))
         began = time.perf_counter()
         sampler.sample(groups)
         taken_s[name] = time.perf_counter() - began

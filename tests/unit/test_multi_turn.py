@@ -1,5 +1,6 @@
 """Conversations of several turns on the real embedded engine, with environments that follow a script."""
 
+import asyncio
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from megatron_dppo.engines.batch_session import BatchSession
 from megatron_dppo.engines.embedded.engine import TransformersEngine
 from megatron_dppo.engines.embedded.sampling import draw, sampling_noise
 from megatron_dppo.environments import Environment, InProcess, Observation, SingleTurn, Turn
+from megatron_dppo.errors import RolloutError
 from megatron_dppo.rewards import RewardResult
 from megatron_dppo.rollout.conversations import TurnLimits, TurnTokenizer
 from megatron_dppo.rollout.scoring import OverlongShaping
@@ -386,3 +388,19 @@ def test_a_result_is_not_formatted() -> None:
 
     assert isinstance(run_loop(work()), Large)
     assert not formatted
+
+
+def test_a_batch_that_is_held_gives_up_what_waits() -> None:
+    """And what is asked later; a batch with too few completions is the engine's fault."""
+
+    async def work() -> list[Completion]:
+        session = BatchSession(lambda requests, params: [])
+        with session.conversation("busy"):  # so that nothing is sampled yet
+            first = asyncio.ensure_future(session.ask(asked([1])[0], PARAMS))
+            await asyncio.sleep(0)
+            await session.hold()
+            return [await first, await session.ask(asked([2])[0], PARAMS)]
+
+    assert [each.finish_reason for each in run_loop(work())] == ["abort", "abort"]
+    with pytest.raises(RolloutError, match="found 0 completions; expected one for each of 1"):
+        run_loop(BatchSession(lambda requests, params: []).ask(asked([1])[0], PARAMS))

@@ -60,10 +60,10 @@ def evaluate(config: Config, folder: Path, rollout: int = 0) -> Results:
     with join_processes(config) as runtime, full_disk_explained(folder):
         size, needs = runtime.world_size, BEFORE_LOADING
         runtime.on_main(lambda: require_evaluable(config, size, needs=needs))
-        with _held(config, folder, runtime):
+        with _lock_folders(config, folder, runtime):
             weights = StoredWeights(config.model.load, getattr(torch, config.model.dtype), runtime)
-            wanted = runtime.on_main(lambda: _wanted(config, weights.identity, rollout))
-            done = runtime.on_main(lambda: _kept(folder, wanted))
+            wanted = runtime.on_main(lambda: _describe_sets(config, weights.identity, rollout))
+            done = runtime.on_main(lambda: _keep_unchanged(folder, wanted))
             if done.keys() != wanted.keys():
                 with own_servers(config, runtime):
                     _evaluate_rest(config, folder, rollout, weights, wanted, done, runtime)
@@ -102,7 +102,7 @@ def as_table(results: Results) -> str:
 
 
 @contextlib.contextmanager
-def _held(config: Config, folder: Path, runtime: Runtime) -> Iterator[None]:
+def _lock_folders(config: Config, folder: Path, runtime: Runtime) -> Iterator[None]:
     """Lock the folder for this job; if servers get other weights, also lock their run's folder."""
     with contextlib.ExitStack() as stack:
 
@@ -115,7 +115,7 @@ def _held(config: Config, folder: Path, runtime: Runtime) -> Iterator[None]:
         yield
 
 
-def _wanted(config: Config, weights: str, rollout: int) -> Results:
+def _describe_sets(config: Config, weights: str, rollout: int) -> Results:
     """Return all inputs that the metrics of each set depend on."""
     other = "transformers" if config.rollout.engine == "sglang" else "sglang"
     unused = f"{other}.", f"rollout.{other}."
@@ -131,10 +131,10 @@ def _wanted(config: Config, weights: str, rollout: int) -> Results:
         },
     }
     sets = evaluation_sets(config)
-    return {each.name: {"of": of_all | {"set": _described(each, config.rollout)}} for each in sets}
+    return {each.name: {"of": of_all | {"set": _describe(each, config.rollout)}} for each in sets}
 
 
-def _described(each: EvaluationSet, options: RolloutConfig) -> dict[str, Any]:
+def _describe(each: EvaluationSet, options: RolloutConfig) -> dict[str, Any]:
     names = [*RewardChoice.read(each.reward).weights, options.environment, options.generate or ""]
     code = [source_file(name) for name in names if ":" in name]
     digests = {"prompts_digest": _digest([each.prompts]), "code_digest": _digest(filter(None, code))}
@@ -150,7 +150,7 @@ def _digest(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def _kept(folder: Path, wanted: Results) -> Results:
+def _keep_unchanged(folder: Path, wanted: Results) -> Results:
     """Return results of sets that need no sampling, and remove all other results from the file."""
     file = folder / METRICS
     if not file.exists():

@@ -197,7 +197,7 @@ class GroupSampler:
     async def respond(self, group: PromptGroup, index: int, ask: Ask) -> Completion:
         """Sample one response of a group. `keep` must get it, unless it is to be resumed."""
         request = group.requests[index]
-        return _checked(request, await self._converse(request, self.params, ask), self.params)
+        return _check(request, await self._converse(request, self.params, ask), self.params)
 
     async def keep(self, group: PromptGroup, index: int, completion: Completion) -> None:
         """Add a response that has ended to its group, and score it."""
@@ -359,7 +359,7 @@ def _requests(
     return [Request(id, tokens, key, prompt=prompt, is_chat=is_chat) for id, key in zip(ids, keys, strict=True)]
 
 
-def _checked(request: Request, completion: Completion, params: SamplingParams) -> Completion:
+def _check(request: Request, completion: Completion, params: SamplingParams) -> Completion:
     """Return a completion after checking that it answers the request, with one log-prob per token."""
     if completion.request_id != request.id:
         raise RolloutError(

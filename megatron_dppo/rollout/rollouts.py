@@ -309,7 +309,7 @@ class Rollouts:
         return groups, replace(counts, engine=self._counted - before), self._ahead.metrics
 
     @contextmanager
-    def held(self, version: int, num_left: int) -> Iterator[Metrics]:
+    def pause(self, version: int, num_left: int) -> Iterator[Metrics]:
         """Pause sampling while the body pushes weights; then resume with the new weights.
 
         Args:
@@ -325,7 +325,7 @@ class Rollouts:
         if self._ahead is None:
             yield Metrics()
         else:
-            with self._ahead.held(version, num_left):
+            with self._ahead.pause(version, num_left):
                 yield self._ahead.metrics
 
     def settle(self, all_gather: AllGather) -> DataCursor:

@@ -70,13 +70,13 @@ class UserGenerate:
             raise self._wrong(
                 "", f"{len(completions)} completions", f"one for each of {len(requests)} requests"
             )
-        return [self._checked(*pair, params) for pair in zip(requests, completions, strict=True)]
+        return [self._check(*pair, params) for pair in zip(requests, completions, strict=True)]
 
     def session(self, *, may_be_held: bool = True) -> AbstractAsyncContextManager[Session]:
         """See `RolloutEngine.session`; one call of the function gets all requests."""
         return batch_session(self.generate)
 
-    def _checked(self, request: Request, completion: Any, params: SamplingParams) -> Completion:
+    def _check(self, request: Request, completion: Any, params: SamplingParams) -> Completion:
         if not isinstance(completion, Completion) or completion.request_id != request.id:
             found = (
                 f"{getattr(completion, 'request_id', type(completion).__name__)!r} in place of {request.id!r}"

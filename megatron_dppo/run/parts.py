@@ -140,7 +140,7 @@ class Sampling:
         """
         parts = self._parts
         num_left = parts.config.run.num_rollouts - parts.state.rollout - num_finished
-        with self.rollouts.held(version, num_left) as held:
+        with self.rollouts.pause(version, num_left) as held:
             metrics = parts.turns.to_engine(version)
         parts.logger.add_to_rollout(held)
         return metrics

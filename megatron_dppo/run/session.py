@@ -39,7 +39,7 @@ def start_session(config: Config, *, accepts_changes: bool = False) -> Iterator[
     """
     run, requests = config.run.folder, StopRequests()
     with (
-        join_processes(config, requests.handled()) as runtime,
+        join_processes(config, requests.handle_signals()) as runtime,
         full_disk_explained(run, kept=lambda: newest_checkpoint(run)),
     ):
         options = {"accepts_changes": accepts_changes, "needs": BEFORE_LOADING}

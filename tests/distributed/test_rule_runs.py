@@ -51,7 +51,7 @@ def train_with_each(runtime: Runtime, task: Path) -> None:
         tables = settings(task, name, **changes)
         tables["algorithm"] = {"minibatches_per_rollout": 2, "preset": name, **options}
         config = Config.model_validate(tables)
-        with StopRequests().handled() as requests, RunLogger.open(config, runtime) as logger:
+        with StopRequests().handle_signals() as requests, RunLogger.open(config, runtime) as logger:
             loop.Training.prepare(config, RunSession(runtime, logger, requests)).run()
 
 

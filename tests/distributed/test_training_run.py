@@ -53,7 +53,7 @@ def train(
     from megatron_dppo.run.session import RunSession
 
     config = Config.model_validate(tables)
-    with StopRequests().handled() as requests, RunLogger.open(config, runtime) as logger:
+    with StopRequests().handle_signals() as requests, RunLogger.open(config, runtime) as logger:
         training = loop.Training.prepare(config, RunSession(runtime, logger, requests))
         forwards = count_forwards(training.actor)
         if stop_after == 0:

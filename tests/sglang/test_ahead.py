@@ -127,7 +127,7 @@ def train(ahead: Ahead, engine: SglangEngine, weights: Weights) -> Iterator[tupl
     """Sample and "train" a few rollouts; yields each version with the samples that it trained on."""
 
     def push(version: int) -> None:
-        with ahead.held(version, FIRST_VERSION + 99 - version):
+        with ahead.pause(version, FIRST_VERSION + 99 - version):
             assert num_requests(weights.served) == 0
             weights.push(version)
             engine.admit(engine.urls, version)

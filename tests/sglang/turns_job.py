@@ -49,7 +49,7 @@ def train_in_turns(runtime: Runtime, tables: dict[str, Any], stop_in_rollout: in
     follow(Probe, "expect", "expect", events)
     config = Config.model_validate(tables)
     with (
-        StopRequests().handled() as requests,
+        StopRequests().handle_signals() as requests,
         RunLogger.open(config, runtime) as logger,
         own_servers(config, runtime),
     ):

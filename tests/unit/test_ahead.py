@@ -72,7 +72,7 @@ class Rank:
         self.metrics: dict[str, list[float]] = {}
 
     def push(self, version: int, num_left: int) -> None:
-        with self.ahead.held(version, num_left):
+        with self.ahead.pause(version, num_left):
             self.peer.all_gather(None)  # no rank is pushed to while another samples
             self.engine.weights.version = version
             self.peer.all_gather(None)
@@ -268,7 +268,7 @@ def test_a_producer_that_fails_while_a_rollout_is_trained_on_is_raised_before_th
     producer: Any = rank.ahead._producer  # pyright: ignore[reportPrivateUsage]
     while producer.fault is None:
         producer.news.wait(1)
-    with pytest.raises(RolloutError, match="as the test wants it"), rank.ahead.held(2, 7):
+    with pytest.raises(RolloutError, match="as the test wants it"), rank.ahead.pause(2, 7):
         raise AssertionError("nothing is pushed")
     rank.ahead.close()
     assert rank.engine.num_open == 0

@@ -270,7 +270,7 @@ def measure(pace: Pace, bound: StalenessBound, num_rollouts: int) -> Figures:
     began, prefilled, slot_s = 0.0, 0, 0.0
 
     def push(version: int) -> None:
-        with ahead.held(version, num_left=num_skipped + num_rollouts + bound.max_staleness + 1 - version):
+        with ahead.pause(version, num_left=num_skipped + num_rollouts + bound.max_staleness + 1 - version):
             time.sleep(pace.push_s * pace.scale)
             engine.weight_version = version
 

@@ -55,7 +55,7 @@ class Answer:
     fault: ServerError | None = None  # the server's fault, so the request moves; None: content is final
 
 
-def counted(request: Request, answer: Completion | RolloutError) -> EngineCounts:
+def count_result(request: Request, answer: Completion | RolloutError) -> EngineCounts:
     """Return the counts of one result; tokens sampled in earlier requests were counted then."""
     if isinstance(answer, RolloutError):
         is_reply = isinstance(answer, ReplyError)

@@ -16,7 +16,7 @@ from megatron_dppo.engines.base import (
     give_up,
 )
 from megatron_dppo.engines.counts import EngineCounts
-from megatron_dppo.engines.sglang.asked import Answer, Asked, InFlight, counted
+from megatron_dppo.engines.sglang.asked import Answer, Asked, InFlight, count_result
 from megatron_dppo.engines.sglang.links import Link, other_weights
 from megatron_dppo.engines.sglang.load_balancer import LoadBalancer, group_of
 from megatron_dppo.engines.sglang.protocol import ServedModel
@@ -214,7 +214,7 @@ class ServerSession(Session):
     def _settle(self, asked: Asked, content: Completion | RolloutError) -> None:
         """Count a result and complete the request; an error becomes an aborted completion."""
         request = asked.request
-        self._counts += counted(request, content)
+        self._counts += count_result(request, content)
         if isinstance(content, RolloutError):
             logger.warning("request %s is dropped: %s", request.id, content)
             self.errors[request.id] = content

@@ -91,19 +91,20 @@ class UserGenerate:
             rows["topk"] = 0 if completion.topk is None else completion.topk.ids.shape[0]
         is_in_range = count == 0 or (int(tokens.min()) >= 0 and int(tokens.max()) < self._vocab_size)
         most, reasons = params.max_response_tokens, get_args(FinishReason)
-        faults = {
-            f"tokens of {tokens.dtype}; expected int64": tokens.dtype != torch.int64,
-            f"{count} tokens; expected at most {most}": count > most,
-            f"token ids beyond the vocabulary; expected 0 to {self._vocab_size - 1}": not is_in_range,
-            f"rows {rows}; expected {count}, one per token": any(n != count for n in rows.values()),
-            f"loss_mask of {mask.dtype}; expected bool": mask.dtype != torch.bool,
-            f"finish_reason {completion.finish_reason!r}; expected one of {reasons}": (
-                completion.finish_reason not in reasons
+        faults = [
+            (tokens.dtype != torch.int64, f"tokens of {tokens.dtype}", "int64"),
+            (count > most, f"{count} tokens", f"at most {most}"),
+            (not is_in_range, "token ids beyond the vocabulary", f"0 to {self._vocab_size - 1}"),
+            (any(n != count for n in rows.values()), f"rows {rows}", f"{count}, one per token"),
+            (mask.dtype != torch.bool, f"loss_mask of {mask.dtype}", "bool"),
+            (
+                completion.finish_reason not in reasons,
+                f"finish_reason {completion.finish_reason!r}",
+                f"one of {reasons}",
             ),
-        }
-        for fault, is_there in faults.items():
+        ]
+        for is_there, found, expected in faults:
             if is_there:
-                found, _, expected = fault.partition("; expected ")
                 raise self._wrong(request.id, found, expected)
         return replace(completion, log_probs=completion.log_probs.detach().float())
 

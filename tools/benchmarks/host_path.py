@@ -28,7 +28,7 @@ from megatron_dppo.environments import InProcess, SingleTurn
 from megatron_dppo.rewards import RewardPool
 from megatron_dppo.rollout.conversations import Conversations, TurnLimits
 from megatron_dppo.rollout.groups import GroupMaker, PromptGroup, sample_of, usable_groups
-from megatron_dppo.rollout.scoring import Scorer
+from megatron_dppo.rollout.scoring import Fault, Scorer
 from megatron_dppo.routing_replay.capture import validate_routes
 from megatron_dppo.run.logger import RunLogger
 from megatron_dppo.runtime.concurrency import all_of, run_loop
@@ -238,10 +238,13 @@ class HostPath:
         return self._timed("text of responses", "generation", lambda: run_loop(converse()))
 
     def _scored(self, completions: Sequence[Completion]) -> list[PromptGroup]:
+        async def score_one(request: Request, completion: Completion) -> Sample | Fault:
+            assert request.prompt is not None, "requests of groups name their prompts"
+            sample = sample_of(request, completion)
+            return await self._scorer.score(request.prompt, sample, completion.episode)
+
         async def score() -> list[Sample]:
-            pairs = zip(self._requests, completions, strict=True)
-            answers = [(request.prompt, sample_of(request, each), each.episode) for request, each in pairs]
-            found = await all_of(self._scorer.score(prompt, *rest) for prompt, *rest in answers if prompt)
+            found = await all_of(map(score_one, self._requests, completions))
             faults = [each for each in found if not isinstance(each, Sample)]
             assert not faults, faults[0]
             return [each for each in found if isinstance(each, Sample)]

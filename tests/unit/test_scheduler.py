@@ -19,7 +19,6 @@ from megatron_dppo.types import FinishReason, Prompt
 from tests.support.collecting import Collected, ask_once
 from tests.support.concurrent_engines import InSessions
 from tests.support.samples import InProcessScorer
-from tests.support.word_tokenizers import TOKENIZER
 from tests.unit.test_collect import TOKENIZER, complete
 
 NUM_PROMPTS = 40

@@ -28,7 +28,7 @@ from megatron_dppo.rollout.rollouts import build_engine
 from megatron_dppo.rollout.scores import over_ranks
 from megatron_dppo.rollout.scoring import RewardPools
 from megatron_dppo.rollout.trajectories import TrajectorySampler
-from megatron_dppo.run.session import joined_processes
+from megatron_dppo.run.session import join_processes
 from megatron_dppo.run_folder.lock import locked
 from megatron_dppo.runtime.files import full_disk_explained, write_whole
 from megatron_dppo.runtime.process import Runtime
@@ -56,13 +56,13 @@ def evaluate(config: Config, folder: Path, rollout: int = 0) -> Results:
         ConfigError: The configuration cannot work, or `folder` has other content or is used by another process.
         DiskError: The disk of `folder` is full.
     """
-    with joined_processes(config) as runtime, full_disk_explained(folder):
+    with join_processes(config) as runtime, full_disk_explained(folder):
         size, needs = runtime.world_size, BEFORE_LOADING
         runtime.on_main(lambda: require_evaluable(config, size, needs=needs))
-        with _held(config, folder, runtime):
+        with _lock_folders(config, folder, runtime):
             weights = StoredWeights(config.model.load, getattr(torch, config.model.dtype), runtime)
-            wanted = runtime.on_main(lambda: _wanted(config, weights.identity, rollout))
-            done = runtime.on_main(lambda: _kept(folder, wanted))
+            wanted = runtime.on_main(lambda: _describe_sets(config, weights.identity, rollout))
+            done = runtime.on_main(lambda: _keep_unchanged(folder, wanted))
             if done.keys() != wanted.keys():
                 with own_servers(config, runtime):
                     _evaluate_rest(config, folder, rollout, weights, wanted, done, runtime)
@@ -101,7 +101,7 @@ def as_table(results: Results) -> str:
 
 
 @contextlib.contextmanager
-def _held(config: Config, folder: Path, runtime: Runtime) -> Iterator[None]:
+def _lock_folders(config: Config, folder: Path, runtime: Runtime) -> Iterator[None]:
     """Lock the folder for this job; if servers get other weights, also lock their run's folder."""
     with contextlib.ExitStack() as stack:
 
@@ -114,7 +114,7 @@ def _held(config: Config, folder: Path, runtime: Runtime) -> Iterator[None]:
         yield
 
 
-def _wanted(config: Config, weights: str, rollout: int) -> Results:
+def _describe_sets(config: Config, weights: str, rollout: int) -> Results:
     """Return all inputs that the metrics of each set depend on."""
     other = "transformers" if config.rollout.engine == "sglang" else "sglang"
     unused = f"{other}.", f"rollout.{other}."
@@ -130,10 +130,10 @@ def _wanted(config: Config, weights: str, rollout: int) -> Results:
         },
     }
     sets = evaluation_sets(config)
-    return {each.name: {"of": of_all | {"set": _described(each, config.rollout)}} for each in sets}
+    return {each.name: {"of": of_all | {"set": _describe(each, config.rollout)}} for each in sets}
 
 
-def _described(each: EvaluationSet, options: RolloutConfig) -> dict[str, Any]:
+def _describe(each: EvaluationSet, options: RolloutConfig) -> dict[str, Any]:
     names = [*RewardChoice.read(each.reward).weights, options.environment, options.generate or ""]
     code = [source_file(name) for name in names if ":" in name]
     digests = {"prompts_digest": _digest([each.prompts]), "code_digest": _digest(filter(None, code))}
@@ -149,7 +149,7 @@ def _digest(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def _kept(folder: Path, wanted: Results) -> Results:
+def _keep_unchanged(folder: Path, wanted: Results) -> Results:
     """Return results of sets that need no sampling, and remove all other results from the file."""
     file = folder / METRICS
     if not file.exists():
@@ -187,7 +187,7 @@ def _evaluate_rest(
     engine = build_engine(config, hf_folder, runtime.device)
     tokenizer: Any = AutoTokenizer.from_pretrained(hf_folder, trust_remote_code=False)
     rewards = RewardPools(config.data, (each.reward for each in evaluation_sets(config)))
-    sampler = TrajectorySampler(config.rollout, config.data, engine, tokenizer, hf_folder)
+    sampler = TrajectorySampler(config.rollout, config.data, engine, hf_folder)
     share = runtime.rank, runtime.world_size
     with closing(rewards), closing(sampler), closing(build_sync(config, weights, engine, runtime)) as sync:
         evaluation = Evaluation(config, sampler, tokenizer, rewards, share=share)

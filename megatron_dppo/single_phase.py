@@ -9,10 +9,11 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.batch_file import read_batches, write_batches
 from megatron_dppo.engines.sglang.server import own_servers
 from megatron_dppo.errors import ConfigError, DataError, Problem
+from megatron_dppo.run.parts import RunParts
 from megatron_dppo.run.session import start_session
 from megatron_dppo.runtime.files import full_disk_explained
 from megatron_dppo.runtime.process import Runtime
-from megatron_dppo.train import Training
+from megatron_dppo.train import Training, take_steps
 
 _METRICS = "metrics.json"
 
@@ -35,9 +36,8 @@ def rollout_only(config: Config, folder: Path, *, accepts_changes: bool = False)
         own_servers(config, session.runtime),
     ):
         training = RolloutOnly.prepare(config, session)
-        training.folder = folder
-        with closing(training.rollouts), closing(training.weight_sync):
-            training.run()
+        with closing(training):
+            training.run_into(folder)
 
 
 def train_only(config: Config, folder: Path, *, accepts_changes: bool = False) -> None:
@@ -53,62 +53,59 @@ def train_only(config: Config, folder: Path, *, accepts_changes: bool = False) -
     _refuse_what_needs_both(config)
     with start_session(config, accepts_changes=accepts_changes) as session:
         _require_all(folder, config.run.num_rollouts, session.runtime)
-        training = TrainOnly(config, session, Actor(config, session.runtime))
-        training.folder = folder
-        training.checkpoints.resume({}, prompts_digest=f"rollouts of {folder.absolute()}")
-        training.run()
+        parts = RunParts(config, session, Actor(config, session.runtime), sync=None)
+        parts.checkpoints.resume({}, prompts_digest=f"rollouts of {folder.absolute()}")
+        _train_on(parts, folder)
 
 
 class RolloutOnly(Training):
     """The loop with writing instead of training: weights do not change, and no checkpoint is due."""
 
-    folder: Path
+    def run_into(self, folder: Path) -> None:
+        """Sample every rollout, and write its gradient steps in a folder."""
+        while not self.state.is_over:
+            if self.state.open_rollout is None:
+                self.roll_out()
+            self._write(_rollout_folder(folder, self.state.rollout))
+            self.parts.finish_rollout(self.state.weight_version, {})  # the engine keeps its weights
+        self.parts.checkpoints.wait()
 
-    def evaluate(self) -> None:
-        """Skip evaluation."""
-
-    def save_if_due(self) -> None:
-        """Skip saving; a request to stop is handled when the next rollout is sampled."""
-
-    def train(self) -> None:
-        """Write each rank's gradient steps, and the metrics of the rollout."""
-        opened, folder = self.state.open_rollout, _of_rollout(self.folder, self.state.rollout)
+    def _write(self, folder: Path) -> None:
+        """Write this rank's gradient steps, and the metrics of the rollout."""
+        opened, runtime = self.state.open_rollout, self.parts.runtime
         assert opened is not None, "steps are written of a rollout"
         folder.mkdir(parents=True, exist_ok=True)
-        write_batches(_of_rank(folder, self.runtime), opened.steps)
-        metrics = self.logger.rollout_metrics
-        self.runtime.on_main(lambda: (folder / _METRICS).write_text(json.dumps(metrics)))
-
-    def sync(self) -> None:
-        """Finish the rollout without a push; the engine keeps its weights."""
-        self.finish_rollout(self.state.weight_version, {})
+        write_batches(_rank_file(folder, runtime), opened.steps)
+        metrics = self.parts.logger.rollout_metrics
+        runtime.on_main(lambda: (folder / _METRICS).write_text(json.dumps(metrics)))
 
 
-class TrainOnly(Training):
-    """The loop with reading instead of sampling, without an engine, evaluations and pushes."""
-
-    folder: Path
-
-    def evaluate(self) -> None:
-        """Skip evaluation."""
-
-    def roll_out(self) -> None:
-        """Read the gradient steps of the next rollout, and its metrics."""
-        self.state.restart_timer()
-        folder = _of_rollout(self.folder, self.state.rollout)
-        self.logger.add_values(json.loads((folder / _METRICS).read_text()))
-        self.state.begin_rollout(read_batches(_of_rank(folder, self.runtime)))
-
-    def sync(self) -> None:
-        """Finish the rollout."""
-        self.finish_rollout(self.state.weight_version + 1, {})
+def _train_on(parts: RunParts, folder: Path) -> None:
+    """Run the loop with reading instead of sampling, without an engine, evaluations and pushes."""
+    state = parts.state
+    while True:
+        if state.open_rollout is None:
+            parts.save_if_due()
+            if state.is_over:
+                break
+            _read(parts, _rollout_folder(folder, state.rollout))
+        take_steps(parts)
+        parts.finish_rollout(state.weight_version + 1, {})
+    parts.checkpoints.wait()
 
 
-def _of_rollout(folder: Path, rollout: int) -> Path:
+def _read(parts: RunParts, folder: Path) -> None:
+    """Open the next rollout with its saved gradient steps and metrics."""
+    parts.state.restart_timer()
+    parts.logger.add_values(json.loads((folder / _METRICS).read_text()))
+    parts.state.begin_rollout(read_batches(_rank_file(folder, parts.runtime)))
+
+
+def _rollout_folder(folder: Path, rollout: int) -> Path:
     return folder / f"rollout_{rollout:06d}"
 
 
-def _of_rank(folder: Path, runtime: Runtime) -> Path:
+def _rank_file(folder: Path, runtime: Runtime) -> Path:
     return folder / f"rank_{runtime.rank}_of_{runtime.world_size}.safetensors"
 
 
@@ -122,8 +119,8 @@ def _refuse_what_needs_both(config: Config) -> None:
 
 
 def _require_all(folder: Path, num_rollouts: int, runtime: Runtime) -> None:
-    kept = [_of_rollout(folder, rollout) for rollout in range(num_rollouts)]
-    absent = [str(of_rollout) for of_rollout in kept if not _of_rank(of_rollout, runtime).is_file()]
+    kept = [_rollout_folder(folder, rollout) for rollout in range(num_rollouts)]
+    absent = [str(each) for each in kept if not _rank_file(each, runtime).is_file()]
     if runtime.any(bool(absent)):
         raise DataError(
             f"{folder}: found no steps for rank {runtime.rank} of {runtime.world_size} in "

@@ -41,7 +41,7 @@ def _prefix(name: str, divergence: str) -> Objective:
     )
 
 
-# Presets from other papers and frameworks; token_rules.py and response_rules.py name the source of each. The
+# Presets from other papers and frameworks; rules.py names the source of each. The
 # thresholds are published: ipo's are prime-rl's defaults since 2026-09-18, gspo's are from its paper's
 # experiments, and trm's .1 and .002 are quoted by arXiv 2606.10968.
 # The predictive mask's .15 and K = 20 are from the experiments of arXiv 2607.10848, by a summary of that paper.

@@ -7,10 +7,10 @@ observation after it have no routes yet. They are the first rows that the next r
 """
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -65,13 +65,6 @@ class Request:
     is_chat: bool = False  # whether the prompt is a list of messages; later turns are messages then too
 
 
-IsEnough = Callable[[Completion], bool]
-"""Receives each completion, failed ones included, and returns whether sampling may end."""
-
-HasEnded = Callable[[Completion], Awaitable[None]]
-"""Receives each completion as soon as it ends, aborted ones included."""
-
-
 class RolloutEngine(Protocol):
     """Samples responses with weights that it receives under Hugging Face names.
 
@@ -89,10 +82,23 @@ class RolloutEngine(Protocol):
         ...
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        """Sample one response per request.
+        """Sample one response per request, in order; blocks until the last one ends.
 
         Raises:
             RolloutError: A prompt does not fit, or the engine cannot sample with `params`.
+        """
+        ...
+
+    def session(self, *, may_be_held: bool = True) -> AbstractAsyncContextManager["Session"]:
+        """Open a session with the engine's current weights; leaving it cancels the requests in flight.
+
+        Several threads may have open sessions at once. Leaving a session adds its counts to `counts`.
+
+        Args:
+            may_be_held: Whether `hold` may be called. If so, responses must fit as prompts, to be resumed.
+
+        Raises:
+            RolloutError: The engine cannot sample.
         """
         ...
 
@@ -113,13 +119,28 @@ class RolloutEngine(Protocol):
 
 
 class Session(Protocol):
-    """Samples responses one by one, in one event loop, with weights of one version."""
+    """Samples responses one by one, in one event loop, with weights of one version.
+
+    Attributes:
+        is_held: Whether `hold` was called.
+        errors: Errors of failed requests, by request id. A request that a hold interrupted has no entry.
+    """
+
+    is_held: bool
+    errors: Mapping[str, RolloutError]
+
+    def conversation(self, request_id: str) -> AbstractContextManager[None]:
+        """Announce that requests with this id may be asked while the body runs.
+
+        A session that samples in batches waits until every open conversation asks. Other sessions ignore it.
+        """
+        return nullcontext()
 
     async def ask(self, request: Request, params: SamplingParams) -> Completion:
         """Sample one response. May be called at any time, also while other responses are sampled.
 
         Returns:
-            The response. If the request failed, `aborted(request)`, and `errors` has its error. After a hold,
+            The response. If the request failed, `give_up(request)`, and `errors` has its error. After a hold,
             the tokens so far, with finish_reason "abort".
 
         Raises:
@@ -132,88 +153,9 @@ class Session(Protocol):
         """Abort all requests in flight; when this returns, the engine samples nothing more for this session.
 
         The call raises nothing. It ends within a time that the engine documents, even if the engine's servers
-        do not respond. Every pending `ask` then returns, and later calls return `aborted(request)` at once.
+        do not respond. Every pending `ask` then returns, and later calls return `give_up(request)` at once.
         """
         ...
-
-    @property
-    def is_held(self) -> bool:
-        """Whether `hold` was called."""
-        ...
-
-    @property
-    def errors(self) -> Mapping[str, RolloutError]:
-        """Errors of failed requests, by request id. A request that a hold interrupted has no entry."""
-        ...
-
-
-@runtime_checkable
-class ConcurrentEngine(RolloutEngine, Protocol):
-    """Engine that samples single responses on request, at any time."""
-
-    def session(self, *, may_be_held: bool = True) -> AbstractAsyncContextManager[Session]:
-        """Open a session with the engine's current weights; leaving it cancels the requests in flight.
-
-        Several threads may have open sessions at once. Leaving a session adds its counts to `counts`.
-
-        Args:
-            may_be_held: Whether `hold` may be called. If so, responses must fit as prompts, to be resumed.
-
-        Raises:
-            RolloutError: The engine cannot sample.
-        """
-        ...
-
-
-@runtime_checkable
-class TrajectoryEngine(RolloutEngine, Protocol):
-    """Engine that can report each completion while it samples the others."""
-
-    def generate_each(
-        self,
-        requests: Sequence[Request],
-        params: SamplingParams,
-        ended: HasEnded,
-        is_enough: IsEnough | None = None,
-    ) -> list[Completion]:
-        """Sample one response per request, until all end or `is_enough` returns True.
-
-        Args:
-            requests: See `RolloutEngine.generate`.
-            params: Sampling parameters.
-            ended: Awaited with each completion as soon as it ends; the call returns when all of them have
-                returned. An engine that samples in batches does not call it.
-            is_enough: Called with each completion before `ended`. Once it returns True, the other responses are
-                aborted. None samples all responses to their ends.
-
-        Returns:
-            A completion for each request, in order; aborted ones have their tokens so far.
-
-        Raises:
-            RolloutError: See `generate`. Errors of `ended` are raised too.
-        """
-        ...
-
-
-class EngineWrapper:
-    """Base of an engine that samples with another engine, and shares its weights and counts."""
-
-    def __init__(self, engine: RolloutEngine) -> None:
-        self._engine = engine
-
-    @property
-    def weight_version(self) -> int:
-        """See `RolloutEngine.weight_version`."""
-        return self._engine.weight_version
-
-    @property
-    def counts(self) -> EngineCounts:
-        """See `RolloutEngine.counts`."""
-        return self._engine.counts
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """See `RolloutEngine.load_weights`."""
-        return self._engine.load_weights(weights, version)
 
 
 def input_tokens(request: Request) -> list[int]:
@@ -232,7 +174,7 @@ def num_tokens_left(request: Request, params: SamplingParams) -> int:
     return left if params.max_turn_tokens is None else min(left, params.max_turn_tokens)
 
 
-def resumed(
+def resume_request(
     request: Request, completion: Completion, params: SamplingParams
 ) -> tuple[Request, SamplingParams] | None:
     """Return the request for the rest of an interrupted turn, or None if the turn may have no more tokens.
@@ -262,7 +204,7 @@ def first_route_row(request: Request) -> int:
     return len(input_tokens(request)) - 1 if routes is None else routes.indices.shape[0]
 
 
-def aborted(request: Request) -> Completion:
+def give_up(request: Request) -> Completion:
     """Return the completion of a request without a response: its earlier tokens, if any, and "abort"."""
     if request.partial is not None:
         return request.partial
@@ -292,7 +234,7 @@ def with_observation(completion: Completion, tokens: Tensor) -> Completion:
     )
 
 
-def joined(partial: Completion, rest: Completion) -> Completion:
+def join_parts(partial: Completion, rest: Completion) -> Completion:
     """Join the tokens of `partial` and `rest` into one completion, with the finish reason of `rest`.
 
     If one of them lacks the top-K or the routes, so does the result. The routes of `rest` begin with the first

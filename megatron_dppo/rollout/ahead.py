@@ -17,9 +17,8 @@ from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.step_metrics import add_ages
 from megatron_dppo.rollout.counts import RolloutCounts
 from megatron_dppo.rollout.groups import PromptGroup, usable_groups
-from megatron_dppo.rollout.open_groups import Places, Produced, ProducerState
-from megatron_dppo.rollout.producer import Producer
-from megatron_dppo.rollout.staleness import OpenGroup, StalenessBound
+from megatron_dppo.rollout.producer import Produced, Producer
+from megatron_dppo.rollout.staleness import OpenGroup, Places, ProducerState, StalenessBound
 from megatron_dppo.types import DataCursor, SampleGroup
 
 T = TypeVar("T")
@@ -55,7 +54,7 @@ class Ahead:
         share: tuple[int, int],
         smallest_group: int,
     ) -> None:
-        """Store the rules; the first `held` starts the producer.
+        """Store the rules; the first `pause` starts the producer.
 
         Args:
             bound: Rules of staleness.
@@ -75,7 +74,7 @@ class Ahead:
         """Metrics of the last `next` or hold, on this rank."""
 
     @contextmanager
-    def held(self, version: int, num_left: int) -> Iterator[None]:
+    def pause(self, version: int, num_left: int) -> Iterator[None]:
         """Pause sampling while the body pushes weights; then resume with the new weights.
 
         Args:
@@ -115,11 +114,11 @@ class Ahead:
             RolloutError: A producer failed, no open group can end the wait, or a sample is older than the bound
                 allows.
         """
-        assert self._producer is not None, "weights were pushed in `held`"
+        assert self._producer is not None, "weights were pushed in `pause`"
         while True:
             self._producer.news.clear()
             fault = self._producer.fault  # read once, so that all ranks see the same fault in this round
-            reports = all_gather(_Report(self._producer.state(), is_asked_to_stop(), _described(fault)))
+            reports = all_gather(_Report(self._producer.state(), is_asked_to_stop(), _describe(fault)))
             if any(each.is_asked_to_stop for each in reports):
                 return None
             if fault is not None:
@@ -165,7 +164,8 @@ class Ahead:
         rank, _ = self._share
         index_of = {group.place: index for index, group in enumerate(chosen) if group.rank == rank}
         own, produced = self._producer.take(index_of)
-        own = [replace(group, index=index_of[group.drawn.place]) for group in own]
+        for group in own:
+            group.index = index_of[group.drawn.place]
         self._num_left -= 1
         self._producer.begin_groups(self._own_limit(is_training=True))
         self._refuse_stale(own, version)
@@ -228,5 +228,5 @@ def _refuse_endless_wait(groups: Sequence[OpenGroup], version: int) -> None:
         )
 
 
-def _described(fault: BaseException | None) -> str | None:
+def _describe(fault: BaseException | None) -> str | None:
     return None if fault is None else f"{type(fault).__name__}: {fault}"

@@ -17,7 +17,7 @@ from megatron_dppo.engines.base import (
     Request,
     SamplingParams,
     num_tokens_before,
-    resumed,
+    resume_request,
     with_observation,
 )
 from megatron_dppo.environments import EnvironmentFault, Environments, Episode, Response, Trajectory, Turn
@@ -57,7 +57,7 @@ class Conversations:
             request: Request that opens the trajectory. Its `partial` is the beginning of the first response.
             params: Sampling parameters. `max_response_tokens` bounds all tokens after the prompt, observations
                 included. `TurnLimits.max_turn_tokens` replaces `max_turn_tokens`.
-            ask: Function that samples a turn. It may sample several parts (`engines.base.resumed`), and
+            ask: Function that samples a turn. It may sample several parts (`engines.base.resume_request`), and
                 returns the complete turn.
 
         Raises:
@@ -112,7 +112,7 @@ async def _first_response(request: Request, params: SamplingParams, ask: Ask) ->
     """Return the first response of a trajectory; tokens of its `partial` count towards the turn's limit."""
     if request.partial is None:
         return await ask(request, params)
-    rest = resumed(replace(request, partial=None), request.partial, params)
+    rest = resume_request(replace(request, partial=None), request.partial, params)
     return replace(request.partial, finish_reason="length") if rest is None else await ask(*rest)
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.data.prompts.prompts import load_prompts
+from megatron_dppo.data.prompts.prompts import Drawn, load_prompts
 from megatron_dppo.engines.base import SamplingParams
 from megatron_dppo.rewards import RewardChoice
-from megatron_dppo.rollout.group_sampling import answers
 from megatron_dppo.rollout.groups import GroupMaker, PromptGroup
 from megatron_dppo.rollout.scores import (
     PromptScore,
@@ -141,7 +140,9 @@ class Evaluation:
             self._tokenizer, self._rewards.of(each.reward), needs_routes=False, validate_routes=None
         )
         params = SamplingParams(each.max_response_tokens, each.temperature, each.top_p)
-        groups = answers(self._sampler.engine, maker, scorer, params, each.noise_offset + rollout, places)
+        drawn = [(index, Drawn(index, prompt)) for index, prompt in places]
+        groups = maker.begin(each.noise_offset + rollout, drawn)
+        self._sampler.sampler(self._tokenizer, scorer, params).sample(groups)
         write_jsonl(_part(responses, self._share), _rows(groups, self._tokenizer))
         scores = {group.index: score_of(group) for group in groups}
         return [scores.get(index) or not_asked(index, each.samples_per_prompt) for index, _ in places]
@@ -170,6 +171,7 @@ def _rows(groups: Sequence[PromptGroup], tokenizer: Tokenizer) -> Iterable[dict[
     for group in groups:
         pairs = zip(group.answers, group.scored, strict=True)
         for number, ((request, completion), scored) in enumerate(pairs):
+            assert scored is not None, "every response is scored"
             is_dropped = isinstance(scored, Fault)
             yield {
                 "index": group.index,

@@ -1,12 +1,15 @@
-"""Groups of responses to one prompt: makes their requests, and counts samples and dropped samples.
+"""Groups of responses to one prompt: their requests, sampling, scoring, and counts of what was dropped.
 
 Each rank makes the groups of its share of a rollout, without communication. The loop sums the counts over
 ranks and then calls `refuse_if_too_many_dropped`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import torch
 
 from megatron_dppo.algorithms import have_equal_rewards
 from megatron_dppo.data.prompts.prompts import Drawn
@@ -14,7 +17,10 @@ from megatron_dppo.data.prompts.templates import prompt_tokens
 from megatron_dppo.engines.base import (
     Completion,
     Request,
-    aborted,
+    SamplingParams,
+    Session,
+    give_up,
+    mask_of,
 )
 from megatron_dppo.environments import (
     EnvironmentFault,
@@ -25,27 +31,42 @@ from megatron_dppo.environments import (
     SingleTurn,
     Trajectory,
 )
+from megatron_dppo.errors import RolloutError, ServerError
+from megatron_dppo.rollout.conversations import Ask
 from megatron_dppo.rollout.counts import DROP_REASONS, RolloutCounts
-from megatron_dppo.rollout.scoring import Fault, Tokenizer, as_text
+from megatron_dppo.rollout.scoring import Fault, Scorer, Tokenizer, as_text
+from megatron_dppo.runtime.concurrency import all_of, run_loop
 from megatron_dppo.runtime.files import write_jsonl
 from megatron_dppo.types import Prompt, Sample, SampleGroup
 
+OpenSession = Callable[..., AbstractAsyncContextManager[Session]]
+"""Opens a session; see `RolloutEngine.session`."""
 
-@dataclass(frozen=True)
+Converse = Callable[[Request, SamplingParams, Ask], Awaitable[Completion]]
+"""Samples one trajectory with a function that samples its turns; see `Conversations.run`."""
+
+
+@dataclass(eq=False)
 class PromptGroup:
-    """A prompt and its requested responses: open until each is sampled or given up, then scored."""
+    """A prompt and its requested responses: open until each is sampled or given up, and scored."""
 
     drawn: Drawn
     index: int  # the prompt's index, over all ranks, in the rollout that began it or trains on it
-    requests: tuple[Request, ...]  # an aborted response is the `partial` of its request
-    completions: tuple[Completion | None, ...]  # one per request; `None` until it is sampled
-    scores: Mapping[str, Sample | Fault] = field(default_factory=dict)  # by request id, of ended responses
-    scored: tuple[Sample | Fault, ...] = ()  # one per completion: the sample, or why it cannot be trained on
+    requests: list[Request]  # an aborted response is the `partial` of its request
+    completions: list[Completion | None]  # one per request; None until it is sampled
+    scored: list[Sample | Fault | None]  # one per request: the sample, or why it cannot be trained on
+    born: int | None = None  # version of the first token's weights; None before it, and in a rollout of its own
+    has_tokens: bool = False  # while it has no tokens and is not whole, a push resets `born`
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether every response is sampled or given up."""
+        return None not in self.completions
 
     @property
     def is_whole(self) -> bool:
-        """Whether every response is sampled or given up."""
-        return None not in self.completions
+        """Whether every response is sampled or given up, and scored."""
+        return None not in self.scored
 
     @property
     def answers(self) -> list[tuple[Request, Completion]]:
@@ -54,15 +75,14 @@ class PromptGroup:
         return [(request, completion) for request, completion in pairs if completion is not None]
 
     @property
-    def missing(self) -> list[Request]:
-        """Requests whose responses are not sampled yet."""
-        pairs = zip(self.requests, self.completions, strict=True)
-        return [request for request, completion in pairs if completion is None]
+    def missing(self) -> list[int]:
+        """Indices of the responses that are not sampled and scored yet."""
+        return [index for index, scored in enumerate(self.scored) if scored is None]
 
     @property
     def num_partials(self) -> int:
         """Number of responses that were aborted after some tokens."""
-        return sum(request.partial is not None for request in self.missing)
+        return sum(self.requests[index].partial is not None for index in self.missing)
 
     @property
     def samples(self) -> tuple[Sample, ...]:
@@ -140,30 +160,109 @@ class GroupMaker:
         requests = _requests(name, drawn.prompt, tokens, first_key, self.samples_per_prompt, is_chat=is_chat)
         fault = opening if isinstance(opening, EnvironmentFault) else None
         completions = [_lost(request, fault) if fault else None for request in requests]
-        return PromptGroup(drawn, index, tuple(requests), tuple(completions))
+        return PromptGroup(drawn, index, requests, completions, [None] * len(requests))
 
 
-def _lost(request: Request, fault: EnvironmentFault) -> Completion:
-    return replace(aborted(request), episode=Episode("", 0, fault=fault.message))
+class GroupSampler:
+    """Samples the responses of groups with an engine's sessions. It keeps no state between calls."""
+
+    def __init__(
+        self, open_session: OpenSession, converse: Converse, scorer: Scorer, params: SamplingParams
+    ) -> None:
+        """Store the parts.
+
+        Args:
+            open_session: Opens a session that samples the turns; see `OpenSession`.
+            converse: Function that samples one response.
+            scorer: Scorer of each response.
+            params: Sampling parameters of every response.
+        """
+        self.open_session, self.params = open_session, params
+        self._converse, self._scorer = converse, scorer
+
+    def sample(self, groups: Sequence[PromptGroup], num_wanted: int | None = None) -> None:
+        """Sample and score the missing responses of groups, until `num_wanted` groups are whole (None: all).
+
+        The other groups keep what they have: an aborted response is the `partial` of its request.
+
+        Raises:
+            RolloutError: The engine raised it, or a completion does not fit its request.
+            ServerError: Servers gave no response to any request.
+            RewardError: The scorer raised it.
+        """
+        num_wanted = len(groups) if num_wanted is None else num_wanted
+        if num_wanted > sum(group.is_whole for group in groups):
+            run_loop(self._sample(groups, num_wanted))
+
+    async def respond(self, group: PromptGroup, index: int, ask: Ask) -> Completion:
+        """Sample one response of a group. `keep` must get it, unless it is to be resumed."""
+        request = group.requests[index]
+        return _check(request, await self._converse(request, self.params, ask), self.params)
+
+    async def keep(self, group: PromptGroup, index: int, completion: Completion) -> None:
+        """Add a response that has ended to its group, and score it."""
+        request = group.requests[index]
+        group.completions[index] = completion
+        assert request.prompt is not None, "requests of groups name their prompts"
+        sample = sample_of(request, completion)
+        group.scored[index] = await self._scorer.score(request.prompt, sample, completion.episode)
+
+    async def _sample(self, groups: Sequence[PromptGroup], num_wanted: int) -> None:
+        missing = [(group, index) for group in groups for index in group.missing]
+        asked = [(group, index) for group, index in missing if group.completions[index] is None]
+        for group, index in missing:
+            if (given_up := group.completions[index]) is not None:  # its environment could not begin
+                await self.keep(group, index, given_up)
+        if not asked:
+            return
+        async with self.open_session(may_be_held=num_wanted < len(groups)) as session:
+
+            async def work(group: PromptGroup, index: int) -> None:
+                completion = await self._respond(group, index, session)
+                if completion is None:
+                    return
+                group.completions[index] = completion
+                is_enough = sum(each.is_sampled for each in groups) >= num_wanted
+                if is_enough and num_wanted < len(groups) and not session.is_held:
+                    await session.hold()
+                await self.keep(group, index, completion)
+
+            await all_of(work(*each) for each in asked)
+            lost = [error for error in session.errors.values() if isinstance(error, ServerError)]
+        if lost and len(lost) == len(asked):
+            raise lost[0]
+
+    async def _respond(self, group: PromptGroup, index: int, session: Session) -> Completion | None:
+        """Sample a response; None if a hold interrupted it, and its request keeps its tokens."""
+        request = group.requests[index]
+        with session.conversation(request.id):
+            completion = await self.respond(group, index, session.ask)
+        is_interrupted = session.is_held and request.id not in session.errors
+        if completion.finish_reason != "abort" or not is_interrupted:
+            return completion
+        if completion.tokens.numel() >= self.params.max_response_tokens:  # aborted just after its last token
+            return replace(completion, finish_reason="length")
+        if completion.tokens.numel():
+            group.requests[index] = replace(request, partial=completion)
+        return None
 
 
-def _requests(
-    name: str,
-    prompt: Prompt,
-    tokens: tuple[int, ...],
-    first_key: tuple[int, int, int],
-    count: int,
-    *,
-    is_chat: bool,
-) -> list[Request]:
-    """Return the requests `<name>+0`, `<name>+1`, ... of one group.
-
-    No id is a prefix of another one, because SGLang aborts all requests with ids that begin with a given id.
-    """
-    seed, rollout, start = first_key
-    ids = [f"{name}+{k:0{len(str(count - 1))}d}" for k in range(count)]
-    keys = [(seed, rollout, start + k) for k in range(count)]
-    return [Request(id, tokens, key, prompt=prompt, is_chat=is_chat) for id, key in zip(ids, keys, strict=True)]
+def sample_of(request: Request, completion: Completion) -> Sample:
+    """Return the sample of a response, without a reward."""
+    prompt = torch.tensor(request.prompt_tokens, dtype=torch.int64)
+    return Sample(
+        id=request.id,
+        group_id=request.id.rpartition("+")[0],
+        tokens=torch.cat([prompt, completion.tokens]),
+        prompt_length=len(prompt),
+        loss_mask=mask_of(completion),
+        rollout_log_probs=completion.log_probs,
+        finish_reason=completion.finish_reason,
+        topk=completion.topk,
+        routed_experts=completion.routed_experts,
+        weight_versions=completion.weight_versions,
+        num_retractions=completion.num_retractions,
+    )
 
 
 def write_samples(path: Path, groups: Sequence[SampleGroup], tokenizer: Tokenizer) -> None:
@@ -235,3 +334,45 @@ def _readable(prompt: Prompt, sample: Sample, tokenizer: Tokenizer) -> dict[str,
         "prompt_length": sample.prompt_length,
         "response_length": sample.response_length,
     }
+
+
+def _lost(request: Request, fault: EnvironmentFault) -> Completion:
+    return replace(give_up(request), episode=Episode("", 0, fault=fault.message))
+
+
+def _requests(
+    name: str,
+    prompt: Prompt,
+    tokens: tuple[int, ...],
+    first_key: tuple[int, int, int],
+    count: int,
+    *,
+    is_chat: bool,
+) -> list[Request]:
+    """Return the requests `<name>+0`, `<name>+1`, ... of one group.
+
+    No id is a prefix of another one, because SGLang aborts all requests with ids that begin with a given id.
+    """
+    seed, rollout, start = first_key
+    ids = [f"{name}+{k:0{len(str(count - 1))}d}" for k in range(count)]
+    keys = [(seed, rollout, start + k) for k in range(count)]
+    return [Request(id, tokens, key, prompt=prompt, is_chat=is_chat) for id, key in zip(ids, keys, strict=True)]
+
+
+def _check(request: Request, completion: Completion, params: SamplingParams) -> Completion:
+    """Return a completion after checking that it answers the request, with one log-prob per token."""
+    if completion.request_id != request.id:
+        raise RolloutError(
+            f"engine's completions: found {completion.request_id!r} in place of {request.id!r}; expected one "
+            "for each request, in order. This is a fault of the engine: report it."
+        )
+    num_tokens = completion.tokens.numel()
+    num_rows = {"log_probs": completion.log_probs.numel()}
+    if params.num_topk_log_probs:
+        num_rows["topk"] = completion.topk.ids.shape[0] if completion.topk is not None else 0
+    if any(count != num_tokens for count in num_rows.values()):
+        raise RolloutError(
+            f"completion {completion.request_id}: found rows {num_rows}; expected {num_tokens}, one per "
+            "token. This is a fault of the engine: report it."
+        )
+    return completion

@@ -13,33 +13,41 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from megatron_dppo.data.prompts.prompts import Drawn
 from megatron_dppo.engines.base import (
     Completion,
-    ConcurrentEngine,
     Request,
     SamplingParams,
     Session,
     input_tokens,
     num_tokens_before,
-    resumed,
+    resume_request,
 )
 from megatron_dppo.errors import RolloutError
-from megatron_dppo.rollout.conversations import Conversations
-from megatron_dppo.rollout.group_sampling import scored_response
-from megatron_dppo.rollout.groups import GroupMaker, PromptGroup
-from megatron_dppo.rollout.open_groups import OpenedGroup, Places, Produced, ProducerState
-from megatron_dppo.rollout.scoring import Scorer
-from megatron_dppo.rollout.staleness import OpenGroup
+from megatron_dppo.rollout.groups import GroupMaker, GroupSampler, PromptGroup
+from megatron_dppo.rollout.staleness import OpenGroup, Places, ProducerState
 
 T = TypeVar("T")
 _ANSWER_S = 120.0  # limit of a call that waits for no server
 _HOLD_S = 900.0  # a session limits only the time between two replies, and hundreds of long ones are decoded
 _CONNECT_S = 1800.0  # far above the sum of the client's limits for a connection
+
+
+@dataclass(frozen=True)
+class Produced:
+    """Counts and times of one rank's sampling since the last rollout was taken."""
+
+    num_too_long: int = 0
+    replaced: tuple[PromptGroup, ...] = ()  # groups with equal rewards
+    num_interrupted: int = 0  # responses that a push interrupted
+    num_prefilled_again: int = 0  # prompt tokens of their requests that servers computed again
+    elapsed_s: float = 0.0  # seconds since the rollout was taken
+    busy_s: float = 0.0  # seconds of them with at least one request in flight
+    request_s: float = 0.0  # seconds in flight, summed over requests
 
 
 class Producer:
@@ -56,11 +64,8 @@ class Producer:
 
     def __init__(
         self,
-        engine: ConcurrentEngine,
-        conversations: Conversations,
         maker: GroupMaker,
-        scorer: Scorer,
-        params: SamplingParams,
+        sampler: GroupSampler,
         places: Places,
         prompt_at: Callable[[int], Drawn],
         *,
@@ -71,23 +76,18 @@ class Producer:
         """Start the thread; it begins no group before `begin_groups`, and samples none before `go_on`.
 
         Args:
-            engine: Engine with the servers.
-            conversations: Runs each response as an independent conversation.
             maker: Group maker.
-            scorer: Scorer, called for each response when it ends.
-            params: Sampling parameters.
+            sampler: Sampler with an engine that can abort responses.
             places: Prompt indices of this rank; the producer takes from them.
             prompt_at: Returns the prompt at an index.
             num_prompts: Prompts of an epoch; that many prompts in a row that are too long are a fault.
             num_threads: Number of environments that may be reset at once.
             max_replaced: Largest number of groups with equal rewards that are replaced per rollout.
         """
-        self._engine, self._conversations = engine, conversations
-        self._maker, self._scorer = maker, scorer
-        self._params, self._places, self._prompt_at = params, places, prompt_at
+        self._maker, self._sampler, self._places, self._prompt_at = maker, sampler, places, prompt_at
         self._max_replaced, self._num_prompts = max_replaced, num_prompts
         self._num_too_long_in_a_row = 0
-        self._open: dict[int, OpenedGroup] = {}
+        self._open: dict[int, PromptGroup | None] = {}  # by place; None until its prompt is ready
         self._produced, self._num_flying, self._changed_at = Produced(), 0, time.monotonic()
         self._taken_at = self._changed_at
         self._fault: BaseException | None = None
@@ -180,7 +180,7 @@ class Producer:
 
     async def _go_on(self, version: int, limit: int) -> None:
         assert self._session is None, "sampling is on hold before `go_on`"
-        self._session = await self._stack.enter_async_context(self._engine.session())
+        self._session = await self._stack.enter_async_context(self._sampler.open_session())
         self._version = version
         self._release()
         await self._begin_groups(limit)
@@ -209,21 +209,21 @@ class Producer:
             self._begin_next()
 
     def _begin_next(self) -> None:
-        opened = OpenedGroup(self._places.take())
-        self._open[opened.place] = opened
-        self._start(self._begin(opened))
+        place = self._places.take()
+        self._open[place] = None
+        self._start(self._begin(place))
 
-    def _replace(self, opened: OpenedGroup) -> None:
+    def _replace(self, place: int) -> None:
         """Replace a group by the next one in one step, so that the number of open groups does not change."""
-        del self._open[opened.place]
+        del self._open[place]
         self._begin_next()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._end_task)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _end_task(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
             error = task.exception()
@@ -238,23 +238,21 @@ class Producer:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await self._loop.run_in_executor(self._threads, work)
 
-    async def _begin(self, opened: OpenedGroup) -> None:
+    async def _begin(self, place: int) -> None:
         """Make a group and start its responses; if its prompt is too long, replace it by the next group."""
-        group = await self._in_thread(lambda: self._maker.begin_at_place(self._prompt_at(opened.place)))
+        group = await self._in_thread(lambda: self._maker.begin_at_place(self._prompt_at(place)))
         if group is None:
             self._count(num_too_long=1)
             self._num_too_long_in_a_row += 1
             self._refuse_if_all_too_long()
-            self._replace(opened)
+            self._replace(place)
             return
-        self._num_too_long_in_a_row = 0
-        opened.group, count = group, len(group.requests)
-        opened.completions, opened.samples = [None] * count, [None] * count
+        self._num_too_long_in_a_row, self._open[place] = 0, group
         for index, completion in enumerate(group.completions):
             if completion is None:
-                self._start(self._respond(opened, index))
+                self._start(self._respond(group, index))
             else:  # the environment's `reset` failed
-                await self._keep(opened, index, completion)
+                await self._keep(group, index, completion)
 
     def _refuse_if_all_too_long(self) -> None:
         if self._num_too_long_in_a_row >= self._num_prompts:
@@ -264,26 +262,25 @@ class Producer:
                 "Raise the limit, or shorten the prompts or the text that environments add."
             )
 
-    async def _respond(self, opened: OpenedGroup, index: int) -> None:
+    async def _respond(self, group: PromptGroup, index: int) -> None:
         """Sample one response, with one or more weight versions, and score it."""
-        request = opened.begun.requests[index]
-        completion = await self._conversations.run(request, self._params, partial(self._ask, opened))
-        await self._keep(opened, index, completion)
+        completion = await self._sampler.respond(group, index, partial(self._ask, group))
+        await self._keep(group, index, completion)
 
-    async def _ask(self, opened: OpenedGroup, request: Request, params: SamplingParams) -> Completion:
+    async def _ask(self, group: PromptGroup, request: Request, params: SamplingParams) -> Completion:
         """Sample one turn; a push interrupts it and it resumes."""
         is_continued = False
         while True:
-            session = await self._open_session(opened.place)
+            session = await self._open_session(group.drawn.place)
             before, version = request.partial, self._version
-            opened.born = version if opened.born is None else opened.born
+            group.born = version if group.born is None else group.born
             self._fly(+1)
             try:
                 completion = await session.ask(request, params)
             finally:
                 self._fly(-1)
             num_new = completion.tokens.numel() - num_tokens_before(request)
-            opened.has_tokens |= num_new > 0
+            group.has_tokens |= num_new > 0
             if is_continued and num_new:
                 cached = completion.num_cached_tokens - (before.num_cached_tokens if before is not None else 0)
                 self._count(num_prefilled_again=len(input_tokens(request)) - cached)
@@ -292,22 +289,20 @@ class Producer:
                 return completion
             self._count(num_interrupted=num_new > 0)
             is_continued |= num_new > 0
-            rest = resumed(request, completion, params)
+            rest = resume_request(request, completion, params)
             if rest is None:  # interrupted just after its last token
                 return replace(completion, finish_reason="length")
             request, params = rest
 
-    async def _keep(self, opened: OpenedGroup, index: int, completion: Completion) -> None:
+    async def _keep(self, group: PromptGroup, index: int, completion: Completion) -> None:
         """Score a response. If its group is whole then and all rewards are equal, replace the group."""
-        sample = await scored_response(self._scorer, opened.begun.requests[index], completion)
-        opened.completions[index], opened.samples[index] = completion, sample
-        if not opened.is_whole:
+        await self._sampler.keep(group, index, completion)
+        if not group.is_whole:
             return
-        opened.born = self._version if opened.born is None else opened.born  # `None` only if it has no token
-        whole = opened.whole()
-        if whole.has_zero_variance and len(self._produced.replaced) < self._max_replaced:
-            self._count(replaced=(whole,))
-            self._replace(opened)
+        group.born = self._version if group.born is None else group.born  # None only if it has no token
+        if group.has_zero_variance and len(self._produced.replaced) < self._max_replaced:
+            self._count(replaced=(group,))
+            self._replace(group.drawn.place)
         self.news.set()
 
     async def _hold(self) -> Produced:
@@ -319,20 +314,20 @@ class Producer:
             while self._num_flying:  # until every task has its completion, before the weights change
                 await asyncio.sleep(0)
             await self._stack.aclose()
-        for opened in self._open.values():
-            if not opened.has_tokens and not opened.is_whole:
-                opened.born = None
+        for group in self._open.values():
+            if group is not None and not group.has_tokens and not group.is_whole:
+                group.born = None
         return produced
 
     async def _state(self) -> ProducerState:
         groups = [
-            OpenGroup(self._places.rank, opened.place, opened.born, opened.is_whole)
-            for opened in self._open.values()
+            OpenGroup(self._places.rank, place, group and group.born, group is not None and group.is_whole)
+            for place, group in self._open.items()
         ]
         return ProducerState(tuple(groups), self._places.next, tuple(self._places.again))
 
     async def _take(self, places: Iterable[int]) -> tuple[list[PromptGroup], Produced]:
-        groups = [self._open.pop(place).whole() for place in places]
+        groups = [group for place in places if (group := self._open.pop(place)) is not None]
         self._fly(0)
         produced, self._produced = self._produced, Produced()
         self._taken_at = self._changed_at

@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer
@@ -18,7 +18,7 @@ from megatron_dppo.architectures.registry import read_model_sizes
 from megatron_dppo.architectures.sizes import end_tokens
 from megatron_dppo.config.schema import Config, RolloutConfig
 from megatron_dppo.data.prompts.prompts import PromptsDigest, PromptStream, load_prompts
-from megatron_dppo.engines.base import ConcurrentEngine, RolloutEngine, SamplingParams
+from megatron_dppo.engines.base import RolloutEngine, SamplingParams
 from megatron_dppo.engines.embedded.engine import TransformersEngine
 from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
@@ -28,13 +28,11 @@ from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.rollout.ahead import Ahead, AllGather
 from megatron_dppo.rollout.counts import RolloutCounts
 from megatron_dppo.rollout.evaluation import Evaluation, evaluation_sets, responses_file
-from megatron_dppo.rollout.group_sampling import sample, score_groups
-from megatron_dppo.rollout.groups import GroupMaker, PromptGroup, usable_groups
-from megatron_dppo.rollout.open_groups import Places
+from megatron_dppo.rollout.groups import GroupMaker, GroupSampler, PromptGroup, usable_groups
 from megatron_dppo.rollout.producer import Producer
 from megatron_dppo.rollout.scores import PromptScore
 from megatron_dppo.rollout.scoring import OverlongShaping, RewardPools, Scorer, training_reward
-from megatron_dppo.rollout.staleness import StalenessBound
+from megatron_dppo.rollout.staleness import Places, StalenessBound
 from megatron_dppo.rollout.trajectories import TrajectorySampler
 from megatron_dppo.routing_replay.routes import validate_routes
 from megatron_dppo.types import DataCursor, ModelRouting, SampleGroup
@@ -52,38 +50,35 @@ class RolloutScheduler:
     """
 
     def __init__(
-        self,
-        options: RolloutConfig,
-        share: tuple[int, int],
-        engine: RolloutEngine,
-        maker: GroupMaker,
-        scorer: Scorer,
-        params: SamplingParams,
+        self, options: RolloutConfig, share: tuple[int, int], maker: GroupMaker, sampler: GroupSampler
     ) -> None:
         """Keep the options; draws no prompt.
 
         Args:
             options: [rollout] of the run.
             share: (rank, size) of the job.
-            engine: Engine; over-sampling requires one that can abort responses.
             maker: Group maker.
-            scorer: Scorer of whole groups.
-            params: Sampling parameters.
+            sampler: Sampler; over-sampling requires an engine that can abort responses.
         """
-        self._options, self._share, self._engine = options, share, engine
-        self._maker, self._scorer, self._params = maker, scorer, params
+        self._options, self._share, self._maker, self._sampler = options, share, maker, sampler
         self._num_drawn = math.ceil(options.over_sampling * options.prompts_per_rollout)  # over all ranks
         self._out_of_order: list[int] = []
 
-    def run(self, rollout: int, stream: PromptStream) -> tuple[list[SampleGroup], RolloutCounts]:
-        """Sample this rank's share of a rollout; draws from `stream`, which is the same on every rank."""
+    def run(
+        self, rollout: int, stream: PromptStream, weight_version: int
+    ) -> tuple[list[SampleGroup], RolloutCounts]:
+        """Sample this rank's share of a rollout by the engine's weights of this version.
+
+        It draws from `stream`, which is the same on every rank.
+        """
         options, (rank, size) = self._options, self._share
         groups, num_too_long = self._begin(rollout, stream)
         num_wanted = max(len(range(rank, options.prompts_per_rollout, size)) - num_too_long, 0)
-        whole, rest = self._sample(groups, num_wanted)
+        scored, rest = self._sample(groups, num_wanted)
         if options.over_sampling > 1:  # chance decides which groups are whole first, so they get new indices
-            whole = [replace(group, index=rank + size * i) for i, group in enumerate(whole)]
-        scored, replaced = score_groups(self._scorer, whole), list[PromptGroup]()
+            for number, group in enumerate(scored):
+                group.index = rank + size * number
+        replaced = list[PromptGroup]()
         for _ in range(options.max_refills if options.refill_zero_variance else 0):
             equal = [at for at, group in enumerate(scored) if group.has_zero_variance]
             if not equal:
@@ -91,15 +86,15 @@ class RolloutScheduler:
             fresh = self._ahead(rollout, stream, len(equal))
             num_too_long += len(equal) - len(fresh)
             whole, rest = self._sample([*rest, *fresh], min(len(equal), len(rest) + len(fresh)))
-            for at, group in zip(equal, score_groups(self._scorer, whole), strict=False):
+            for at, group in zip(equal, whole, strict=False):
                 replaced.append(scored[at])
-                scored[at] = replace(group, index=scored[at].index)
+                group.index, scored[at] = scored[at].index, group
         return usable_groups(
             scored,
             replaced,
             min(_SMALLEST_GROUP, self._maker.samples_per_prompt),
             num_too_long=num_too_long,
-            weight_version=self._engine.weight_version,
+            weight_version=weight_version,
             rest=rest,
         )
 
@@ -136,10 +131,9 @@ class RolloutScheduler:
         self, groups: Sequence[PromptGroup], num_wanted: int
     ) -> tuple[list[PromptGroup], list[PromptGroup]]:
         """Sample until `num_wanted` groups are whole; return these groups, and the others."""
-        sampled = sample(self._engine, groups, self._params, num_wanted, self._scorer)
-        whole = [at for at, group in enumerate(sampled) if group.is_whole][:num_wanted]
-        rest = [group for at, group in enumerate(sampled) if at not in set(whole)]
-        return [sampled[at] for at in whole], rest
+        self._sampler.sample(groups, num_wanted)
+        whole = [group for group in groups if group.is_whole][:num_wanted]
+        return whole, [group for group in groups if group not in whole]
 
 
 def build_engine(config: Config, hf_folder: Path, device: torch.device) -> RolloutEngine:
@@ -197,7 +191,7 @@ class Rollouts:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(hf_folder, trust_remote_code=False)
         rewards = [training_reward(config), *(each.reward for each in evaluation_sets(config))]
         self._rewards = RewardPools(config.data, rewards)
-        self._sampler = TrajectorySampler(config.rollout, config.data, engine, self.tokenizer, hf_folder)
+        self._sampler = TrajectorySampler(config.rollout, config.data, engine, hf_folder)
         self._prompts = load_prompts(config.data.prompts, config.data.prompt_column, config.data.answer_column)
         self._evaluation = Evaluation(config, self._sampler, self.tokenizer, self._rewards, share=share)
         self._stream = PromptStream(self._prompts, config.run.seed, config.data.shuffle)
@@ -209,8 +203,7 @@ class Rollouts:
         self._sampler.start(self._prompts[0])
 
     def _make_scheduler(self, routing: ModelRouting | None) -> RolloutScheduler:
-        parts = self._parts(routing, self.tokenizer)
-        return RolloutScheduler(self._config.rollout, self._share, self._sampler.engine, *parts)
+        return RolloutScheduler(self._config.rollout, self._share, *self._parts(routing, self.tokenizer))
 
     def _make_ahead(self) -> Ahead:
         """Make the supplier of rollouts for sampling during training; its thread has its own tokenizer."""
@@ -221,8 +214,6 @@ class Rollouts:
 
         def producer(places: Places) -> Producer:
             return Producer(
-                cast(ConcurrentEngine, self._engine),  # checks.sampling_rules requires it
-                self._sampler.conversations(tokenizer),
                 *parts,
                 places,
                 stream.at,
@@ -235,7 +226,7 @@ class Rollouts:
         smallest = min(_SMALLEST_GROUP, options.samples_per_prompt)
         return Ahead(bound, producer, stream, self._share, smallest)
 
-    def _parts(self, routing: ModelRouting | None, tokenizer: Any) -> tuple[GroupMaker, Scorer, SamplingParams]:
+    def _parts(self, routing: ModelRouting | None, tokenizer: Any) -> tuple[GroupMaker, GroupSampler]:
         options, config = self._config.rollout, self._config
         params = SamplingParams(
             max_response_tokens=options.max_response_tokens,
@@ -250,7 +241,7 @@ class Rollouts:
         maker = GroupMaker(tokenizer, *limits, self._sampler.environments)
         rewards = self._rewards.of(training_reward(config))
         scorer = Scorer(tokenizer, rewards, params.capture_routes, validate, self._overlong())
-        return maker, scorer, params
+        return maker, self._sampler.sampler(tokenizer, scorer, params)
 
     def _overlong(self) -> OverlongShaping | None:
         data, longest = self._config.data, self._config.rollout.max_response_tokens
@@ -290,7 +281,7 @@ class Rollouts:
             Groups with rewards but without advantages, and counts of everything that was sampled.
         """
         before = self._engine.counts
-        groups, counts = self._scheduler.run(rollout, self._stream)
+        groups, counts = self._scheduler.run(rollout, self._stream, self._engine.weight_version)
         return groups, replace(counts, engine=self._engine.counts - before)
 
     def next_ahead(
@@ -318,7 +309,7 @@ class Rollouts:
         return groups, replace(counts, engine=self._counted - before), self._ahead.metrics
 
     @contextmanager
-    def held(self, version: int, num_left: int) -> Iterator[Metrics]:
+    def pause(self, version: int, num_left: int) -> Iterator[Metrics]:
         """Pause sampling while the body pushes weights; then resume with the new weights.
 
         Args:
@@ -334,7 +325,7 @@ class Rollouts:
         if self._ahead is None:
             yield Metrics()
         else:
-            with self._ahead.held(version, num_left):
+            with self._ahead.pause(version, num_left):
                 yield self._ahead.metrics
 
     def settle(self, all_gather: AllGather) -> DataCursor:

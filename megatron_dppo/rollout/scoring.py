@@ -5,7 +5,7 @@ A faulty sample is dropped with a reason, and never repaired.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -63,10 +63,6 @@ class Fault:
 class RewardScorer(Protocol):
     """The interface of a `RewardPool` that scoring uses."""
 
-    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
-        """Return the result of each request, in order."""
-        ...
-
     async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
         """Return the result of one request; several calls may run at once."""
         ...
@@ -113,31 +109,18 @@ class Scorer:
         Raises:
             RewardError: The reward cannot be loaded, or its requests time out.
         """
-        checked = self._checked(sample, episode)
+        checked = self._check(sample, episode)
         if isinstance(checked, Fault) or checked.reward is not None:
             return checked
         result = await self.rewards.score_one(self._request(prompt, sample, episode))
-        return self._scored(checked, result)
+        return self._add_result(checked, result)
 
-    def score_all(self, answered: Sequence[tuple[Prompt, Sample, Episode | None]]) -> list[Sample | Fault]:
-        """Return the result of `score` for each sample, in order; one blocking call scores all of them.
-
-        Raises:
-            RewardError: The reward cannot be loaded, or its requests time out.
-        """
-        scored = [self._checked(sample, episode) for _, sample, episode in answered]
-        due = [(at, each) for at, each in enumerate(scored) if isinstance(each, Sample) and each.reward is None]
-        results = self.rewards.score([self._request(*answered[at]) for at, _ in due]) if due else []
-        for (at, sample), result in zip(due, results, strict=True):
-            scored[at] = self._scored(sample, result)
-        return scored
-
-    def _scored(self, sample: Sample, result: RewardResult | RewardFault) -> Sample | Fault:
+    def _add_result(self, sample: Sample, result: RewardResult | RewardFault) -> Sample | Fault:
         if isinstance(result, RewardFault):
             return Fault(result.kind, sample.id, result.message)
-        return self._rewarded(sample, result.value, result.info)
+        return self._add_reward(sample, result.value, result.info)
 
-    def _rewarded(self, sample: Sample, reward: float, more_info: Mapping[str, float]) -> Sample | Fault:
+    def _add_reward(self, sample: Sample, reward: float, more_info: Mapping[str, float]) -> Sample | Fault:
         """Return the sample with its reward (from an environment or a worker) plus any overlong penalty."""
         info = {**sample.reward_info, **more_info}
         if self.overlong is not None:
@@ -154,7 +137,7 @@ class Scorer:
         response = as_text(self.tokenizer, sample.tokens[sample.prompt_length :], has_special_tokens=False)
         return RewardRequest(prompt, response, sample.finish_reason)
 
-    def _checked(self, sample: Sample, episode: Episode | None) -> Sample | Fault:
+    def _check(self, sample: Sample, episode: Episode | None) -> Sample | Fault:
         if episode is not None and episode.fault is not None:
             return Fault("environment_failed", sample.id, episode.fault)
         fault = self._fault(sample)
@@ -164,7 +147,7 @@ class Scorer:
             return sample
         if episode.reward is None:
             return dataclasses.replace(sample, reward_info=dict(episode.info))
-        return self._rewarded(sample, episode.reward, episode.info)
+        return self._add_reward(sample, episode.reward, episode.info)
 
     def _fault(self, sample: Sample) -> Fault | None:
         if sample.finish_reason == "abort":
@@ -174,7 +157,7 @@ class Scorer:
         if not _has_usable_log_probs(sample):
             return Fault("non_finite_log_probs", sample.id, "NaN or infinity among the rollout's log-probs")
         if self.needs_routes and sample.num_retractions:
-            return Fault("invalid_routes", sample.id, _retracted(sample.num_retractions))
+            return Fault("invalid_routes", sample.id, _retraction_fault(sample.num_retractions))
         if self.needs_routes and sample.routed_experts is None:
             return Fault("invalid_routes", sample.id, "routes were requested, but the engine returned none")
         try:
@@ -191,7 +174,7 @@ def as_text(tokenizer: Tokenizer, tokens: Tensor, *, has_special_tokens: bool) -
     return tokenizer.decode(ids, skip_special_tokens=not has_special_tokens, clean_up_tokenization_spaces=False)
 
 
-def _retracted(num_retractions: int) -> str:
+def _retraction_fault(num_retractions: int) -> str:
     """Return a message with the reason why a retracted sample has no routes to replay, and a remedy."""
     times = "once" if num_retractions == 1 else f"{num_retractions} times"
     return (
@@ -224,14 +207,6 @@ class EnvironmentAlone:
 
     async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
         """Return a fault, because only responses without a reward of their environment are scored."""
-        return self._fault(request)
-
-    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
-        """Return a fault for each request."""
-        return [self._fault(request) for request in requests]
-
-    @staticmethod
-    def _fault(request: RewardRequest) -> RewardFault:
         found = "no reward of its environment"
         action = "Give a reward in a turn, or let data.reward name a function that scores the last response."
         message = f"found {found}; expected one, since data.reward = 'environment'. {action}"

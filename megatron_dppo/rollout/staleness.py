@@ -17,7 +17,7 @@ rollout waits only if the bound requires it, and no long response is dropped.
 """
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,6 +33,39 @@ class OpenGroup:
 
     def __post_init__(self) -> None:
         assert self.born is not None or not self.is_whole, "a group that is whole was born"
+
+
+@dataclass(frozen=True)
+class ProducerState:
+    """Open groups of one rank, and its next prompt indices."""
+
+    groups: tuple[OpenGroup, ...]
+    next_place: int  # index of this rank's next prompt that was never used
+    again: tuple[int, ...]  # indices of prompts to repeat that have not begun
+
+
+class Places:
+    """Prompt indices of one rank: first the prompts that a resumed run repeats, then every size-th prompt."""
+
+    def __init__(self, next_place: int, again: Sequence[int], share: tuple[int, int]) -> None:
+        """Start at a cursor.
+
+        Args:
+            next_place: Index of the first prompt that was never used.
+            again: Indices of the prompts to repeat, for all ranks.
+            share: (rank, size) of the job.
+        """
+        rank, size = share
+        self.again = deque(again[rank::size])
+        self.next = next_place + (rank - next_place) % size
+        self.rank, self._size = rank, size
+
+    def take(self) -> int:
+        """Return the next prompt index."""
+        if self.again:
+            return self.again.popleft()
+        self.next += self._size
+        return self.next - self._size
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Builds the trajectory sampler: an engine with environments, or with the user's `rollout.generate`."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -9,7 +10,8 @@ import torch
 from transformers import AutoConfig
 
 from megatron_dppo.config.schema import DataConfig, RolloutConfig
-from megatron_dppo.engines.base import Completion, EngineWrapper, Request, RolloutEngine, SamplingParams
+from megatron_dppo.engines.base import Completion, Request, RolloutEngine, SamplingParams, Session
+from megatron_dppo.engines.batch_session import batch_session
 from megatron_dppo.environments import (
     EnvironmentFault,
     EnvironmentPool,
@@ -20,8 +22,9 @@ from megatron_dppo.environments import (
     Trajectory,
 )
 from megatron_dppo.errors import EnvironmentFailedError, RolloutError
-from megatron_dppo.rollout.conversations import Conversations, TurnLimits
-from megatron_dppo.rollout.multi_turn import MultiTurnEngine
+from megatron_dppo.rollout.conversations import Ask, Conversations, TurnLimits
+from megatron_dppo.rollout.groups import GroupSampler
+from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.runtime.user_code import describe_error, import_named
 from megatron_dppo.types import FinishReason, Prompt
 
@@ -35,8 +38,8 @@ response. The function runs in the trainer's process: an exception stops the run
 """
 
 
-class UserGenerate(EngineWrapper):
-    """Engine that samples with a user's function; implements `engines.base.RolloutEngine`."""
+class UserGenerate:
+    """Samples responses with a user's function, which may call an engine."""
 
     def __init__(self, name: str, function: Generate, engine: RolloutEngine, vocab_size: int) -> None:
         """Store the function and its engine.
@@ -47,11 +50,11 @@ class UserGenerate(EngineWrapper):
             engine: Engine that is passed to the function.
             vocab_size: Vocabulary size of the model.
         """
-        super().__init__(engine)
+        self._engine = engine
         self._name, self._function, self._vocab_size = name, function, vocab_size
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        """Return the function's completions after checking them; see `RolloutEngine.generate`.
+        """Return a completion of the function for each request, after checking them.
 
         Raises:
             RolloutError: The function raised, or a completion does not fit its request.
@@ -67,9 +70,13 @@ class UserGenerate(EngineWrapper):
             raise self._wrong(
                 "", f"{len(completions)} completions", f"one for each of {len(requests)} requests"
             )
-        return [self._checked(*pair, params) for pair in zip(requests, completions, strict=True)]
+        return [self._check(*pair, params) for pair in zip(requests, completions, strict=True)]
 
-    def _checked(self, request: Request, completion: Any, params: SamplingParams) -> Completion:
+    def session(self, *, may_be_held: bool = True) -> AbstractAsyncContextManager[Session]:
+        """See `RolloutEngine.session`; one call of the function gets all requests."""
+        return batch_session(self.generate)
+
+    def _check(self, request: Request, completion: Any, params: SamplingParams) -> Completion:
         if not isinstance(completion, Completion) or completion.request_id != request.id:
             found = (
                 f"{getattr(completion, 'request_id', type(completion).__name__)!r} in place of {request.id!r}"
@@ -84,19 +91,20 @@ class UserGenerate(EngineWrapper):
             rows["topk"] = 0 if completion.topk is None else completion.topk.ids.shape[0]
         is_in_range = count == 0 or (int(tokens.min()) >= 0 and int(tokens.max()) < self._vocab_size)
         most, reasons = params.max_response_tokens, get_args(FinishReason)
-        faults = {
-            f"tokens of {tokens.dtype}; expected int64": tokens.dtype != torch.int64,
-            f"{count} tokens; expected at most {most}": count > most,
-            f"token ids beyond the vocabulary; expected 0 to {self._vocab_size - 1}": not is_in_range,
-            f"rows {rows}; expected {count}, one per token": any(n != count for n in rows.values()),
-            f"loss_mask of {mask.dtype}; expected bool": mask.dtype != torch.bool,
-            f"finish_reason {completion.finish_reason!r}; expected one of {reasons}": (
-                completion.finish_reason not in reasons
+        faults = [
+            (tokens.dtype != torch.int64, f"tokens of {tokens.dtype}", "int64"),
+            (count > most, f"{count} tokens", f"at most {most}"),
+            (not is_in_range, "token ids beyond the vocabulary", f"0 to {self._vocab_size - 1}"),
+            (any(n != count for n in rows.values()), f"rows {rows}", f"{count}, one per token"),
+            (mask.dtype != torch.bool, f"loss_mask of {mask.dtype}", "bool"),
+            (
+                completion.finish_reason not in reasons,
+                f"finish_reason {completion.finish_reason!r}",
+                f"one of {reasons}",
             ),
-        }
-        for fault, is_there in faults.items():
+        ]
+        for is_there, found, expected in faults:
             if is_there:
-                found, _, expected = fault.partition("; expected ")
                 raise self._wrong(request.id, found, expected)
         return replace(completion, log_probs=completion.log_probs.detach().float())
 
@@ -109,12 +117,11 @@ class TrajectorySampler:
     """Samples trajectories with `rollout.environment` or `rollout.generate`; owns the environments' workers.
 
     Attributes:
-        engine: Engine that samples trajectories for training and evaluation.
         environments: Environments that give the first observation of each trajectory.
     """
 
     def __init__(
-        self, options: RolloutConfig, data: DataConfig, engine: RolloutEngine, tokenizer: Any, hf_folder: Path
+        self, options: RolloutConfig, data: DataConfig, engine: RolloutEngine, hf_folder: Path
     ) -> None:
         """Build the sampler, and start no worker.
 
@@ -122,7 +129,6 @@ class TrajectorySampler:
             options: Section [rollout].
             data: Section [data]; environments use the number and the limits of its reward workers.
             engine: Engine that samples single turns; not owned.
-            tokenizer: Tokenizer of the engine's model.
             hf_folder: Folder with the model's config.json.
 
         Raises:
@@ -130,18 +136,18 @@ class TrajectorySampler:
         """
         self._pool = environment_pool(options.environment, data)
         self.environments: Environments = self._pool or InProcess(SingleTurn)
-        self.engine: RolloutEngine
+        self._open_session, self._is_users = engine.session, options.generate is not None
         self._limits = TurnLimits(options.max_turns, options.max_turn_tokens)
-        if options.generate is None:
-            self.engine = MultiTurnEngine(engine, self.environments, tokenizer, self._limits)
-        else:
+        if options.generate is not None:
             vocab_size = AutoConfig.from_pretrained(hf_folder, trust_remote_code=False).vocab_size
             function = import_named("rollout.generate", options.generate)
-            self.engine = UserGenerate(options.generate, function, engine, vocab_size)
+            self._open_session = UserGenerate(options.generate, function, engine, vocab_size).session
 
-    def conversations(self, tokenizer: Any) -> Conversations:
-        """Return conversations with the environments, for another thread with its own tokenizer."""
-        return Conversations(self.environments, tokenizer, self._limits)
+    def sampler(self, tokenizer: Any, scorer: Scorer, params: SamplingParams) -> GroupSampler:
+        """Return a sampler of groups; each thread needs its own, with its own tokenizer."""
+        conversations = Conversations(self.environments, tokenizer, self._limits)
+        converse = _ask_once if self._is_users else conversations.run
+        return GroupSampler(self._open_session, converse, scorer, params)
 
     def start(self, first: Prompt) -> None:
         """Step the environment once, if it has workers, so that a faulty environment stops the run early.
@@ -156,6 +162,11 @@ class TrajectorySampler:
         """End the workers."""
         if self._pool is not None:
             self._pool.close()
+
+
+async def _ask_once(request: Request, params: SamplingParams, ask: Ask) -> Completion:
+    """Sample a response that the user's function completes."""
+    return await ask(request, params)
 
 
 def environment_pool(name: str, data: DataConfig) -> EnvironmentPool | None:

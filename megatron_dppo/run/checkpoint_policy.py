@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from megatron_dppo.actor.actor import Actor
@@ -10,10 +11,8 @@ from megatron_dppo.config.load import dump_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.run.checkpoints import Checkpoints
-from megatron_dppo.run.run_point import RunPoint
-from megatron_dppo.run.session import Session
-from megatron_dppo.run.state import TrainingState
-from megatron_dppo.run.turns import Turns
+from megatron_dppo.run.session import RunSession
+from megatron_dppo.run.state import RunPoint, TrainingState
 from megatron_dppo.types import DataCursor
 
 log = logging.getLogger(__name__)
@@ -23,10 +22,15 @@ class CheckpointPolicy:
     """Saves the training state as configured in `[checkpoint]`. All ranks call each method together."""
 
     def __init__(
-        self, config: Config, session: Session, actor: Actor, state: TrainingState, turns: Turns
+        self,
+        config: Config,
+        session: RunSession,
+        actor: Actor,
+        state: TrainingState,
+        to_trainer: Callable[[], None],
     ) -> None:
-        """Find the existing checkpoints; call `resume` next."""
-        self._turns = turns
+        """Find the existing checkpoints; call `resume` next. `to_trainer` gives the trainer the GPU."""
+        self._to_trainer = to_trainer
         self._config, self._runtime, self._logger = config, session.runtime, session.logger
         self._actor, self._state = actor, state
         self._settings = dump_config(config)
@@ -87,7 +91,7 @@ class CheckpointPolicy:
         offset = self._logger.offset()
         digest, settings = self._prompts_digest, self._settings
         point = RunPoint(state.run_state, offset, digest, opened, score, settings, state.queue)
-        self._turns.to_trainer()
+        self._to_trainer()
         self._count(self._checkpoints.save(self._actor, point))
 
     def _count(self, seconds: float) -> None:
@@ -126,7 +130,7 @@ class CheckpointPolicy:
         Raises:
             CheckpointError: The checkpoint cannot be loaded.
         """
-        self._turns.to_trainer()
+        self._to_trainer()
         return self._checkpoints.go_back(self._actor, max_rollouts)
 
     def _is_due(self) -> bool:

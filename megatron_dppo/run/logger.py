@@ -157,7 +157,7 @@ class RunLogger:
 
     def write_step(self, rollout: int, step: int, metrics: Metrics) -> None:
         """Write the row of a gradient step, from each rank's statistics."""
-        values = without_lone_age(self._merged(metrics))
+        values = without_lone_age(self._merge(metrics))
         values |= bound_terms(values)
         of_rollout = of_the_rollout(values)
         self._rollout_metrics |= of_rollout | prob_diff_so_far(self._rollout_metrics, values)
@@ -182,7 +182,7 @@ class RunLogger:
 
     def add_to_rollout(self, metrics: Metrics) -> None:
         """Add each rank's statistics to the row of the current rollout."""
-        self._rollout_metrics |= self._merged(metrics)
+        self._rollout_metrics |= self._merge(metrics)
 
     def describe_rollout(self, groups: Sequence[SampleGroup], counts: RolloutCounts) -> dict[str, float]:
         """Return rewards and dropped samples for the rollout's row, from each rank's share of it.
@@ -202,7 +202,7 @@ class RunLogger:
             "memory/rollout_bytes", bytes_of_samples(sample for group in groups for sample in group.samples)
         )
         total = counts.with_totals(sum(self._runtime.all_gather(counts.to_tensor())))  # type: ignore[arg-type]
-        values = self._merged(metrics) | total.metrics()
+        values = self._merge(metrics) | total.metrics()
         values["rollout/num_response_tokens"] = total.num_response_tokens
         refuse_if_too_many_dropped(total, self._config.rollout.max_dropped_fraction)
         if total.num_prompts_too_long and self._runtime.is_main:
@@ -222,7 +222,7 @@ class RunLogger:
         metrics.add_mean("batch/moved_fraction", report.num_moved, report.num_samples)
         metrics.add_mean("batch/padding_fraction", report.num_padding_tokens, report.num_tokens)
         metrics.add_max("batch/max_bytes_per_rank", report.max_bytes)
-        return self._merged(metrics)
+        return self._merge(metrics)
 
     def begin_row(self, sampled: SampledRollout, weight_version: int) -> None:
         """Add the metrics measured when a rollout was sampled, and its current staleness, to the row."""
@@ -268,7 +268,7 @@ class RunLogger:
         if self._save_s:
             metrics.add_max("time/save_s", self._save_s)
         metrics.add_max(_BETWEEN, self._save_between_s)
-        row = self._rollout_metrics | self._merged(metrics)
+        row = self._rollout_metrics | self._merge(metrics)
         between_s, self._save_s, self._save_between_s = row.pop(_BETWEEN), 0.0, 0.0
         self._rollout_metrics = {}
         row["throughput/tokens_per_s"] = row["rollout/num_response_tokens"] / (row["time/total_s"] + between_s)
@@ -333,7 +333,7 @@ class RunLogger:
         """
         duration = Metrics()
         duration.add_max("time/evaluation_s", seconds)
-        merged, values = over_ranks(self._runtime.all_gather(scores)), self._merged(duration)
+        merged, values = over_ranks(self._runtime.all_gather(scores)), self._merge(duration)
         for each in evaluation_sets(self._config):
             of_set = each.metrics(merged[each.name], self._config.run.seed)
             values |= of_set
@@ -347,7 +347,7 @@ class RunLogger:
         self._history.add_evaluation(values)
         self._on_main(lambda folder: folder.write_evaluation(rollout, values))
 
-    def _merged(self, metrics: Metrics) -> dict[str, float]:
+    def _merge(self, metrics: Metrics) -> dict[str, float]:
         return Metrics().merge(self._runtime.all_gather(metrics.state())).values()
 
     def _on_main(self, action: Callable[[RunFolder], T]) -> T:

@@ -1,4 +1,4 @@
-"""Parts of a run that every mode of the loop needs: state, checkpoints, stop signals, bad steps, rollback."""
+"""The parts of a run between the phases of the loop, which all ranks call together."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -7,29 +7,32 @@ from megatron_dppo.actor.actor import Actor
 from megatron_dppo.actor.observation import Step
 from megatron_dppo.actor.reference import ReferencePolicy
 from megatron_dppo.config.schema import Config
-from megatron_dppo.run.bad_steps import BadSteps
+from megatron_dppo.data.batches.gradient_steps import gradient_steps, with_advantages
+from megatron_dppo.engines.weight_sync.factory import WeightSync
+from megatron_dppo.rollout.counts import RolloutCounts
+from megatron_dppo.rollout.rollouts import Rollouts
 from megatron_dppo.run.checkpoint_policy import CheckpointPolicy
 from megatron_dppo.run.logger import Alarm
 from megatron_dppo.run.preemption import Preemption
-from megatron_dppo.run.rollback import Rollback
-from megatron_dppo.run.session import Session
+from megatron_dppo.run.recovery import BadSteps, Rollback
+from megatron_dppo.run.session import RunSession
 from megatron_dppo.run.state import TrainingState
-from megatron_dppo.run.turns import Turns
-from megatron_dppo.types import OpenRollout
+from megatron_dppo.runtime.process import Runtime
+from megatron_dppo.types import OpenRollout, SampleGroup
 
 T = TypeVar("T")
 
 
 class RunParts:
-    """The parts of a run between its phases. All ranks call each method together."""
+    """The parts of every run: actor, state, checkpoints, stop signals, skipped steps and rollback."""
 
-    def __init__(self, config: Config, session: Session, actor: Actor) -> None:
-        """Create the parts; `checkpoints.resume` comes next."""
+    def __init__(self, config: Config, session: RunSession, actor: Actor, sync: WeightSync | None) -> None:
+        """Create the parts; `checkpoints.resume` comes next. `sync` is None in a run without an engine."""
         self.config, self.actor = config, actor
         self.runtime, self.logger = session.runtime, session.logger
         self.reference = ReferencePolicy(actor, config) if actor.objective.ref_kl_coef != 0 else None
-        self.state, self.turns = TrainingState(config, self.runtime), Turns(actor, session.runtime)
-        self.checkpoints = CheckpointPolicy(config, session, actor, self.state, self.turns)
+        self.state, self.turns = TrainingState(config, self.runtime), Turns(actor, sync, session.runtime)
+        self.checkpoints = CheckpointPolicy(config, session, actor, self.state, self.turns.to_trainer)
         self.preemption = Preemption(session.stop_requests, self.runtime, self.checkpoints.save_before_exit)
         self.bad_steps = BadSteps(config, self.runtime, self.state, self.checkpoints)
         self.rollback = Rollback(config, session, self.state, self.checkpoints)
@@ -43,16 +46,6 @@ class RunParts:
         """
         self.preemption.exit_if_requested()
         self.checkpoints.save_if_due()
-
-    def sampled(self, work: Callable[[], T]) -> T:
-        """Run `work`, which samples, in the engine's turn with the current weights, and return its result.
-
-        Raises:
-            Preempted: A rank received a stop signal, and the run has saved.
-            WeightSyncError: The engine did not get the weights.
-        """
-        self.turns.require_engine(self.state.weight_version)
-        return self.preemption.run_interruptible(work)
 
     def begin_rollout(self) -> None:
         """Open the oldest queued rollout, and compute log-probs of policy and reference for its steps."""
@@ -101,3 +94,106 @@ class RunParts:
         alarm = self.logger.write_rollout(self.state.rollout, self.state.timer.stop())
         self.state.finish_rollout(weight_version)
         return alarm
+
+
+class Sampling:
+    """Samples rollouts in turn with training, or ahead of it, and pushes the weights between them."""
+
+    def __init__(self, parts: RunParts, rollouts: Rollouts) -> None:
+        """Use the rollouts and the engine of a run."""
+        self._parts, self.rollouts = parts, rollouts
+
+    def sample(self, rollout: int) -> None:
+        """Sample a rollout with the current weights, score it, and queue its gradient steps."""
+        parts, state, rollouts = self._parts, self._parts.state, self.rollouts
+        with state.timer.time("rollout"):
+            groups, counts = self._next_groups(rollout)
+            parts.turns.to_trainer()
+        metrics = parts.logger.describe_rollout(groups, counts)
+        groups = with_advantages(groups, parts.config.algorithm.normalize_advantage_std)
+        parts.logger.write_samples(rollout, groups, rollouts.tokenizer)
+        with state.timer.time("batch"):
+            steps, report = gradient_steps(
+                groups, rollout, parts.config, parts.actor.data_parallel, routing=parts.actor.captured_routing
+            )
+        metrics |= parts.logger.describe_batches(report)
+        state.queue_rollout(steps, metrics, rollouts.settle(parts.runtime.all_gather))
+
+    def in_turn(self, work: Callable[[], T]) -> T:
+        """Run `work`, which samples, in the engine's turn with the current weights, and return its result.
+
+        Raises:
+            Preempted: A rank received a stop signal, and the run has saved.
+            WeightSyncError: The engine did not get the weights.
+        """
+        self._parts.turns.require_engine(self._parts.state.weight_version)
+        return self._parts.preemption.run_interruptible(work)
+
+    def push(self, version: int, num_finished: int = 0) -> dict[str, float]:
+        """Pause sampling and push the weights; `num_finished` finished rollouts are not in the state yet.
+
+        Returns:
+            Metrics of the push.
+
+        Raises:
+            WeightSyncError: The engine did not receive the weights.
+            RolloutError: Sampling ahead failed.
+        """
+        parts = self._parts
+        num_left = parts.config.run.num_rollouts - parts.state.rollout - num_finished
+        with self.rollouts.pause(version, num_left) as held:
+            metrics = parts.turns.to_engine(version)
+        parts.logger.add_to_rollout(held)
+        return metrics
+
+    def _next_groups(self, rollout: int) -> tuple[list[SampleGroup], RolloutCounts]:
+        """Sample the next rollout, or return a rollout that was sampled ahead once it may be trained on."""
+        parts, rollouts, version = self._parts, self.rollouts, self._parts.state.weight_version
+        if not rollouts.is_ahead:
+            return self.in_turn(lambda: rollouts.next(rollout))
+        groups, counts, metrics = parts.preemption.run_together(
+            lambda is_asked: rollouts.next_ahead(version, parts.runtime.all_gather, is_asked)
+        )
+        parts.logger.add_to_rollout(metrics)
+        return groups, counts
+
+
+class Turns:
+    """Lets trainer and engine take turns on the GPU, in the order that `runtime.gpu_ledger` documents.
+
+    If the engine has its own GPU, nothing is offloaded.
+    """
+
+    def __init__(self, actor: Actor, sync: WeightSync | None, runtime: Runtime) -> None:
+        """Start with the trainer's turn. `sync` is None without an engine: the trainer has every turn."""
+        self._actor, self._sync, self._ledger = actor, sync, runtime.gpu_ledger
+
+    def to_engine(self, version: int) -> dict[str, float]:
+        """Push the trainer's weights, give the engine the turn, and return metrics of the push.
+
+        Raises:
+            WeightSyncError: The engine did not receive the weights.
+        """
+        assert self._sync is not None, "weights are pushed to an engine"
+        self.to_trainer()
+        self._sync.prepare_push()
+        if self._ledger.takes_turns:
+            self._actor.complete_parameters()
+            self._actor.memory.leave()
+        return self._sync.push(version)
+
+    def require_engine(self, version: int) -> None:
+        """Give the engine the turn, with the current weights, unless it already has the turn."""
+        if self._ledger.takes_turns and not self._ledger.holds("engine cache"):
+            self.to_engine(version)
+
+    def to_trainer(self) -> None:
+        """Give the trainer the turn, unless it already has it; the engine needs a push before it samples again.
+
+        Raises:
+            WeightSyncError: The engine does not release its memory.
+        """
+        if self._actor.memory.is_away:
+            assert self._sync is not None, "the trainer leaves for an engine"
+            self._sync.release_engine()
+            self._actor.memory.come_back()

@@ -37,13 +37,13 @@ class StopRequests:
     """Records whether this process has received a stop signal. Ranks receive it at different times."""
 
     def __init__(self) -> None:
-        """Start without signal handlers; `handled` installs them."""
+        """Start without signal handlers; `handle_signals` installs them."""
         self.is_received = False
         self._received_at = 0.0
         self._is_interruptible = self._is_interrupted = False
 
     @contextlib.contextmanager
-    def handled(self) -> Iterator["StopRequests"]:
+    def handle_signals(self) -> Iterator["StopRequests"]:
         """Handle the signals while the body runs; only in the main thread."""
         before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         try:

@@ -18,7 +18,7 @@ from megatron_dppo.runtime.process import Runtime, start, stop
 
 
 @dataclass(frozen=True)
-class Session:
+class RunSession:
     """Runtime, run logger and stop signals of a training run, ready before it loads a model."""
 
     runtime: Runtime
@@ -27,7 +27,7 @@ class Session:
 
 
 @contextmanager
-def start_session(config: Config, *, accepts_changes: bool = False) -> Iterator[Session]:
+def start_session(config: Config, *, accepts_changes: bool = False) -> Iterator[RunSession]:
     """Start a training run's session for the time of the body, and handle its stop signals.
 
     If `accepts_changes` is true, a run may be resumed with settings that make another experiment.
@@ -39,17 +39,17 @@ def start_session(config: Config, *, accepts_changes: bool = False) -> Iterator[
     """
     run, requests = config.run.folder, StopRequests()
     with (
-        joined_processes(config, requests.handled()) as runtime,
+        join_processes(config, requests.handle_signals()) as runtime,
         full_disk_explained(run, kept=lambda: newest_checkpoint(run)),
     ):
         options = {"accepts_changes": accepts_changes, "needs": BEFORE_LOADING}
         runtime.on_main(lambda: require_valid(config, runtime.world_size, **options))
         with RunLogger.open(config, runtime) as logger:
-            yield Session(runtime, logger, requests)
+            yield RunSession(runtime, logger, requests)
 
 
 @contextmanager
-def joined_processes(
+def join_processes(
     config: Config, signal_handling: AbstractContextManager[object] | None = None
 ) -> Iterator[Runtime]:
     """Join the other processes of the job for the time of the body; a failure on one rank ends all of them.

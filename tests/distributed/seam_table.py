@@ -29,7 +29,7 @@ _CHECKPOINTS = "run.checkpoints"
 _LAUNCH = "engines.sglang.server:plan_launch"
 _SYNC = "engines.weight_sync.factory"
 _WORKER = "workers.worker_process:WorkerProcess.__init__"
-_SCORE = "rollout.scoring:Scorer.score_all"
+_SCORE = "rollout.scoring:Scorer.score"
 
 # Settings that arrive as they are: the setting, its consumer, and the argument (or an attribute of one).
 _AS_IT_IS = {
@@ -218,7 +218,7 @@ _ROLLOUT = [
     Seam("rollout.lag", "run.state:TrainingState.begin_rollout", lambda call: len(call.self.queue), fold=max),
     Seam(
         "rollout.max_turns",
-        "rollout.group_sampling:_sample",
+        "rollout.groups:sample_of",
         given("completion.episode.num_turns"),
         "turns",
         fold=max,

@@ -16,7 +16,7 @@ from megatron_dppo.config.effects import may_change
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.sections import Section
 from megatron_dppo.errors import ConfigError, RolloutError
-from megatron_dppo.evaluate import _kept
+from megatron_dppo.evaluate import _keep_unchanged
 from megatron_dppo.rollout.scores import metric_names
 from megatron_dppo.runtime.process import Runtime
 from tests.distributed.test_training_run import train
@@ -199,7 +199,7 @@ def test_a_folder_with_metrics_of_something_else_is_refused(tmp_path: Path) -> N
     for content in ('{"reward/mean": 0.5}', "[]", "{"):
         (tmp_path / "metrics.json").write_text(content)
         with pytest.raises(ConfigError, match="which no evaluation wrote"):
-            _kept(tmp_path, {})
+            _keep_unchanged(tmp_path, {})
         assert (tmp_path / "metrics.json").read_text() == content
 
 

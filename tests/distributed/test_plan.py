@@ -401,7 +401,7 @@ def saves(
     """Peak resident bytes that a save adds, bytes that the plan counts, and seconds of its pause."""
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.run.checkpoints import Checkpoints
-    from megatron_dppo.run.run_point import RunPoint
+    from megatron_dppo.run.state import RunPoint
     from megatron_dppo.types import RunState
     from tools.benchmarks.benchmarking import peak_memory
 

@@ -75,7 +75,7 @@ def save(runtime: Runtime, actor: Any, folder: Path) -> Path:
     """A checkpoint of the run's kind."""
     from megatron_dppo.config.schema import CheckpointConfig
     from megatron_dppo.run.checkpoints import Checkpoints
-    from megatron_dppo.run.run_point import RunPoint
+    from megatron_dppo.run.state import RunPoint
     from megatron_dppo.types import RunState
 
     checkpoints = Checkpoints(

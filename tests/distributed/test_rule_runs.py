@@ -40,7 +40,7 @@ def train_with_each(runtime: Runtime, task: Path) -> None:
     from megatron_dppo.config.schema import Config
     from megatron_dppo.run.logger import RunLogger
     from megatron_dppo.run.preemption import StopRequests
-    from megatron_dppo.run.session import Session
+    from megatron_dppo.run.session import RunSession
 
     for name, options in ALGORITHMS.items():
         changes: dict[str, dict[str, Any]] = {
@@ -51,8 +51,8 @@ def train_with_each(runtime: Runtime, task: Path) -> None:
         tables = settings(task, name, **changes)
         tables["algorithm"] = {"minibatches_per_rollout": 2, "preset": name, **options}
         config = Config.model_validate(tables)
-        with StopRequests().handled() as requests, RunLogger.open(config, runtime) as logger:
-            loop.Training.prepare(config, Session(runtime, logger, requests)).run()
+        with StopRequests().handle_signals() as requests, RunLogger.open(config, runtime) as logger:
+            loop.Training.prepare(config, RunSession(runtime, logger, requests)).run()
 
 
 @pytest.fixture(scope="module")

@@ -45,11 +45,11 @@ def train(
     from megatron_dppo.config.schema import Config
     from megatron_dppo.run.logger import RunLogger
     from megatron_dppo.run.preemption import Preempted, StopRequests
-    from megatron_dppo.run.session import Session
+    from megatron_dppo.run.session import RunSession
 
     config = Config.model_validate(tables)
-    with StopRequests().handled() as requests, RunLogger.open(config, runtime) as logger:
-        training = loop.Training.prepare(config, Session(runtime, logger, requests))
+    with StopRequests().handle_signals() as requests, RunLogger.open(config, runtime) as logger:
+        training = loop.Training.prepare(config, RunSession(runtime, logger, requests))
         forwards = count_forwards(training.actor)
         if stop_after == 0:
             os.kill(os.getpid(), signal.SIGTERM)

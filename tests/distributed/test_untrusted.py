@@ -375,7 +375,7 @@ def save_and_load(runtime: Runtime, model: str, folder: str) -> dict[str, int]:
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.config.schema import CheckpointConfig, Config
     from megatron_dppo.run.checkpoints import Checkpoints, load
-    from megatron_dppo.run.run_point import RunPoint
+    from megatron_dppo.run.state import RunPoint
     from megatron_dppo.types import RunState
 
     config = Config.model_validate(

@@ -23,11 +23,10 @@ from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
 from megatron_dppo.environments import InProcess, Observation, SingleTurn, Turn
 from megatron_dppo.rollout.ahead import Ahead
 from megatron_dppo.rollout.conversations import Ask, Conversations, TurnLimits
-from megatron_dppo.rollout.groups import GroupMaker
-from megatron_dppo.rollout.open_groups import Places
+from megatron_dppo.rollout.groups import GroupMaker, GroupSampler
 from megatron_dppo.rollout.producer import Producer
 from megatron_dppo.rollout.scoring import Scorer, as_text
-from megatron_dppo.rollout.staleness import StalenessBound
+from megatron_dppo.rollout.staleness import Places, StalenessBound
 from megatron_dppo.types import FinishReason, Prompt, Sample
 from tests.support.comparing import PARITY, Lengths, Letters
 from tests.support.serving import KEY, MODEL, VERSION, Served, num_requests
@@ -113,8 +112,8 @@ def make_ahead(engine: SglangEngine, conversations: Conversations, environments:
     def producer(places: Places) -> Producer:
         maker = GroupMaker(Letters(), SAMPLES, max_prompt_tokens=64, seed=0, environments=environments)
         scorer = Scorer(Letters(), Lengths(), True, None)
-        parts = engine, conversations, maker, scorer, PARAMS
-        return Producer(*parts, places, stream.at, num_prompts=stream.num_prompts)
+        sampler = GroupSampler(engine.session, conversations.run, scorer, PARAMS)
+        return Producer(maker, sampler, places, stream.at, num_prompts=stream.num_prompts)
 
     return Ahead(BOUND, producer, stream, (0, 1), smallest_group=1)
 
@@ -128,7 +127,7 @@ def train(ahead: Ahead, engine: SglangEngine, weights: Weights) -> Iterator[tupl
     """Sample and "train" a few rollouts; yields each version with the samples that it trained on."""
 
     def push(version: int) -> None:
-        with ahead.held(version, FIRST_VERSION + 99 - version):
+        with ahead.pause(version, FIRST_VERSION + 99 - version):
             assert num_requests(weights.served) == 0
             weights.push(version)
             engine.admit(engine.urls, version)

@@ -18,12 +18,11 @@ from megatron_dppo.environments import InProcess, SingleTurn
 from megatron_dppo.errors import ConfigError, RolloutError, ServerError, WeightSyncError
 from megatron_dppo.rollout.conversations import TurnLimits
 from megatron_dppo.rollout.groups import GroupMaker
-from megatron_dppo.rollout.multi_turn import MultiTurnEngine
 from megatron_dppo.rollout.rollouts import RolloutScheduler, build_engine
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.routing_replay.routes import validate_routes
 from megatron_dppo.types import Prompt, Sample
-from tests.support.collecting import Collected, collect
+from tests.support.collecting import Collected, MultiTurn, collect
 from tests.support.comparing import FULL, PARITY, Lengths, Letters, compare, requests_of
 from tests.support.serving import CHUNK, KEY, MAX_TOKENS, MODEL, Served, served_config
 from tests.support.tiny import VOCAB, write_model
@@ -111,17 +110,16 @@ def test_over_sampling_drops_what_is_not_whole_first(served: Served, engine: Sgl
     routing = MODEL.routing
     assert routing is not None
     scorer = Scorer(Letters(), Lengths(), True, partial(validate_routes, routing=routing))
+    multi_turn = MultiTurn(engine, InProcess(SingleTurn), Letters(), TurnLimits())
     scheduler = RolloutScheduler(
         RolloutConfig.model_validate(options),
         (0, 1),
-        MultiTurnEngine(engine, InProcess(SingleTurn), Letters(), TurnLimits()),
         GroupMaker(Letters(), 4, 64, seed=0),
-        scorer,
-        params,
+        multi_turn.sampler(scorer, params),
     )
     letters = "abcdefghijklmnopqrstuvwxyz"
     stream = PromptStream([Prompt(x, "", "test", text="what is " + x * 9) for x in letters], 0, shuffle=False)
-    batches = [Collected(*scheduler.run(rollout, stream)) for rollout in range(2)]
+    batches = [Collected(*scheduler.run(rollout, stream, engine.weight_version)) for rollout in range(2)]
     for batch in batches:
         assert [len(group.samples) for group in batch.groups] == [4, 4]
         assert batch.counts.num_dropped_samples == batch.counts.num_continued == 0

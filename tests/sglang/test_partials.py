@@ -12,7 +12,8 @@ from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.types import WeightVersionSpan
-from tests.support.comparing import PARITY, compare, requests_of, sampled_until
+from tests.support.collecting import sample_until
+from tests.support.comparing import PARITY, compare, requests_of
 from tests.support.serving import KEY, MAX_TOKENS, MODEL, Served
 
 PARAMS = SamplingParams(200, num_topk_log_probs=20, capture_routes=True)
@@ -57,7 +58,7 @@ def _set_version(served: Served, version: int) -> None:
 
 def test_what_is_aborted_goes_on_as_if_it_had_not_been(served: Served, engine: SglangEngine) -> None:
     requests = requests_of("go-on", num_prompts=16, samples=4)
-    first = sampled_until(engine, requests, PARAMS, _after(6))
+    first = sample_until(engine, requests, PARAMS, _after(6))
     begun = _begun(requests, first)
     num_finished = sum(completion.finish_reason != "abort" for completion in first)
     num_not_begun = len(first) - num_finished - len(begun)
@@ -87,7 +88,7 @@ def test_what_is_aborted_goes_on_as_if_it_had_not_been(served: Served, engine: S
 
 def test_versions_of_the_weights_are_joined(served: Served, engine: SglangEngine) -> None:
     requests = requests_of("versions", num_prompts=4, samples=4)
-    begun = _begun(requests, sampled_until(engine, requests, PARAMS, _after(3)))
+    begun = _begun(requests, sample_until(engine, requests, PARAMS, _after(3)))
     assert begun
     _set_version(served, 1)
     try:
@@ -107,8 +108,8 @@ def test_versions_of_the_weights_are_joined(served: Served, engine: SglangEngine
 
 def test_what_is_aborted_twice_goes_on(served: Served, engine: SglangEngine) -> None:
     requests = requests_of("twice", num_prompts=4, samples=4)
-    begun = _begun(requests, sampled_until(engine, requests, PARAMS, _after(2)))
-    second = sampled_until(engine, begun, PARAMS, _after(2))
+    begun = _begun(requests, sample_until(engine, requests, PARAMS, _after(2)))
+    second = sample_until(engine, begun, PARAMS, _after(2))
     twice = _begun(begun, second)
     whole = engine.generate(twice, PARAMS)
     assert twice and max(compare(served, twice, whole, PARAMS)) <= PARITY
@@ -116,7 +117,7 @@ def test_what_is_aborted_twice_goes_on(served: Served, engine: SglangEngine) -> 
 
 def test_a_response_whose_routes_were_lost_goes_on_without(engine: SglangEngine) -> None:
     requests = requests_of("lost", num_prompts=4, samples=4)
-    first = _begun(requests, sampled_until(engine, requests, PARAMS, _after(3)))[0]
+    first = _begun(requests, sample_until(engine, requests, PARAMS, _after(3)))[0]
     assert first.partial is not None
     lost = dataclasses.replace(first, partial=dataclasses.replace(first.partial, routed_experts=None))
     (completion,) = engine.generate([lost], PARAMS)
@@ -129,7 +130,7 @@ def test_what_could_not_go_on_is_refused_before_it_begins(engine: SglangEngine) 
     requests = requests_of("long", num_prompts=1, samples=1)
     engine.generate(requests, longest)
     with pytest.raises(RolloutError, match="506 tokens"):
-        sampled_until(engine, requests, longest, _after(1))
+        sample_until(engine, requests, longest, _after(1))
 
 
 def test_a_partial_that_does_not_fit_is_refused(engine: SglangEngine) -> None:

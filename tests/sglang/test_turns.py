@@ -9,8 +9,8 @@ from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.environments import InProcess, Observation, Turn
 from megatron_dppo.rollout.conversations import TurnLimits
-from megatron_dppo.rollout.multi_turn import MultiTurnEngine
 from megatron_dppo.types import FinishReason, Prompt
+from tests.support.collecting import MultiTurn
 from tests.support.comparing import PARITY, Letters, compare, requests_of
 from tests.support.serving import KEY, MODEL, Served
 
@@ -33,9 +33,7 @@ class Curious:
 
 def test_a_conversation_is_that_of_one_forward_pass(served: Served) -> None:
     engine = SglangEngine(served.url, MODEL, Patience(generate_timeout_s=120), api_key=KEY)
-    multi_turn = MultiTurnEngine(
-        engine, InProcess(Curious), Letters(), TurnLimits(max_turns=3, max_turn_tokens=9)
-    )
+    multi_turn = MultiTurn(engine, InProcess(Curious), Letters(), TurnLimits(max_turns=3, max_turn_tokens=9))
     prompt = Prompt("p", "", "test", text="?")
     requests = [dataclasses.replace(r, prompt=prompt) for r in requests_of("turns", num_prompts=4, samples=3)]
     completions = multi_turn.generate(requests, PARAMS)

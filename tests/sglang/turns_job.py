@@ -31,7 +31,7 @@ def train_in_turns(runtime: Runtime, tables: dict[str, Any], stop_in_rollout: in
     from megatron_dppo.run.checkpoints import Checkpoints
     from megatron_dppo.run.logger import RunLogger
     from megatron_dppo.run.preemption import Preempted, StopRequests
-    from megatron_dppo.run.session import Session
+    from megatron_dppo.run.session import RunSession
     from megatron_dppo.train import Training
 
     events: list[str] = []
@@ -49,11 +49,11 @@ def train_in_turns(runtime: Runtime, tables: dict[str, Any], stop_in_rollout: in
     follow(Probe, "expect", "expect", events)
     config = Config.model_validate(tables)
     with (
-        StopRequests().handled() as requests,
+        StopRequests().handle_signals() as requests,
         RunLogger.open(config, runtime) as logger,
         own_servers(config, runtime),
     ):
-        training = Training.prepare(config, Session(runtime, logger, requests))
+        training = Training.prepare(config, RunSession(runtime, logger, requests))
         follow(training.actor, "train_step", "train", events)
         follow(training.rollouts, "next", "sample", events)
         follow(training.rollouts, "evaluate", "evaluate", events)

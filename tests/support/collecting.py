@@ -1,14 +1,18 @@
 """Scored groups of samples from prompts in one call, without a run around it."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, NamedTuple
 
-from megatron_dppo.engines.base import RolloutEngine, SamplingParams
+from megatron_dppo.data.prompts.prompts import Drawn
+from megatron_dppo.engines.base import Completion, Request, RolloutEngine, SamplingParams, Session
+from megatron_dppo.engines.batch_session import batch_session
 from megatron_dppo.environments import Environments, InProcess, SingleTurn
+from megatron_dppo.rollout.conversations import Ask, Conversations, TurnLimits
 from megatron_dppo.rollout.counts import RolloutCounts
-from megatron_dppo.rollout.group_sampling import answers
-from megatron_dppo.rollout.groups import GroupMaker, usable_groups
+from megatron_dppo.rollout.groups import GroupMaker, GroupSampler, usable_groups
 from megatron_dppo.rollout.scoring import OverlongShaping, RewardScorer, RouteValidator, Scorer, Tokenizer
+from megatron_dppo.runtime.concurrency import all_of, run_loop
 from megatron_dppo.types import Prompt, Sample, SampleGroup
 
 
@@ -24,8 +28,75 @@ class Collected(NamedTuple):
         return [sample for group in self.groups for sample in group.samples]
 
 
-def collect(
+class InBatches:
+    """Base of an engine of a test that samples in batches."""
+
+    def session(self, *, may_be_held: bool = True) -> AbstractAsyncContextManager[Session]:
+        return batch_session(lambda requests, params: self.generate(requests, params))
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+        raise NotImplementedError
+
+    def load_weights(self, weights: Any, version: int) -> str:
+        raise NotImplementedError
+
+
+def sample_until(
     engine: RolloutEngine,
+    requests: Sequence[Request],
+    params: SamplingParams,
+    is_enough: Callable[[Completion], bool],
+) -> list[Completion]:
+    """A completion for each request of a session that is held once it is enough."""
+
+    async def sample() -> list[Completion]:
+        async with engine.session() as session:
+
+            async def run(request: Request) -> Completion:
+                completion = await session.ask(request, params)
+                if not session.is_held and is_enough(completion):
+                    await session.hold()
+                return completion
+
+            return await all_of(map(run, requests))
+
+    return run_loop(sample())
+
+
+async def ask_once(request: Request, params: SamplingParams, ask: Ask) -> Completion:
+    """A response without a conversation around it."""
+    return await ask(request, params)
+
+
+class MultiTurn:
+    """Conversations that an engine samples."""
+
+    def __init__(
+        self, engine: Any, environments: Environments, tokenizer: Tokenizer, limits: TurnLimits
+    ) -> None:
+        self.engine, self.weight_version = engine, engine.weight_version
+        self.converse = Conversations(environments, tokenizer, limits).run
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+        """One conversation for each request, in one session."""
+
+        async def sample() -> list[Completion]:
+            async with self.engine.session(may_be_held=False) as session:
+
+                async def run(request: Request) -> Completion:
+                    with session.conversation(request.id):
+                        return await self.converse(request, params, session.ask)
+
+                return await all_of(map(run, requests))
+
+        return run_loop(sample())
+
+    def sampler(self, scorer: Scorer, params: SamplingParams) -> GroupSampler:
+        return GroupSampler(self.engine.session, self.converse, scorer, params)
+
+
+def collect(
+    engine: RolloutEngine | MultiTurn,
     prompts: Sequence[Prompt],
     tokenizer: Tokenizer,
     scorer: RewardScorer,
@@ -72,7 +143,14 @@ def collect(
         tokenizer, samples_per_prompt, max_prompt_tokens, seed, environments or InProcess(SingleTurn)
     )
     sample_scorer = Scorer(tokenizer, scorer, params.capture_routes, validate_routes, overlong)
-    scored = answers(engine, maker, sample_scorer, params, rollout, list(zip(places, prompts, strict=True)))
+    sampler = (
+        engine.sampler(sample_scorer, params)
+        if isinstance(engine, MultiTurn)
+        else GroupSampler(engine.session, ask_once, sample_scorer, params)
+    )
+    drawn = [(place, Drawn(place, prompt)) for place, prompt in zip(places, prompts, strict=True)]
+    scored = maker.begin(rollout, drawn)
+    sampler.sample(scored)
     smallest = min(smallest_group, samples_per_prompt)
     num_too_long = len(prompts) - len(scored)
     version = engine.weight_version

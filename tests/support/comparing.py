@@ -2,19 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_dppo.engines.base import Completion, IsEnough, Request, SamplingParams
-from megatron_dppo.engines.sglang.engine import SglangEngine
-from megatron_dppo.environments import InProcess, SingleTurn
+from megatron_dppo.engines.base import Completion, Request, SamplingParams
 from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
-from megatron_dppo.rollout.conversations import TurnLimits
-from megatron_dppo.rollout.multi_turn import MultiTurnEngine
-from megatron_dppo.types import Prompt
 from tests.support.serving import Served
 from tests.support.tiny import VOCAB
 
@@ -77,19 +71,6 @@ def chosen_experts(model: torch.nn.Module) -> Iterator[list[Tensor]]:
             hook.remove()
 
 
-def sampled_until(
-    engine: SglangEngine, requests: Sequence[Request], params: SamplingParams, is_enough: IsEnough
-) -> list[Completion]:
-    """Sample as over-sampling does: conversations of one turn, which are aborted once it is enough."""
-
-    async def ended(completion: Completion) -> None:
-        pass
-
-    multi_turn = MultiTurnEngine(engine, InProcess(SingleTurn), Letters(), TurnLimits())
-    asked = [replace(request, prompt=Prompt(request.id, "", "test", text="?")) for request in requests]
-    return multi_turn.generate_each(asked, params, ended, is_enough)
-
-
 class Letters:
     """One token per character."""
 
@@ -105,9 +86,6 @@ class Letters:
 
 class Lengths:
     """Rewards long responses."""
-
-    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
-        return [RewardResult(float(len(request.response))) for request in requests]
 
     async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
         return RewardResult(float(len(request.response)))

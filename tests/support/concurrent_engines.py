@@ -18,8 +18,9 @@ from megatron_dppo.engines.base import (
     Completion,
     Request,
     SamplingParams,
-    aborted,
-    joined,
+    Session,
+    give_up,
+    join_parts,
     num_tokens_before,
 )
 from megatron_dppo.engines.counts import EngineCounts
@@ -29,7 +30,7 @@ from megatron_dppo.types import FinishReason, WeightVersionSpan
 
 
 class InSessions:
-    """Base of a `rollout.engine.ConcurrentEngine` of which only sessions are asked for."""
+    """Base of an engine of which only sessions are asked for."""
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
         raise AssertionError("responses are asked for one by one")
@@ -38,8 +39,8 @@ class InSessions:
         raise AssertionError("tests set the version")
 
 
-class OneByOne(InSessions):
-    """Samples one response at a time by the embedded engine; implements `rollout.engine.ConcurrentEngine`.
+class OneByOne(InSessions, Session):
+    """Samples one response at a time by the embedded engine; implements `engines.base.RolloutEngine`.
 
     Attributes:
         asked: Ids of the requests, in the order in which they were asked.
@@ -59,7 +60,7 @@ class OneByOne(InSessions):
     async def ask(self, request: Request, params: SamplingParams) -> Completion:
         self.asked.append(request.id)
         await asyncio.sleep(0)
-        return aborted(request) if self.is_held else self.engine.generate([request], params)[0]
+        return give_up(request) if self.is_held else self.engine.generate([request], params)[0]
 
     async def hold(self) -> None:
         self.is_held = True
@@ -84,7 +85,7 @@ class Delays:
         return random.Random(request_id).randint(1, longest)
 
 
-class SteppedSession:
+class SteppedSession(Session):
     """Samples tokens that name the weights they are of, one after the other, until it is held."""
 
     def __init__(self, engine: "SteppedEngine") -> None:
@@ -95,7 +96,7 @@ class SteppedSession:
 
     async def ask(self, request: Request, params: SamplingParams) -> Completion:
         if self.is_held:
-            return aborted(request)
+            return give_up(request)
         if self._engine.fails(request.id):
             raise RolloutError(f"{request.id}: as the test wants it")
         self.asked.append(request.id)
@@ -114,7 +115,7 @@ class SteppedSession:
         spans = (WeightVersionSpan(0, len(said), self.version),) if said else ()
         tokens = torch.tensor(said, dtype=torch.int64)
         rest = Completion(request.id, tokens, -tokens.float(), reason, None, None, spans)
-        return rest if request.partial is None else joined(request.partial, rest)
+        return rest if request.partial is None else join_parts(request.partial, rest)
 
     async def hold(self) -> None:
         self.is_held = True
@@ -124,7 +125,7 @@ class SteppedSession:
 
 
 class SteppedEngine(InSessions):
-    """Opens sessions that sample token by token; implements `rollout.engine.ConcurrentEngine`.
+    """Opens sessions that sample token by token; implements `engines.base.RolloutEngine`.
 
     Attributes:
         weights: What all engines of a run sample by.

@@ -173,7 +173,7 @@ def release_and_push(runtime: Runtime, settings: dict[str, Any], version: int) -
     """
     from megatron_dppo.config.schema import Config
     from megatron_dppo.engines.weight_sync.factory import build_sync, release_servers
-    from megatron_dppo.run.turns import Turns
+    from megatron_dppo.run.parts import Turns
 
     config = Config.model_validate(settings)
 
@@ -186,8 +186,7 @@ def release_and_push(runtime: Runtime, settings: dict[str, Any], version: int) -
         release_servers(config, runtime)
     found["free_after_release"] = free()
     config, actor, engine = connect(runtime, settings)
-    turns = Turns(actor, runtime)
-    turns.sync = build_sync(config, actor, engine, runtime)
+    turns = Turns(actor, build_sync(config, actor, engine, runtime), runtime)
     change(actor, 1.05)
     leave = actor.memory.leave
 

@@ -11,18 +11,17 @@ from typing import Any
 import pytest
 
 from megatron_dppo.data.prompts.prompts import PromptStream
-from megatron_dppo.engines.base import Completion, Request, SamplingParams, aborted
+from megatron_dppo.engines.base import Completion, Request, SamplingParams, give_up
 from megatron_dppo.environments import InProcess, SingleTurn
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.rewards import RewardResult
 from megatron_dppo.rollout.ahead import Ahead
 from megatron_dppo.rollout.conversations import Conversations, TurnLimits
 from megatron_dppo.rollout.counts import RolloutCounts
-from megatron_dppo.rollout.groups import GroupMaker
-from megatron_dppo.rollout.open_groups import Places
+from megatron_dppo.rollout.groups import GroupMaker, GroupSampler
 from megatron_dppo.rollout.producer import Producer
 from megatron_dppo.rollout.scoring import Scorer
-from megatron_dppo.rollout.staleness import StalenessBound
+from megatron_dppo.rollout.staleness import Places, StalenessBound
 from megatron_dppo.types import DataCursor, Prompt, SampleGroup
 from tests.support.concurrent_engines import Delays, SteppedEngine, SteppedSession
 from tests.support.ranks_on_threads import Meeting, Peer, on_ranks
@@ -55,11 +54,13 @@ class Rank:
 
         def producer(places: Places) -> Producer:
             return Producer(
-                self.engine,
-                Conversations(InProcess(SingleTurn), TOKENIZER, TurnLimits()),
                 GroupMaker(TOKENIZER, 2, max_prompt_tokens=7, seed=0),
-                Scorer(TOKENIZER, scorer, False, None),
-                SamplingParams(longest),
+                GroupSampler(
+                    self.engine.session,
+                    Conversations(InProcess(SingleTurn), TOKENIZER, TurnLimits()).run,
+                    Scorer(TOKENIZER, scorer, False, None),
+                    SamplingParams(longest),
+                ),
                 places,
                 self.stream.at,
                 num_prompts=len(prompts),
@@ -71,7 +72,7 @@ class Rank:
         self.metrics: dict[str, list[float]] = {}
 
     def push(self, version: int, num_left: int) -> None:
-        with self.ahead.held(version, num_left):
+        with self.ahead.pause(version, num_left):
             self.peer.all_gather(None)  # no rank is pushed to while another samples
             self.engine.weights.version = version
             self.peer.all_gather(None)
@@ -267,7 +268,7 @@ def test_a_producer_that_fails_while_a_rollout_is_trained_on_is_raised_before_th
     producer: Any = rank.ahead._producer  # pyright: ignore[reportPrivateUsage]
     while producer.fault is None:
         producer.news.wait(1)
-    with pytest.raises(RolloutError, match="as the test wants it"), rank.ahead.held(2, 7):
+    with pytest.raises(RolloutError, match="as the test wants it"), rank.ahead.pause(2, 7):
         raise AssertionError("nothing is pushed")
     rank.ahead.close()
     assert rank.engine.num_open == 0
@@ -322,8 +323,8 @@ class Ending(SteppedSession):
             return await super().ask(request, params)
         if self._how == "given up":
             self._given_up[request.id] = RolloutError("as the test wants it")
-            return aborted(request)
-        return replace(aborted(request), finish_reason="stop")
+            return give_up(request)
+        return replace(give_up(request), finish_reason="stop")
 
 
 @pytest.mark.parametrize("how", ["given up", "empty"])

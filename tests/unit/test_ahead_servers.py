@@ -33,7 +33,7 @@ class ServedRank(Rank):
 
     def push(self, version: int, num_left: int) -> None:
         started = time.monotonic()
-        with self.ahead.held(version, num_left):
+        with self.ahead.pause(version, num_left):
             self.hold_s = max(self.hold_s, time.monotonic() - started)
             assert not any(server.running_ids for server in self.servers if server.answers)
             reached = [server for server in self.servers if server.answers]
@@ -122,7 +122,7 @@ def test_no_server_left_is_raised_by_the_wait_and_by_the_next_hold(servers: list
         server.stop()
     with pytest.raises(ServerError, match=r"no connection|broken response"):
         rank.ahead.next(0, rank.peer.all_gather, lambda: False)
-    with pytest.raises(ServerError), rank.ahead.held(1, 8):
+    with pytest.raises(ServerError), rank.ahead.pause(1, 8):
         raise AssertionError("nothing is pushed")
     started = time.monotonic()
     rank.ahead.close()

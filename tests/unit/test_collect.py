@@ -25,7 +25,7 @@ from megatron_dppo.types import (
     Sample,
     WeightVersionSpan,
 )
-from tests.support.collecting import Collected, collect
+from tests.support.collecting import Collected, InBatches, collect
 from tests.support.records import lines_of
 from tests.support.samples import InProcessScorer
 from tests.support.word_tokenizers import TOKENIZER
@@ -44,7 +44,7 @@ def complete(request: Request, text: str, **changes: Any) -> Completion:
     return dataclasses.replace(whole, **changes)
 
 
-class ScriptedEngine:
+class ScriptedEngine(InBatches):
     """Answers request i of a call with `script(i, request)`."""
 
     weight_version, counts = 7, EngineCounts()

@@ -9,18 +9,16 @@ import pytest
 import torch
 
 from megatron_dppo.data.prompts.prompts import Drawn
-from megatron_dppo.engines.base import Completion, Request, SamplingParams, aborted, resumed
+from megatron_dppo.engines.base import Completion, Request, SamplingParams, give_up, resume_request
 from megatron_dppo.engines.embedded.engine import TransformersEngine
 from megatron_dppo.environments import EnvironmentFault, Environments, InProcess, SingleTurn, Trajectory, Turn
 from megatron_dppo.errors import RewardError, RolloutError, ServerError
 from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
 from megatron_dppo.rollout.conversations import Conversations, TurnLimits
-from megatron_dppo.rollout.group_sampling import sample, score_groups
 from megatron_dppo.rollout.groups import GroupMaker, PromptGroup
-from megatron_dppo.rollout.multi_turn import MultiTurnEngine
 from megatron_dppo.rollout.scoring import Scorer
-from megatron_dppo.runtime.concurrency import all_of, run_loop
 from megatron_dppo.types import Prompt
+from tests.support.collecting import MultiTurn
 from tests.support.concurrent_engines import OneByOne, interrupted
 from tests.support.samples import assert_same
 from tests.unit.test_multi_turn import ENDS, PARAMS, TOKENIZER, Recorded, Scripted, asked, multi_turn_engine
@@ -101,7 +99,7 @@ def test_turns_together_keep_their_order(ending: TransformersEngine, last: int) 
         if counted[turn] == len(requests) - 1:
             others_answered.set()
 
-    slow = MultiTurnEngine(cast(Any, recorded), Delayed(until), TOKENIZER, LIMITS)
+    slow = MultiTurn(cast(Any, recorded), Delayed(until), TOKENIZER, LIMITS)
     completions = slow.generate(requests, PARAMS)
     assert calls == [[request.id for request in requests]] * 3
     for one, other in zip(completions, multi_turn_engine(ending).generate(requests, PARAMS), strict=True):
@@ -121,7 +119,7 @@ def test_a_slow_environment_holds_up_its_own_conversation_only(ending: Transform
             ended.set()
 
     one_by_one = OneByOne(ending)
-    completions = MultiTurnEngine(one_by_one, Delayed(until), TOKENIZER, LIMITS).generate(requests, PARAMS)
+    completions = MultiTurn(one_by_one, Delayed(until), TOKENIZER, LIMITS).generate(requests, PARAMS)
     assert one_by_one.asked[-2:] == [requests[0].id] * 2
     for one, other in zip(completions, multi_turn_engine(ending).generate(requests, PARAMS), strict=True):
         assert_same_conversation(one, other)
@@ -160,7 +158,7 @@ def test_a_response_that_is_given_up_ends_its_conversation(engine: TransformersE
     async def ask(request: Request, params: SamplingParams) -> Completion:
         nonlocal num_asked
         num_asked += 1
-        return aborted(request) if num_asked == turn else engine.generate([request], params)[0]
+        return give_up(request) if num_asked == turn else engine.generate([request], params)[0]
 
     completion = conversation(ask, asked([5])[0])
     assert (num_asked, completion.finish_reason, completion.episode) == (turn, "abort", None)
@@ -181,7 +179,7 @@ def test_turns_that_were_interrupted_are_those_that_were_not(
             completion = engine.generate([request], part)[0]
             if completion.finish_reason == "stop":
                 return completion
-            rest = resumed(request, interrupted(completion), params)
+            rest = resume_request(request, interrupted(completion), params)
             if rest is None:
                 return dataclasses.replace(completion, finish_reason="length")
             request, params = rest
@@ -196,19 +194,19 @@ def test_turns_that_were_interrupted_are_those_that_were_not(
 def test_a_turn_that_was_interrupted_has_what_its_limit_leaves(engine: TransformersEngine) -> None:
     (request,) = asked([5])
     params = dataclasses.replace(PARAMS, max_response_tokens=7, max_turn_tokens=5)
-    assert resumed(request, aborted(request), params) == (request, params), "nothing was sampled"
+    assert resume_request(request, give_up(request), params) == (request, params), "nothing was sampled"
     part = dataclasses.replace(params, max_turn_tokens=2)
     two = interrupted(engine.generate([request], part)[0])
-    rest = resumed(request, two, params)
+    rest = resume_request(request, two, params)
     assert rest is not None and rest[0].partial is two and rest[1].max_turn_tokens == 3
     longer = engine.generate([rest[0]], part)[0]
     assert longer.tokens.numel() == 4
     for asked_before in (rest, (request, params)):  # the rest of a rest, and the rest of the whole
-        again = resumed(asked_before[0], longer, asked_before[1])
+        again = resume_request(asked_before[0], longer, asked_before[1])
         assert again is not None and again[1].max_turn_tokens == 1
-    assert resumed(request, longer, dataclasses.replace(params, max_turn_tokens=4)) is None
-    assert resumed(request, longer, dataclasses.replace(params, max_response_tokens=4)) is None
-    unlimited = resumed(request, longer, dataclasses.replace(params, max_turn_tokens=None))
+    assert resume_request(request, longer, dataclasses.replace(params, max_turn_tokens=4)) is None
+    assert resume_request(request, longer, dataclasses.replace(params, max_response_tokens=4)) is None
+    unlimited = resume_request(request, longer, dataclasses.replace(params, max_turn_tokens=None))
     assert unlimited is not None and unlimited[1].max_turn_tokens is None
 
 
@@ -223,24 +221,6 @@ def test_the_beginning_of_a_response_counts_among_its_tokens(engine: Transformer
         assert_same_conversation(again, whole)
 
 
-def test_it_is_enough_when_enough_trajectories_ended(engine: TransformersEngine) -> None:
-    requests, told = asked(LENGTHS), list[str]()
-
-    def is_enough(completion: Completion) -> bool:
-        told.append(completion.request_id)
-        return True
-
-    multi_turn = multi_turn_engine(OneByOne(engine), SingleTurn, max_turns=1, max_turn_tokens=None)
-    completions = multi_turn.generate_each(requests, PARAMS, unheard, is_enough)
-    ended = [each.request_id for each in completions if each.finish_reason != "abort"]
-    assert len(told) == 1 and set(told) <= set(ended) and len(ended) < len(requests)
-    assert [each.request_id for each in completions] == [request.id for request in requests]
-
-
-async def unheard(completion: Completion) -> None:
-    pass
-
-
 @pytest.mark.parametrize("is_concurrent", [True, False])
 def test_what_an_engine_raises_is_raised(engine: TransformersEngine, is_concurrent: bool) -> None:
     broken = dataclasses.replace(asked([1])[0], id="broken", prompt_tokens=(99,))
@@ -253,11 +233,7 @@ class Rewards:
     """Scores the length of a response once it may: after it waited for what `until` returns."""
 
     def __init__(self, until: Callable[[RewardRequest], Awaitable[Any]]) -> None:
-        self.until, self.scored, self.together = until, list[str](), list[int]()
-
-    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
-        self.together.append(len(requests))
-        return run_loop(all_of(map(self.score_one, requests)))
+        self.until, self.scored = until, list[str]()
 
     async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
         self.scored.append(request.prompt.id)
@@ -267,14 +243,18 @@ class Rewards:
         return RewardResult(float(len(request.response.split())))
 
 
-def groups_of(num_prompts: int) -> list[PromptGroup]:
+def sampled(engine: Any, scorer: Scorer, num_wanted: int | None = None) -> list[PromptGroup]:
+    """The groups of three prompts, with two responses each."""
     maker = GroupMaker(TOKENIZER, 2, max_prompt_tokens=9, seed=1)
-    prompts = [Prompt(str(i), "", "test", text=f"<bos> t{5 + i}") for i in range(num_prompts)]
-    return maker.begin(2, [(i, Drawn(i, prompt)) for i, prompt in enumerate(prompts)])
+    prompts = [Prompt(str(i), "", "test", text=f"<bos> t{5 + i}") for i in range(3)]
+    groups = maker.begin(2, [(i, Drawn(i, prompt)) for i, prompt in enumerate(prompts)])
+    again(engine, scorer, groups, num_wanted)
+    return groups
 
 
-def trajectories(engine: Any) -> MultiTurnEngine:
-    return multi_turn_engine(engine, SingleTurn, max_turns=1, max_turn_tokens=None)
+def again(engine: Any, scorer: Scorer, groups: list[PromptGroup], num_wanted: int | None = None) -> None:
+    single = multi_turn_engine(engine, SingleTurn, max_turns=1, max_turn_tokens=None)
+    single.sampler(scorer, PARAMS).sample(groups, num_wanted)
 
 
 def test_scoring_begins_when_a_response_ends(ending: TransformersEngine) -> None:
@@ -292,29 +272,12 @@ def test_scoring_begins_when_a_response_ends(ending: TransformersEngine) -> None
 
     one_by_one.ask = patient  # type: ignore[method-assign]
     scorer = Scorer(TOKENIZER, Rewards(until), True, None)
-    sampled = sample(trajectories(one_by_one), groups_of(3), PARAMS, 3, scorer)
-    assert [len(group.scores) for group in sampled] == [2, 2, 2]
-    early = score_groups(scorer, sampled)
-    late = score_groups(scorer, sample(ending, groups_of(3), PARAMS, 3, scorer))
+    early, late = sampled(one_by_one, scorer), sampled(ending, scorer)
     for one, other in zip(early, late, strict=True):
         assert [each.sample_id for each in one.faults] == [each.sample_id for each in other.faults]
         assert [each.reward for each in one.samples] == [each.reward for each in other.samples]
         assert [each.id for each in one.samples] == [each.id for each in other.samples]
     assert [len(group.samples) for group in early] == [2, 0, 2]
-
-
-def test_responses_of_a_batch_are_scored_together(ending: TransformersEngine) -> None:
-    """They end together, so that scoring one while others are sampled would only slow down both."""
-
-    async def until(request: RewardRequest) -> None:
-        pass
-
-    rewards = Rewards(until)
-    scorer = Scorer(TOKENIZER, rewards, True, None)
-    sampled = sample(trajectories(ending), groups_of(3), PARAMS, 3, scorer)
-    assert not any(group.scores for group in sampled) and not rewards.scored
-    groups = score_groups(scorer, sampled)
-    assert rewards.together == [6] and [len(group.samples) for group in groups] == [2, 0, 2]
 
 
 def test_a_slow_reward_holds_up_nobody(ending: TransformersEngine) -> None:
@@ -328,8 +291,7 @@ def test_a_slow_reward_holds_up_nobody(ending: TransformersEngine) -> None:
             await ended.wait()
 
     rewards = Rewards(until)
-    scorer = Scorer(TOKENIZER, rewards, True, None)
-    groups = score_groups(scorer, sample(trajectories(one_by_one), groups_of(3), PARAMS, 3, scorer))
+    groups = sampled(one_by_one, Scorer(TOKENIZER, rewards, True, None))
     assert len(rewards.scored) == 6 and [len(group.samples) for group in groups] == [2, 0, 2]
 
 
@@ -339,29 +301,31 @@ def test_what_is_kept_half_done_is_scored_once(ending: TransformersEngine) -> No
     async def until(request: RewardRequest) -> None:
         pass
 
-    rewards = Rewards(until)
-    scorer, engine = Scorer(TOKENIZER, rewards, True, None), trajectories(OneByOne(ending))
-    begun = sample(engine, groups_of(3), PARAMS, 1, scorer)
-    num_whole = sum(group.is_whole for group in begun)
-    assert 1 <= num_whole < 3 and len(rewards.scored) == sum(len(group.scores) for group in begun)
-    whole = score_groups(scorer, sample(engine, begun, PARAMS, 3, scorer))
-    assert all(group.is_whole for group in whole) and sorted(rewards.scored) == ["0", "0", "1", "1", "2", "2"]
+    rewards, one_by_one = Rewards(until), OneByOne(ending)
+    scorer = Scorer(TOKENIZER, rewards, True, None)
+    groups = sampled(one_by_one, scorer, 1)
+    num_whole = sum(group.is_whole for group in groups)
+    assert 1 <= num_whole < 3 and len(rewards.scored) == 6 - sum(len(group.missing) for group in groups)
+    again(one_by_one, scorer, groups)
+    assert all(group.is_whole for group in groups) and sorted(rewards.scored) == ["0", "0", "1", "1", "2", "2"]
 
 
 def test_what_scoring_raises_ends_the_sampling(ending: TransformersEngine) -> None:
     async def until(request: RewardRequest) -> None:
         raise RewardError("data.reward: it never answers")
 
-    scorer, one_by_one = Scorer(TOKENIZER, Rewards(until), True, None), OneByOne(ending)
     with pytest.raises(RewardError, match="never answers"):
-        sample(trajectories(one_by_one), groups_of(3), PARAMS, 3, scorer)
+        sampled(OneByOne(ending), Scorer(TOKENIZER, Rewards(until), True, None))
 
 
 def test_no_answer_at_all_is_the_servers_fault(ending: TransformersEngine) -> None:
     class Lost(OneByOne):
         async def ask(self, request: Request, params: SamplingParams) -> Completion:
             self.errors[request.id] = ServerError(f"no answer to {request.id}")
-            return aborted(request)
+            return give_up(request)
 
-    with pytest.raises(ServerError, match="no answer to r0"):
-        trajectories(Lost(ending)).generate(asked(LENGTHS), PARAMS)
+    async def until(request: RewardRequest) -> None:
+        pass
+
+    with pytest.raises(ServerError, match="no answer to rollout2/0/0"):
+        sampled(Lost(ending), Scorer(TOKENIZER, Rewards(until), True, None))

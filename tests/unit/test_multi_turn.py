@@ -1,5 +1,6 @@
 """Conversations of several turns on the real embedded engine, with environments that follow a script."""
 
+import asyncio
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -8,19 +9,18 @@ import pytest
 import torch
 
 from megatron_dppo.data.batches.packing import pack
-from megatron_dppo.engines.base import Completion, Request, SamplingParams, aborted
+from megatron_dppo.engines.base import Completion, Request, SamplingParams, give_up
+from megatron_dppo.engines.batch_session import BatchSession
 from megatron_dppo.engines.embedded.engine import TransformersEngine
 from megatron_dppo.engines.embedded.sampling import draw, sampling_noise
 from megatron_dppo.environments import Environment, InProcess, Observation, SingleTurn, Turn
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.rewards import RewardResult
-from megatron_dppo.rollout.batched_turns import BatchedTurns
 from megatron_dppo.rollout.conversations import TurnLimits, TurnTokenizer
-from megatron_dppo.rollout.multi_turn import MultiTurnEngine
 from megatron_dppo.rollout.scoring import OverlongShaping
 from megatron_dppo.runtime.concurrency import run_loop
 from megatron_dppo.types import FinishReason, Message, Prompt, Sample
-from tests.support.collecting import Collected, collect
+from tests.support.collecting import Collected, InBatches, MultiTurn, collect
 from tests.support.samples import InProcessScorer, assert_same
 from tests.support.word_tokenizers import word_tokenizer
 from tests.unit.test_transformers_engine import (
@@ -70,7 +70,7 @@ class Scripted:
         return Turn(says, float(len(response.split())), says is None, {"turns": float(self.num_turns)})
 
 
-class Recorded:
+class Recorded(InBatches):
     """The engine, and what it sampled, request by request."""
 
     def __init__(self, engine: TransformersEngine) -> None:
@@ -84,17 +84,15 @@ class Recorded:
             self.sampled.setdefault(request.id, []).append(completion.tokens[start:].tolist())
         return completions
 
-    load_weights: Any = None
-
 
 @pytest.fixture(scope="module")
 def model() -> Any:
     return reference_model(moe_config())
 
 
-def multi_turn_engine(engine: Any, environment: type[Environment] = Scripted, **limits: Any) -> MultiTurnEngine:
+def multi_turn_engine(engine: Any, environment: type[Environment] = Scripted, **limits: Any) -> MultiTurn:
     chosen = TurnLimits(**({"max_turns": 3, "max_turn_tokens": 4} | limits))
-    return MultiTurnEngine(engine, InProcess(environment), TOKENIZER, chosen)
+    return MultiTurn(engine, InProcess(environment), TOKENIZER, chosen)
 
 
 def asked(lengths: Sequence[int]) -> list[Request]:
@@ -269,7 +267,7 @@ class Silent(Recorded):
         if self.num_turns not in self.turns:
             return super().generate(requests, params)
         return [
-            dataclasses.replace(request.partial or aborted(request), finish_reason="stop")
+            dataclasses.replace(request.partial or give_up(request), finish_reason="stop")
             for request in requests
         ]
 
@@ -370,8 +368,8 @@ def test_the_end_of_a_response_is_written_where_it_has_none() -> None:
 
 
 def test_conversations_wait_for_each_other_once_a_turn(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked, sample = list[int](), BatchedTurns._sample
-    monkeypatch.setattr(BatchedTurns, "_sample", lambda self: (looked.append(1), sample(self)))
+    looked, sample = list[int](), BatchSession._sample
+    monkeypatch.setattr(BatchSession, "_sample", lambda self: (looked.append(1), sample(self)))
     completions = multi_turn_engine(engine_of(model)).generate(asked([5, 1, 3, 8, 2, 4, 6, 7, 3, 2]), PARAMS)
     assert {completion.episode and completion.episode.num_turns for completion in completions} == {3}
     assert len(looked) <= 2 * 3 + 1, "not once for each conversation"
@@ -392,9 +390,17 @@ def test_a_result_is_not_formatted() -> None:
     assert not formatted
 
 
-def test_multi_turn_of_several_turns_are_not_left_half_done(model: Any) -> None:
-    async def unheard(completion: Completion) -> None:
-        pass
+def test_a_batch_that_is_held_gives_up_what_waits() -> None:
+    """And what is asked later; a batch with too few completions is the engine's fault."""
 
-    with pytest.raises(RolloutError, match="found over-sampling of conversations of up to"):
-        multi_turn_engine(engine_of(model)).generate_each(asked([3]), PARAMS, unheard, lambda completion: True)
+    async def work() -> list[Completion]:
+        session = BatchSession(lambda requests, params: [])
+        with session.conversation("busy"):  # so that nothing is sampled yet
+            first = asyncio.ensure_future(session.ask(asked([1])[0], PARAMS))
+            await asyncio.sleep(0)
+            await session.hold()
+            return [await first, await session.ask(asked([2])[0], PARAMS)]
+
+    assert [each.finish_reason for each in run_loop(work())] == ["abort", "abort"]
+    with pytest.raises(RolloutError, match="found 0 completions; expected one for each of 1"):
+        run_loop(BatchSession(lambda requests, params: []).ask(asked([1])[0], PARAMS))

@@ -16,7 +16,7 @@ from megatron_dppo.run.preemption import EXIT_CODE, Preempted, StopRequests
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_raises_the_flag_and_no_more(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with StopRequests().handled() as requests:
+    with StopRequests().handle_signals() as requests:
         assert not requests.is_received
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)  # at once: the launcher forwarded the same request
@@ -25,7 +25,7 @@ def test_a_signal_raises_the_flag_and_no_more(number: signal.Signals) -> None:
 
 
 def test_interruptible_work_is_left_at_once() -> None:
-    with StopRequests().handled() as requests:
+    with StopRequests().handle_signals() as requests:
         assert requests.run_unless_asked(lambda: 7) == 7
 
         def work() -> int:
@@ -87,7 +87,7 @@ def _and_cleaning_up_fails() -> None:
     [_in_a_task_group, _in_a_callback, _in_a_task_that_is_not_awaited_yet, _and_cleaning_up_fails],
 )
 def test_work_is_left_wherever_the_signal_comes(work: Callable[[], None]) -> None:
-    with StopRequests().handled() as requests:
+    with StopRequests().handle_signals() as requests:
         started = time.monotonic()
         assert requests.run_unless_asked(lambda: work() or 7) is None
         assert time.monotonic() - started < 10
@@ -97,7 +97,7 @@ def test_what_fails_by_itself_is_raised() -> None:
     async def cancelled() -> None:
         raise asyncio.CancelledError
 
-    with StopRequests().handled() as requests:
+    with StopRequests().handle_signals() as requests:
         with pytest.raises(asyncio.CancelledError):
             requests.run_unless_asked(lambda: asyncio.run(cancelled()))
         with pytest.raises(ZeroDivisionError):
@@ -105,7 +105,7 @@ def test_what_fails_by_itself_is_raised() -> None:
 
 
 def test_work_between_is_not_interrupted() -> None:
-    with StopRequests().handled() as requests:
+    with StopRequests().handle_signals() as requests:
         requests.run_unless_asked(lambda: 7)
         os.kill(os.getpid(), signal.SIGTERM)
         assert requests.is_received
@@ -115,7 +115,7 @@ def test_a_second_signal_ends_at_once() -> None:
     program = """
 import os, signal, time
 from megatron_dppo.run.preemption import StopRequests
-with StopRequests().handled():
+with StopRequests().handle_signals():
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(1.2)
     os.kill(os.getpid(), signal.SIGUSR1)

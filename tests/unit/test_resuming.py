@@ -21,7 +21,7 @@ from megatron_dppo.config.effects import (
 from megatron_dppo.config.load import flat
 from megatron_dppo.config.resuming import SettingChange, experiment_changes, setting_changes
 from megatron_dppo.config.schema import Config
-from megatron_dppo.evaluate import _wanted
+from megatron_dppo.evaluate import _describe_sets
 
 ROOT = Path(__file__).parents[2]
 DEFAULTS = Config().model_dump(mode="json")
@@ -322,9 +322,9 @@ def test_kept_results_of_an_evaluation_depend_on_a_setting_by_its_class(tmp_path
     for part in section.split("."):
         table = table[part]
     table[name] = other_value(key, default)
-    before = _wanted(base, "weights", 0)["near"]["of"]
-    assert _wanted(base, "weights", 0)["near"]["of"] == before
-    assert _wanted(Config.model_validate(changed), "weights", 0)["near"]["of"] != before
+    before = _describe_sets(base, "weights", 0)["near"]["of"]
+    assert _describe_sets(base, "weights", 0)["near"]["of"] == before
+    assert _describe_sets(Config.model_validate(changed), "weights", 0)["near"]["of"] != before
 
 
 def test_kept_results_of_an_evaluation_depend_on_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,11 +342,11 @@ def test_kept_results_of_an_evaluation_depend_on_files(tmp_path: Path, monkeypat
             "evaluation": {"sets": {"near": {"prompts": prompts, "reward": "own.scores:score"}}},
         }
     )
-    seen = [_wanted(config, "weights", 0)]
+    seen = [_describe_sets(config, "weights", 0)]
     for file in files:
         file.write_text("2")
-        seen.append(_wanted(config, "weights", 0))
+        seen.append(_describe_sets(config, "weights", 0))
     assert all(before != after for before, after in itertools.pairwise(seen))
     (model / "metrics.json").write_text("an evaluation that wrote into the model's folder")
-    assert _wanted(config, "weights", 0) == seen[-1]
-    assert _wanted(config, "other weights", 0) != seen[-1] != _wanted(config, "weights", 1)
+    assert _describe_sets(config, "weights", 0) == seen[-1]
+    assert _describe_sets(config, "other weights", 0) != seen[-1] != _describe_sets(config, "weights", 1)

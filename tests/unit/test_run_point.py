@@ -15,7 +15,7 @@ from megatron_dppo.data.batches.gradient_steps import gradient_steps
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.step_metrics import add_staleness
-from megatron_dppo.run.run_point import RunPoint
+from megatron_dppo.run.state import RunPoint
 from megatron_dppo.single_phase import rollout_only, train_only
 from megatron_dppo.types import OpenRollout, RunState, SampledRollout, TrainBatch, WeightVersionSpan
 from tests.support.ranks_on_threads import alone

@@ -1,26 +1,25 @@
 """Over-sampling and dynamic sampling, with an engine that answers from a script."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.data.prompts.prompts import PromptStream
-from megatron_dppo.engines.base import Completion, HasEnded, IsEnough, Request, SamplingParams
+from megatron_dppo.engines.base import Completion, Request, SamplingParams, Session
 from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.rewards import Reward, RewardResult
-from megatron_dppo.rollout.groups import GroupMaker
+from megatron_dppo.rollout.groups import GroupMaker, GroupSampler
 from megatron_dppo.rollout.rollouts import RolloutScheduler
 from megatron_dppo.rollout.scoring import Scorer
-from megatron_dppo.runtime.concurrency import all_of
 from megatron_dppo.types import FinishReason, Prompt
-from tests.support.collecting import Collected
+from tests.support.collecting import Collected, ask_once
+from tests.support.concurrent_engines import InSessions
 from tests.support.samples import InProcessScorer
-from tests.support.word_tokenizers import TOKENIZER
-from tests.unit.test_collect import complete
+from tests.unit.test_collect import TOKENIZER, complete
 
 NUM_PROMPTS = 40
 PROMPTS = [Prompt(str(i), "408", "test", text="<bos> 2 1 * 4 3 =") for i in range(NUM_PROMPTS)]
@@ -28,39 +27,38 @@ TOO_LONG = "<bos> 2 1 * 4 3 * 4 3 ="
 WHOLE, HALF = "w3 # 1 0 0 0 <eos>", "w3 # 1"
 
 
-class Halting:
-    """Answers prompts of `slow` last; what is left when it is enough keeps three tokens, or what it had."""
+class Halting(InSessions, Session):
+    """Answers prompts of `slow` last; what is left when it is held keeps three tokens, or what it had."""
 
     weight_version, counts = 7, EngineCounts()
 
     def __init__(self, slow: Callable[[str], bool] = lambda prompt: False) -> None:
         self.slow = slow
         self.asked: list[Request] = []
+        self.errors: dict[str, Any] = {}
 
-    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        raise AssertionError("responses are asked for with what hears of their ends")
+    @contextlib.asynccontextmanager
+    async def session(self, *, may_be_held: bool = True) -> AsyncIterator["Halting"]:
+        self.is_held, self.num_waiting, self.num_before = False, 0, len(self.asked)
+        yield self
 
-    def generate_each(
-        self,
-        requests: Sequence[Request],
-        params: SamplingParams,
-        ended: HasEnded,
-        is_enough: IsEnough | None = None,
-    ) -> list[Completion]:
-        self.asked += requests
-        answers = {
-            request.id: request.partial or complete(request, HALF, finish_reason="abort")
-            for request in requests
-        }
-        for request in sorted(requests, key=lambda request: self.slow(request.id.split("/")[1])):
-            answers[request.id] = complete(request, WHOLE)
-            asyncio.run(all_of([ended(answers[request.id])]))
-            if is_enough is not None and is_enough(answers[request.id]):
-                break
-        return list(answers.values())
+    async def ask(self, request: Request, params: SamplingParams) -> Completion:
+        self.asked.append(request)
+        await asyncio.sleep(0)  # until all are asked for
+        together = self.asked[self.num_before :]
+        order = sorted(together, key=lambda each: self.slow(each.id.split("/")[1]))
+        while self.num_waiting < order.index(request) and not self.is_held:
+            await asyncio.sleep(0)
+        if self.is_held:
+            return request.partial or complete(request, HALF, finish_reason="abort")
+        self.num_waiting += 1
+        return self.answer(request)
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
-        raise NotImplementedError
+    def answer(self, request: Request) -> Completion:
+        return complete(request, WHOLE)
+
+    async def hold(self) -> None:
+        self.is_held = True
 
 
 def _by_prompt(equal: Callable[[str], bool]) -> Reward:
@@ -93,14 +91,16 @@ class Run:
         scorer = Scorer(TOKENIZER, InProcessScorer(_by_prompt(equal)), False, None)
         params = SamplingParams(20)
         self.streams = [PromptStream(prompts, 0, shuffle=False, cursor=cursor) for _ in range(size)]
-        self.schedulers = [
-            RolloutScheduler(config, (rank, size), self.engine, maker, scorer, params) for rank in range(size)
-        ]
+        sampler = GroupSampler(self.engine.session, ask_once, scorer, params)
+        self.schedulers = [RolloutScheduler(config, (rank, size), maker, sampler) for rank in range(size)]
         self.cursors: list[Any] = []
 
     def next(self) -> list[Collected]:
         pairs = list(zip(self.schedulers, self.streams, strict=True))
-        batches = [Collected(*scheduler.run(self.num_rollouts, stream)) for scheduler, stream in pairs]
+        batches = [
+            Collected(*scheduler.run(self.num_rollouts, stream, self.engine.weight_version))
+            for scheduler, stream in pairs
+        ]
         told = [scheduler.out_of_order for scheduler in self.schedulers]
         self.cursors = [scheduler.settle(stream, told) for scheduler, stream in pairs]
         self.num_rollouts += 1
@@ -136,15 +136,9 @@ def test_over_sampling_ends_with_the_groups_that_are_whole_first_and_drops_the_o
 
 def test_whole_groups_beyond_what_is_wanted_are_no_partials() -> None:
     class Late(Halting):
-        def generate_each(
-            self,
-            requests: Sequence[Request],
-            params: SamplingParams,
-            ended: HasEnded,
-            is_enough: IsEnough | None = None,
-        ) -> list[Completion]:
-            super().generate_each(requests, params, ended, is_enough)
-            return [complete(request, WHOLE) for request in requests]  # all ended before they could be aborted
+        async def ask(self, request: Request, params: SamplingParams) -> Completion:
+            self.asked.append(request)
+            return self.answer(request)  # all ended before they could be aborted
 
     run = Run(engine=Late(), over_sampling=1.5)
     (batch,) = run.next()
@@ -242,8 +236,8 @@ def test_old_tokens_moves_and_retractions_are_counted() -> None:
     class Moving(Halting):
         weight_version = 8
 
-        def generate_each(self, requests: Sequence[Request], *_: object) -> list[Completion]:
-            return [complete(request, WHOLE, num_moves=1, num_retractions=2) for request in requests]
+        def answer(self, request: Request) -> Completion:
+            return complete(request, WHOLE, num_moves=1, num_retractions=2)
 
     (batch,) = Run(engine=Moving()).next()
     assert batch.counts.num_old_tokens == batch.counts.num_response_tokens == 8 * 7

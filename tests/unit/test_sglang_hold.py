@@ -12,17 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.engines.base import Completion, ConcurrentEngine, Request, SamplingParams, Session, aborted
+from megatron_dppo.engines.base import Completion, Request, RolloutEngine, SamplingParams, Session, give_up
 from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
-from megatron_dppo.environments import InProcess, SingleTurn
 from megatron_dppo.errors import RolloutError, ServerError
-from megatron_dppo.rollout.conversations import TurnLimits
-from megatron_dppo.rollout.multi_turn import MultiTurnEngine
-from megatron_dppo.types import Prompt, WeightVersionSpan
+from megatron_dppo.types import WeightVersionSpan
+from tests.support.collecting import sample_until
 from tests.support.sglang_stand_in import LOG_PROB, MODEL, TOKEN, StandIn, answer
-from tests.support.word_tokenizers import TOKENIZER
 
 PARAMS = SamplingParams(10)
 PATIENCE = Patience(connect_timeout_s=5, control_timeout_s=1, max_attempts=4, first_pause_s=0.01)
@@ -84,7 +81,7 @@ def _running(*servers: Server) -> Iterator[list[str]]:
         yield [server.url for server in servers]
 
 
-def _in_session(engine: ConcurrentEngine, work: Callable[[Any], Awaitable[None]]) -> None:
+def _in_session(engine: RolloutEngine, work: Callable[[Any], Awaitable[None]]) -> None:
     async def run() -> None:
         async with asyncio.timeout(LIMIT_S), engine.session() as session:
             await work(session)
@@ -146,7 +143,7 @@ def test_a_hold_returns_what_there_is_and_leaves_nothing_at_the_server(
             assert server.num_asked.total() == num_sent  # those without room were not sent
             late = _requests("late", 2, partial)
             completions = await asyncio.gather(*_ask(session, late))
-            assert _sizes(completions) == _sizes([aborted(request) for request in late]) == [num_old] * 2
+            assert _sizes(completions) == _sizes([give_up(request) for request in late]) == [num_old] * 2
             await session.hold()
             assert server.num_asked.total() == num_sent and not session.errors
 
@@ -396,19 +393,13 @@ def test_sampling_until_it_is_enough_is_a_session_that_is_held() -> None:
     with _running(server := Server()) as urls:
         engine = SglangEngine(urls, MODEL, PATIENCE, max_concurrent_requests=3)
         requests = [*_requests("long", 2), *_requests("quick", 2), *_requests("long never", 1)]
-        requests = [replace(request, prompt=Prompt("p", "", "test", text="?")) for request in requests]
-        told, heard = list[str](), list[str]()
+        told = list[str]()
 
         def is_enough(completion: Completion) -> bool:
             told.append(completion.request_id)
             return len(told) == 2
 
-        async def ended(completion: Completion) -> None:
-            heard.append(completion.request_id)
-
-        multi_turn = MultiTurnEngine(engine, InProcess(SingleTurn), TOKENIZER, TurnLimits())
-        completions = multi_turn.generate_each(requests, PARAMS, ended, is_enough)
+        completions = sample_until(engine, requests, PARAMS, is_enough)
         assert _sizes(completions) == [NUM_NEW, NUM_NEW, 10, 10, 0]
-        assert sorted(heard) == sorted(request.id for request in requests)
         assert told == ["quick0+0", "quick1+0"] and not server.unanswered
         assert server.num_asked.total() == 4

@@ -11,7 +11,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang import server
 from megatron_dppo.engines.sglang.options import CUMEM, NVLS, differences, nccl_settings
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.run.session import joined_processes
+from megatron_dppo.run.session import join_processes
 
 ROOT = Path(__file__).parents[2]
 
@@ -103,7 +103,7 @@ def test_nothing_is_set_where_no_weights_go_through_nccl(way: str) -> None:
 
 
 def test_a_session_sets_them_before_it_joins_the_job() -> None:
-    with joined_processes(config_of({})):
+    with join_processes(config_of({})):
         assert {name: os.environ[name] for name in (CUMEM, NVLS)} == {CUMEM: "0", NVLS: "0"}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.engines.base import Completion, Request, SamplingParams, aborted, joined
+from megatron_dppo.engines.base import Completion, Request, SamplingParams, give_up, join_parts
 from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.protocol import GENERATIONS, ServedModel
@@ -40,7 +40,7 @@ REQUEST = Request("g+0", (1, 2), (0, 0, 0), partial=OLD)
 
 
 def test_old_and_new_are_one() -> None:
-    whole = joined(OLD, NEW)
+    whole = join_parts(OLD, NEW)
     assert whole.tokens.tolist() == [10, 11, 12, 20, 21]
     assert whole.log_probs.tolist() == [-10, -11, -12, -20, -21]
     assert whole.topk is not None and whole.routed_experts is not None
@@ -55,19 +55,19 @@ def test_old_and_new_are_one() -> None:
 
 def test_moves_retractions_and_cached_tokens_of_both_parts_are_counted() -> None:
     old = dataclasses.replace(OLD, num_moves=2, num_retractions=1, num_cached_tokens=2)
-    whole = joined(old, dataclasses.replace(NEW, num_retractions=3, num_cached_tokens=5))
+    whole = join_parts(old, dataclasses.replace(NEW, num_retractions=3, num_cached_tokens=5))
     assert (whole.num_moves, whole.num_retractions, whole.num_cached_tokens) == (3, 4, 7)
 
 
 def test_spans_of_one_version_become_one() -> None:
     again = dataclasses.replace(NEW, weight_versions=(WeightVersionSpan(0, 1, 5), WeightVersionSpan(1, 2, 6)))
-    spans = [(span.start, span.stop, span.version) for span in joined(OLD, again).weight_versions]
+    spans = [(span.start, span.stop, span.version) for span in join_parts(OLD, again).weight_versions]
     assert spans == [(0, 1, 4), (1, 4, 5), (4, 5, 6)]
 
 
 def test_what_a_part_lacks_the_whole_lacks() -> None:
-    assert joined(dataclasses.replace(OLD, routed_experts=None), NEW).routed_experts is None
-    assert joined(OLD, dataclasses.replace(NEW, topk=None)).topk is None
+    assert join_parts(dataclasses.replace(OLD, routed_experts=None), NEW).routed_experts is None
+    assert join_parts(OLD, dataclasses.replace(NEW, topk=None)).topk is None
 
 
 def test_an_engine_adds_to_what_happened_to_the_part_before() -> None:
@@ -105,4 +105,4 @@ def test_an_answer_from_the_queue_leaves_what_there_was(version: str) -> None:
     fresh = dataclasses.replace(REQUEST, partial=None)
     nothing = asyncio.run(GENERATIONS[version].read_reply(content, fresh, PARAMS, MODEL))
     assert (nothing.finish_reason, nothing.tokens.numel(), nothing.topk) == ("abort", 0, None)
-    assert aborted(fresh).tokens.dtype == torch.int64
+    assert give_up(fresh).tokens.dtype == torch.int64

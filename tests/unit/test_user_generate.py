@@ -49,7 +49,8 @@ def model() -> Any:
 
 
 def collected(model: Any, function: Generate) -> Collected:
-    engine = UserGenerate("own:function", function, engine_of(model), VOCAB)
+    engine: Any = engine_of(model)
+    engine.session = UserGenerate("own:function", function, engine_of(model), VOCAB).session
     scorer = InProcessScorer(lambda prompt, response, finish_reason: RewardResult(float(len(response.split()))))
     prompts = [Prompt(str(i), "", "test", text="<bos> t5") for i in range(2)]
     return collect(

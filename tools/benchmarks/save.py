@@ -20,7 +20,7 @@ import torch
 import typer
 
 from megatron_dppo.config.schema import CheckpointConfig
-from megatron_dppo.run.run_point import RunPoint
+from megatron_dppo.run.state import RunPoint
 from megatron_dppo.runtime.process import Runtime, quiet_library_warnings, start, stop, world_size_from_launcher
 from megatron_dppo.types import RunState
 from tools.benchmarks.benchmarking import cli, peak_memory

@@ -39,7 +39,7 @@ from megatron_dppo.metrics.engine_comparison import (
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.rollout.counts import RolloutCounts, refuse_if_too_many_dropped
 from megatron_dppo.rollout.rollouts import Rollouts, build_engine
-from megatron_dppo.run.session import joined_processes
+from megatron_dppo.run.session import join_processes
 from megatron_dppo.run_folder.lock import locked
 from megatron_dppo.runtime.files import full_disk_explained
 from megatron_dppo.runtime.process import Runtime, Stopwatch
@@ -55,7 +55,7 @@ def run(config: Config, folder: Path) -> None:
         MegatronDppoError: What a run raises too; with several ranks the job ends instead.
         RolloutError: The engine does not serve the weights of model.load; everything is written then.
     """
-    with joined_processes(config) as runtime, full_disk_explained(folder):
+    with join_processes(config) as runtime, full_disk_explained(folder):
         runtime.on_main(lambda: _begin(config, folder))
         with own_servers(config, runtime), _held(config, runtime):
             is_pushing = True

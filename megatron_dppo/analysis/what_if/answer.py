@@ -27,7 +27,7 @@ from megatron_dppo.data.batches.batch_file import read_share
 from megatron_dppo.mcore.groups import data_parallel_place, speaks_for_its_group
 from megatron_dppo.metrics.engine_comparison import Routes
 from megatron_dppo.metrics.metrics import Metrics
-from megatron_dppo.run.session import joined_processes
+from megatron_dppo.run.session import join_processes
 from megatron_dppo.run_folder.folder import json_values
 from megatron_dppo.run_folder.versions import versions
 from megatron_dppo.runtime.files import full_disk_explained
@@ -183,7 +183,7 @@ def run(config: Config, question: Question, folder: Path) -> None:
     Raises:
         MegatronDppoError: The evaluation failed.
     """
-    with joined_processes(config) as runtime, full_disk_explained(folder):
+    with join_processes(config) as runtime, full_disk_explained(folder):
         found = answer(config, question, runtime)
         runtime.on_main(lambda: write(folder, found))
         if runtime.is_main:

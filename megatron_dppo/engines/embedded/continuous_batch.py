@@ -13,7 +13,7 @@ from megatron_dppo.engines.base import (
     SamplingParams,
     first_route_row,
     input_tokens,
-    joined,
+    join_parts,
     num_tokens_left,
 )
 from megatron_dppo.engines.embedded.sampling import draw, most_probable, sampling_log_probs, sampling_noise
@@ -35,7 +35,7 @@ class _Rows:
     def take(self, rows: Tensor) -> "_Rows":
         return _Rows(*(getattr(self, field.name)[rows] for field in fields(self)))
 
-    def extended(self, other: "_Rows") -> "_Rows":
+    def extend(self, other: "_Rows") -> "_Rows":
         return _Rows(*(torch.cat([getattr(self, f.name), getattr(other, f.name)]) for f in fields(self)))
 
 
@@ -128,7 +128,7 @@ class ContinuousBatch:
                 newcomers.append(self._queue.popleft())
                 width = wider
             self._prefill(newcomers, places, width, occupied)
-            self._rows = self._rows.extended(self._new_rows(newcomers))
+            self._rows = self._rows.extend(self._new_rows(newcomers))
             occupied += len(newcomers)
 
     def _prefill(
@@ -206,7 +206,7 @@ class ContinuousBatch:
                 weight_versions=(WeightVersionSpan(0, tokens.numel(), version),),
                 num_cached_tokens=self._num_cached[index],
             )
-            completions.append(joined(request.partial, completion) if request.partial else completion)
+            completions.append(join_parts(request.partial, completion) if request.partial else completion)
         return completions
 
 

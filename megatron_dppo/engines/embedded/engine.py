@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 
 import torch
 from torch import Tensor
@@ -11,7 +12,15 @@ from megatron_dppo.architectures.published_names import STACKS
 from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.checkpoints.weight_formats import BLOCK, WeightFormat, is_linear, round_linears
 from megatron_dppo.config.schema import EnginePrecision
-from megatron_dppo.engines.base import Completion, Request, SamplingParams, input_tokens, num_tokens_left
+from megatron_dppo.engines.base import (
+    Completion,
+    Request,
+    SamplingParams,
+    Session,
+    input_tokens,
+    num_tokens_left,
+)
+from megatron_dppo.engines.batch_session import batch_session
 from megatron_dppo.engines.checksum import WeightChecksum
 from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.engines.embedded.continuous_batch import ContinuousBatch
@@ -153,6 +162,10 @@ class TransformersEngine:
             num_prompt_tokens=num_prompt_tokens, num_cached_tokens=batch.num_cached_tokens
         )
         return batch.completions(self._weight_version)
+
+    def session(self, *, may_be_held: bool = True) -> AbstractAsyncContextManager[Session]:
+        """See `RolloutEngine.session`; one call of `generate` samples a turn of all open conversations."""
+        return batch_session(self.generate)
 
     def _refuse(self, requests: Sequence[Request], params: SamplingParams) -> None:
         """Raise an error if a request cannot be served."""

@@ -117,15 +117,15 @@ class FusedLinears:
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         """Move the weights into one tensor and the biases into another, and replace the linears' forwards."""
         self._sizes = [linear.out_features for linear in linears]
-        self._weight = self._joined([linear.weight for linear in linears])
+        self._weight = self._join([linear.weight for linear in linears])
         biases = [linear.bias for linear in linears if linear.bias is not None]
-        self._bias = self._joined(biases) if biases else None
+        self._bias = self._join(biases) if biases else None
         self._input: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()
         for index, linear in enumerate(linears):
             linear.forward = partial(self._part, index)
 
-    def _joined(self, parameters: Sequence[Tensor]) -> Tensor:
+    def _join(self, parameters: Sequence[Tensor]) -> Tensor:
         joined = torch.cat([parameter.detach() for parameter in parameters])
         for parameter, part in zip(parameters, joined.split(self._sizes), strict=True):
             parameter.data = part

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from megatron_dppo.engines.base import Completion, Request, SamplingParams, aborted, input_tokens
+from megatron_dppo.engines.base import Completion, Request, SamplingParams, give_up, input_tokens
 from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.engines.sglang.protocol import ServedModel, ServerFacts
 from megatron_dppo.errors import ReplyError, RolloutError
@@ -102,7 +102,7 @@ def refuse_requests(
         params: Sampling parameters.
         model: Model that the server serves.
         facts: Limits that the server reports.
-        is_aborted: Whether responses may be aborted, and then sent as prompts to resume them.
+        is_aborted: Whether responses may be give_up, and then sent as prompts to resume them.
 
     Raises:
         RolloutError: A request or `params` is refused; the message names it.
@@ -165,7 +165,7 @@ def count_result(request: Request, answer: Completion | RolloutError) -> EngineC
     if isinstance(answer, RolloutError):
         is_reply = isinstance(answer, ReplyError)
         return EngineCounts(num_unanswered=not is_reply, num_refused_answers=is_reply)
-    before = aborted(request)
+    before = give_up(request)
     has_new_tokens = answer.tokens.numel() > before.tokens.numel()
     return EngineCounts(
         num_retractions=answer.num_retractions - before.num_retractions,

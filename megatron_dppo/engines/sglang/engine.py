@@ -27,7 +27,7 @@ class _Admitted:
 
 
 class SglangEngine:
-    """Samples from servers that have the same weights; implements `engines.base.ConcurrentEngine`.
+    """Samples from servers that have the same weights; implements `engines.base.RolloutEngine`.
 
     Each request carries a seed computed from its `noise_key`. Servers with `enable_deterministic_inference`
     sample with this seed. Other servers use their own noise, and then a run does not repeat bit for bit.
@@ -116,7 +116,7 @@ class SglangEngine:
         return asyncio.run(self._generate(requests, params))
 
     def session(self, *, may_be_held: bool = True) -> AbstractAsyncContextManager[ServerSession]:
-        """Connect to the admitted servers; see `ConcurrentEngine.session`.
+        """Connect to the admitted servers; see `RolloutEngine.session`.
 
         The session's `hold` waits at most `Patience.control_timeout_s` for a server's next aborted response.
 

@@ -18,10 +18,10 @@ from megatron_dppo.engines.base import (
     Completion,
     Request,
     SamplingParams,
-    aborted,
     first_route_row,
+    give_up,
     input_tokens,
-    joined,
+    join_parts,
     num_tokens_left,
 )
 from megatron_dppo.engines.sglang.decoding_process import DecodingProcess
@@ -132,9 +132,9 @@ class Generation:
         reply = await self._decoding.read(self._read_reply, content, expected)
         assert isinstance(reply, Reply), "each reader returns its own type"
         if not reply.tokens.size:
-            return aborted(request)
+            return give_up(request)
         completion = _completion(request.id, reply, model.routing)
-        return joined(partial, completion) if partial else completion
+        return join_parts(partial, completion) if partial else completion
 
     def score_body(self, rid: str, tokens: Sequence[int], *, with_routes: bool) -> dict[str, Any]:
         """Return the JSON body of one POST to /generate that requests the log-probs of a prompt's tokens.

@@ -8,10 +8,21 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 
-from megatron_dppo.engines.base import Completion, Request, SamplingParams, aborted
+from megatron_dppo.engines.base import (
+    Completion,
+    Request,
+    SamplingParams,
+    Session,
+    give_up,
+)
 from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.engines.sglang.client import Link, new_rid, other_weights
-from megatron_dppo.engines.sglang.dispatch import LoadBalancer, count_result, group_of, refuse_requests
+from megatron_dppo.engines.sglang.dispatch import (
+    LoadBalancer,
+    count_result,
+    group_of,
+    refuse_requests,
+)
 from megatron_dppo.engines.sglang.protocol import ServedModel
 from megatron_dppo.errors import ReplyError, RolloutError, ServerError
 
@@ -62,10 +73,10 @@ class _AtFaultError(Exception):
     """The request must move, because its server has the `ServerError` that is the argument."""
 
 
-class ServerSession:
+class ServerSession(Session):
     """Sends each request to a lightly loaded server, and to another server if that one fails.
 
-    Implements `engines.base.Session`. Inside its `async with` block, it polls the servers' loads. At the end of
+    Inside its `async with` block, it polls the servers' loads. At the end of
     the block it cancels the requests in flight: a server aborts a request within seconds after its connection
     is closed. All calls must be made in one event loop.
 
@@ -91,7 +102,7 @@ class ServerSession:
             version: Version of the servers' weights.
             max_in_flight: Largest number of requests in flight at one server, from this session.
             hold_timeout_s: Longest time that a hold waits for a server's next response after an abort.
-            may_be_held: Whether responses may be aborted. If so, they must fit as prompts, to be resumed.
+            may_be_held: Whether responses may be give_up. If so, they must fit as prompts, to be resumed.
         """
         self._links, self._model, self._version = links, model, version
         self._all_facts = tuple(dict.fromkeys(link.facts for link in links.values()))
@@ -148,7 +159,7 @@ class ServerSession:
             ServerError: All servers are drained.
         """
         if self._is_held:
-            return aborted(request)
+            return give_up(request)
         if self._fault is not None:
             raise ServerError(str(self._fault))
         self.refuse([request], params)
@@ -249,13 +260,13 @@ class ServerSession:
         asyncio.get_running_loop().call_soon(self._send)  # callers of `ask` run first: they may hold
 
     def _settle(self, asked: _Asked, content: Completion | RolloutError) -> None:
-        """Count a result and complete the request; an error becomes an aborted completion."""
+        """Count a result and complete the request; an error becomes an give_up completion."""
         request = asked.request
         self._counts += count_result(request, content)
         if isinstance(content, RolloutError):
             logger.warning("request %s is dropped: %s", request.id, content)
             self.errors[request.id] = content
-            content = aborted(request)
+            content = give_up(request)
         elif content.routes_fault is not None:
             logger.warning("request %s has no routes: %s", request.id, content.routes_fault)
         asked.complete(content)
@@ -281,7 +292,7 @@ class ServerSession:
     def _move(self, asked: _Asked, fault: ServerError) -> None:
         """Put a request at the head of the queue, or fail it if too many servers failed at it."""
         if self._is_held:
-            asked.complete(aborted(asked.request))
+            asked.complete(give_up(asked.request))
         elif self._fault is not None:
             asked.fail(ServerError(str(self._fault)))
         elif asked.num_moves == _MAX_SERVERS - 1:
@@ -314,13 +325,13 @@ class ServerSession:
         self._is_held = True
         while self._waiting:
             asked = self._waiting.popleft()
-            asked.complete(aborted(asked.request))
+            asked.complete(give_up(asked.request))
 
     async def _cancel(self, is_meant: Callable[[_InFlight], bool]) -> int:
         """Cancel matching requests, complete them with their earlier tokens, and return their number."""
         lost = self._recall(is_meant)
         for asked in lost:
-            asked.complete(aborted(asked.request))
+            asked.complete(give_up(asked.request))
         await asyncio.gather(*self._recalled, return_exceptions=True)
         return len(lost)
 
@@ -353,7 +364,7 @@ class ServerSession:
             if not answered:
                 num_cancelled = await self._cancel(lambda sent: sent.url == url)
                 logger.warning(
-                    "server %s sent no response for %d aborted requests within %g s; they keep the tokens that "
+                    "server %s sent no response for %d give_up requests within %g s; they keep the tokens that "
                     "they had when they were sent. Look at the server's log.",
                     url,
                     num_cancelled,

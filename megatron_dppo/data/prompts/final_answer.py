@@ -16,7 +16,7 @@ KINDS: dict[AnswerKind, str] = {
     "prose": "are texts without a marked final answer",
     "with_words": "are a number with words",
 }
-"""Description of each kind, as the rest of a sentence about answers."""
+"""Predicate that describes each kind in a message."""
 
 _DOZEN, _FEW = 12, 3  # words
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -81,7 +81,7 @@ def text_only_doubt(answers: Sequence[tuple[int, str]], num_answers: int, where:
 
     Args:
         answers: Row numbers and bare answers: all of them, or a sample.
-        num_answers: Number of bare answers before sampling.
+        num_answers: Their number before sampling.
         where: Words after "answers", such as " of prompts.jsonl".
     """
     unread = {answer for answer in {answer for _, answer in answers} if is_matched_as_text(answer)}

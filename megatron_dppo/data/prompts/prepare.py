@@ -53,7 +53,7 @@ class PrepareOptions:
     name: str  # source of the prompts; their ids begin with it
     template: str = "none"  # one of TEMPLATES, "chat", or "none", which keeps the source's prompts unchanged
     instruction: str | None = None  # instruction of template "chat"
-    keeps_answers: bool = False  # also texts around a final answer are kept unchanged
+    keeps_answers: bool = False  # whether cells are kept as they are, without extraction
     drops_bad_rows: bool = False
     max_prompt_tokens: int = 1024
     refuse_too_long: bool = False

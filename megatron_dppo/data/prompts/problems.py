@@ -81,7 +81,7 @@ class QuestionReader:
 
     where: str
     schema: Schema
-    keeps_answers: bool  # also texts around a final answer are kept unchanged
+    keeps_answers: bool  # whether cells are kept as they are, without extraction
     bad_rows: BadRows
 
     @property

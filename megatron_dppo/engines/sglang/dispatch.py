@@ -28,8 +28,8 @@ class LoadBalancer:
     """Chooses a server for each request of one session; sends no request itself.
 
     It draws two servers at random and takes the less loaded one. If many processes share the servers and all
-    sent to the least loaded one, they would overload it. A group's next request goes to the server of its
-    previous one, which has the prompt in its cache, unless that server is drained or full.
+    sent to the least loaded one, they would overload it. A group's next request goes to the previous
+    one's server, which has the prompt in its cache, unless that server is drained or full.
     """
 
     def __init__(self, urls: Sequence[str], max_in_flight: int, chance: random.Random | None = None) -> None:

@@ -126,8 +126,8 @@ _SOURCES = Section(
 )
 _SOURCES_WITHOUT_ROUTES = replace(
     _SOURCES,
-    reading="The mismatch in training: before a rollout's first gradient step, when only the engines differ, and "
-    "at its last step. Work on the bar that adds most.",
+    reading="The mismatch in training: before a rollout's first gradient step, when only the engines differ, "
+    "and at its last step. Work on the bar that adds most.",
     panels=(
         replace(
             _SOURCES.panels[0],

@@ -343,7 +343,7 @@ def find_misread(config: Config, reward: str, rows: Sequence[PromptRow]) -> Misr
     text = RewardChoice(reward).text
     with closing(RewardPools(config.data, [text])) as pools:
         requests = [RewardRequest(row.prompt, response, "stop") for row, response in responses]
-        results = pools.of(text).score(requests)
+        results = pools.score(text, requests)
     scored = [(tried, result) for tried, result in zip(responses, results, strict=True)]
     wrong = [tried for tried, result in scored if isinstance(result, RewardResult) and result.value <= 0]
     return Misread(len(wrong), len(responses), *wrong[0]) if wrong else None

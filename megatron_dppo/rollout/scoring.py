@@ -5,7 +5,7 @@ A faulty sample is dropped with a reason, and never repaired.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -232,6 +232,10 @@ class RewardPools:
     def of(self, reward: str) -> RewardScorer:
         """Return the scorer of a named reward."""
         return EnvironmentAlone() if RewardChoice.read(reward).is_environment else self._pools[reward]
+
+    def score(self, reward: str, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
+        """Return the results of requests with a named reward, in order."""
+        return self._pools[reward].score(requests)
 
     def start(self, first: Mapping[str, Prompt]) -> None:
         """Score one response with each reward, so that a faulty one stops the run before a model loads.

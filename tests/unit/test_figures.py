@@ -38,6 +38,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.run_folder.folder import RunFolder
 from megatron_dppo.runtime.files import write_jsonl
+from tests.support import records
 from tests.support.records import metrics_of
 from tests.support.refusals import refused
 
@@ -270,7 +271,7 @@ def test_clipped_tokens_of_both_signs_and_all_gradient_steps_weigh_by_count(tmp_
         },
     }
     file = folders[0] / "metrics.jsonl"
-    rows = lines_of(file)
+    rows = records.lines_of(file)
     for row in rows:
         row |= {f"clipped/{name}": value for name, value in of_steps.get(row.get("step"), {}).items()}
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

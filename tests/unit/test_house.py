@@ -108,6 +108,8 @@ _LOADERS = {"load", "loads", "Unpickler", "_Unpickler"}
 _RUN_CODE = {"eval", "exec", "torch.jit.load", "torch.hub.load", "pd.read_pickle", "pandas.read_pickle"}
 # Their own unpickler; Megatron's loading, after `refuse_code`.
 _EXCEPTIONS = {
+    # The pipes and shared memory of a process that this module starts; both ends are this package.
+    "megatron_dppo/engines/sglang/decoding_process.py": {"pickle.loads"},
     # After `refuse_code` on the same folder.
     "megatron_dppo/checkpoints/convert/stored_tensors.py": {"FileSystemReader"},
     "megatron_dppo/checkpoints/metadata_pickle.py": {"pickle.Unpickler"},

@@ -35,10 +35,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.set_flush_denormal(True)
-    common: Any = dict(trust_remote_code=False, pretrained_model_name_or_path=options.model)
-    tokenizer: Any = AutoTokenizer.from_pretrained(padding_side="left", **common)
+    folder = options.model
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
     of_model: Any = dict(dtype=torch.float32, attn_implementation="sdpa", experts_implementation="grouped_mm")
-    model = AutoModelForCausalLM.from_pretrained(**of_model, **common)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **of_model)
     rows = [json.loads(line) for line in (options.model / "prompts.jsonl").read_text().splitlines()]
     data = Dataset.from_dict({"prompt": [r["prompt"] for r in rows], "answer": [r["answer"] for r in rows]})
     settings = json.loads(options.settings.read_text())

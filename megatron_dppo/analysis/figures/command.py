@@ -112,9 +112,9 @@ def draw_figures(
         if isinstance(answer, Lacking)
     )
     if not any(kind.needs_runs and not isinstance(answer, Lacking) for kind, answer in answers):
+        found = f"nothing to draw in {', '.join(map(str, folders))}"
         raise ConfigError(
-            f"figures: found nothing to draw in {', '.join(map(str, folders))}; expected finished rollouts or "
-            f"token probabilities. {' '.join(not_drawn)}"
+            Problem("figures", found, "finished rollouts or token probabilities", " ".join(not_drawn))
         )
     drawings = [
         drawing

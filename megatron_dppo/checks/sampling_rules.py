@@ -2,7 +2,9 @@
 
 import math
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.architectures.sizes import read_model_config
@@ -10,8 +12,12 @@ from megatron_dppo.checks.facts import Facts, rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang.model import model_problems, routes_problem
 from megatron_dppo.engines.sglang.options import (
+    NCCL,
+    installed_nccl,
     installed_version,
     interpreter,
+    nccl_settings,
+    one_nccl,
     option_problems,
     read_options,
     shipped_options,
@@ -122,6 +128,23 @@ def _sglang_arguments(config: Config, facts: Facts) -> Iterator[Problem]:
     if config.sglang:
         options = read_options(interpreter(config)) or shipped_options(NEWEST)
         yield from option_problems(config.sglang, options)
+
+
+@rule("sglang_nccl", needs="machine")
+def _sglang_nccl(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Trainer and servers have one version of NCCL if it sends the weights."""
+    if not nccl_settings(config) or config.sglang.get("device") == "cpu":
+        return
+    own, served = _trainer_nccl(), installed_nccl(interpreter(config))
+    if own and served and own != served:
+        found = f"'distributed' with NCCL {own[NCCL]} here and {served[NCCL]} in {interpreter(config)}"
+        action = f"To have one version, {one_nccl(served[NCCL])}."
+        yield Problem("rollout.sglang.weight_sync", found, "one version: NCCL refuses to connect two", action)
+
+
+def _trainer_nccl() -> dict[str, str]:
+    """Return the version of NCCL in this interpreter, as `installed_nccl` does."""
+    return installed_nccl(Path(sys.executable))
 
 
 @rule("sglang_parts")

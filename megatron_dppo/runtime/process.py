@@ -75,6 +75,12 @@ class Runtime:
         """Whether this rank writes files and logs."""
         return self.rank == 0
 
+    @property
+    def nccl_version(self) -> str | None:
+        """Version of the NCCL that sends tensors between GPUs, or None on a CPU."""
+        is_on_gpu = self.device.type == "cuda"
+        return ".".join(map(str, torch.cuda.nccl.version())) if is_on_gpu else None
+
     def all_gather(self, value: T) -> list[T]:
         """Return every rank's value, in rank order. Only for small picklable objects."""
         gathered: list[Any] = [None] * self.world_size

@@ -37,6 +37,7 @@ from megatron_dppo.checks import (
     remarks,
     require_evaluable,
     require_valid,
+    sampling_rules,
 )
 from megatron_dppo.checks.facts import TRAINING, Need, prompt_files
 from megatron_dppo.cli import app
@@ -109,6 +110,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer_file: Path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(megatron_rules, "_last_line", _last_line_of)
     monkeypatch.setattr(megatron_rules, "_read_fields", lambda: MEGATRON)
+    monkeypatch.setattr(sampling_rules, "_trainer_nccl", lambda: {"NCCL": "2.29.7"})  # of a torch for GPUs
     _write_json(Path("model/config.json"), MODEL)
     Path("model/model.safetensors").touch()
     shutil.copy(tokenizer_file, "model/tokenizer.json")
@@ -246,13 +248,14 @@ def _small_host() -> None:
 _AHEAD = {"rollout.engine": "sglang", "rollout.max_staleness": 1}
 
 
-def _sglang(version: str = "1.2.3") -> None:
-    """An interpreter whose SGLang takes one argument."""
+def _sglang(version: str = "1.2.3", nccl: str = "") -> None:
+    """An interpreter whose SGLang takes one argument, and whose torch has this NCCL."""
     arguments = {"tp_size": {"flag": "--tp-size", "kind": "one", "type": "int", "choices": None}}
     python = Path("env/python")
     python.parent.mkdir()
     python.write_text(
-        f"#!/bin/sh\ncase \"$4\" in *ServerArgs*) echo '{json.dumps(arguments)}';; *) echo {version};; esac\n"
+        f"#!/bin/sh\ncase \"$4\" in *ServerArgs*) echo '{json.dumps(arguments)}';; *nccl*) echo {nccl};; "
+        f"*) echo {version};; esac\n"
     )
     python.chmod(0o755)
 
@@ -699,6 +702,13 @@ EXAMPLES: dict[str, list[Example]] = {
             "rollout.routing_replay",
             {**_ROUTED, "sglang.python": "env/python"},
             on_disk=partial(_mixtral, "0.5.21"),
+        ),
+    ],
+    "sglang_nccl": [
+        Example(
+            "rollout.sglang.weight_sync",
+            {**_SERVED, "sglang.python": "env/python"},
+            on_disk=partial(_sglang, "0.5.23", "2.30.7"),
         ),
     ],
     "sglang_parts": [

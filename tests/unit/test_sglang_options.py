@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang import server
-from megatron_dppo.engines.sglang.options import CUMEM, NVLS, differences, nccl_settings
+from megatron_dppo.engines.sglang.options import CUMEM, NCCL, NVLS, differences, installed_nccl, nccl_settings
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.run.session import join_processes
 
@@ -105,6 +106,20 @@ def test_nothing_is_set_where_no_weights_go_through_nccl(way: str) -> None:
 def test_a_session_sets_them_before_it_joins_the_job() -> None:
     with join_processes(config_of({})):
         assert {name: os.environ[name] for name in (CUMEM, NVLS)} == {CUMEM: "0", NVLS: "0"}
+
+
+def test_another_version_of_nccl_is_a_difference() -> None:
+    own = {CUMEM: "0", NVLS: "0"}
+    assert differences(own, own | {NCCL: "2.30.7"}) is None, "a trainer on CPUs"
+    assert differences(own | {NCCL: "2.29.7"}, own) is None, "a server on CPUs"
+    found = differences(own | {NCCL: "2.29.7"}, own | {NCCL: "2.30.7"})
+    assert found is not None and found.startswith("NCCL=2.30.7 there and 2.29.7 in the trainer; ")
+    assert "nvidia-nccl-cu13==2.30.7" in found and "'disk'" in found
+
+
+def test_an_interpreter_with_a_torch_for_cpus_has_no_nccl() -> None:
+    assert installed_nccl(Path(sys.executable)) == {}
+    assert installed_nccl(Path("/nowhere/python")) == {}
 
 
 def test_differences_name_both_sides() -> None:

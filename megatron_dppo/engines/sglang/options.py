@@ -38,7 +38,12 @@ print(json.dumps({action.dest: dict(
     choices=None if action.choices is None else [str(choice) for choice in action.choices],
 ) for action in parser._actions if action.dest != "help"}))
 """
+_PRINT_NCCL = """
+import torch
+print(".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "")
+"""
 CUMEM, NVLS = "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"
+NCCL = "NCCL"  # name of the library's version among the settings that trainer and servers must share
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,12 @@ def installed_version(python: Path) -> str | None:
     """Return SGLang's version, or None if the interpreter or SGLang is missing."""
     lines = _run(python, _PRINT_VERSION, timeout_s=60)
     return lines[-1] if lines else None
+
+
+def installed_nccl(python: Path) -> dict[str, str]:
+    """Return the version of NCCL in an interpreter's torch, by the name NCCL; empty if its torch has none."""
+    lines = _run(python, _PRINT_NCCL, timeout_s=60)
+    return {NCCL: lines[-1]} if lines and lines[-1] else {}
 
 
 def is_for_cpu(python: Path) -> bool:
@@ -167,14 +178,21 @@ def nccl_settings(config: Config) -> dict[str, str]:
 def differences(own: Mapping[str, str], of_server: Mapping[str, str]) -> str | None:
     """Describe how a server's settings differ from the trainer's, or return None if they are equal.
 
-    A server that an older version of this package registered has no settings here, and counts as equal.
+    An unknown setting counts as equal: an older version of this package registered none, and a torch for CPUs
+    has no NCCL. NCCL refuses to connect ranks of different versions.
     """
-    found = [
-        f"{name}={of_server[name]} there and {value} in the trainer"
-        for name, value in own.items()
-        if of_server.get(name, value) != value
-    ]
-    return f"{' and '.join(found)}; export the same values on every node" if found else None
+    names = [name for name, value in own.items() if of_server.get(name, value) != value]
+    found = " and ".join(f"{name}={of_server[name]} there and {own[name]} in the trainer" for name in names)
+    action = one_nccl(of_server[NCCL]) if NCCL in names else "export the same values on every node"
+    return f"{found}; {action}" if names else None
+
+
+def one_nccl(version: str) -> str:
+    """Return what to do if the servers have another version of NCCL than the trainer, namely this one."""
+    return (
+        f"install nvidia-nccl-cu13=={version} (or the package for your CUDA) into the trainer's environment, "
+        "or set rollout.sglang.weight_sync = 'disk'"
+    )
 
 
 def _expected_value(value: Any, option: Option) -> str | None:

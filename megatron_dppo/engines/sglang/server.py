@@ -28,6 +28,7 @@ from megatron_dppo.engines.sglang.client import Patience, SglangClient
 from megatron_dppo.engines.sglang.model import has_own_output, routes_problem, served_model
 from megatron_dppo.engines.sglang.options import (
     arguments,
+    installed_nccl,
     installed_version,
     interpreter,
     is_for_cpu,
@@ -75,7 +76,7 @@ class ServerRecord:
     version: str
     since: str
     num_starts: int  # above 1 after a restart, which loads the weights of model.load again
-    nccl: Mapping[str, str] = field(default_factory=dict[str, str])  # variables that the trainer must share
+    nccl: Mapping[str, str] = field(default_factory=dict[str, str])  # NCCL's variables and version
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Launch:
     command: tuple[str, ...]
     environment: Mapping[str, str]
     url: str
-    nccl: Mapping[str, str]  # NCCL variables; `environment` has them too
+    nccl: Mapping[str, str]  # NCCL's variables, which `environment` has too, and its version
 
 
 def plan_launch(config: Config, index: int = 0) -> Launch:
@@ -149,7 +150,7 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
         (str(python), "-W", "ignore", "-c", _ENTRY, *arguments(table | owned, options)),
         server_environment(is_on_cpu=is_on_cpu) | nccl,
         f"http://{reachable}:{port}",
-        nccl,
+        nccl | (installed_nccl(python) if nccl and not is_on_cpu else {}),
     )
 
 

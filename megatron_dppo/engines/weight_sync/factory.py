@@ -14,7 +14,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.base import RolloutEngine
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.model import has_own_output, served_model
-from megatron_dppo.engines.sglang.options import nccl_settings
+from megatron_dppo.engines.sglang.options import NCCL, nccl_settings
 from megatron_dppo.engines.sglang.server import API_KEY, read_records
 from megatron_dppo.engines.weight_sync.base import Transport, WeightOwner, WeightSync
 from megatron_dppo.engines.weight_sync.fleet import RunServers
@@ -68,14 +68,16 @@ def build_sync(config: Config, owner: WeightOwner, engine: RolloutEngine, runtim
 
 def run_servers(config: Config, runtime: Runtime) -> RunServers:
     """Return the run's SGLang servers, which need not be ready yet."""
-    folder = config.run.folder / "servers"
+    folder, nccl = config.run.folder / "servers", nccl_settings(config)
+    if nccl and (version := runtime.nccl_version) is not None:
+        nccl |= {NCCL: version}
     return RunServers(
         lambda: read_records(folder),
         runtime,
         folder / "released",
         timeout_s=config.rollout.sglang.sync_timeout_s,
         api_key=os.environ.get(API_KEY),
-        nccl=nccl_settings(config),
+        nccl=nccl,
     )
 
 

@@ -175,7 +175,8 @@ def test_logits_loss_and_every_gradient_equal_hugging_face(
     result = measured[case]
     assert result["num_microbatches"] > 1, "packing must be part of what is compared"
     assert result["logit_error"] <= 1e-5
-    assert result["loss"] == pytest.approx(result["reference_loss"], rel=1e-5)
+    # Terms of size 1 cancel in the loss, so its rounding is relative to them.
+    assert result["loss"] == pytest.approx(result["reference_loss"], rel=1e-5, abs=5e-6)
     ours, theirs = result["names"]
     assert ours == theirs
     worst = max(result["errors"], key=result["errors"].get)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before a process group exists: its defaults would keep it after stop()
 from torch import Tensor
+from torch.cuda import nccl
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from megatron_dppo.errors import ConfigError, LaunchError, Problem
@@ -78,8 +79,7 @@ class Runtime:
     @property
     def nccl_version(self) -> str | None:
         """Version of the NCCL that sends tensors between GPUs, or None on a CPU."""
-        is_on_gpu = self.device.type == "cuda"
-        return ".".join(map(str, torch.cuda.nccl.version())) if is_on_gpu else None
+        return ".".join(map(str, nccl.version())) if self.device.type == "cuda" else None
 
     def all_gather(self, value: T) -> list[T]:
         """Return every rank's value, in rank order. Only for small picklable objects."""

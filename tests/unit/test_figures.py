@@ -273,7 +273,7 @@ def test_clipped_tokens_of_both_signs_and_all_gradient_steps_weigh_by_count(tmp_
     file = folders[0] / "metrics.jsonl"
     rows = records.lines_of(file)
     for row in rows:
-        row |= {f"clipped/{name}": value for name, value in of_steps.get(row.get("step"), {}).items()}
+        row |= {f"clipped/{name}": value for name, value in of_steps.get(row.get("step", -1), {}).items()}
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_clipped(folders[0], 4, [("active", "+", 20, 0.9)])
     figure = build(only(drawn("06_relaxation_threshold", folders)))

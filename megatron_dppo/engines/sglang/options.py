@@ -40,7 +40,8 @@ print(json.dumps({action.dest: dict(
 """
 _PRINT_NCCL = """
 import torch
-print(".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "")
+from torch.cuda import nccl
+print(".".join(map(str, nccl.version())) if torch.version.cuda else "")
 """
 CUMEM, NVLS = "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"
 NCCL = "NCCL"  # name of the library's version among the settings that trainer and servers must share

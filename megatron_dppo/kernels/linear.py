@@ -70,8 +70,7 @@ def fused_linear_policy_loss(
         token_weights: [T].
         topk_ids: [T, K], as for `fused_policy_loss`.
         topk_rollout_log_probs: [T, K].
-        old_log_probs: [T].
-        ref_log_probs: [T].
+        old_log_probs, ref_log_probs: [T].
         response_lengths: [B]; rules that need them first take a pass over the logits for the log-probs.
         temperature: Divides the logits.
         vocab_start: Global id of the weight's first row.

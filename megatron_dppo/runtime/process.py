@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before a process group exists: its defaults would keep it after stop()
 from torch import Tensor
-from torch.cuda import nccl
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch.cuda import nccl
 
 from megatron_dppo.errors import ConfigError, LaunchError, Problem
 from megatron_dppo.runtime.gpu_ledger import GpuLedger

@@ -59,8 +59,7 @@ def fused_linear_policy_loss(
     the backward pass adds the buffer to it.
 
     Args:
-        hidden: [T, H], the same on all ranks of `tp_group`, its gradient summed over them; with
-            `sequence_parallel` [T/tp, H], this rank's tokens.
+        hidden: Equal on all ranks of `tp_group`, which sum its gradient; own rows if `sequence_parallel`.
         weight: [V/tp, H] of the output layer, in the type of `hidden`; this rank's rows.
         targets: [T]; arguments that are not explained are as for `fused_policy_loss`, for all T tokens.
         rollout_log_probs: [T].
@@ -70,7 +69,8 @@ def fused_linear_policy_loss(
         token_weights: [T].
         topk_ids: [T, K], as for `fused_policy_loss`.
         topk_rollout_log_probs: [T, K].
-        old_log_probs, ref_log_probs: [T].
+        old_log_probs: [T].
+        ref_log_probs: [T].
         response_lengths: [B]; rules that need them first take a pass over the logits for the log-probs.
         temperature: Divides the logits.
         vocab_start: Global id of the weight's first row.

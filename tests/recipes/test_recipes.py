@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers.modeling_utils  # noqa: F401
 
-import megatron_dppo.train  # noqa: F401
 from examples.make_tiny import write_tiny
 from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.algorithms.presets import overrides_in
@@ -24,10 +22,9 @@ from megatron_dppo.runtime.files import write_jsonl
 from tests.support.experiments import ALGORITHMS, EXPERIMENTS, ROOT, Algorithm, tiny_family
 from tests.support.records import metrics_of
 
-# A function, or `megatron-dppo train`, in a process forked from this one, where all is imported already.
-
-
 TIMEOUT_S = 300
+_CONTEXT = get_context("forkserver")  # imports once; a fork of this process would inherit locks of its threads
+_CONTEXT.set_forkserver_preload(["megatron_dppo.train", "megatron_dppo.cli", "transformers.modeling_utils"])
 
 
 def train(arguments: list[str], folder: Path, log: Path) -> int:
@@ -41,11 +38,8 @@ def command(words: list[str], folder: Path, log: Path) -> int:
 
 
 def forked(function: Callable[..., Any], *arguments: Any) -> int:
-    """The exit status of a process that calls the function.
-
-    This process computes nothing with torch itself: a fork would inherit threads' locks, and not the threads.
-    """
-    process = get_context("fork").Process(target=function, args=arguments)
+    """The exit status of a process that calls the function."""
+    process = _CONTEXT.Process(target=function, args=arguments)
     process.start()
     process.join(TIMEOUT_S)
     process.kill()

@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron_dppo.architectures.registry import FAMILIES
@@ -135,14 +135,15 @@ def _sglang_nccl(config: Config, facts: Facts) -> Iterator[Problem]:
     """Trainer and servers have one version of NCCL if it sends the weights."""
     if not nccl_settings(config) or config.sglang.get("device") == "cpu":
         return
-    own, served = _trainer_nccl(), installed_nccl(interpreter(config))
-    if own and served and own != served:
+    served = installed_nccl(interpreter(config))
+    own = _trainer_nccl() if served else {}
+    if own and own != served:
         found = f"'distributed' with NCCL {own[NCCL]} here and {served[NCCL]} in {interpreter(config)}"
         action = f"To have one version, {one_nccl(served[NCCL])}."
         yield Problem("rollout.sglang.weight_sync", found, "one version: NCCL refuses to connect two", action)
 
 
-def _trainer_nccl() -> dict[str, str]:
+def _trainer_nccl() -> Mapping[str, str]:
     """Return the version of NCCL in this interpreter, as `installed_nccl` does."""
     return installed_nccl(Path(sys.executable))
 

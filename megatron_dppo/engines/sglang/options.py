@@ -4,6 +4,7 @@ The interpreter that SGLang is installed in lists the arguments, which are cache
 SGLang is not installed, the arguments of a tested version are used, which ship with this package.
 """
 
+import functools
 import json
 import os
 import shutil
@@ -69,7 +70,8 @@ def installed_version(python: Path) -> str | None:
     return lines[-1] if lines else None
 
 
-def installed_nccl(python: Path) -> dict[str, str]:
+@functools.cache  # importing torch takes seconds
+def installed_nccl(python: Path) -> Mapping[str, str]:
     """Return the version of NCCL in an interpreter's torch, by the name NCCL; empty if its torch has none."""
     lines = _run(python, _PRINT_NCCL, timeout_s=60)
     return {NCCL: lines[-1]} if lines and lines[-1] else {}

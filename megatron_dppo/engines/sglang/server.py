@@ -150,7 +150,7 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
         (str(python), "-W", "ignore", "-c", _ENTRY, *arguments(table | owned, options)),
         server_environment(is_on_cpu=is_on_cpu) | nccl,
         f"http://{reachable}:{port}",
-        nccl | (installed_nccl(python) if nccl and not is_on_cpu else {}),
+        nccl | dict(installed_nccl(python) if nccl and not is_on_cpu else {}),
     )
 
 

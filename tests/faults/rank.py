@@ -27,7 +27,7 @@ MOMENTS: dict[str, tuple[str, str, str]] = {
     "rollout end": ("megatron_dppo.run.parts", "RunParts.finish_rollout", "before"),
     "save": ("megatron_dppo.run.checkpoints", "Checkpoints.save", "before"),
     "write": (
-        "megatron_dppo.checkpoints.megatron_folder",
+        "megatron_dppo.checkpoints.megatron_save",
         "FileSystemWriterAsync.write_preloaded_data",
         "after",
     ),

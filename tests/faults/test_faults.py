@@ -1,11 +1,14 @@
 """The short form of the fault campaign: real processes, killed, stopped and given bad disks and batches."""
 
+import importlib
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
 from tests.faults.campaign import Campaign
 from tests.faults.cases import CASES, Case
+from tests.faults.rank import MOMENTS
 
 
 @pytest.fixture(scope="module")
@@ -16,6 +19,11 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES if case.is_short])
 def test_a_run_survives(campaign: Campaign, case: Case) -> None:
     assert campaign.run(case).failures == []
+
+
+def test_every_moment_is_a_function_of_its_module() -> None:
+    for module, attribute, _ in MOMENTS.values():
+        assert callable(attrgetter(attribute)(importlib.import_module(module))), attribute
 
 
 def test_names_are_unique() -> None:

@@ -205,7 +205,7 @@ def _rope_problems(
     rope = rope_table(hf)
     thetas = {table["rope_theta"] for table in (hf, *tables) if table.get("rope_theta") is not None}
     if len(thetas) > 1:
-        yield _problem(f"rope_theta of {sorted(thetas)}", "the same rope_theta wherever it stands")
+        yield _problem(f"rope_theta of {sorted(thetas)}", "the same rope_theta in all places")
     if len(tables) > 1 and tables[0] != tables[1]:
         yield _problem("rope_scaling and another rope_parameters", "one of them")
     if partial_rotary is None and rotary_part(hf) != 1:

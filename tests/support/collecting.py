@@ -131,8 +131,8 @@ def collect(
             keyed by it, so it does not depend on the number of ranks.
         smallest_group: Two for training, since one sample has nothing to compare with.
         validate_routes: Raises RoutingReplayError where a sample's captured routes do not fit.
-        environments: Say how conversations open; none: the prompts themselves do.
-        overlong: Lowers the reward of long responses; none: nothing does.
+        environments: Environments that open the conversations. `None` means that the prompts open them.
+        overlong: Penalty of long responses, or `None`.
 
     Raises:
         RolloutError: The engine's completions do not answer the requests one for one.

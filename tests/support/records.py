@@ -10,5 +10,5 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
 
 
 def metrics_of(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """Return the rows of a run's metrics.jsonl: all, or those of "rollout", "step" or "evaluation"."""
+    """Return the rows of a run's metrics.jsonl, or only the kind "rollout", "step" or "evaluation"."""
     return [row for row in lines_of(run / "metrics.jsonl") if kind in (None, row["kind"])]

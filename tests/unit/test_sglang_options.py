@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ import pytest
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang import server
 from megatron_dppo.engines.sglang.options import CUMEM, NCCL, NVLS, differences, installed_nccl, nccl_settings
+from megatron_dppo.engines.weight_sync.factory import run_servers
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.run.session import join_processes
+from megatron_dppo.runtime.files import write_jsonl
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,6 +124,25 @@ def test_another_version_of_nccl_is_a_difference() -> None:
 def test_an_interpreter_with_a_torch_for_cpus_has_no_nccl() -> None:
     assert installed_nccl(Path(sys.executable)) == {}
     assert installed_nccl(Path("/nowhere/python")) == {}
+
+
+def test_a_push_leaves_out_a_registered_server_with_another_nccl(tmp_path: Path) -> None:
+    """From the interpreter that serves, through the server's record, to the trainer's push."""
+    python, run = tmp_path / "python", tmp_path / "run"
+    python.write_text('#!/bin/sh\ncase "$4" in *nccl*) echo 2.30.7;; esac\n')
+    python.chmod(0o755)
+    config = config_of({})
+    config = config.model_copy(update={"run": config.run.model_copy(update={"folder": run})})
+    shared = nccl_settings(config) | dict(installed_nccl(python))
+    record = server.ServerRecord("s", "http://127.0.0.1:9", "h", 1, "0.5.23", "now", 1, shared)
+    (run / "servers").mkdir(parents=True)
+    write_jsonl(run / "servers" / "s.json", [asdict(record)])
+    of_trainer = {"2.29.7": True, "2.30.7": False, None: False}
+    for own, is_refused in of_trainer.items():
+        trainer: Any = SimpleNamespace(nccl_version=own, on_main=lambda find: find())
+        fleet, absent = run_servers(config, trainer).fleet()
+        assert not fleet.members, "nothing listens at the URL"
+        assert ("NCCL=2.30.7 there" in absent[record.url]) is is_refused
 
 
 def test_differences_name_both_sides() -> None:

@@ -72,7 +72,10 @@ def installed_version(python: Path) -> str | None:
 
 @functools.cache  # importing torch takes seconds
 def installed_nccl(python: Path) -> Mapping[str, str]:
-    """Return the version of NCCL in an interpreter's torch, by the name NCCL; empty if its torch has none."""
+    """Return the version of NCCL in an interpreter's torch, by the name NCCL.
+
+    It is empty, and nothing is compared, if that torch is for CPUs or does not import within a minute.
+    """
     lines = _run(python, _PRINT_NCCL, timeout_s=60)
     return {NCCL: lines[-1]} if lines and lines[-1] else {}
 

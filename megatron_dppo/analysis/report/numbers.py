@@ -95,7 +95,7 @@ def numbers(runs: Sequence[Run], names: Sequence[str]) -> Numbers:
         found = {**summary(run), masked.key: masked_share(run, num_rollouts)}
         return found | {name: latest_score(name)(run, num_rollouts) for name in scores}
 
-    lines = lines_of(shared, names, longest=math.inf)
+    lines = lines_of(shared, names)
     known = [{seed: values(run) for seed, run in line.by_seed.items()} for line in lines]
     rows = [row for row in (*ROWS, masked, *scores.values()) if not (without_speed and is_speed(row))]
     rows = [row for row in rows if any(of[row.key] is not None for line in known for of in line.values())]

@@ -1,7 +1,7 @@
 """Builds the report's figures as plain dictionaries for plotly.js. The page adds the colours.
 
 A point is a number of metrics.jsonl. A smoothed curve is drawn in front of it, as `lines.curve_of` decides.
-Runs that share a colour are the seeds of one line: one curve, their mean with its interval, is in front of them.
+Runs that share a colour are the seeds of one line: one curve, their mean with its interval, is before them.
 Metrics of step rows are averaged over a rollout's gradient steps, and bars over the run.
 """
 

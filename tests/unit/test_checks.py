@@ -783,7 +783,9 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("data.reward", {"data.reward": "mine:f"}, on_disk=_module("mine", "1 / 0")),
         Example("data.reward", {"data.reward": "mine:g"}, on_disk=_module("mine", "def f(): ...")),
         Example("data.reward", {"data.reward": "mine:f"}, on_disk=_module("mine", "def f(prompt): ...")),
-        Example("data.reward", {"data.reward": "mine:f"}, on_disk=_module("mine", "def f(a, b, c): return '1'")),
+        Example(
+            "data.reward", {"data.reward": "mine:f"}, on_disk=_module("mine", "def f(p, r, e): return '1'")
+        ),
     ],
     "environment_trial": [
         Example(

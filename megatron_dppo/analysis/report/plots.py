@@ -183,10 +183,8 @@ def _panel_traces(panel: Panel, runs: Sequence[Run], names: Sequence[str], looks
             of = f"{label}, smoothed" if is_alone else f"{labels[index]}{suffix}, mean of {len(alike)} seeds"
             at = curve.x.tolist()
             if curve.low is not None and curve.high is not None:
-                means.append(
-                    _area(of, index, curve.x.tolist(), _six_digits(curve.low), _six_digits(curve.high))
-                )
-            means.append(_line(of, index, dash, curve.x.tolist(), _six_digits(curve.mean)) | {"mode": "lines"})
+                means.append(_area(of, index, at, _six_digits(curve.low), _six_digits(curve.high)))
+            means.append(_line(of, index, dash, at, _six_digits(curve.mean)) | {"mode": "lines"})
     return traces + means
 
 

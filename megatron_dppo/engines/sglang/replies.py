@@ -319,8 +319,8 @@ def _routes(
 ) -> tuple[np.ndarray | None, str | None]:
     """Return the requested routes, or a message that explains why they are missing.
 
-    A retracted request's tokens are forwarded again, and its routes are of the last forward. They are returned if
-    the weights that sampled the tokens computed them: that is certain if all tokens have one weight version.
+    A server forwards the tokens of a retracted request again, and its routes are of the last forward. They are
+    kept if the weights that sampled the tokens computed them. This is certain if all tokens have one version.
     """
     where = expected.where
     if expected.routing is None:

@@ -40,7 +40,9 @@ from megatron_dppo.plan import (
     as_text,
     divide,
     make_plan,
+    parse_assumptions,
     parse_bytes,
+    retraction_remarks,
     split_as_json,
     split_as_text,
 )
@@ -138,6 +140,7 @@ def check(
     for note in version_notes(config):
         typer.echo(f"untested version: {note}", err=True)
     noted = [*remarks(config), *period_remarks(config), *doubts(config, facts), *folder_remarks(config)]
+    noted += retraction_remarks(config, facts)
     for remark in noted:
         typer.echo(f"note: {remark}", err=True)
     if problems:
@@ -209,14 +212,15 @@ def plan(
         config = load_config(configs, overrides or ())
         host_bytes = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
         machine = Machine(gpus, parse_bytes(gpu_memory, "--gpu-memory"), host_bytes, gpus_per_node)
-        made = make_plan(config, machine)
+        given = parse_assumptions(assume or ())
+        made = make_plan(config, machine, given.get("response_tokens"))
         shown, text = as_json(made, proposals), as_text(made, proposals)
         if split is not None:
             found = divide(made.job, split, measured, assume or ())
             shown, text = shown | {"split": split_as_json(found)}, f"{text}\n{split_as_text(found)}"
-        elif measured is not None or assume:
-            given = "--assume" if measured is None else "--measured"
-            raise ConfigError(Problem(given, "no --split", "one", "Add --split 32, the number of all GPUs."))
+        elif measured is not None or set(given) - {"response_tokens"}:
+            option = "--assume" if measured is None else "--measured"
+            raise ConfigError(Problem(option, "no --split", "one", "Add --split 32, the number of all GPUs."))
         if is_traced or trace_layers is not None:
             quiet_library_warnings()
             from megatron_dppo.plan import trace

@@ -63,7 +63,7 @@ def test_retracted_responses_have_the_routes_of_the_weights_that_sampled_them(
 
 
 def test_retracted_responses_that_are_aborted_go_on(served: Served, engine: SglangEngine) -> None:
-    """Those in the server's queue come without their last tokens and lose them; the others keep what they have."""
+    """The server leaves out the last tokens of those in its queue; they go on from their earlier ones."""
     requests = requests_of("tight-aborted", num_prompts=12, samples=1)
     while any(request.partial is None for request in requests):
         seen = itertools.count(1)

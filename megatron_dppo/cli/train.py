@@ -198,6 +198,9 @@ def plan(
 
         megatron-dppo plan base.toml --gpus 16 --gpu-memory 80GB --trace --trace-layers 8
 
+    With SGLang it also simulates a server: cache for each open request, and the share of responses that a full
+    cache retracts. --assume response_tokens=3000 sets their mean length.
+
     --split divides a number of GPUs between servers and training, and estimates the gain of sampling during
     training (rollout.max_staleness), from the rates of a run or from --assume:
 

@@ -236,7 +236,7 @@ def test_the_guide_says_what_fits_one_gpu() -> None:
 def test_the_readme_shows_what_the_command_prints() -> None:
     text = (ROOT / "megatron_dppo" / "plan" / "README.md").read_text()
     blocks = re.findall(r"```\n\$ megatron-dppo (plan .*?)```", text, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         command, *shown = block.splitlines()
         arguments = [str(ROOT / word) if word.startswith("examples/") else word for word in command.split()]

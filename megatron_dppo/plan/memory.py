@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
+from typing import Any
 
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import ModelShape, largest_gathered_bytes
@@ -189,7 +190,7 @@ def _sglang_parameters(shape: ModelShape) -> int:
 
 
 def require_number(
-    where: str, found: object, expected: str, below: float = math.inf, kinds: type | UnionType = int | float
+    where: str, found: Any, expected: str, below: float = math.inf, kinds: type | UnionType = int | float
 ) -> None:
     """Refuse a value that is no number of these kinds above 0 and below a limit.
 

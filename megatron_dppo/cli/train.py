@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -189,17 +189,14 @@ def plan(
     algorithm.loss_from=logits, rollout.sglang.colocated=false, a table [megatron] with recompute_granularity.
 
     The plan refuses what check refuses, except for files and libraries. It computes the worst rank's memory
-    at the loss, in backward, in the optimizer step, in a rollout and in the weight sync. It lists fitting
-    layouts with their --set options, or else the smallest sufficient number of GPUs. Times are estimates.
+    at five moments, and the responses that a full cache of SGLang retracts (--assume response_tokens=3000). It
+    lists fitting layouts with --set options, or else the smallest sufficient number of GPUs. Times are estimates.
 
     --trace takes one real gradient step of the worst rank, with floating-point tensors that have shapes and no
     data: a few minutes on a CPU for a model of any size, without weights. It prints the live memory at each
     peak by source line, the planned memory, and how often a layer launches a kernel or waits for the GPU:
 
         megatron-dppo plan base.toml --gpus 16 --gpu-memory 80GB --trace --trace-layers 8
-
-    With SGLang it also simulates a server: cache for each open request, and the share of responses that a full
-    cache retracts. --assume response_tokens=3000 sets their mean length.
 
     --split divides a number of GPUs between servers and training, and estimates the gain of sampling during
     training (rollout.max_staleness), from the rates of a run or from --assume:
@@ -221,9 +218,8 @@ def plan(
         if split is not None:
             found = divide(made.job, split, measured, assume or ())
             shown, text = shown | {"split": split_as_json(found)}, f"{text}\n{split_as_text(found)}"
-        elif measured is not None or set(given) - {"response_tokens"}:
-            option = "--assume" if measured is None else "--measured"
-            raise ConfigError(Problem(option, "no --split", "one", "Add --split 32, the number of all GPUs."))
+        else:
+            _refuse_rates_of_split(measured, given)
         if is_traced or trace_layers is not None:
             quiet_library_warnings()
             from megatron_dppo.plan import trace
@@ -307,6 +303,13 @@ def evaluate(
         results = run(config, out, finished_rollouts(checkpoint) if checkpoint is not None else 0)
     if os.environ.get("RANK", "0") == "0":
         typer.echo(as_table(results))
+
+
+def _refuse_rates_of_split(measured: Path | None, given: Mapping[str, float]) -> None:
+    """Refuse options that only --split reads."""
+    if measured is not None or set(given) - {"response_tokens"}:
+        option = "--assume" if measured is None else "--measured"
+        raise ConfigError(Problem(option, "no --split", "one", "Add --split 32, the number of all GPUs."))
 
 
 def _exit_with_problems(problems: Sequence[Problem]) -> NoReturn:

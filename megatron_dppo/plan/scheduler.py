@@ -175,11 +175,12 @@ def simulate(server: Server, prompts: np.ndarray, lengths: np.ndarray) -> Served
     """Serve requests that all wait from the beginning.
 
     Args:
-        server: Limits; the cache holds each request alone.
+        server: Limits; its cache holds the longest prompt with `max_new_tokens`.
         prompts: [N] int64 prompt tokens of each request.
-        lengths: [N] int64 response tokens of each request, 1 or more.
+        lengths: [N] int64 response tokens of each request, from 1 to `max_new_tokens`.
     """
-    assert server.cached_tokens > int((prompts + lengths).max()) + 1, "a cache that holds each request"
+    longest = int(prompts.max()) + server.max_new_tokens
+    assert server.cached_tokens > longest + 1, "a cache that holds each request alone"
     scheduler = _Scheduler(server, prompts, lengths)
     while scheduler.waiting or len(scheduler.running) or scheduler.chunked is not None:
         if not scheduler.prefill():

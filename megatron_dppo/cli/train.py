@@ -190,7 +190,7 @@ def plan(
 
     The plan refuses what check refuses, except for files and libraries. It computes the worst rank's memory
     at five moments, and the responses that a full cache of SGLang retracts (--assume response_tokens=3000). It
-    lists fitting layouts with --set options, or else the smallest sufficient number of GPUs. Times are estimates.
+    lists fitting layouts with --set options, or the smallest sufficient number of GPUs. Times are estimates.
 
     --trace takes one real gradient step of the worst rank, with floating-point tensors that have shapes and no
     data: a few minutes on a CPU for a model of any size, without weights. It prints the live memory at each

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs  # type: ignore[import-not-found]
 from sglang.srt.managers import schedule_policy  # type: ignore[import-not-found]
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch  # type: ignore[import-not-found]
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder  # type: ignore[import-not-found]
@@ -134,9 +135,7 @@ class Served:
 
 
 def constants() -> dict[str, Any]:
-    """Constants of the scheduler, by the names of `plan.retraction.Policy`."""
-    from sglang.srt.environ import envs  # type: ignore[import-not-found]
-
+    """Constants of the scheduler, by the names of `plan.scheduler.Policy`."""
     return {
         "initial_ratio": envs.SGLANG_INIT_NEW_TOKEN_RATIO.get(),
         "lowest_factor": envs.SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR.get(),
@@ -159,4 +158,7 @@ if __name__ == "__main__":
         schedule_conservativeness=asked["conservativeness"],
     )
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
-    print(json.dumps({"constants": constants(), "served": [Served(case).serve() for case in asked["cases"]]}))
+    found = constants()
+    schedule_policy.CLIP_MAX_NEW_TOKENS = asked["policy"]["most_new_tokens"]
+    envs.SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS.set(asked["policy"]["decay_steps"])
+    print(json.dumps({"constants": found, "served": [Served(case).serve() for case in asked["cases"]]}))

@@ -35,7 +35,10 @@ MeasuredRun = Annotated[
 ]
 Assumptions = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME=VALUE", help="A rate for --split, such as serving_rate=2000 (repeatable)."),
+    typer.Option(
+        metavar="NAME=VALUE",
+        help="A rate for --split, such as serving_rate=2000, or response_tokens=3000 (repeatable).",
+    ),
 ]
 
 

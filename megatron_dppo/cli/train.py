@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -40,7 +40,9 @@ from megatron_dppo.plan import (
     as_text,
     divide,
     make_plan,
+    parse_assumptions,
     parse_bytes,
+    retraction_remarks,
     split_as_json,
     split_as_text,
 )
@@ -138,6 +140,7 @@ def check(
     for note in version_notes(config):
         typer.echo(f"untested version: {note}", err=True)
     noted = [*remarks(config), *period_remarks(config), *doubts(config, facts), *folder_remarks(config)]
+    noted += retraction_remarks(config, facts)
     for remark in noted:
         typer.echo(f"note: {remark}", err=True)
     if problems:
@@ -186,8 +189,8 @@ def plan(
     algorithm.loss_from=logits, rollout.sglang.colocated=false, a table [megatron] with recompute_granularity.
 
     The plan refuses what check refuses, except for files and libraries. It computes the worst rank's memory
-    at the loss, in backward, in the optimizer step, in a rollout and in the weight sync. It lists fitting
-    layouts with their --set options, or else the smallest sufficient number of GPUs. Times are estimates.
+    at five moments, and the responses that a full cache of SGLang retracts (--assume response_tokens=3000). It
+    lists fitting layouts with --set options, or the smallest sufficient number of GPUs. Times are estimates.
 
     --trace takes one real gradient step of the worst rank, with floating-point tensors that have shapes and no
     data: a few minutes on a CPU for a model of any size, without weights. It prints the live memory at each
@@ -209,14 +212,14 @@ def plan(
         config = load_config(configs, overrides or ())
         host_bytes = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
         machine = Machine(gpus, parse_bytes(gpu_memory, "--gpu-memory"), host_bytes, gpus_per_node)
-        made = make_plan(config, machine)
+        given = parse_assumptions(assume or ())
+        made = make_plan(config, machine, given.get("response_tokens"))
         shown, text = as_json(made, proposals), as_text(made, proposals)
         if split is not None:
             found = divide(made.job, split, measured, assume or ())
             shown, text = shown | {"split": split_as_json(found)}, f"{text}\n{split_as_text(found)}"
-        elif measured is not None or assume:
-            given = "--assume" if measured is None else "--measured"
-            raise ConfigError(Problem(given, "no --split", "one", "Add --split 32, the number of all GPUs."))
+        else:
+            _refuse_rates_of_split(measured, given)
         if is_traced or trace_layers is not None:
             quiet_library_warnings()
             from megatron_dppo.plan import trace
@@ -300,6 +303,13 @@ def evaluate(
         results = run(config, out, finished_rollouts(checkpoint) if checkpoint is not None else 0)
     if os.environ.get("RANK", "0") == "0":
         typer.echo(as_table(results))
+
+
+def _refuse_rates_of_split(measured: Path | None, given: Mapping[str, float]) -> None:
+    """Refuse options that only --split reads."""
+    if measured is not None or set(given) - {"response_tokens"}:
+        option = "--assume" if measured is None else "--measured"
+        raise ConfigError(Problem(option, "no --split", "one", "Add --split 32, the number of all GPUs."))
 
 
 def _exit_with_problems(problems: Sequence[Problem]) -> NoReturn:

@@ -2,7 +2,9 @@
 
 from megatron_dppo.plan.job import Machine
 from megatron_dppo.plan.plan import Plan, make_plan
+from megatron_dppo.plan.rates import parse_assumptions
 from megatron_dppo.plan.report import as_json, as_text
+from megatron_dppo.plan.retraction import retraction_remarks
 from megatron_dppo.plan.split import Split, divide, split_as_json, split_as_text
 from megatron_dppo.plan.units import parse_bytes
 
@@ -14,7 +16,9 @@ __all__ = [
     "as_text",
     "divide",
     "make_plan",
+    "parse_assumptions",
     "parse_bytes",
+    "retraction_remarks",
     "split_as_json",
     "split_as_text",
 ]

@@ -9,6 +9,8 @@ the engine's weights and cache are released in training.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import UnionType
+from typing import Any
 
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import ModelShape, largest_gathered_bytes
@@ -100,7 +102,7 @@ def engine_memory(config: Config, shape: ModelShape, layout: Layout, machine: Ma
     if not config.rollout.sglang.colocated:
         text = "SGLang on GPUs of its own, which are not counted (rollout.sglang.colocated = false)"
         return EngineMemory(0, 0, 0, 0, False, 0, 0, True, text)
-    return _sglang(config, shape, machine)
+    return server_memory(config, shape, machine)
 
 
 def _cache_bytes_per_token(shape: ModelShape, dtype_bytes: int) -> int:
@@ -154,15 +156,24 @@ def _bytes_to_sample_a_logit(config: Config) -> int:
     return _WITHOUT_NUCLEUS if min(nuclei) == 1.0 else _WITH_NUCLEUS
 
 
-def _sglang(config: Config, shape: ModelShape, machine: Machine) -> EngineMemory:
+def server_memory(config: Config, shape: ModelShape, machine: Machine) -> EngineMemory:
+    """Return the memory of an SGLang server on the trainer's GPUs, or on others of the same size.
+
+    Raises:
+        ConfigError: An option of [sglang] that affects memory has an invalid value.
+    """
     fraction = config.sglang.get("mem_fraction_static", SGLANG_MEMORY_FRACTION)
     size = config.sglang.get("tp_size", 1)
-    _require_number("sglang.mem_fraction_static", fraction, "a share of the GPU above 0 and below 1", 1.0)
-    _require_number("sglang.tp_size", size, "a number of GPUs", math.inf)
+    require_number("sglang.mem_fraction_static", fraction, "a share of the GPU above 0 and below 1", 1.0)
+    require_number("sglang.tp_size", size, "a number of GPUs", kinds=int)
     weight_bytes = 1 if config.sglang.get("quantization") == "fp8" else 2
     weights = -(-_sglang_parameters(shape) * weight_bytes // size)
     cache = max(int(machine.gpu_bytes * fraction) - weights, 0)
     held = _sglang_cache_bytes_per_token(shape, size)
+    if "max_total_tokens" in config.sglang:
+        most = config.sglang["max_total_tokens"]
+        require_number("sglang.max_total_tokens", most, "a number of tokens", kinds=int)
+        cache = min(cache, most * held)
     text = (
         f"SGLang on the trainer's GPUs, over {format_count(size, 'GPU')} each, mem_fraction_static {fraction:g}"
     )
@@ -178,8 +189,14 @@ def _sglang_parameters(shape: ModelShape) -> int:
     return shape.num_parameters + has_own_output * sizes.vocab_size * sizes.hidden_size
 
 
-def _require_number(where: str, found: object, expected: str, below: float) -> None:
-    kinds = int | float if below <= 1 else int
+def require_number(
+    where: str, found: Any, expected: str, below: float = math.inf, kinds: type | UnionType = int | float
+) -> None:
+    """Refuse a value that is no number of these kinds above 0 and below a limit.
+
+    Raises:
+        ConfigError: It is none; the error names its key, `where`.
+    """
     if isinstance(found, bool) or not isinstance(found, kinds) or not 0 < found < below:
         raise ConfigError(Problem(where, repr(found), expected, "Correct or remove it."))
 

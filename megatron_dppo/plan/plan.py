@@ -14,6 +14,7 @@ from megatron_dppo.errors import Problem
 from megatron_dppo.plan.cost import StepTime, step_time
 from megatron_dppo.plan.job import COUNTED_MODULES, FULL, Job, Machine, recompute_problems
 from megatron_dppo.plan.memory import SGLANG_MEMORY_FRACTION, Memory, memory_of
+from megatron_dppo.plan.retraction import Retraction, plan_retraction
 from megatron_dppo.plan.search import (
     SIZES,
     Fewest,
@@ -69,6 +70,7 @@ class Plan:
         fewest: Smallest sufficient number of GPUs, if neither the configured layout nor one in `found` fits.
         advice: Suggested changes.
         notes: Settings that affect memory and are not counted.
+        retraction: Load of an SGLang server, and the responses that it retracts; None without one that fits.
     """
 
     job: Job
@@ -79,6 +81,7 @@ class Plan:
     fewest: Fewest | None
     advice: tuple[Advice, ...]
     notes: tuple[str, ...]
+    retraction: Retraction | None = None
 
     @property
     def fits(self) -> bool:
@@ -94,8 +97,13 @@ class Plan:
         return conclusion_of(self.job, self.memory)
 
 
-def make_plan(config: Config, machine: Machine) -> Plan:
+def make_plan(config: Config, machine: Machine, response_tokens: float | None = None) -> Plan:
     """Plan a run, reading only config.json of `model.load`.
+
+    Args:
+        config: Config of the run.
+        machine: GPUs of the trainer.
+        response_tokens: Mean length of a response, for the load of SGLang's servers; None assumes some.
 
     Raises:
         ConfigError: The model's parameters are not known, or an option is invalid.
@@ -104,12 +112,13 @@ def make_plan(config: Config, machine: Machine) -> Plan:
     problems, notes = job.problems, tuple(_not_counted(job))
     if _is_refused_anyway(job, problems):
         return Plan(job, tuple(problems), None, None, None, None, (), notes)
-    memory = time = None
+    memory = time = retraction = None
     if not problems:
         memory, time = memory_of(job, job.layout), step_time(job, job.layout)
+        retraction = plan_retraction(config, job.shape, machine, response_tokens)
     found = propose(job)
     advice = [] if memory is None else advise(job, memory, found)
-    plan = Plan(job, tuple(problems), memory, time, found, None, tuple(advice), notes)
+    plan = Plan(job, tuple(problems), memory, time, found, None, tuple(advice), notes, retraction)
     return plan if plan.fits or found.proposals else replace(plan, fewest=_fewest(job, advice))
 
 

@@ -10,6 +10,7 @@ from megatron_dppo.plan import job as figures
 from megatron_dppo.plan.cost import StepTime
 from megatron_dppo.plan.memory import COMPONENTS, MOMENTS, Memory
 from megatron_dppo.plan.plan import Advice, Plan
+from megatron_dppo.plan.retraction import Retraction, lines_of
 from megatron_dppo.plan.search import HEADROOM, NODES, Fewest, Proposal
 from megatron_dppo.plan.units import as_overrides, format_count, in_billions, in_gib, in_seconds, layout_text
 
@@ -23,6 +24,8 @@ def as_text(plan: Plan, num_proposals: int = 5) -> str:
     blocks = [list(_conclusion(plan)), list(_heading(plan))]
     if plan.memory is not None:
         blocks += [list(_gpu_table(plan.memory)), list(_host_table(plan.memory))]
+    if plan.retraction is not None:
+        blocks.append(list(lines_of(plan.retraction)))
     blocks.append([f"not counted: {note}" for note in plan.notes])
     blocks += [list(_proposals(plan, num_proposals)), list(_advice(plan.advice)), list(_fewest(plan))]
     has_times = bool(plan.found and plan.found.proposals) or bool(plan.fewest and plan.fewest.proposal)
@@ -199,6 +202,7 @@ def as_json(plan: Plan, num_proposals: int = 5) -> dict[str, Any]:
         "configured": None if plan.memory is None else _memory_json(plan.memory),
         "configured_step_s": None if plan.time is None else _time_json(plan.time),
         "steps_per_rollout": job.config.algorithm.steps_per_rollout,
+        "retraction": None if plan.retraction is None else _retraction_json(plan.retraction),
         "proposals": [_proposal_json(proposal) for proposal in proposals[:num_proposals]],
         "num_admitted_layouts": 0 if plan.found is None else plan.found.num_admitted,
         "num_fitting_layouts": len(proposals),
@@ -221,6 +225,17 @@ def _memory_json(memory: Memory) -> dict[str, Any]:
         ],
         "engine": asdict(memory.engine),
         "host": {"per_rank": memory.host.per_rank, "node_bytes": memory.host.per_node},
+    }
+
+
+def _retraction_json(found: Retraction) -> dict[str, Any]:
+    return {
+        "num_servers": found.num_servers,
+        "requests_per_server": found.num_requests,
+        "open_requests": found.num_open,
+        "cached_tokens": found.server.cached_tokens,
+        "tokens_per_request": found.tokens_per_request,
+        "shares": [{"response_tokens": mean, "retracted": share} for mean, share in found.shares.items()],
     }
 
 

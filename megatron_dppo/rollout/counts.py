@@ -16,6 +16,7 @@ DropReason = Literal[
     "empty_response",
     "non_finite_log_probs",
     "invalid_routes",
+    "retracted",
     "environment_failed",
     "reward_failed",
     "reward_timed_out",
@@ -43,6 +44,7 @@ class RolloutCounts:
     num_old_tokens: int  # response tokens that older weights sampled, before the response was aborted
     num_requeued: int  # times that a response moved to another server because its server failed
     num_retractions: int  # times that a server dropped a response's cache and computed it again
+    num_recomputed_routes: int  # sound samples whose routes a server computed again after a retraction
     num_continued: int  # samples that a push or over-sampling aborted, and that were resumed
     num_discarded_partials: int  # unfinished responses that were dropped once enough groups were whole
     num_replaced_groups: int  # groups with equal rewards that were replaced
@@ -88,6 +90,7 @@ class RolloutCounts:
             "rollout/old_token_fraction": self.num_old_tokens / max(self.num_response_tokens, 1),
             "rollout/requeued_requests": float(self.num_requeued),
             "rollout/retractions": float(self.num_retractions),
+            "rollout/recomputed_routes": float(self.num_recomputed_routes),
         }
         metrics |= {f"rollout/dropped_{reason}": float(n) for reason, n in self.num_dropped.items()}
         return metrics | self.engine.metrics()

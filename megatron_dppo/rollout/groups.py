@@ -304,6 +304,11 @@ def usable_groups(
         num_old_tokens=sum(_num_old_tokens(completion, weight_version) for _, completion in answers),
         num_requeued=sum(completion.num_moves for _, completion in answers),
         num_retractions=sum(completion.num_retractions for _, completion in answers),
+        num_recomputed_routes=sum(
+            sample.num_retractions > 0 and sample.routed_experts is not None
+            for group in everything
+            for sample in group.samples
+        ),
         num_continued=sum(request.partial is not None for request, _ in answers),
         num_discarded_partials=sum(group.num_partials for group in rest),
         num_replaced_groups=len(replaced),

@@ -156,8 +156,8 @@ class Scorer:
             return Fault("empty_response", sample.id, f"finish_reason {sample.finish_reason!r}")
         if not _has_usable_log_probs(sample):
             return Fault("non_finite_log_probs", sample.id, "NaN or infinity among the rollout's log-probs")
-        if self.needs_routes and sample.num_retractions:
-            return Fault("invalid_routes", sample.id, _retraction_fault(sample.num_retractions))
+        if self.needs_routes and sample.routed_experts is None and sample.num_retractions:
+            return Fault("retracted", sample.id, _retraction_fault(sample.num_retractions))
         if self.needs_routes and sample.routed_experts is None:
             return Fault("invalid_routes", sample.id, "routes were requested, but the engine returned none")
         try:
@@ -178,9 +178,9 @@ def _retraction_fault(num_retractions: int) -> str:
     """Return a message with the reason why a retracted sample has no routes to replay, and a remedy."""
     times = "once" if num_retractions == 1 else f"{num_retractions} times"
     return (
-        f"retracted {times}, routes recomputed: the server's cache was full, so that the routes are not those "
-        "that sampled the tokens (lower rollout.sglang.max_concurrent_requests, or raise "
-        "sglang.mem_fraction_static or sglang.schedule_conservativeness)"
+        f"retracted {times} because the server's cache was full, and without routes that the weights of its "
+        "tokens computed (lower sglang.max_running_requests, or give a server more cache with sglang.tp_size; "
+        "megatron-dppo plan prints the share of responses to expect)"
     )
 
 

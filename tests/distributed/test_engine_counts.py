@@ -83,9 +83,7 @@ def test_each_rollout_has_its_own_counts_of_both_ranks(rows: list[dict[str, Any]
     retracted = {
         "engine/retractions": 2 * NUM_PROMPTS,
         "rollout/retractions": 2 * NUM_PROMPTS,
-        "engine/without_routes": NUM_PROMPTS,
-        "rollout/dropped_invalid_routes": NUM_PROMPTS,
-        "rollout/dropped_groups": 0,
+        "rollout/recomputed_routes": NUM_PROMPTS,
     }
     late = {"engine/retries": NUM_PROMPTS, "engine/maybe_sampled_twice": NUM_PROMPTS}
     for row, found, absent in ((rows[0], retracted, late), (rows[1], late, retracted)):

@@ -99,6 +99,9 @@ def test_plan_says_that_it_fits_and_which_layout_to_take(experiment: str) -> Non
             assert plan.found is not None and plan.time is not None
             roomy = [each for each in plan.found.proposals if each.memory.peak <= 0.9 * 80 * GB]
             assert plan.time.total <= 1.05 * min(each.time.total for each in roomy)
+            assert plan.retraction is not None
+            assert plan.retraction.expected == 0  # at a mean of a quarter of the longest response
+            assert experiment != "moe_thinking" or max(plan.retraction.shares.values()) <= 0.05
     if fewest > 8:
         assert not make_plan(config, Machine(fewest // 2, 80 * GB, HOST_BYTES)).fits
 
@@ -233,7 +236,7 @@ def test_the_guide_says_what_fits_one_gpu() -> None:
 def test_the_readme_shows_what_the_command_prints() -> None:
     text = (ROOT / "megatron_dppo" / "plan" / "README.md").read_text()
     blocks = re.findall(r"```\n\$ megatron-dppo (plan .*?)```", text, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         command, *shown = block.splitlines()
         arguments = [str(ROOT / word) if word.startswith("examples/") else word for word in command.split()]

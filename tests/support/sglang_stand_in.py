@@ -33,8 +33,13 @@ _IDLE = {"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0}]}
 _GETS = {"/server_info": _FACTS["server_info"], "/model_info": _FACTS["model_info"], "/health": None}
 
 
-def answer(asked: dict[str, Any], num_retractions: int = 0, num_tokens: int | None = None) -> dict[str, Any]:
-    """The JSON that answers a body of /generate: `TOKEN` to the limit, or aborted after `num_tokens`."""
+def answer(
+    asked: dict[str, Any], num_retractions: int = 0, num_tokens: int | None = None, changed_at: int = 0
+) -> dict[str, Any]:
+    """The JSON that answers a body of /generate: `TOKEN` to the limit, or aborted after `num_tokens`.
+
+    The server's weights changed after `changed_at` tokens, unless that is 0.
+    """
     limit = asked["sampling_params"]["max_new_tokens"]
     count = limit if num_tokens is None else num_tokens
     meta = {
@@ -44,7 +49,11 @@ def answer(asked: dict[str, Any], num_retractions: int = 0, num_tokens: int | No
         "completion_tokens": count,
         "cached_tokens": 1,
         "num_retractions": num_retractions,
-        "weight_versions": [{"version": "0", "start": 0, "end": count}],
+        "weight_versions": [
+            {"version": str(version), "start": start, "end": end}
+            for version, (start, end) in enumerate(((0, changed_at or count), (changed_at or count, count)))
+            if start < end
+        ],
         "output_token_logprobs": [[LOG_PROB, TOKEN, None]] * count,
     }
     if asked["return_routed_experts"]:

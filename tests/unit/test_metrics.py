@@ -343,6 +343,7 @@ def test_each_count_has_its_own_name() -> None:
         "rollout/old_token_fraction": counts.num_old_tokens / counts.num_response_tokens,
         "rollout/requeued_requests": counts.num_requeued,
         "rollout/retractions": counts.num_retractions,
+        "rollout/recomputed_routes": counts.num_recomputed_routes,
         "engine/retries": engine.num_retries,
         "engine/maybe_sampled_twice": engine.num_maybe_sampled_twice,
         "engine/timed_out": engine.num_timed_out,

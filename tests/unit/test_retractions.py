@@ -1,4 +1,4 @@
-"""Responses that a server retracted: their routes are not trained on, and each retraction is counted."""
+"""Responses that a server retracted: kept with routes of the weights that sampled them, and counted."""
 
 import asyncio
 import json
@@ -14,6 +14,8 @@ from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.protocol import GENERATIONS
 from megatron_dppo.rewards import RewardResult
+from megatron_dppo.rollout.groups import sample_of
+from megatron_dppo.rollout.scoring import Fault, Scorer
 from megatron_dppo.routing_replay.routes import validate_routes
 from tests.support.collecting import Collected, collect
 from tests.support.samples import InProcessScorer
@@ -41,23 +43,29 @@ def _collected(engine: SglangEngine, params: SamplingParams) -> Collected:
 
 
 @pytest.mark.parametrize("captures", [True, False])
-def test_a_retracted_sample_is_dropped_where_its_routes_were_captured(captures: bool) -> None:
+def test_a_retracted_sample_is_kept_and_counted(captures: bool) -> None:
     with StandIn(num_retractions=lambda rid: RETRACTED.get(rid, 0)).running() as server:
         engine = SglangEngine(server.url, MODEL)
         batch = _collected(engine, replace(PARAMS, capture_routes=captures))
-    left = {sample.id for sample in batch.samples}
-    assert len(left) == 12 - 3 * captures and left.isdisjoint(RETRACTED) == captures
+    assert len(batch.samples) == 12 and not dropped(batch)
     assert all((sample.routed_experts is None) == (not captures) for sample in batch.samples)
-    assert dropped(batch) == ({"invalid_routes": 3} if captures else {})
-    if captures:
-        assert batch.counts.example is not None
-        assert "sample rollout0/a/0+1: retracted once, routes recomputed" in batch.counts.example
-        assert "sglang.mem_fraction_static" in batch.counts.example
     assert batch.counts.num_retractions == engine.counts.num_retractions == 5
-    assert engine.counts.num_without_routes == 3 * captures
+    assert engine.counts.num_without_routes == 0
     totals = batch.counts.with_totals(2 * batch.counts.to_tensor())  # of two ranks that are alike
     assert totals.metrics()["rollout/retractions"] == 10
-    assert totals.metrics()["rollout/dropped_invalid_routes"] == 6 * captures
+    assert totals.metrics()["rollout/recomputed_routes"] == 6 * captures
+
+
+@pytest.mark.parametrize(
+    ("num_retractions", "reason"), [(0, "invalid_routes"), (1, "retracted"), (2, "retracted")]
+)
+def test_a_sample_without_routes_is_dropped(num_retractions: int, reason: str) -> None:
+    rewards = InProcessScorer(lambda prompt, response, finish_reason: RewardResult(1.0))
+    scorer = Scorer(TOKENIZER, rewards, needs_routes=True, validate_routes=None)
+    completion = replace(_read(FRESH), routed_experts=None, num_retractions=num_retractions)
+    fault = asyncio.run(scorer.score(PROMPTS[0], sample_of(FRESH, completion), None))
+    assert isinstance(fault, Fault) and fault.reason == reason
+    assert ("sglang.max_running_requests" in str(fault)) == (reason == "retracted")
 
 
 def _read(request: Request, **of_answer: Any) -> Completion:
@@ -69,17 +77,46 @@ def _read(request: Request, **of_answer: Any) -> Completion:
 FRESH = Request("g+0", (1, 2), (0, 0, 0))
 
 
-@pytest.mark.parametrize(("first", "second", "third"), [(2, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 2), (0, 0, 0)])
-def test_a_response_stays_retracted_however_often_it_is_resumed(first: int, second: int, third: int) -> None:
-    """One that was only aborted and resumed keeps the routes that sampled it."""
-    part = _read(FRESH, num_retractions=first, num_tokens=2)
-    more = _read(replace(FRESH, partial=part), num_retractions=second, num_tokens=1)
-    whole = _read(replace(FRESH, partial=more), num_retractions=third)
-    assert (whole.tokens.numel(), whole.finish_reason) == (6, "length")
-    assert whole.num_retractions == first + second + third
-    assert (whole.routed_experts is None) == (first + second + third > 0)
+@pytest.mark.parametrize("changed_at", [0, 2])
+@pytest.mark.parametrize("num_retractions", [0, 1])
+def test_recomputed_routes_are_of_the_weights_that_sampled_or_missing(
+    num_retractions: int, changed_at: int
+) -> None:
+    found = _read(FRESH, num_retractions=num_retractions, changed_at=changed_at)
+    assert (found.routed_experts is None) == (num_retractions > 0 and changed_at > 0)
+    assert (found.routes_fault is not None) == (found.routed_experts is None)
+    assert len(found.weight_versions) == 1 + (changed_at > 0) and found.tokens.numel() == 6
+
+
+@pytest.mark.parametrize("retracted", [(2, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 2), (0, 0, 0)])
+@pytest.mark.parametrize("changed", [(False, False, False), (True, True, False), (False, False, True)])
+def test_each_part_of_a_resumed_response_has_routes_of_its_own_weights(
+    retracted: tuple[int, ...], changed: tuple[bool, ...]
+) -> None:
+    request, sizes = FRESH, (2, 2, None)
+    whole = None
+    for times, is_changed, num_tokens in zip(retracted, changed, sizes, strict=True):
+        whole = _read(request, num_retractions=times, num_tokens=num_tokens, changed_at=int(is_changed))
+        request = replace(FRESH, partial=whole)
+    assert whole is not None and (whole.tokens.numel(), whole.finish_reason) == (6, "length")
+    assert whole.num_retractions == sum(retracted)
+    is_lost = any(times and is_changed for times, is_changed in zip(retracted, changed, strict=True))
+    assert (whole.routed_experts is None) == is_lost
     if whole.routed_experts is not None:
         assert whole.routed_experts.indices[:, 0, 0].tolist() == list(range(2 + 6 - 1))
+
+
+@pytest.mark.parametrize("partial_tokens", [0, 2])
+def test_a_retracted_request_that_is_aborted_in_the_queue_keeps_its_earlier_tokens(partial_tokens: int) -> None:
+    """SGLang's reply then has the tokens that it had passed on, and says nothing about the request."""
+    request = FRESH
+    if partial_tokens:
+        request = replace(FRESH, partial=_read(FRESH, num_tokens=partial_tokens))
+    body = answer(GENERATIONS["0.5.23"].generate_body(request, PARAMS, MODEL), num_tokens=1)
+    kept = ("id", "finish_reason", "weight_versions", "completion_tokens", "output_token_logprobs")
+    body["meta_info"] = {name: body["meta_info"][name] for name in kept}
+    found = asyncio.run(GENERATIONS["0.5.23"].read_reply(json.dumps(body).encode(), request, PARAMS, MODEL))
+    assert (found.finish_reason, found.tokens.numel()) == ("abort", partial_tokens)
 
 
 def test_a_conversation_stays_retracted_from_turn_to_turn() -> None:
@@ -97,8 +134,6 @@ def test_what_the_engine_counts_adds_up_over_calls() -> None:
         _collected(engine, PARAMS)
         first = engine.counts
         _collected(engine, PARAMS)
-    asked = EngineCounts(
-        num_prompt_tokens=12 * 7, num_cached_tokens=12, num_retractions=1, num_without_routes=1
-    )
+    asked = EngineCounts(num_prompt_tokens=12 * 7, num_cached_tokens=12, num_retractions=1)
     assert engine.counts - first == asked
     assert first == asked + EngineCounts(num_retries=1, num_maybe_sampled_twice=1)

@@ -79,9 +79,7 @@ def test_an_engine_adds_to_what_happened_to_the_part_before() -> None:
         (whole,) = engine.generate([request], params)
     assert (whole.tokens.numel(), whole.num_moves, whole.num_retractions) == (10, 2, 2)
     assert whole.num_cached_tokens == 3 + 1
-    assert engine.counts == EngineCounts(
-        num_retractions=1, num_without_routes=1, num_prompt_tokens=2 + 3, num_cached_tokens=1
-    )
+    assert engine.counts == EngineCounts(num_retractions=1, num_prompt_tokens=2 + 3, num_cached_tokens=1)
 
 
 @pytest.mark.parametrize("version", GENERATIONS)

@@ -95,21 +95,23 @@ def test_recorded_answers_are_read(name: str, version: str) -> None:
 
 
 @pytest.mark.parametrize("version", [NESTED, FLAT])
+@pytest.mark.parametrize("is_changed", [True, False])
 @pytest.mark.parametrize("captures", [True, False])
-def test_a_retracted_answer_keeps_all_but_its_routes(captures: bool, version: str) -> None:
+def test_a_retracted_answer_keeps_its_routes_if_one_version_of_the_weights_computed_all(
+    captures: bool, is_changed: bool, version: str
+) -> None:
     """Its tokens and log-probs are those that were sampled, its routes those of the recomputation."""
     request, params, body = recorded("retracted", version)
-    assert body["meta_info"]["num_retractions"] == 1 and body["meta_info"]["routed_experts"]
-    params = replace(params, capture_routes=captures)
-    completion = _read_body(body, request, params, version)
+    meta, num_tokens = body["meta_info"], len(body["output_ids"])
+    assert meta["num_retractions"] == 1 and meta["routed_experts"] and len(meta["weight_versions"]) == 1
+    if is_changed:
+        first, second = {"version": "0", "start": 0, "end": 3}, {"version": "1", "start": 3, "end": num_tokens}
+        body["meta_info"] = {**meta, "weight_versions": [first, second]}
+    completion = _read_body(body, request, replace(params, capture_routes=captures), version)
     assert completion.num_retractions == 1
     assert completion.tokens.tolist() == body["output_ids"] and completion.topk is not None
-    assert completion.routed_experts is None
-    assert (completion.routes_fault is not None) == captures
-    if captures:
-        assert "the server retracted the request, so its routes come from a recomputation" in str(
-            completion.routes_fault
-        )
+    assert (completion.routed_experts is not None) == (captures and not is_changed)
+    assert (completion.routes_fault is not None) == (captures and is_changed)
 
 
 @pytest.mark.parametrize("generation", [HERE, THERE])

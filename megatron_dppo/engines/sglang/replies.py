@@ -166,7 +166,9 @@ def _read_reply(content: Content, expected: Expected, decode_topk: _DecodeTopK) 
     ids, meta = _ids_and_meta(_SAMPLED, content, where)
     _require(meta, {"id": expected.request_id, "completion_tokens": len(ids)}, where)
     finish = _finish_reason(meta, ids, expected)
-    if not ids and finish == "abort":  # aborted in the queue: such a response has few other fields
+    if finish == "abort" and (not ids or "prompt_tokens" not in meta):
+        # Aborted in the queue, where a retracted request returns to: such a response has few other fields, and
+        # lacks its last tokens.
         return Reply(finish, np.zeros(0, np.int64), np.zeros(0, np.float32))
     _require(meta, {"prompt_tokens": expected.num_prompt_tokens}, where)
     tokens = _decode_tokens(ids, expected.vocab_size, where)
@@ -175,8 +177,9 @@ def _read_reply(content: Content, expected: Expected, decode_topk: _DecodeTopK) 
     if expected.num_topk:
         topk_ids, topk_log_probs = decode_topk(meta, tokens, log_probs, expected)
     num_retractions = field(meta, "num_retractions", int, where)
-    routes, fault = _routes(meta, len(ids), num_retractions, expected)
     versions = _decode_weight_versions(field(meta, "weight_versions", list, where), len(ids), where)
+    is_of_other_weights = num_retractions > 0 and len({span.version for span in versions}) > 1
+    routes, fault = _routes(meta, len(ids), expected, is_of_other_weights=is_of_other_weights)
     return Reply(
         finish,
         tokens,
@@ -312,14 +315,18 @@ def _decode_flat_topk(
 
 
 def _routes(
-    meta: Mapping[str, Any], num_tokens: int, num_retractions: int, expected: Expected
+    meta: Mapping[str, Any], num_tokens: int, expected: Expected, *, is_of_other_weights: bool
 ) -> tuple[np.ndarray | None, str | None]:
-    """Return the requested routes, or a message that explains why they are missing."""
+    """Return the requested routes, or a message that explains why they are missing.
+
+    A server forwards the tokens of a retracted request again, and its routes are of the last forward. They are
+    kept if the weights that sampled the tokens computed them. This is certain if all tokens have one version.
+    """
     where = expected.where
     if expected.routing is None:
         return None, None
-    if num_retractions:
-        return None, f"{where}: the server retracted the request, so its routes come from a recomputation"
+    if is_of_other_weights:
+        return None, f"{where}: retracted while weights changed, so its routes may be those of other weights"
     if expected.lacks_earlier_routes:
         return None, f"{where}: the earlier tokens of this resumed response have no routes"
     num_rows = expected.num_prompt_tokens + num_tokens - 1 - expected.first_route_row

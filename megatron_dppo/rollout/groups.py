@@ -4,7 +4,7 @@ Each rank makes the groups of its share of a rollout, without communication. The
 ranks and then calls `refuse_if_too_many_dropped`.
 """
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -111,56 +111,41 @@ class GroupMaker:
     seed: int
     environments: Environments = field(default_factory=lambda: InProcess(SingleTurn))
 
-    def begin(self, rollout: int, places: Sequence[tuple[int, Drawn]]) -> list[PromptGroup]:
-        """Make groups of requests for prompts and their indices in the rollout; drop prompts that are too long.
+    def begin(self, rollout: int | None, places: Sequence[tuple[int, Drawn]]) -> list[PromptGroup]:
+        """Make groups of requests for prompts; drop prompts that are too long.
 
         If an environment's `reset` fails, its group is whole at once, and all its responses count as given up.
-        """
-        return list(self._groups(rollout, places))
 
-    def begin_at_place(self, drawn: Drawn) -> PromptGroup | None:
-        """Make the group of a prompt that no rollout has taken yet, or return None if the prompt is too long.
-
-        The group's name and index are the prompt's index in the stream, until a rollout takes the group.
+        Args:
+            rollout: Index of the rollout; None if the groups begin before it is known which rollout takes them.
+            places: Prompts with their index in the rollout, or in the stream if there is no rollout yet.
         """
-        name = f"place{drawn.place}"
-        (opening,) = self.environments.reset([Trajectory(name, drawn.prompt)])
-        first_key = (self.seed, 0, drawn.place * self.samples_per_prompt)
-        return self._group(name, drawn, drawn.place, opening, first_key)
+        begun = "place" if rollout is None else f"rollout{rollout}/"
+        trajectories = [Trajectory(f"{begun}{index}", drawn.prompt) for index, drawn in places]
+        openings = self.environments.reset(trajectories)
+        groups = list[PromptGroup]()
+        for (index, drawn), trajectory, opening in zip(places, trajectories, openings, strict=True):
+            start = index * self.samples_per_prompt
+            # The first sample's number is part of the name, because a prompt may occur twice in one rollout.
+            name = trajectory.id if rollout is None else f"{begun}{drawn.prompt.id}/{start}"
+            tokens = self._tokens(drawn.prompt, opening)
+            if len(tokens) > self.max_prompt_tokens:
+                continue
+            is_chat = isinstance(opening, Observation) and opening.messages is not None
+            first_key = (self.seed, rollout or 0, start)
+            requests = _requests(
+                name, drawn.prompt, tokens, first_key, self.samples_per_prompt, is_chat=is_chat
+            )
+            fault = opening if isinstance(opening, EnvironmentFault) else None
+            completions = [_lost(request, fault) if fault else None for request in requests]
+            groups.append(PromptGroup(drawn, index, requests, completions, [None] * len(requests)))
+        return groups
 
     def _tokens(self, prompt: Prompt, opening: Observation | EnvironmentFault) -> tuple[int, ...]:
         if isinstance(opening, EnvironmentFault):
             return ()
         options = (prompt.tools, prompt.template_arguments)
         return prompt_tokens(self.tokenizer, opening.text, opening.messages, *options)
-
-    def _groups(self, rollout: int, places: Sequence[tuple[int, Drawn]]) -> Iterator[PromptGroup]:
-        trajectories = [Trajectory(f"rollout{rollout}/{index}", drawn.prompt) for index, drawn in places]
-        for (index, drawn), opening in zip(places, self.environments.reset(trajectories), strict=True):
-            start = index * self.samples_per_prompt
-            # The first sample's number is part of the name, because a prompt may occur twice in one rollout.
-            name = f"rollout{rollout}/{drawn.prompt.id}/{start}"
-            group = self._group(name, drawn, index, opening, (self.seed, rollout, start))
-            if group is not None:
-                yield group
-
-    def _group(
-        self,
-        name: str,
-        drawn: Drawn,
-        index: int,
-        opening: Observation | EnvironmentFault,
-        first_key: tuple[int, int, int],
-    ) -> PromptGroup | None:
-        """Return the group of requests `<name>+0`, ..., or None if the prompt is too long."""
-        tokens = self._tokens(drawn.prompt, opening)
-        if len(tokens) > self.max_prompt_tokens:
-            return None
-        is_chat = isinstance(opening, Observation) and opening.messages is not None
-        requests = _requests(name, drawn.prompt, tokens, first_key, self.samples_per_prompt, is_chat=is_chat)
-        fault = opening if isinstance(opening, EnvironmentFault) else None
-        completions = [_lost(request, fault) if fault else None for request in requests]
-        return PromptGroup(drawn, index, requests, completions, [None] * len(requests))
 
 
 class GroupSampler:

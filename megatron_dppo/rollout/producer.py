@@ -240,13 +240,14 @@ class Producer:
 
     async def _begin(self, place: int) -> None:
         """Make a group and start its responses; if its prompt is too long, replace it by the next group."""
-        group = await self._in_thread(lambda: self._maker.begin_at_place(self._prompt_at(place)))
-        if group is None:
+        groups = await self._in_thread(lambda: self._maker.begin(None, [(place, self._prompt_at(place))]))
+        if not groups:
             self._count(num_too_long=1)
             self._num_too_long_in_a_row += 1
             self._refuse_if_all_too_long()
             self._replace(place)
             return
+        (group,) = groups
         self._num_too_long_in_a_row, self._open[place] = 0, group
         for index, completion in enumerate(group.completions):
             if completion is None:
@@ -324,7 +325,7 @@ class Producer:
             OpenGroup(self._places.rank, place, group and group.born, group is not None and group.is_whole)
             for place, group in self._open.items()
         ]
-        return ProducerState(tuple(groups), self._places.next, tuple(self._places.again))
+        return self._places.state(groups)
 
     async def _take(self, places: Iterable[int]) -> tuple[list[PromptGroup], Produced]:
         groups = [group for place in places if (group := self._open.pop(place)) is not None]

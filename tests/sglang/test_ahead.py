@@ -21,10 +21,10 @@ from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
 from megatron_dppo.environments import InProcess, Observation, SingleTurn, Turn
-from megatron_dppo.rollout.ahead import Ahead
 from megatron_dppo.rollout.conversations import Ask, Conversations, TurnLimits
 from megatron_dppo.rollout.groups import GroupMaker, GroupSampler
 from megatron_dppo.rollout.producer import Producer
+from megatron_dppo.rollout.scheduling import Ahead, run_to_end
 from megatron_dppo.rollout.scoring import Scorer, as_text
 from megatron_dppo.rollout.staleness import Places, StalenessBound
 from megatron_dppo.types import FinishReason, Prompt, Sample
@@ -134,7 +134,7 @@ def train(ahead: Ahead, engine: SglangEngine, weights: Weights) -> Iterator[tupl
 
     push(FIRST_VERSION)
     for version in range(FIRST_VERSION, FIRST_VERSION + ROLLOUTS):
-        taken = ahead.next(version, lambda value: [value], lambda: False)
+        taken = ahead.next(version, version, lambda value: [value], run_to_end)
         assert taken is not None
         groups, counts = taken
         assert sum(counts.num_dropped.values()) == 0

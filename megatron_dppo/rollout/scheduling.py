@@ -1,27 +1,38 @@
-"""Supplies rollouts that are sampled while earlier rollouts are trained on, with bounded staleness.
+"""Supplies rollouts, in turn with training or ahead of it.
 
-Only the trainer's threads communicate, in `next`: all ranks repeatedly gather one table of their open groups,
-and apply the same pure rules to it (`staleness.StalenessBound`). So they agree on the groups of a rollout, on
-stopping and on failing, and no rank enters a collective alone.
+Only the trainer's threads communicate, in `next`: all ranks gather their states, and apply the same pure rules
+to them (`staleness`). So they agree on the prompts that come next, on the groups of a rollout, on stopping and
+on failing, and no rank enters a collective alone.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from time import perf_counter
 from typing import Protocol, TypeVar
 
+from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.data.prompts.prompts import PromptStream
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.step_metrics import add_ages
 from megatron_dppo.rollout.counts import RolloutCounts
-from megatron_dppo.rollout.groups import PromptGroup, usable_groups
+from megatron_dppo.rollout.groups import GroupMaker, GroupSampler, PromptGroup, usable_groups
 from megatron_dppo.rollout.producer import Produced, Producer
-from megatron_dppo.rollout.staleness import OpenGroup, Places, ProducerState, StalenessBound
+from megatron_dppo.rollout.staleness import (
+    OpenGroup,
+    Places,
+    ProducerState,
+    StalenessBound,
+    upcoming_after,
+)
 from megatron_dppo.types import DataCursor, SampleGroup
 
 T = TypeVar("T")
+Taken = tuple[list[SampleGroup], RolloutCounts]
+"""One rank's share of a rollout: groups with rewards, and counts of everything that was sampled."""
 
 _POLL_S = 0.2
 
@@ -34,6 +45,126 @@ class AllGather(Protocol):
         ...
 
 
+class RunUnlessAsked(Protocol):
+    """Runs work unless this rank is asked to stop, as `run.preemption.StopRequests.run_unless_asked` does."""
+
+    def __call__(self, work: Callable[[], T], /) -> T | None:
+        """Return the result of `work`, or None if this rank is asked to stop before or meanwhile."""
+        ...
+
+
+def run_to_end(work: Callable[[], T]) -> T | None:
+    """Run work that nobody asks to stop."""
+    return work()
+
+
+class InTurn:
+    """Supplies one rank's share of each rollout; samples only in `next`, so that no group stays open.
+
+    Each rank takes its share of a rollout's prompts. With over-sampling a rollout begins more groups than it
+    needs, and ends once enough groups are whole. The others are dropped, and their prompts do not return in
+    this epoch. A group with equal rewards is replaced by a group that over-sampling left, or by the group of a
+    later prompt of this rank.
+    """
+
+    def __init__(
+        self,
+        options: RolloutConfig,
+        maker: GroupMaker,
+        sampler: GroupSampler,
+        stream: PromptStream,
+        share: tuple[int, int],
+        smallest_group: int,
+    ) -> None:
+        """Store the parts.
+
+        Args:
+            options: [rollout] of the run.
+            maker: Group maker.
+            sampler: Sampler; over-sampling requires an engine that can abort responses.
+            stream: Stream of prompts.
+            share: (rank, size) of the job.
+            smallest_group: Minimum number of sound samples of a group.
+        """
+        self._options, self._maker, self._sampler = options, maker, sampler
+        self._stream, self._share, self._smallest_group = stream, share, smallest_group
+        self._num_begun = math.ceil(options.over_sampling * options.prompts_per_rollout)  # over all ranks
+        self._upcoming = stream.upcoming
+        self.metrics = Metrics()
+        """No metrics; see `Ahead`."""
+
+    @contextmanager
+    def pause(self, version: int, num_left: int) -> Iterator[None]:
+        """See `Ahead.pause`; nothing is sampled between two rollouts."""
+        yield
+
+    def next(
+        self, rollout: int, version: int, all_gather: AllGather, run_unless_asked: RunUnlessAsked
+    ) -> Taken | None:
+        """Sample this rank's share of the next rollout with the engine's weights; see `Ahead.next`."""
+        (next_place, again), (rank, size), num_begun = self._upcoming, self._share, self._num_begun
+        own = Places(next_place, again, self._share)
+        first = [(index, own.take()) for index in range(rank, num_begun, size)]
+        later = Places(next_place + max(num_begun - len(again), 0), again[num_begun:], self._share)
+        taken = run_unless_asked(lambda: self._sample_rollout(rollout, version, first, later))
+        states = all_gather(None if taken is None else later.state())
+        if None in states:
+            return None
+        self._upcoming = upcoming_after([state for state in states if state is not None])
+        return taken
+
+    @property
+    def cursor(self) -> DataCursor:
+        """Cursor after the last rollout."""
+        return self._stream.cursor_at(*self._upcoming)
+
+    def close(self) -> None:
+        """Do nothing, because no group is open."""
+
+    def _sample_rollout(
+        self, rollout: int, version: int, first: Sequence[tuple[int, int]], later: Places
+    ) -> Taken:
+        """Sample groups of the prompts `first` (index, place); `later` ones replace groups of equal rewards."""
+        options, (rank, size) = self._options, self._share
+        groups = self._begin(rollout, first)
+        num_too_long = len(first) - len(groups)
+        num_wanted = max(len(range(rank, options.prompts_per_rollout, size)) - num_too_long, 0)
+        scored, rest = self._sample(groups, num_wanted)
+        if options.over_sampling > 1:  # chance decides which groups are whole first, so they get new indices
+            for number, group in enumerate(scored):
+                group.index = rank + size * number
+        replaced, indices = list[PromptGroup](), count(self._num_begun + rank, size)
+        for _ in range(options.max_refills if options.refill_zero_variance else 0):
+            equal = [at for at, group in enumerate(scored) if group.has_zero_variance]
+            if not equal:
+                break
+            fresh = self._begin(rollout, [(next(indices), later.take()) for _ in equal])
+            num_too_long += len(equal) - len(fresh)
+            whole, rest = self._sample([*rest, *fresh], min(len(equal), len(rest) + len(fresh)))
+            for at, group in zip(equal, whole, strict=False):
+                replaced.append(scored[at])
+                group.index, scored[at] = scored[at].index, group
+        return usable_groups(
+            scored,
+            replaced,
+            self._smallest_group,
+            num_too_long=num_too_long,
+            weight_version=version,
+            rest=rest,
+        )
+
+    def _begin(self, rollout: int, places: Sequence[tuple[int, int]]) -> list[PromptGroup]:
+        return self._maker.begin(rollout, [(index, self._stream.at(place)) for index, place in places])
+
+    def _sample(
+        self, groups: Sequence[PromptGroup], num_wanted: int
+    ) -> tuple[list[PromptGroup], list[PromptGroup]]:
+        """Sample until `num_wanted` groups are whole; return these groups, and the others."""
+        self._sampler.sample(groups, num_wanted)
+        whole = [group for group in groups if group.is_whole][:num_wanted]
+        return whole, [group for group in groups if group not in whole]
+
+
 @dataclass(frozen=True)
 class _Report:
     """State of one rank, gathered by all ranks while they wait for a rollout."""
@@ -44,7 +175,10 @@ class _Report:
 
 
 class Ahead:
-    """Supplies one rank's share of each rollout. Every rank calls each method together."""
+    """Supplies one rank's share of each rollout, and samples the next ones while the trainer trains.
+
+    Staleness is bounded. Every rank calls each method together.
+    """
 
     def __init__(
         self,
@@ -59,16 +193,15 @@ class Ahead:
         Args:
             bound: Rules of staleness.
             make_producer: Makes this rank's producer, given its prompt indices.
-            stream: Stream of prompts; it is never advanced.
+            stream: Stream of prompts.
             share: (rank, size) of the job.
             smallest_group: Minimum number of sound samples of a group.
         """
         self._bound, self._make_producer, self._stream = bound, make_producer, stream
         self._share, self._smallest_group = share, smallest_group
         self._producer: Producer | None = None
-        (self._first_place, again), (_, size) = stream.upcoming, share
-        places = [Places(self._first_place, again, (rank, size)) for rank in range(size)]
-        self._states = [ProducerState((), each.next, tuple(each.again)) for each in places]
+        _, size = share
+        self._states = [Places(*stream.upcoming, (rank, size)).state() for rank in range(size)]
         self._num_left = 0
         self.metrics = Metrics()
         """Metrics of the last `next` or hold, on this rank."""
@@ -98,17 +231,18 @@ class Ahead:
             self._producer.go_on(version, self._own_limit(is_training=False))
 
     def next(
-        self, version: int, all_gather: AllGather, is_asked_to_stop: Callable[[], bool]
-    ) -> tuple[list[SampleGroup], RolloutCounts] | None:
+        self, rollout: int, version: int, all_gather: AllGather, run_unless_asked: RunUnlessAsked
+    ) -> Taken | None:
         """Wait for the groups that weight version `version` trains on, and return this rank's share of them.
 
         Args:
-            version: Version of the weights that train next, which the servers have too.
+            rollout: Index of the rollout.
+            version: Version of the weights that train next, which the engine has too.
             all_gather: Gathers a value from all ranks.
-            is_asked_to_stop: Returns whether this rank should stop; then all ranks stop waiting.
+            run_unless_asked: Runs work unless this rank is asked to stop.
 
         Returns:
-            Groups with rewards, and counts of this rank. None on all ranks if any rank should stop.
+            Share of this rank. None on all ranks if any rank is asked to stop.
 
         Raises:
             RolloutError: A producer failed, no open group can end the wait, or a sample is older than the bound
@@ -118,7 +252,8 @@ class Ahead:
         while True:
             self._producer.news.clear()
             fault = self._producer.fault  # read once, so that all ranks see the same fault in this round
-            reports = all_gather(_Report(self._producer.state(), is_asked_to_stop(), _describe(fault)))
+            is_asked_to_stop = run_unless_asked(lambda: True) is None
+            reports = all_gather(_Report(self._producer.state(), is_asked_to_stop, _describe(fault)))
             if any(each.is_asked_to_stop for each in reports):
                 return None
             if fault is not None:
@@ -130,7 +265,7 @@ class Ahead:
             chosen = self._bound.choose(groups, version)
             if chosen is not None:
                 break
-            _refuse_endless_wait(groups, version)
+            _refuse_endless_wait(groups, rollout)
             self._producer.news.wait(_POLL_S)
         self._states = [each.state for each in reports]
         return self._take(chosen, groups, version)
@@ -138,12 +273,7 @@ class Ahead:
     @property
     def cursor(self) -> DataCursor:
         """Cursor after the last rollout; it repeats the prompts of open groups first."""
-        states, size = self._states, len(self._states)
-        top = max([self._first_place, *(state.next_place - size + 1 for state in states)])
-        again = {group.place for state in states for group in state.groups}
-        for state in states:
-            again.update(state.again, range(state.next_place, top, size))
-        return self._stream.cursor_at(top, sorted(again))
+        return self._stream.cursor_at(*upcoming_after(self._states))
 
     def close(self) -> None:
         """Abort requests at servers; open groups are lost."""
@@ -151,9 +281,7 @@ class Ahead:
             self._producer.close()
             self._producer = None
 
-    def _take(
-        self, chosen: Sequence[OpenGroup], groups: Sequence[OpenGroup], version: int
-    ) -> tuple[list[SampleGroup], RolloutCounts]:
+    def _take(self, chosen: Sequence[OpenGroup], groups: Sequence[OpenGroup], version: int) -> Taken:
         """Take this rank's chosen groups, and begin new groups up to the limit during training."""
         assert self._producer is not None, "the producer has the groups"
         taken = {group.place for group in chosen}
@@ -219,12 +347,12 @@ class Ahead:
             raise self._producer.fault
 
 
-def _refuse_endless_wait(groups: Sequence[OpenGroup], version: int) -> None:
+def _refuse_endless_wait(groups: Sequence[OpenGroup], rollout: int) -> None:
     """Raise if all open groups of all ranks are sampled, because nothing would end the wait."""
     if all(group.is_whole for group in groups):
         raise RolloutError(
-            f"weights {version}: found all {len(groups)} open groups sampled, and no rollout among them that "
-            "may be trained on; expected one. This is a fault of the scheduler: report it."
+            f"rollout {rollout}: found all {len(groups)} open groups sampled, and none that it may train on; "
+            "expected some. This is a fault of the scheduler: report it."
         )
 
 

@@ -148,22 +148,14 @@ class GroupMaker:
         return prompt_tokens(self.tokenizer, opening.text, opening.messages, *options)
 
 
+@dataclass(frozen=True)
 class GroupSampler:
     """Samples the responses of groups with an engine's sessions. It keeps no state between calls."""
 
-    def __init__(
-        self, open_session: OpenSession, converse: Converse, scorer: Scorer, params: SamplingParams
-    ) -> None:
-        """Store the parts.
-
-        Args:
-            open_session: Opens a session that samples the turns; see `OpenSession`.
-            converse: Function that samples one response.
-            scorer: Scorer of each response.
-            params: Sampling parameters of every response.
-        """
-        self.open_session, self.params = open_session, params
-        self._converse, self._scorer = converse, scorer
+    open_session: OpenSession  # opens a session that samples the turns
+    converse: Converse  # samples one response
+    scorer: Scorer
+    params: SamplingParams  # of every response
 
     def sample(self, groups: Sequence[PromptGroup], num_wanted: int | None = None) -> None:
         """Sample and score the missing responses of groups, until `num_wanted` groups are whole (None: all).
@@ -182,7 +174,7 @@ class GroupSampler:
     async def respond(self, group: PromptGroup, index: int, ask: Ask) -> Completion:
         """Sample one response of a group. `keep` must get it, unless it is to be resumed."""
         request = group.requests[index]
-        return _check(request, await self._converse(request, self.params, ask), self.params)
+        return _check(request, await self.converse(request, self.params, ask), self.params)
 
     async def keep(self, group: PromptGroup, index: int, completion: Completion) -> None:
         """Add a response that has ended to its group, and score it."""
@@ -190,7 +182,7 @@ class GroupSampler:
         group.completions[index] = completion
         assert request.prompt is not None, "requests of groups name their prompts"
         sample = sample_of(request, completion)
-        group.scored[index] = await self._scorer.score(request.prompt, sample, completion.episode)
+        group.scored[index] = await self.scorer.score(request.prompt, sample, completion.episode)
 
     async def _sample(self, groups: Sequence[PromptGroup], num_wanted: int) -> None:
         missing = [(group, index) for group in groups for index in group.missing]

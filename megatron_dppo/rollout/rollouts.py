@@ -31,7 +31,7 @@ from megatron_dppo.rollout.producer import Producer
 from megatron_dppo.rollout.scheduling import Ahead, AllGather, InTurn, RunUnlessAsked, run_to_end
 from megatron_dppo.rollout.scores import PromptScore
 from megatron_dppo.rollout.scoring import OverlongShaping, RewardPools, Scorer, training_reward
-from megatron_dppo.rollout.staleness import Places, StalenessBound
+from megatron_dppo.rollout.staleness import StalenessBound
 from megatron_dppo.rollout.trajectories import TrajectorySampler
 from megatron_dppo.routing_replay.routes import validate_routes
 from megatron_dppo.types import DataCursor, SampleGroup
@@ -104,24 +104,19 @@ class Rollouts:
         self._sampler.start(self._prompts[0])
 
     def _make_supply(self, cursor: DataCursor | None) -> InTurn | Ahead:
-        config, options, (_, size) = self._config, self._config.rollout, self._share
+        config, options = self._config, self._config.rollout
         stream = PromptStream(self._prompts, config.run.seed, config.data.shuffle, cursor)
         smallest = min(_SMALLEST_GROUP, options.samples_per_prompt)
         if options.max_staleness == 0:
             return InTurn(options, *self._parts(self.tokenizer), stream, self._share, smallest)
-        parts = self._parts(copy.deepcopy(self.tokenizer))  # for the producer's thread
-        share = -(-options.prompts_per_rollout // size)
-
-        def producer(places: Places) -> Producer:
-            return Producer(
-                *parts,
-                places,
-                stream.at,
-                num_prompts=stream.num_prompts,
-                num_threads=config.data.reward_workers,
-                max_replaced=options.max_refills * share if options.refill_zero_variance else 0,
-            )
-
+        most = options.max_refills * -(-options.prompts_per_rollout // self._share[1])
+        producer = Producer(
+            *self._parts(copy.deepcopy(self.tokenizer)),  # for the producer's thread
+            stream,
+            self._share,
+            num_threads=config.data.reward_workers,
+            max_replaced=most if options.refill_zero_variance else 0,
+        )
         bound = StalenessBound(options.prompts_per_rollout, options.max_staleness, options.over_sampling)
         return Ahead(bound, producer, stream, self._share, smallest)
 

@@ -6,12 +6,13 @@ on failing, and no rank enters a collective alone.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from time import perf_counter
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.data.prompts.prompts import PromptStream
@@ -28,6 +29,7 @@ from megatron_dppo.rollout.staleness import (
     StalenessBound,
     upcoming_after,
 )
+from megatron_dppo.runtime.concurrency import LoopThread
 from megatron_dppo.types import DataCursor, SampleGroup
 
 T = TypeVar("T")
@@ -35,6 +37,9 @@ Taken = tuple[list[SampleGroup], RolloutCounts]
 """One rank's share of a rollout: groups with rewards, and counts of everything that was sampled."""
 
 _POLL_S = 0.2
+_ANSWER_S = 120.0  # limit of a call of the producer that waits for no server
+_HOLD_S = 900.0  # a session limits only the time between two replies, and hundreds of long ones are decoded
+_CONNECT_S = 1800.0  # far above the sum of the client's limits for a connection
 
 
 class AllGather(Protocol):
@@ -58,6 +63,7 @@ def run_to_end(work: Callable[[], T]) -> T | None:
     return work()
 
 
+@dataclass(eq=False)
 class InTurn:
     """Supplies one rank's share of each rollout; samples only in `next`, so that no group stays open.
 
@@ -67,31 +73,17 @@ class InTurn:
     later prompt of this rank.
     """
 
-    def __init__(
-        self,
-        options: RolloutConfig,
-        maker: GroupMaker,
-        sampler: GroupSampler,
-        stream: PromptStream,
-        share: tuple[int, int],
-        smallest_group: int,
-    ) -> None:
-        """Store the parts.
+    options: RolloutConfig
+    maker: GroupMaker
+    sampler: GroupSampler  # over-sampling requires an engine that can abort responses
+    stream: PromptStream
+    share: tuple[int, int]  # (rank, size) of the job
+    smallest_group: int  # minimum number of sound samples of a group
+    metrics: Metrics = field(default_factory=Metrics)  # stays empty; see `Ahead`
 
-        Args:
-            options: [rollout] of the run.
-            maker: Group maker.
-            sampler: Sampler; over-sampling requires an engine that can abort responses.
-            stream: Stream of prompts.
-            share: (rank, size) of the job.
-            smallest_group: Minimum number of sound samples of a group.
-        """
-        self._options, self._maker, self._sampler = options, maker, sampler
-        self._stream, self._share, self._smallest_group = stream, share, smallest_group
-        self._num_begun = math.ceil(options.over_sampling * options.prompts_per_rollout)  # over all ranks
-        self._upcoming = stream.upcoming
-        self.metrics = Metrics()
-        """No metrics; see `Ahead`."""
+    def __post_init__(self) -> None:
+        self._upcoming = self.stream.upcoming
+        self._num_begun = math.ceil(self.options.over_sampling * self.options.prompts_per_rollout)  # all ranks
 
     @contextmanager
     def pause(self, version: int, num_left: int) -> Iterator[None]:
@@ -102,10 +94,10 @@ class InTurn:
         self, rollout: int, version: int, all_gather: AllGather, run_unless_asked: RunUnlessAsked
     ) -> Taken | None:
         """Sample this rank's share of the next rollout with the engine's weights; see `Ahead.next`."""
-        (next_place, again), (rank, size), num_begun = self._upcoming, self._share, self._num_begun
-        own = Places(next_place, again, self._share)
+        (next_place, again), (rank, size), num_begun = self._upcoming, self.share, self._num_begun
+        own = Places(next_place, again, self.share)
         first = [(index, own.take()) for index in range(rank, num_begun, size)]
-        later = Places(next_place + max(num_begun - len(again), 0), again[num_begun:], self._share)
+        later = Places(next_place + max(num_begun - len(again), 0), again[num_begun:], self.share)
         taken = run_unless_asked(lambda: self._sample_rollout(rollout, version, first, later))
         states = all_gather(None if taken is None else later.state())
         if None in states:
@@ -116,7 +108,7 @@ class InTurn:
     @property
     def cursor(self) -> DataCursor:
         """Cursor after the last rollout."""
-        return self._stream.cursor_at(*self._upcoming)
+        return self.stream.cursor_at(*self._upcoming)
 
     def close(self) -> None:
         """Do nothing, because no group is open."""
@@ -125,7 +117,7 @@ class InTurn:
         self, rollout: int, version: int, first: Sequence[tuple[int, int]], later: Places
     ) -> Taken:
         """Sample groups of the prompts `first` (index, place); `later` ones replace groups of equal rewards."""
-        options, (rank, size) = self._options, self._share
+        options, (rank, size) = self.options, self.share
         groups = self._begin(rollout, first)
         num_too_long = len(first) - len(groups)
         num_wanted = max(len(range(rank, options.prompts_per_rollout, size)) - num_too_long, 0)
@@ -147,20 +139,20 @@ class InTurn:
         return usable_groups(
             scored,
             replaced,
-            self._smallest_group,
+            self.smallest_group,
             num_too_long=num_too_long,
             weight_version=version,
             rest=rest,
         )
 
     def _begin(self, rollout: int, places: Sequence[tuple[int, int]]) -> list[PromptGroup]:
-        return self._maker.begin(rollout, [(index, self._stream.at(place)) for index, place in places])
+        return self.maker.begin(rollout, [(index, self.stream.at(place)) for index, place in places])
 
     def _sample(
         self, groups: Sequence[PromptGroup], num_wanted: int
     ) -> tuple[list[PromptGroup], list[PromptGroup]]:
         """Sample until `num_wanted` groups are whole; return these groups, and the others."""
-        self._sampler.sample(groups, num_wanted)
+        self.sampler.sample(groups, num_wanted)
         whole = [group for group in groups if group.is_whole][:num_wanted]
         return whole, [group for group in groups if group not in whole]
 
@@ -177,29 +169,30 @@ class _Report:
 class Ahead:
     """Supplies one rank's share of each rollout, and samples the next ones while the trainer trains.
 
-    Staleness is bounded. Every rank calls each method together.
+    Staleness is bounded. Every rank calls each method together. The methods raise a RolloutError if the
+    producer's thread does not return within 120 s (900 s for a hold, 1800 s to resume).
     """
 
     def __init__(
         self,
         bound: StalenessBound,
-        make_producer: Callable[[Places], Producer],
+        producer: Producer,
         stream: PromptStream,
         share: tuple[int, int],
         smallest_group: int,
     ) -> None:
-        """Store the rules; the first `pause` starts the producer.
+        """Store the rules; the first `pause` starts the producer's thread.
 
         Args:
             bound: Rules of staleness.
-            make_producer: Makes this rank's producer, given its prompt indices.
+            producer: Producer of this rank.
             stream: Stream of prompts.
             share: (rank, size) of the job.
             smallest_group: Minimum number of sound samples of a group.
         """
-        self._bound, self._make_producer, self._stream = bound, make_producer, stream
+        self._bound, self._producer, self._stream = bound, producer, stream
         self._share, self._smallest_group = share, smallest_group
-        self._producer: Producer | None = None
+        self._thread = LoopThread("rollout producer")
         _, size = share
         self._states = [Places(*stream.upcoming, (rank, size)).state() for rank in range(size)]
         self._num_left = 0
@@ -218,17 +211,16 @@ class Ahead:
             ServerError: No server responds and has the weights.
             RolloutError: The producer failed.
         """
-        if self._producer is not None:
-            self._raise_fault()
+        if self._thread.has_started:
+            if self._producer.fault is not None:
+                raise self._producer.fault
             started = perf_counter()
-            produced = self._producer.hold()
+            produced = self._call(self._producer.hold(), _HOLD_S)
             self._measure_hold(produced, started)
         yield
-        if self._producer is None:
-            self._producer = self._make_producer(Places(*self._stream.upcoming, self._share))
         self._num_left = num_left
         if num_left:
-            self._producer.go_on(version, self._own_limit(is_training=False))
+            self._call(self._producer.go_on(version, self._own_limit(is_training=False)), _CONNECT_S)
 
     def next(
         self, rollout: int, version: int, all_gather: AllGather, run_unless_asked: RunUnlessAsked
@@ -248,12 +240,12 @@ class Ahead:
             RolloutError: A producer failed, no open group can end the wait, or a sample is older than the bound
                 allows.
         """
-        assert self._producer is not None, "weights were pushed in `pause`"
         while True:
             self._producer.news.clear()
             fault = self._producer.fault  # read once, so that all ranks see the same fault in this round
             is_asked_to_stop = run_unless_asked(lambda: True) is None
-            reports = all_gather(_Report(self._producer.state(), is_asked_to_stop, _describe(fault)))
+            state = self._call(self._producer.state())
+            reports = all_gather(_Report(state, is_asked_to_stop, _describe(fault)))
             if any(each.is_asked_to_stop for each in reports):
                 return None
             if fault is not None:
@@ -276,14 +268,30 @@ class Ahead:
         return self._stream.cursor_at(*upcoming_after(self._states))
 
     def close(self) -> None:
-        """Abort requests at servers; open groups are lost."""
-        if self._producer is not None:
-            self._producer.close()
-            self._producer = None
+        """Abort requests at servers, and end the thread; open groups are lost."""
+        if self._thread.has_started:
+            try:
+                self._call(self._producer.end(), _HOLD_S)
+            finally:
+                self._thread.close(_ANSWER_S)
+
+    def _call(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Run a coroutine of the producer in its thread, and return its result.
+
+        Raises:
+            RolloutError: It takes longer than `timeout_s` (None means `_ANSWER_S`).
+        """
+        timeout_s, name = _ANSWER_S if timeout_s is None else timeout_s, work.__name__
+        try:
+            return self._thread.call(work, timeout_s)
+        except TimeoutError:
+            raise RolloutError(
+                f"thread that samples ahead: found no reply to {name!r} within {timeout_s:g} s; expected one. "
+                f"Look at the stack of process {os.getpid()} (py-spy dump). Start the run again: it resumes."
+            ) from None
 
     def _take(self, chosen: Sequence[OpenGroup], groups: Sequence[OpenGroup], version: int) -> Taken:
         """Take this rank's chosen groups, and begin new groups up to the limit during training."""
-        assert self._producer is not None, "the producer has the groups"
         taken = {group.place for group in chosen}
         self._states = [
             replace(state, groups=tuple(group for group in state.groups if group.place not in taken))
@@ -291,11 +299,11 @@ class Ahead:
         ]
         rank, _ = self._share
         index_of = {group.place: index for index, group in enumerate(chosen) if group.rank == rank}
-        own, produced = self._producer.take(index_of)
+        own, produced = self._call(self._producer.take(index_of))
         for group in own:
             group.index = index_of[group.drawn.place]
         self._num_left -= 1
-        self._producer.begin_groups(self._own_limit(is_training=True))
+        self._call(self._producer.begin_groups(self._own_limit(is_training=True)))
         self._refuse_stale(own, version)
         usable, counts = usable_groups(
             own,
@@ -341,10 +349,6 @@ class Ahead:
         self.metrics.add_max("sync/hold_s", perf_counter() - started)
         self.metrics.add_mean("engine/busy_in_training", produced.busy_s, training_s)
         self.metrics.add_sum("engine/requests_in_training", produced.request_s / training_s)
-
-    def _raise_fault(self) -> None:
-        if self._producer is not None and self._producer.fault is not None:
-            raise self._producer.fault
 
 
 def _refuse_endless_wait(groups: Sequence[OpenGroup], rollout: int) -> None:

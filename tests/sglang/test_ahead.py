@@ -26,7 +26,7 @@ from megatron_dppo.rollout.groups import GroupMaker, GroupSampler
 from megatron_dppo.rollout.producer import Producer
 from megatron_dppo.rollout.scheduling import Ahead, run_to_end
 from megatron_dppo.rollout.scoring import Scorer, as_text
-from megatron_dppo.rollout.staleness import Places, StalenessBound
+from megatron_dppo.rollout.staleness import StalenessBound
 from megatron_dppo.types import FinishReason, Prompt, Sample
 from tests.support.comparing import PARITY, Lengths, Letters
 from tests.support.serving import KEY, MODEL, VERSION, Served, num_requests
@@ -108,14 +108,10 @@ class Weights:
 
 def make_ahead(engine: SglangEngine, conversations: Conversations, environments: InProcess) -> Ahead:
     stream = PromptStream(PROMPTS, 0, shuffle=False)
-
-    def producer(places: Places) -> Producer:
-        maker = GroupMaker(Letters(), SAMPLES, max_prompt_tokens=64, seed=0, environments=environments)
-        scorer = Scorer(Letters(), Lengths(), True, None)
-        sampler = GroupSampler(engine.session, conversations.run, scorer, PARAMS)
-        return Producer(maker, sampler, places, stream.at, num_prompts=stream.num_prompts)
-
-    return Ahead(BOUND, producer, stream, (0, 1), smallest_group=1)
+    maker = GroupMaker(Letters(), SAMPLES, max_prompt_tokens=64, seed=0, environments=environments)
+    scorer = Scorer(Letters(), Lengths(), True, None)
+    sampler = GroupSampler(engine.session, conversations.run, scorer, PARAMS)
+    return Ahead(BOUND, Producer(maker, sampler, stream, (0, 1)), stream, (0, 1), smallest_group=1)
 
 
 @pytest.fixture

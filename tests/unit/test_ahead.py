@@ -21,7 +21,7 @@ from megatron_dppo.rollout.groups import GroupMaker, GroupSampler
 from megatron_dppo.rollout.producer import Producer
 from megatron_dppo.rollout.scheduling import Ahead, run_to_end
 from megatron_dppo.rollout.scoring import Scorer
-from megatron_dppo.rollout.staleness import Places, StalenessBound
+from megatron_dppo.rollout.staleness import StalenessBound
 from megatron_dppo.types import DataCursor, Prompt, SampleGroup
 from tests.support.concurrent_engines import Delays, SteppedEngine, SteppedSession
 from tests.support.ranks_on_threads import Meeting, Peer, on_ranks
@@ -49,25 +49,18 @@ class Rank:
         longest: int = 12,
     ) -> None:
         size, self.peer, self.engine = peer.meeting.world_size, peer, engine or SteppedEngine(peer.rank)
-        self.stream = PromptStream(prompts, 0, shuffle=False, cursor=cursor)
+        stream = PromptStream(prompts, 0, shuffle=False, cursor=cursor)
         scorer = InProcessScorer(lambda prompt, response, finish_reason: RewardResult(reward(prompt.id)))
 
-        def producer(places: Places) -> Producer:
-            return Producer(
-                GroupMaker(TOKENIZER, 2, max_prompt_tokens=7, seed=0),
-                GroupSampler(
-                    self.engine.session,
-                    Conversations(InProcess(SingleTurn), TOKENIZER, TurnLimits()).run,
-                    Scorer(TOKENIZER, scorer, False, None),
-                    SamplingParams(longest),
-                ),
-                places,
-                self.stream.at,
-                num_prompts=len(prompts),
-                max_replaced=max_replaced,
-            )
-
-        self.ahead = Ahead(bound, producer, self.stream, (peer.rank, size), 2)
+        sampler = GroupSampler(
+            self.engine.session,
+            Conversations(InProcess(SingleTurn), TOKENIZER, TurnLimits()).run,
+            Scorer(TOKENIZER, scorer, False, None),
+            SamplingParams(longest),
+        )
+        maker, share = GroupMaker(TOKENIZER, 2, max_prompt_tokens=7, seed=0), (peer.rank, size)
+        self.producer = Producer(maker, sampler, stream, share, max_replaced=max_replaced)
+        self.ahead = Ahead(bound, self.producer, stream, share, 2)
         self.cursor = self.ahead.cursor
         self.metrics: dict[str, list[float]] = {}
 
@@ -267,9 +260,8 @@ def test_a_producer_that_fails_while_a_rollout_is_trained_on_is_raised_before_th
     assert rank.ahead.next(0, 0, rank.peer.all_gather, run_to_end) is not None
     broken.append(True)
     rank.push(1, 8)  # what was open is asked for again
-    producer: Any = rank.ahead._producer  # pyright: ignore[reportPrivateUsage]
-    while producer.fault is None:
-        producer.news.wait(1)
+    while rank.producer.fault is None:
+        rank.producer.news.wait(1)
     with pytest.raises(RolloutError, match="as the test wants it"), rank.ahead.pause(2, 7):
         raise AssertionError("nothing is pushed")
     rank.ahead.close()
@@ -279,11 +271,10 @@ def test_a_producer_that_fails_while_a_rollout_is_trained_on_is_raised_before_th
 def test_a_fault_is_raised_when_the_other_ranks_have_heard_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that comes between report and gathering is of the next round: no rank leaves the others there."""
     rank, heard = Rank(StalenessBound(4, 1), Peer(0, Meeting(1))), list[str | None]()
-    supply: Any = rank.ahead
 
     def all_gather(report: Any) -> list[Any]:
         heard.append(report.fault)
-        supply._producer._fault = RolloutError("as the test wants it")
+        rank.producer.fault = RolloutError("as the test wants it")
         return [report]
 
     monkeypatch.setattr(StalenessBound, "choose", lambda *_: None)
@@ -372,8 +363,12 @@ def test_a_wait_that_nothing_can_end_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_a_task_that_was_cancelled_ends_the_wait() -> None:
     rank = Rank(StalenessBound(2, 1), Peer(0, Meeting(1)), engine=SteppedEngine(delays=Delays(token_s=0.5)))
     rank.push(0, 9)
-    producer: Any = rank.ahead._producer  # pyright: ignore[reportPrivateUsage]
-    producer._loop.call_soon_threadsafe(lambda: next(iter(producer._tasks)).cancel())
+    producer: Any = rank.producer
+
+    async def cancel() -> None:
+        next(iter(producer._tasks)).cancel()
+
+    rank.ahead._call(cancel())  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(RolloutError, match="found a cancelled response"):
         rank.ahead.next(0, 0, rank.peer.all_gather, run_to_end)
     rank.ahead.close()

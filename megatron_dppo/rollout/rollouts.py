@@ -26,8 +26,9 @@ from megatron_dppo.engines.sglang.server import API_KEY, require_registered
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.rollout.counts import RolloutCounts
 from megatron_dppo.rollout.evaluation import Evaluation, evaluation_sets, responses_file
-from megatron_dppo.rollout.groups import GroupMaker, GroupSampler
+from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.producer import Producer
+from megatron_dppo.rollout.sampler import GroupSampler
 from megatron_dppo.rollout.scheduling import Ahead, AllGather, InTurn, RunUnlessAsked, run_to_end
 from megatron_dppo.rollout.scores import PromptScore
 from megatron_dppo.rollout.scoring import OverlongShaping, RewardPools, Scorer, training_reward

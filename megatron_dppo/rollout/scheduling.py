@@ -20,8 +20,9 @@ from megatron_dppo.errors import RolloutError
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.step_metrics import add_ages
 from megatron_dppo.rollout.counts import RolloutCounts
-from megatron_dppo.rollout.groups import GroupMaker, GroupSampler, PromptGroup, usable_groups
-from megatron_dppo.rollout.producer import Produced, Producer
+from megatron_dppo.rollout.groups import GroupMaker, PromptGroup, usable_groups
+from megatron_dppo.rollout.producer import Producer
+from megatron_dppo.rollout.sampler import GroupSampler, Produced
 from megatron_dppo.rollout.staleness import (
     OpenGroup,
     Places,
@@ -29,7 +30,7 @@ from megatron_dppo.rollout.staleness import (
     StalenessBound,
     upcoming_after,
 )
-from megatron_dppo.runtime.concurrency import LoopThread
+from megatron_dppo.runtime.concurrency import LoopThread, run_loop
 from megatron_dppo.types import DataCursor, SampleGroup
 
 T = TypeVar("T")
@@ -98,7 +99,14 @@ class InTurn:
         own = Places(next_place, again, self.share)
         first = [(index, own.take()) for index in range(rank, num_begun, size)]
         later = Places(next_place + max(num_begun - len(again), 0), again[num_begun:], self.share)
-        taken = run_unless_asked(lambda: self._sample_rollout(rollout, version, first, later))
+
+        async def sample() -> Taken:
+            try:
+                return await self._sample_rollout(rollout, version, first, later)
+            finally:
+                await self.sampler.close()
+
+        taken = run_unless_asked(lambda: run_loop(sample()))
         states = all_gather(None if taken is None else later.state())
         if None in states:
             return None
@@ -113,7 +121,7 @@ class InTurn:
     def close(self) -> None:
         """Do nothing, because no group is open."""
 
-    def _sample_rollout(
+    async def _sample_rollout(
         self, rollout: int, version: int, first: Sequence[tuple[int, int]], later: Places
     ) -> Taken:
         """Sample groups of the prompts `first` (index, place); `later` ones replace groups of equal rewards."""
@@ -121,7 +129,7 @@ class InTurn:
         groups = self._begin(rollout, first)
         num_too_long = len(first) - len(groups)
         num_wanted = max(len(range(rank, options.prompts_per_rollout, size)) - num_too_long, 0)
-        scored, rest = self._sample(groups, num_wanted)
+        scored, rest = await self._sample(groups, num_wanted, version)
         if options.over_sampling > 1:  # chance decides which groups are whole first, so they get new indices
             for number, group in enumerate(scored):
                 group.index = rank + size * number
@@ -132,7 +140,8 @@ class InTurn:
                 break
             fresh = self._begin(rollout, [(next(indices), later.take()) for _ in equal])
             num_too_long += len(equal) - len(fresh)
-            whole, rest = self._sample([*rest, *fresh], min(len(equal), len(rest) + len(fresh)))
+            groups = [*rest, *fresh]
+            whole, rest = await self._sample(groups, min(len(equal), len(groups)), version)
             for at, group in zip(equal, whole, strict=False):
                 replaced.append(scored[at])
                 group.index, scored[at] = scored[at].index, group
@@ -148,11 +157,11 @@ class InTurn:
     def _begin(self, rollout: int, places: Sequence[tuple[int, int]]) -> list[PromptGroup]:
         return self.maker.begin(rollout, [(index, self.stream.at(place)) for index, place in places])
 
-    def _sample(
-        self, groups: Sequence[PromptGroup], num_wanted: int
+    async def _sample(
+        self, groups: Sequence[PromptGroup], num_wanted: int, version: int
     ) -> tuple[list[PromptGroup], list[PromptGroup]]:
         """Sample until `num_wanted` groups are whole; return these groups, and the others."""
-        self.sampler.sample(groups, num_wanted)
+        await self.sampler.sample_until(groups, num_wanted, version)
         whole = [group for group in groups if group.is_whole][:num_wanted]
         return whole, [group for group in groups if group not in whole]
 

@@ -22,8 +22,9 @@ from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
 from megatron_dppo.environments import InProcess, Observation, SingleTurn, Turn
 from megatron_dppo.rollout.conversations import Ask, Conversations, TurnLimits
-from megatron_dppo.rollout.groups import GroupMaker, GroupSampler
+from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.producer import Producer
+from megatron_dppo.rollout.sampler import GroupSampler
 from megatron_dppo.rollout.scheduling import Ahead, run_to_end
 from megatron_dppo.rollout.scoring import Scorer, as_text
 from megatron_dppo.rollout.staleness import StalenessBound

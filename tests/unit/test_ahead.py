@@ -17,8 +17,9 @@ from megatron_dppo.errors import RolloutError
 from megatron_dppo.rewards import RewardResult
 from megatron_dppo.rollout.conversations import Conversations, TurnLimits
 from megatron_dppo.rollout.counts import RolloutCounts
-from megatron_dppo.rollout.groups import GroupMaker, GroupSampler
+from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.producer import Producer
+from megatron_dppo.rollout.sampler import GroupSampler
 from megatron_dppo.rollout.scheduling import Ahead, run_to_end
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.rollout.staleness import StalenessBound
@@ -52,14 +53,14 @@ class Rank:
         stream = PromptStream(prompts, 0, shuffle=False, cursor=cursor)
         scorer = InProcessScorer(lambda prompt, response, finish_reason: RewardResult(reward(prompt.id)))
 
-        sampler = GroupSampler(
+        self.sampler = GroupSampler(
             self.engine.session,
             Conversations(InProcess(SingleTurn), TOKENIZER, TurnLimits()).run,
             Scorer(TOKENIZER, scorer, False, None),
             SamplingParams(longest),
         )
         maker, share = GroupMaker(TOKENIZER, 2, max_prompt_tokens=7, seed=0), (peer.rank, size)
-        self.producer = Producer(maker, sampler, stream, share, max_replaced=max_replaced)
+        self.producer = Producer(maker, self.sampler, stream, share, max_replaced=max_replaced)
         self.ahead = Ahead(bound, self.producer, stream, share, 2)
         self.cursor = self.ahead.cursor
         self.metrics: dict[str, list[float]] = {}
@@ -274,7 +275,7 @@ def test_a_fault_is_raised_when_the_other_ranks_have_heard_of_it(monkeypatch: py
 
     def all_gather(report: Any) -> list[Any]:
         heard.append(report.fault)
-        rank.producer.fault = RolloutError("as the test wants it")
+        rank.sampler.fault = RolloutError("as the test wants it")
         return [report]
 
     monkeypatch.setattr(StalenessBound, "choose", lambda *_: None)
@@ -363,10 +364,9 @@ def test_a_wait_that_nothing_can_end_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_a_task_that_was_cancelled_ends_the_wait() -> None:
     rank = Rank(StalenessBound(2, 1), Peer(0, Meeting(1)), engine=SteppedEngine(delays=Delays(token_s=0.5)))
     rank.push(0, 9)
-    producer: Any = rank.producer
 
     async def cancel() -> None:
-        next(iter(producer._tasks)).cancel()
+        next(iter(rank.sampler._tasks)).cancel()  # pyright: ignore[reportPrivateUsage]
 
     rank.ahead._call(cancel())  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(RolloutError, match="found a cancelled response"):

@@ -14,7 +14,8 @@ from megatron_dppo.data.prompts.prompts import PromptStream
 from megatron_dppo.engines.base import Completion, Request, SamplingParams, Session
 from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.rewards import Reward, RewardResult
-from megatron_dppo.rollout.groups import GroupMaker, GroupSampler
+from megatron_dppo.rollout.groups import GroupMaker
+from megatron_dppo.rollout.sampler import GroupSampler
 from megatron_dppo.rollout.scheduling import InTurn
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.types import FinishReason, Prompt

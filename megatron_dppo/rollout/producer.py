@@ -8,6 +8,7 @@ import asyncio
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from megatron_dppo.data.prompts.prompts import PromptStream
 from megatron_dppo.errors import RolloutError
@@ -16,6 +17,7 @@ from megatron_dppo.rollout.sampler import GroupSampler, Produced
 from megatron_dppo.rollout.staleness import OpenGroup, Places, ProducerState
 
 
+@dataclass(eq=False)
 class Producer:
     """Keeps one rank's groups open, and samples them between `go_on` and `hold`.
 
@@ -28,37 +30,24 @@ class Producer:
         news: Set when a group becomes whole.
     """
 
-    def __init__(
-        self,
-        maker: GroupMaker,
-        sampler: GroupSampler,
-        stream: PromptStream,
-        share: tuple[int, int],
-        *,
-        num_threads: int = 1,
-        max_replaced: int = 0,
-    ) -> None:
-        """Begin no group before `begin_groups`, and sample none before `go_on`.
+    maker: GroupMaker
+    sampler: GroupSampler  # its engine can abort responses
+    stream: PromptStream
+    share: tuple[int, int]  # (rank, size) of the job
+    num_threads: int = 1  # environments that may be reset at once
+    max_replaced: int = 0  # groups with equal rewards that may be replaced per rollout
 
-        Args:
-            maker: Group maker.
-            sampler: Sampler with an engine that can abort responses.
-            stream: Stream of prompts.
-            share: (rank, size) of the job.
-            num_threads: Number of environments that may be reset at once.
-            max_replaced: Largest number of groups with equal rewards that are replaced per rollout.
-        """
-        self._maker, self._sampler, self._stream = maker, sampler, stream
-        self._places, self._max_replaced = Places(*stream.upcoming, share), max_replaced
+    def __post_init__(self) -> None:
+        self._places = Places(*self.stream.upcoming, self.share)
         self._num_too_long_in_a_row = 0
         self._open: dict[int, PromptGroup | None] = {}  # by place; None until its prompt is ready
-        self._threads = ThreadPoolExecutor(max(num_threads, 1), thread_name_prefix="environment")
+        self._threads = ThreadPoolExecutor(max(self.num_threads, 1), thread_name_prefix="environment")
         self.news = threading.Event()
 
     @property
     def fault(self) -> BaseException | None:
         """Error that ended the producer's work, or None."""
-        return self._sampler.fault
+        return self.sampler.fault
 
     async def go_on(self, version: int, limit: int) -> None:
         """Start or resume sampling with the servers' weights, with up to `limit` open groups.
@@ -70,7 +59,7 @@ class Producer:
         Raises:
             ServerError: No server responds and has the weights.
         """
-        await self._sampler.go_on(version)
+        await self.sampler.go_on(version)
         await self.begin_groups(limit)
 
     async def begin_groups(self, limit: int) -> None:
@@ -81,7 +70,7 @@ class Producer:
     def _begin_next(self) -> None:
         place = self._places.take()
         self._open[place] = None
-        self._sampler.start(self._begin(place))
+        self.sampler.start(self._begin(place))
 
     def _replace(self, place: int) -> None:
         """Replace a group by the next one in one step, so that the number of open groups does not change."""
@@ -91,32 +80,32 @@ class Producer:
     async def _begin(self, place: int) -> None:
         """Make a group and start its responses; if its prompt is too long, replace it by the next group."""
         groups = await asyncio.get_running_loop().run_in_executor(
-            self._threads, lambda: self._maker.begin(None, [(place, self._stream.at(place))])
+            self._threads, lambda: self.maker.begin(None, [(place, self.stream.at(place))])
         )
         if not groups:
-            self._sampler.count(num_too_long=1)
+            self.sampler.count(num_too_long=1)
             self._num_too_long_in_a_row += 1
             self._refuse_if_all_too_long()
             self._replace(place)
             return
         (group,) = groups
         self._num_too_long_in_a_row, self._open[place] = 0, group
-        self._sampler.begin(group, self._keep)
+        self.sampler.begin(group, self._keep)
 
     def _refuse_if_all_too_long(self) -> None:
-        if self._num_too_long_in_a_row >= self._stream.num_prompts:
+        if self._num_too_long_in_a_row >= self.stream.num_prompts:
             raise RolloutError(
                 f"rollout: found {self._num_too_long_in_a_row} prompts in a row longer than "
-                f"data.max_prompt_tokens, out of {self._stream.num_prompts} prompts; expected some to sample "
+                f"data.max_prompt_tokens, out of {self.stream.num_prompts} prompts; expected some to sample "
                 "from. Raise the limit, or shorten the prompts or the text that environments add."
             )
 
     def _keep(self, group: PromptGroup) -> None:
         """Keep a group that is whole until it is taken; replace it if all rewards are equal."""
-        group.born = self._sampler.version if group.born is None else group.born  # None only without a token
-        num_replaced = len(self._sampler.counts(starts_again=False).replaced)
-        if group.has_zero_variance and num_replaced < self._max_replaced:
-            self._sampler.count(replaced=(group,))
+        group.born = self.sampler.version if group.born is None else group.born  # None only without a token
+        num_replaced = len(self.sampler.counts(starts_again=False).replaced)
+        if group.has_zero_variance and num_replaced < self.max_replaced:
+            self.sampler.count(replaced=(group,))
             self._replace(group.drawn.place)
         self.news.set()
 
@@ -126,8 +115,8 @@ class Producer:
         Returns:
             Counts and times between the last `take` and this call.
         """
-        produced = self._sampler.counts(starts_again=False)
-        await self._sampler.hold()
+        produced = self.sampler.counts(starts_again=False)
+        await self.sampler.hold()
         for group in self._open.values():
             if group is not None and not group.has_tokens and not group.is_whole:
                 group.born = None
@@ -144,12 +133,12 @@ class Producer:
     async def take(self, places: Iterable[int]) -> tuple[list[PromptGroup], Produced]:
         """Remove and return the whole groups of `places`, in order, with the counts since the last call."""
         groups = [group for place in places if (group := self._open.pop(place)) is not None]
-        return groups, self._sampler.counts(starts_again=True)
+        return groups, self.sampler.counts(starts_again=True)
 
     async def end(self) -> None:
         """Abort requests at servers, and end all tasks; open groups are lost."""
         try:
             await self.hold()
         finally:
-            await self._sampler.close()
+            await self.sampler.close()
             self._threads.shutdown(wait=False, cancel_futures=True)

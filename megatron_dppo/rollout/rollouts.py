@@ -119,7 +119,7 @@ class Rollouts:
             max_replaced=most if options.refill_zero_variance else 0,
         )
         bound = StalenessBound(options.prompts_per_rollout, options.max_staleness, options.over_sampling)
-        return Ahead(bound, producer, stream, self._share, smallest)
+        return Ahead(bound, producer, smallest)
 
     def _parts(self, tokenizer: Any) -> tuple[GroupMaker, GroupSampler]:
         options, config, routing = self._config.rollout, self._config, self._routing
@@ -135,14 +135,11 @@ class Rollouts:
         limits = options.samples_per_prompt, config.data.max_prompt_tokens, config.run.seed
         maker = GroupMaker(tokenizer, *limits, self._sampler.environments)
         rewards = self._rewards.of(training_reward(config))
-        scorer = Scorer(tokenizer, rewards, params.capture_routes, validate, self._overlong())
+        overlong, buffer_tokens = None, config.data.overlong_buffer_tokens
+        if buffer_tokens:
+            overlong = OverlongShaping(options.max_response_tokens, buffer_tokens, config.data.overlong_penalty)
+        scorer = Scorer(tokenizer, rewards, params.capture_routes, validate, overlong)
         return maker, self._sampler.sampler(tokenizer, scorer, params)
-
-    def _overlong(self) -> OverlongShaping | None:
-        data, longest = self._config.data, self._config.rollout.max_response_tokens
-        if data.overlong_buffer_tokens == 0:
-            return None
-        return OverlongShaping(longest, data.overlong_buffer_tokens, data.overlong_penalty)
 
     @property
     def prompts_digest(self) -> str:
@@ -207,6 +204,7 @@ class Rollouts:
             Metrics of the wait, and of sampling since the last rollout; empty if the run does not sample ahead.
 
         Raises:
+            ServerError: No server responds and has the weights.
             RolloutError: Sampling failed.
         """
         with self._supply.pause(version, num_left):

@@ -73,7 +73,7 @@ class GroupSampler:
         self._stack = AsyncExitStack()
         self._tasks = set[asyncio.Task[None]]()
         self._held_up: list[tuple[int, asyncio.Future[None]]] = []  # waiting responses, by prompt
-        self._begun = set[PromptGroup]()
+        self._begun = set[PromptGroup]()  # of `sample_until`
         self._is_enough: Callable[[], bool] = lambda: False  # then a response that ends holds the others
         self._has_changed = asyncio.Event()
         self._is_ending = False
@@ -110,6 +110,7 @@ class GroupSampler:
         session = await self.go_on(version, may_be_held=may_be_held)
         for group in groups:
             if group not in self._begun:
+                self._begun.add(group)
                 self.begin(group)
         while self.fault is None and len(self._tasks) > len(self._held_up):
             self._has_changed.clear()
@@ -151,7 +152,6 @@ class GroupSampler:
 
     def begin(self, group: PromptGroup, on_whole: Callable[[PromptGroup], None] = lambda group: None) -> None:
         """Start a task for each response of a group; `on_whole` is called once all are scored."""
-        self._begun.add(group)
         for index in range(len(group.requests)):
             self.start(self._respond(group, index, on_whole))
 

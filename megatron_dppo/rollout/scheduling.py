@@ -88,13 +88,13 @@ class InTurn:
 
     @contextmanager
     def pause(self, version: int, num_left: int) -> Iterator[None]:
-        """See `Ahead.pause`; nothing is sampled between two rollouts."""
+        """See `Rollouts.pause`; nothing is sampled between two rollouts."""
         yield
 
     def next(
         self, rollout: int, version: int, all_gather: AllGather, run_unless_asked: RunUnlessAsked
     ) -> Taken | None:
-        """Sample this rank's share of the next rollout with the engine's weights; see `Ahead.next`."""
+        """Sample this rank's share of the next rollout with the engine's weights; see `Rollouts.next`."""
         (next_place, again), (rank, size), num_begun = self._upcoming, self.share, self._num_begun
         own = Places(next_place, again, self.share)
         first = [(index, own.take()) for index in range(rank, num_begun, size)]
@@ -175,6 +175,7 @@ class _Report:
     fault: str | None
 
 
+@dataclass(eq=False)
 class Ahead:
     """Supplies one rank's share of each rollout, and samples the next ones while the trainer trains.
 
@@ -182,78 +183,44 @@ class Ahead:
     producer's thread does not return within 120 s (900 s for a hold, 1800 s to resume).
     """
 
-    def __init__(
-        self,
-        bound: StalenessBound,
-        producer: Producer,
-        stream: PromptStream,
-        share: tuple[int, int],
-        smallest_group: int,
-    ) -> None:
-        """Store the rules; the first `pause` starts the producer's thread.
+    bound: StalenessBound
+    producer: Producer
+    smallest_group: int  # minimum number of sound samples of a group
+    metrics: Metrics = field(default_factory=Metrics)  # of the last `next` or `pause`, on this rank
 
-        Args:
-            bound: Rules of staleness.
-            producer: Producer of this rank.
-            stream: Stream of prompts.
-            share: (rank, size) of the job.
-            smallest_group: Minimum number of sound samples of a group.
-        """
-        self._bound, self._producer, self._stream = bound, producer, stream
-        self._share, self._smallest_group = share, smallest_group
-        self._thread = LoopThread("rollout producer")
-        _, size = share
-        self._states = [Places(*stream.upcoming, (rank, size)).state() for rank in range(size)]
-        self._num_left = 0
-        self.metrics = Metrics()
-        """Metrics of the last `next` or hold, on this rank."""
+    def __post_init__(self) -> None:
+        self._thread, self._num_left = LoopThread("rollout producer"), 0
+        upcoming, (_, size) = self.producer.stream.upcoming, self.producer.share
+        self._states = [Places(*upcoming, (rank, size)).state() for rank in range(size)]
 
     @contextmanager
     def pause(self, version: int, num_left: int) -> Iterator[None]:
-        """Pause sampling while the body pushes weights; then resume with the new weights.
-
-        Args:
-            version: Version of the pushed weights.
-            num_left: Number of rollouts that the run still needs.
-
-        Raises:
-            ServerError: No server responds and has the weights.
-            RolloutError: The producer failed.
-        """
+        """See `Rollouts.pause`; the first call starts the thread."""
         if self._thread.has_started:
-            if self._producer.fault is not None:
-                raise self._producer.fault
+            if self.producer.fault is not None:
+                raise self.producer.fault
             started = perf_counter()
-            produced = self._call(self._producer.hold(), _HOLD_S)
+            produced = self._call(self.producer.hold(), _HOLD_S)
             self._measure_hold(produced, started)
         yield
         self._num_left = num_left
         if num_left:
-            self._call(self._producer.go_on(version, self._own_limit(is_training=False)), _CONNECT_S)
+            self._call(self.producer.go_on(version, self._own_limit(is_training=False)), _CONNECT_S)
 
     def next(
         self, rollout: int, version: int, all_gather: AllGather, run_unless_asked: RunUnlessAsked
     ) -> Taken | None:
-        """Wait for the groups that weight version `version` trains on, and return this rank's share of them.
-
-        Args:
-            rollout: Index of the rollout.
-            version: Version of the weights that train next, which the engine has too.
-            all_gather: Gathers a value from all ranks.
-            run_unless_asked: Runs work unless this rank is asked to stop.
-
-        Returns:
-            Share of this rank. None on all ranks if any rank is asked to stop.
+        """Wait for the groups that these weights train on, and return this rank's share; see `Rollouts.next`.
 
         Raises:
             RolloutError: A producer failed, no open group can end the wait, or a sample is older than the bound
                 allows.
         """
         while True:
-            self._producer.news.clear()
-            fault = self._producer.fault  # read once, so that all ranks see the same fault in this round
+            self.producer.news.clear()
+            fault = self.producer.fault  # read once, so that all ranks see the same fault in this round
             is_asked_to_stop = run_unless_asked(lambda: True) is None
-            state = self._call(self._producer.state())
+            state = self._call(self.producer.state())
             reports = all_gather(_Report(state, is_asked_to_stop, _describe(fault)))
             if any(each.is_asked_to_stop for each in reports):
                 return None
@@ -263,24 +230,24 @@ class Ahead:
                 if each.fault is not None:
                     raise RolloutError(f"rank {rank}: {each.fault}")
             groups = [group for each in reports for group in each.state.groups]
-            chosen = self._bound.choose(groups, version)
+            chosen = self.bound.choose(groups, version)
             if chosen is not None:
                 break
             _refuse_endless_wait(groups, rollout)
-            self._producer.news.wait(_POLL_S)
+            self.producer.news.wait(_POLL_S)
         self._states = [each.state for each in reports]
         return self._take(chosen, groups, version)
 
     @property
     def cursor(self) -> DataCursor:
         """Cursor after the last rollout; it repeats the prompts of open groups first."""
-        return self._stream.cursor_at(*upcoming_after(self._states))
+        return self.producer.stream.cursor_at(*upcoming_after(self._states))
 
     def close(self) -> None:
         """Abort requests at servers, and end the thread; open groups are lost."""
         if self._thread.has_started:
             try:
-                self._call(self._producer.end(), _HOLD_S)
+                self._call(self.producer.end(), _HOLD_S)
             finally:
                 self._thread.close(_ANSWER_S)
 
@@ -306,18 +273,18 @@ class Ahead:
             replace(state, groups=tuple(group for group in state.groups if group.place not in taken))
             for state in self._states
         ]
-        rank, _ = self._share
+        rank, _ = self.producer.share
         index_of = {group.place: index for index, group in enumerate(chosen) if group.rank == rank}
-        own, produced = self._call(self._producer.take(index_of))
+        own, produced = self._call(self.producer.take(index_of))
         for group in own:
             group.index = index_of[group.drawn.place]
         self._num_left -= 1
-        self._call(self._producer.begin_groups(self._own_limit(is_training=True)))
+        self._call(self.producer.begin_groups(self._own_limit(is_training=True)))
         self._refuse_stale(own, version)
         usable, counts = usable_groups(
             own,
             produced.replaced,
-            self._smallest_group,
+            self.smallest_group,
             num_too_long=produced.num_too_long,
             weight_version=version,
         )
@@ -327,17 +294,17 @@ class Ahead:
 
     def _own_limit(self, *, is_training: bool) -> int:
         num_open = [len(state.groups) for state in self._states]
-        return self._bound.limits(num_open, self._num_left, is_training=is_training)[self._share[0]]
+        return self.bound.limits(num_open, self._num_left, is_training=is_training)[self.producer.share[0]]
 
     def _refuse_stale(self, groups: Sequence[PromptGroup], version: int) -> None:
         """Raise if a sample is older than the rules allow, which only a fault of the scheduler can cause."""
         for group in groups:
             for request, completion in group.answers:
                 oldest = min((span.version for span in completion.weight_versions), default=version)
-                if not 0 <= version - oldest <= self._bound.max_staleness:
+                if not 0 <= version - oldest <= self.bound.max_staleness:
                     raise RolloutError(
                         f"sample {request.id}: found tokens of weights {oldest}, to be trained on by weights "
-                        f"{version}; expected at most rollout.max_staleness = {self._bound.max_staleness} "
+                        f"{version}; expected at most rollout.max_staleness = {self.bound.max_staleness} "
                         "versions between them. This is a fault of the scheduler: report it."
                     )
 
@@ -350,7 +317,7 @@ class Ahead:
         metrics.add_sum("rollout/interrupted", produced.num_interrupted)
         metrics.add_sum("rollout/prefilled_again_tokens", produced.num_prefilled_again)
         samples = (sample for group in own for sample in group.samples)
-        add_ages(metrics, samples, version, self._bound.max_staleness)
+        add_ages(metrics, samples, version, self.bound.max_staleness)
 
     def _measure_hold(self, produced: Produced, started: float) -> None:
         training_s = max(produced.elapsed_s, 1e-9)

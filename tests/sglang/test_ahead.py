@@ -112,7 +112,7 @@ def make_ahead(engine: SglangEngine, conversations: Conversations, environments:
     maker = GroupMaker(Letters(), SAMPLES, max_prompt_tokens=64, seed=0, environments=environments)
     scorer = Scorer(Letters(), Lengths(), True, None)
     sampler = GroupSampler(engine.session, conversations.run, scorer, PARAMS)
-    return Ahead(BOUND, Producer(maker, sampler, stream, (0, 1)), stream, (0, 1), smallest_group=1)
+    return Ahead(BOUND, Producer(maker, sampler, stream, (0, 1)), smallest_group=1)
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ class Rank:
         )
         maker, share = GroupMaker(TOKENIZER, 2, max_prompt_tokens=7, seed=0), (peer.rank, size)
         self.producer = Producer(maker, self.sampler, stream, share, max_replaced=max_replaced)
-        self.ahead = Ahead(bound, self.producer, stream, share, 2)
+        self.ahead = Ahead(bound, self.producer, 2)
         self.cursor = self.ahead.cursor
         self.metrics: dict[str, list[float]] = {}
 

@@ -211,17 +211,6 @@ def test_a_turn_that_was_interrupted_has_what_its_limit_leaves(engine: Transform
     assert unlimited is not None and unlimited[1].max_turn_tokens is None
 
 
-def test_the_beginning_of_a_response_counts_among_its_tokens(engine: TransformersEngine) -> None:
-    (request,) = asked([5])
-    single = (InProcess(SingleTurn), TurnLimits(max_turn_tokens=6))
-    whole = conversation(OneByOne(engine).ask, request, *single)
-    for num_tokens in (2, 6):
-        params = dataclasses.replace(PARAMS, max_turn_tokens=num_tokens)
-        begun = interrupted(engine.generate([request], params)[0])
-        again = conversation(OneByOne(engine).ask, dataclasses.replace(request, partial=begun), *single)
-        assert_same_conversation(again, whole)
-
-
 @pytest.mark.parametrize("is_concurrent", [True, False])
 def test_what_an_engine_raises_is_raised(engine: TransformersEngine, is_concurrent: bool) -> None:
     broken = dataclasses.replace(asked([1])[0], id="broken", prompt_tokens=(99,))

@@ -218,7 +218,7 @@ _ROLLOUT = [
     Seam("rollout.lag", "run.state:TrainingState.begin_rollout", lambda call: len(call.self.queue), fold=max),
     Seam(
         "rollout.max_turns",
-        "rollout.groups:sample_of",
+        "rollout.sampler:sample_of",
         given("completion.episode.num_turns"),
         "turns",
         fold=max,

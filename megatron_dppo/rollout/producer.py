@@ -140,5 +140,5 @@ class Producer:
         try:
             await self.hold()
         finally:
-            await self.sampler.close()
+            await self.sampler.aclose()
             self._threads.shutdown(wait=False, cancel_futures=True)

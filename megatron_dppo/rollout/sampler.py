@@ -7,8 +7,8 @@ requests the rest once sampling goes on, possibly from other weights. It is scor
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass, replace
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -47,28 +47,23 @@ class Produced:
     request_s: float = 0.0  # seconds in flight, summed over requests
 
 
+@dataclass(eq=False)
 class GroupSampler:
-    """Samples between `go_on` and `hold`, in one event loop from then until `close`.
+    """Samples between `go_on` and `hold`, in one event loop until `aclose`.
 
     Attributes:
         version: Version of the weights that sample.
         fault: Error that ended a task, or None.
     """
 
-    def __init__(
-        self, open_session: OpenSession, converse: Converse, scorer: Scorer, params: SamplingParams
-    ) -> None:
-        """Store the parts, and open no session.
+    open_session: OpenSession
+    converse: Converse
+    scorer: Scorer
+    params: SamplingParams  # of every response
+    version: int = field(default=-1, init=False)
+    fault: BaseException | None = field(default=None, init=False)
 
-        Args:
-            open_session: Opens a session that samples the turns; see `OpenSession`.
-            converse: Function that samples one response.
-            scorer: Scorer of each response.
-            params: Sampling parameters of every response.
-        """
-        self._open_session, self._converse, self._scorer, self._params = open_session, converse, scorer, params
-        self.version = -1
-        self.fault: BaseException | None = None
+    def __post_init__(self) -> None:
         self._session: Session | None = None
         self._stack = AsyncExitStack()
         self._tasks = set[asyncio.Task[None]]()
@@ -76,7 +71,6 @@ class GroupSampler:
         self._begun = set[PromptGroup]()  # of `sample_until`
         self._is_enough: Callable[[], bool] = lambda: False  # then a response that ends holds the others
         self._has_changed = asyncio.Event()
-        self._is_ending = False
         self._produced, self._num_flying = Produced(), 0
         self._changed_at = self._taken_at = time.monotonic()
 
@@ -84,17 +78,15 @@ class GroupSampler:
         """Sample and score all responses of groups, in a new event loop; see `sample_until`."""
 
         async def work() -> None:
-            try:
+            async with aclosing(self):
                 await self.sample_until(groups, len(groups))
-            finally:
-                await self.close()
 
         run_loop(work())
 
     async def sample_until(self, groups: Sequence[PromptGroup], num_wanted: int, version: int = 0) -> None:
         """Sample and score responses until `num_wanted` of the groups are whole.
 
-        Unfinished responses of the other groups go on in the next call that has their groups.
+        Unfinished responses of the other groups go on in the next call.
 
         Raises:
             RolloutError: The engine raised it, or a completion does not fit its request.
@@ -133,7 +125,7 @@ class GroupSampler:
             ServerError: No server responds and has the weights.
         """
         assert self._session is None, "sampling is on hold before `go_on`"
-        session = await self._stack.enter_async_context(self._open_session(may_be_held=may_be_held))
+        session = await self._stack.enter_async_context(self.open_session(may_be_held=may_be_held))
         self._session, self.version = session, version
         held_up, self._held_up = self._held_up, []
         for _, gate in sorted(held_up, key=lambda each: each[0]):
@@ -161,14 +153,14 @@ class GroupSampler:
         self._tasks.add(task)
         task.add_done_callback(self._end_task)
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Cancel all tasks and requests; unfinished responses are lost."""
-        self._is_ending = True
-        for task in list(self._tasks):
+        for task in self._tasks:
+            task.remove_done_callback(self._end_task)
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._held_up, self._is_ending = [], False
-        self._begun.clear()
+        for each in (self._tasks, self._held_up, self._begun):
+            each.clear()
         await self._leave()
 
     def count(self, **added: Any) -> None:
@@ -191,12 +183,10 @@ class GroupSampler:
     def _end_task(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self._has_changed.set()
-        if not task.cancelled():
-            error = task.exception()
-        elif self._is_ending:
-            error = None
-        else:
+        if task.cancelled():
             error = RolloutError("sampling: found a cancelled response; expected it to end")
+        else:
+            error = task.exception()
         self.fault = self.fault or error
 
     async def _on_session(self, place: int) -> Session:
@@ -214,12 +204,12 @@ class GroupSampler:
         assert request.prompt is not None, "requests of groups name their prompts"
         if completion is None:
             with (await self._on_session(group.drawn.place)).conversation(request.id):
-                found = await self._converse(request, self._params, partial(self._ask, group))
-            completion = group.completions[index] = _check(request, found, self._params)
+                found = await self.converse(request, self.params, partial(self._ask, group))
+            completion = group.completions[index] = _check(request, found, self.params)
             if self._session is not None and self._is_enough():
                 await self.hold()
         sample = sample_of(request, completion)
-        group.scored[index] = await self._scorer.score(request.prompt, sample, completion.episode)
+        group.scored[index] = await self.scorer.score(request.prompt, sample, completion.episode)
         if group.is_whole:
             on_whole(group)
 

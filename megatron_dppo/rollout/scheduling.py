@@ -8,7 +8,7 @@ on failing, and no rank enters a collective alone.
 import math
 import os
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from time import perf_counter
@@ -101,10 +101,8 @@ class InTurn:
         later = Places(next_place + max(num_begun - len(again), 0), again[num_begun:], self.share)
 
         async def sample() -> Taken:
-            try:
+            async with aclosing(self.sampler):
                 return await self._sample_rollout(rollout, version, first, later)
-            finally:
-                await self.sampler.close()
 
         taken = run_unless_asked(lambda: run_loop(sample()))
         states = all_gather(None if taken is None else later.state())

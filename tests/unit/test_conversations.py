@@ -303,7 +303,7 @@ def test_what_is_kept_half_done_is_scored_once(ending: TransformersEngine) -> No
         assert 1 <= sum(group.is_whole for group in groups) < 3
         assert len(rewards.scored) == 6 - sum(group.scored.count(None) for group in groups)
         await sampler.sample_until(groups, 3)
-        await sampler.close()
+        await sampler.aclose()
 
     asyncio.run(sample())
     assert all(group.is_whole for group in groups) and sorted(rewards.scored) == ["0", "0", "1", "1", "2", "2"]

@@ -83,36 +83,23 @@ class GroupSampler:
 
         run_loop(work())
 
-    async def sample_until(self, groups: Sequence[PromptGroup], num_wanted: int, version: int = 0) -> None:
+    async def sample_until(
+        self, groups: Sequence[PromptGroup], num_wanted: int, version: int = 0
+    ) -> tuple[list[PromptGroup], list[PromptGroup]]:
         """Sample and score responses until `num_wanted` of the groups are whole.
 
-        Unfinished responses of the other groups go on in the next call.
+        Returns:
+            `num_wanted` whole groups, and the others, whose unfinished responses go on in the next call.
 
         Raises:
             RolloutError: The engine raised it, or a completion does not fit its request.
             ServerError: Servers gave no response to any request.
             RewardError: The scorer raised it.
         """
-        if num_wanted <= sum(group.is_whole for group in groups):
-            return
-        may_be_held = num_wanted < len(groups)
-        num_asked = sum(completion is None for group in groups for completion in group.completions)
-        self._is_enough = lambda: may_be_held and sum(group.is_sampled for group in groups) >= num_wanted
-        self._has_changed = asyncio.Event()
-        session = await self.go_on(version, may_be_held=may_be_held)
-        for group in groups:
-            if group not in self._begun:
-                self._begun.add(group)
-                self.begin(group)
-        while self.fault is None and len(self._tasks) > len(self._held_up):
-            self._has_changed.clear()
-            await self._has_changed.wait()
-        if self.fault is not None:
-            raise self.fault
-        await self._leave()
-        lost = [error for error in session.errors.values() if isinstance(error, ServerError)]
-        if lost and len(lost) == num_asked:
-            raise lost[0]
+        if num_wanted > sum(group.is_whole for group in groups):
+            await self._sample_until(groups, num_wanted, version)
+        whole = [group for group in groups if group.is_whole][:num_wanted]
+        return whole, [group for group in groups if group not in whole]
 
     async def go_on(self, version: int, *, may_be_held: bool = True) -> Session:
         """Start or resume sampling with the engine's weights, of this version.
@@ -175,6 +162,26 @@ class GroupSampler:
         if starts_again:
             self._produced, self._taken_at = Produced(), self._changed_at
         return produced
+
+    async def _sample_until(self, groups: Sequence[PromptGroup], num_wanted: int, version: int) -> None:
+        may_be_held = num_wanted < len(groups)
+        num_asked = sum(completion is None for group in groups for completion in group.completions)
+        self._is_enough = lambda: may_be_held and sum(group.is_sampled for group in groups) >= num_wanted
+        self._has_changed = asyncio.Event()
+        session = await self.go_on(version, may_be_held=may_be_held)
+        for group in groups:
+            if group not in self._begun:
+                self._begun.add(group)
+                self.begin(group)
+        while self.fault is None and len(self._tasks) > len(self._held_up):
+            self._has_changed.clear()
+            await self._has_changed.wait()
+        if self.fault is not None:
+            raise self.fault
+        await self._leave()
+        lost = [error for error in session.errors.values() if isinstance(error, ServerError)]
+        if lost and len(lost) == num_asked:
+            raise lost[0]
 
     async def _leave(self) -> None:
         self._session = None

@@ -127,7 +127,7 @@ class InTurn:
         groups = self._begin(rollout, first)
         num_too_long = len(first) - len(groups)
         num_wanted = max(len(range(rank, options.prompts_per_rollout, size)) - num_too_long, 0)
-        scored, rest = await self._sample(groups, num_wanted, version)
+        scored, rest = await self.sampler.sample_until(groups, num_wanted, version)
         if options.over_sampling > 1:  # chance decides which groups are whole first, so they get new indices
             for number, group in enumerate(scored):
                 group.index = rank + size * number
@@ -139,7 +139,7 @@ class InTurn:
             fresh = self._begin(rollout, [(next(indices), later.take()) for _ in equal])
             num_too_long += len(equal) - len(fresh)
             groups = [*rest, *fresh]
-            whole, rest = await self._sample(groups, min(len(equal), len(groups)), version)
+            whole, rest = await self.sampler.sample_until(groups, min(len(equal), len(groups)), version)
             for at, group in zip(equal, whole, strict=False):
                 replaced.append(scored[at])
                 group.index, scored[at] = scored[at].index, group
@@ -154,14 +154,6 @@ class InTurn:
 
     def _begin(self, rollout: int, places: Sequence[tuple[int, int]]) -> list[PromptGroup]:
         return self.maker.begin(rollout, [(index, self.stream.at(place)) for index, place in places])
-
-    async def _sample(
-        self, groups: Sequence[PromptGroup], num_wanted: int, version: int
-    ) -> tuple[list[PromptGroup], list[PromptGroup]]:
-        """Sample until `num_wanted` groups are whole; return these groups, and the others."""
-        await self.sampler.sample_until(groups, num_wanted, version)
-        whole = [group for group in groups if group.is_whole][:num_wanted]
-        return whole, [group for group in groups if group not in whole]
 
 
 @dataclass(frozen=True)

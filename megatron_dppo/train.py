@@ -91,8 +91,7 @@ class Training:
         alarm = self.parts.finish_rollout(version, sync_metrics)
         if alarm is not None:
             self.parts.rollback.go_back(alarm)
-            if self.rollouts.is_ahead:  # open groups were sampled with weights that were rolled back
-                self.rollouts.seek(self.state.run_state.data_cursor)
+            self.rollouts.seek(self.state.run_state.data_cursor)  # drop groups of the weights rolled back
             self.sampling.push(self.state.weight_version)
 
     def close(self) -> None:

@@ -17,7 +17,6 @@ from megatron_dppo.engines.base import (
     Request,
     SamplingParams,
     num_tokens_before,
-    resume_request,
     with_observation,
 )
 from megatron_dppo.environments import EnvironmentFault, Environments, Episode, Response, Trajectory, Turn
@@ -54,7 +53,7 @@ class Conversations:
         response ends the trajectory without an episode.
 
         Args:
-            request: Request that opens the trajectory. Its `partial` is the beginning of the first response.
+            request: Request that opens the trajectory.
             params: Sampling parameters. `max_response_tokens` bounds all tokens after the prompt, observations
                 included. `TurnLimits.max_turn_tokens` replaces `max_turn_tokens`.
             ask: Function that samples a turn. It may sample several parts (`engines.base.resume_request`), and
@@ -67,7 +66,7 @@ class Conversations:
         assert request.prompt is not None, "requests of groups name their prompts"
         params = replace(params, max_turn_tokens=self._limits.max_turn_tokens)
         state = _TrajectoryState(Trajectory(request.id, request.prompt))
-        completion, start = await _first_response(request, params, ask), 0
+        completion, start = await ask(request, params), 0
         while completion.finish_reason != "abort":
             state.add(self._turn_tokenizer.text(completion.tokens[start:]), completion.finish_reason)
             turn = await self._environments.answer(state.trajectory)
@@ -106,14 +105,6 @@ class Conversations:
         if num_turns == self._limits.max_turns or num_tokens >= params.max_response_tokens:
             return replace(completion, finish_reason="length", episode=state.episode())
         return replace(request, partial=with_observation(completion, tokens))
-
-
-async def _first_response(request: Request, params: SamplingParams, ask: Ask) -> Completion:
-    """Return the first response of a trajectory; tokens of its `partial` count towards the turn's limit."""
-    if request.partial is None:
-        return await ask(request, params)
-    rest = resume_request(replace(request, partial=None), request.partial, params)
-    return replace(request.partial, finish_reason="length") if rest is None else await ask(*rest)
 
 
 @dataclass

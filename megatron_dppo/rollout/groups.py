@@ -4,8 +4,7 @@ Each rank makes the groups of its share of a rollout, without communication. The
 ranks and then calls `refuse_if_too_many_dropped`.
 """
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,8 +16,6 @@ from megatron_dppo.data.prompts.templates import prompt_tokens
 from megatron_dppo.engines.base import (
     Completion,
     Request,
-    SamplingParams,
-    Session,
     give_up,
     mask_of,
 )
@@ -31,19 +28,10 @@ from megatron_dppo.environments import (
     SingleTurn,
     Trajectory,
 )
-from megatron_dppo.errors import RolloutError, ServerError
-from megatron_dppo.rollout.conversations import Ask
 from megatron_dppo.rollout.counts import DROP_REASONS, RolloutCounts
-from megatron_dppo.rollout.scoring import Fault, Scorer, Tokenizer, as_text
-from megatron_dppo.runtime.concurrency import all_of, run_loop
+from megatron_dppo.rollout.scoring import Fault, Tokenizer, as_text
 from megatron_dppo.runtime.files import write_jsonl
 from megatron_dppo.types import Prompt, Sample, SampleGroup
-
-OpenSession = Callable[..., AbstractAsyncContextManager[Session]]
-"""Opens a session; see `RolloutEngine.session`."""
-
-Converse = Callable[[Request, SamplingParams, Ask], Awaitable[Completion]]
-"""Samples one trajectory with a function that samples its turns; see `Conversations.run`."""
 
 
 @dataclass(eq=False)
@@ -52,11 +40,12 @@ class PromptGroup:
 
     drawn: Drawn
     index: int  # the prompt's index, over all ranks, in the rollout that began it or trains on it
-    requests: list[Request]  # an aborted response is the `partial` of its request
+    requests: list[Request]
     completions: list[Completion | None]  # one per request; None until it is sampled
     scored: list[Sample | Fault | None]  # one per request: the sample, or why it cannot be trained on
-    born: int | None = None  # version of the first token's weights; None before it, and in a rollout of its own
+    born: int | None = None  # version of the weights that may sample its first token; None before
     has_tokens: bool = False  # while it has no tokens and is not whole, a push resets `born`
+    resumed: set[str] = field(default_factory=set[str])  # ids of requests that a hold interrupted
 
     @property
     def is_sampled(self) -> bool:
@@ -73,16 +62,6 @@ class PromptGroup:
         """Requests whose responses are sampled, with their completions."""
         pairs = zip(self.requests, self.completions, strict=True)
         return [(request, completion) for request, completion in pairs if completion is not None]
-
-    @property
-    def missing(self) -> list[int]:
-        """Indices of the responses that are not sampled and scored yet."""
-        return [index for index, scored in enumerate(self.scored) if scored is None]
-
-    @property
-    def num_partials(self) -> int:
-        """Number of responses that were aborted after some tokens."""
-        return sum(self.requests[index].partial is not None for index in self.missing)
 
     @property
     def samples(self) -> tuple[Sample, ...]:
@@ -111,140 +90,41 @@ class GroupMaker:
     seed: int
     environments: Environments = field(default_factory=lambda: InProcess(SingleTurn))
 
-    def begin(self, rollout: int, places: Sequence[tuple[int, Drawn]]) -> list[PromptGroup]:
-        """Make groups of requests for prompts and their indices in the rollout; drop prompts that are too long.
+    def begin(self, rollout: int | None, places: Sequence[tuple[int, Drawn]]) -> list[PromptGroup]:
+        """Make groups of requests for prompts; drop prompts that are too long.
 
         If an environment's `reset` fails, its group is whole at once, and all its responses count as given up.
-        """
-        return list(self._groups(rollout, places))
 
-    def begin_at_place(self, drawn: Drawn) -> PromptGroup | None:
-        """Make the group of a prompt that no rollout has taken yet, or return None if the prompt is too long.
-
-        The group's name and index are the prompt's index in the stream, until a rollout takes the group.
+        Args:
+            rollout: Index of the rollout; None if the groups begin before it is known which rollout takes them.
+            places: Prompts with their index in the rollout, or in the stream if there is no rollout yet.
         """
-        name = f"place{drawn.place}"
-        (opening,) = self.environments.reset([Trajectory(name, drawn.prompt)])
-        first_key = (self.seed, 0, drawn.place * self.samples_per_prompt)
-        return self._group(name, drawn, drawn.place, opening, first_key)
+        begun = "place" if rollout is None else f"rollout{rollout}/"
+        trajectories = [Trajectory(f"{begun}{index}", drawn.prompt) for index, drawn in places]
+        openings = self.environments.reset(trajectories)
+        groups = list[PromptGroup]()
+        for (index, drawn), trajectory, opening in zip(places, trajectories, openings, strict=True):
+            start = index * self.samples_per_prompt
+            # The first sample's number is part of the name, because a prompt may occur twice in one rollout.
+            name = trajectory.id if rollout is None else f"{begun}{drawn.prompt.id}/{start}"
+            tokens = self._tokens(drawn.prompt, opening)
+            if len(tokens) > self.max_prompt_tokens:
+                continue
+            is_chat = isinstance(opening, Observation) and opening.messages is not None
+            first_key = (self.seed, rollout or 0, start)
+            requests = _requests(
+                name, drawn.prompt, tokens, first_key, self.samples_per_prompt, is_chat=is_chat
+            )
+            fault = opening if isinstance(opening, EnvironmentFault) else None
+            completions = [_lost(request, fault) if fault else None for request in requests]
+            groups.append(PromptGroup(drawn, index, requests, completions, [None] * len(requests)))
+        return groups
 
     def _tokens(self, prompt: Prompt, opening: Observation | EnvironmentFault) -> tuple[int, ...]:
         if isinstance(opening, EnvironmentFault):
             return ()
         options = (prompt.tools, prompt.template_arguments)
         return prompt_tokens(self.tokenizer, opening.text, opening.messages, *options)
-
-    def _groups(self, rollout: int, places: Sequence[tuple[int, Drawn]]) -> Iterator[PromptGroup]:
-        trajectories = [Trajectory(f"rollout{rollout}/{index}", drawn.prompt) for index, drawn in places]
-        for (index, drawn), opening in zip(places, self.environments.reset(trajectories), strict=True):
-            start = index * self.samples_per_prompt
-            # The first sample's number is part of the name, because a prompt may occur twice in one rollout.
-            name = f"rollout{rollout}/{drawn.prompt.id}/{start}"
-            group = self._group(name, drawn, index, opening, (self.seed, rollout, start))
-            if group is not None:
-                yield group
-
-    def _group(
-        self,
-        name: str,
-        drawn: Drawn,
-        index: int,
-        opening: Observation | EnvironmentFault,
-        first_key: tuple[int, int, int],
-    ) -> PromptGroup | None:
-        """Return the group of requests `<name>+0`, ..., or None if the prompt is too long."""
-        tokens = self._tokens(drawn.prompt, opening)
-        if len(tokens) > self.max_prompt_tokens:
-            return None
-        is_chat = isinstance(opening, Observation) and opening.messages is not None
-        requests = _requests(name, drawn.prompt, tokens, first_key, self.samples_per_prompt, is_chat=is_chat)
-        fault = opening if isinstance(opening, EnvironmentFault) else None
-        completions = [_lost(request, fault) if fault else None for request in requests]
-        return PromptGroup(drawn, index, requests, completions, [None] * len(requests))
-
-
-class GroupSampler:
-    """Samples the responses of groups with an engine's sessions. It keeps no state between calls."""
-
-    def __init__(
-        self, open_session: OpenSession, converse: Converse, scorer: Scorer, params: SamplingParams
-    ) -> None:
-        """Store the parts.
-
-        Args:
-            open_session: Opens a session that samples the turns; see `OpenSession`.
-            converse: Function that samples one response.
-            scorer: Scorer of each response.
-            params: Sampling parameters of every response.
-        """
-        self.open_session, self.params = open_session, params
-        self._converse, self._scorer = converse, scorer
-
-    def sample(self, groups: Sequence[PromptGroup], num_wanted: int | None = None) -> None:
-        """Sample and score the missing responses of groups, until `num_wanted` groups are whole (None: all).
-
-        The other groups keep what they have: an aborted response is the `partial` of its request.
-
-        Raises:
-            RolloutError: The engine raised it, or a completion does not fit its request.
-            ServerError: Servers gave no response to any request.
-            RewardError: The scorer raised it.
-        """
-        num_wanted = len(groups) if num_wanted is None else num_wanted
-        if num_wanted > sum(group.is_whole for group in groups):
-            run_loop(self._sample(groups, num_wanted))
-
-    async def respond(self, group: PromptGroup, index: int, ask: Ask) -> Completion:
-        """Sample one response of a group. `keep` must get it, unless it is to be resumed."""
-        request = group.requests[index]
-        return _check(request, await self._converse(request, self.params, ask), self.params)
-
-    async def keep(self, group: PromptGroup, index: int, completion: Completion) -> None:
-        """Add a response that has ended to its group, and score it."""
-        request = group.requests[index]
-        group.completions[index] = completion
-        assert request.prompt is not None, "requests of groups name their prompts"
-        sample = sample_of(request, completion)
-        group.scored[index] = await self._scorer.score(request.prompt, sample, completion.episode)
-
-    async def _sample(self, groups: Sequence[PromptGroup], num_wanted: int) -> None:
-        missing = [(group, index) for group in groups for index in group.missing]
-        asked = [(group, index) for group, index in missing if group.completions[index] is None]
-        for group, index in missing:
-            if (given_up := group.completions[index]) is not None:  # its environment could not begin
-                await self.keep(group, index, given_up)
-        if not asked:
-            return
-        async with self.open_session(may_be_held=num_wanted < len(groups)) as session:
-
-            async def work(group: PromptGroup, index: int) -> None:
-                completion = await self._respond(group, index, session)
-                if completion is None:
-                    return
-                group.completions[index] = completion
-                is_enough = sum(each.is_sampled for each in groups) >= num_wanted
-                if is_enough and num_wanted < len(groups) and not session.is_held:
-                    await session.hold()
-                await self.keep(group, index, completion)
-
-            await all_of(work(*each) for each in asked)
-            lost = [error for error in session.errors.values() if isinstance(error, ServerError)]
-        if lost and len(lost) == len(asked):
-            raise lost[0]
-
-    async def _respond(self, group: PromptGroup, index: int, session: Session) -> Completion | None:
-        """Sample a response; None if a hold interrupted it, and its request keeps its tokens."""
-        request = group.requests[index]
-        with session.conversation(request.id):
-            completion = await self.respond(group, index, session.ask)
-        is_interrupted = session.is_held and request.id not in session.errors
-        if completion.finish_reason != "abort" or not is_interrupted:
-            return completion
-        if completion.tokens.numel() >= self.params.max_response_tokens:  # aborted just after its last token
-            return replace(completion, finish_reason="length")
-        if completion.tokens.numel():
-            group.requests[index] = replace(request, partial=completion)
-        return None
 
 
 def sample_of(request: Request, completion: Completion) -> Sample:
@@ -309,8 +189,12 @@ def usable_groups(
             for group in everything
             for sample in group.samples
         ),
-        num_continued=sum(request.partial is not None for request, _ in answers),
-        num_discarded_partials=sum(group.num_partials for group in rest),
+        num_continued=sum(request.id in group.resumed for group in everything for request, _ in group.answers),
+        num_discarded_partials=sum(
+            request.id in group.resumed and completion is None
+            for group in rest
+            for request, completion in zip(group.requests, group.completions, strict=True)
+        ),
         num_replaced_groups=len(replaced),
         num_dropped_groups=len(scored) - len(kept),
         num_left_alone=sum(len(group.samples) for group in scored) - sum(len(group.samples) for group in kept),
@@ -362,22 +246,3 @@ def _requests(
     ids = [f"{name}+{k:0{len(str(count - 1))}d}" for k in range(count)]
     keys = [(seed, rollout, start + k) for k in range(count)]
     return [Request(id, tokens, key, prompt=prompt, is_chat=is_chat) for id, key in zip(ids, keys, strict=True)]
-
-
-def _check(request: Request, completion: Completion, params: SamplingParams) -> Completion:
-    """Return a completion after checking that it answers the request, with one log-prob per token."""
-    if completion.request_id != request.id:
-        raise RolloutError(
-            f"engine's completions: found {completion.request_id!r} in place of {request.id!r}; expected one "
-            "for each request, in order. This is a fault of the engine: report it."
-        )
-    num_tokens = completion.tokens.numel()
-    num_rows = {"log_probs": completion.log_probs.numel()}
-    if params.num_topk_log_probs:
-        num_rows["topk"] = completion.topk.ids.shape[0] if completion.topk is not None else 0
-    if any(count != num_tokens for count in num_rows.values()):
-        raise RolloutError(
-            f"completion {completion.request_id}: found rows {num_rows}; expected {num_tokens}, one per "
-            "token. This is a fault of the engine: report it."
-        )
-    return completion

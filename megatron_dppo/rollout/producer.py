@@ -1,117 +1,55 @@
 """Samples one rank's open groups in a separate thread, while the trainer trains and pushes weights.
 
-Every response is a separate task. It waits until sampling is on, and sends its request. If a push interrupts
-it, it keeps its tokens and requests the rest from the new weights. So a response ends as soon as it can, is
-scored at once, and is never dropped by a push. The trainer's thread limits the number of open groups. The
-producers of different ranks never communicate.
+A push interrupts responses, and drops none (`sampler.GroupSampler`). The trainer's thread limits the number of
+open groups. The producers of different ranks never communicate.
 """
 
 import asyncio
-import os
 import threading
-import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeVar
+from dataclasses import dataclass
 
-from megatron_dppo.data.prompts.prompts import Drawn
-from megatron_dppo.engines.base import (
-    Completion,
-    Request,
-    SamplingParams,
-    Session,
-    input_tokens,
-    num_tokens_before,
-    resume_request,
-)
+from megatron_dppo.data.prompts.prompts import PromptStream
 from megatron_dppo.errors import RolloutError
-from megatron_dppo.rollout.groups import GroupMaker, GroupSampler, PromptGroup
+from megatron_dppo.rollout.groups import GroupMaker, PromptGroup
+from megatron_dppo.rollout.sampler import GroupSampler, Produced
 from megatron_dppo.rollout.staleness import OpenGroup, Places, ProducerState
 
-T = TypeVar("T")
-_ANSWER_S = 120.0  # limit of a call that waits for no server
-_HOLD_S = 900.0  # a session limits only the time between two replies, and hundreds of long ones are decoded
-_CONNECT_S = 1800.0  # far above the sum of the client's limits for a connection
 
-
-@dataclass(frozen=True)
-class Produced:
-    """Counts and times of one rank's sampling since the last rollout was taken."""
-
-    num_too_long: int = 0
-    replaced: tuple[PromptGroup, ...] = ()  # groups with equal rewards
-    num_interrupted: int = 0  # responses that a push interrupted
-    num_prefilled_again: int = 0  # prompt tokens of their requests that servers computed again
-    elapsed_s: float = 0.0  # seconds since the rollout was taken
-    busy_s: float = 0.0  # seconds of them with at least one request in flight
-    request_s: float = 0.0  # seconds in flight, summed over requests
-
-
+@dataclass(eq=False)
 class Producer:
     """Keeps one rank's groups open, and samples them between `go_on` and `hold`.
 
-    The trainer's thread calls the methods. An error in the producer's thread is kept as `fault`, and the
-    trainer's thread raises it.
+    All methods run in the producer's thread. An error there is kept as `fault`, and the trainer's thread raises
+    it. Every wait has a limit: rollout.sglang.request_timeout_s for a request at each server, the time-outs of
+    [data] for a reward or an environment, and the session's limit for a hold. The wait for a rollout also ends,
+    with a fault, if all prompts are too long, or if a task was cancelled.
 
-    Every wait has a limit: rollout.sglang.request_timeout_s for a request at each server, the time-outs of
-    [data] for a reward or an environment, and the session's limit for a hold. The methods raise a RolloutError
-    if the thread does not return within 120 s (900 s for `hold` and `close`, 1800 s for `go_on`).
-    The wait for a rollout also ends, with a fault, if all prompts are too long, or if a task was cancelled.
+    Attributes:
+        news: Set when a group becomes whole.
     """
 
-    def __init__(
-        self,
-        maker: GroupMaker,
-        sampler: GroupSampler,
-        places: Places,
-        prompt_at: Callable[[int], Drawn],
-        *,
-        num_prompts: int,
-        num_threads: int = 1,
-        max_replaced: int = 0,
-    ) -> None:
-        """Start the thread; it begins no group before `begin_groups`, and samples none before `go_on`.
+    maker: GroupMaker
+    sampler: GroupSampler  # its engine can abort responses
+    stream: PromptStream
+    share: tuple[int, int]  # (rank, size) of the job
+    num_threads: int = 1  # environments that may be reset at once
+    max_replaced: int = 0  # groups with equal rewards that may be replaced per rollout
 
-        Args:
-            maker: Group maker.
-            sampler: Sampler with an engine that can abort responses.
-            places: Prompt indices of this rank; the producer takes from them.
-            prompt_at: Returns the prompt at an index.
-            num_prompts: Prompts of an epoch; that many prompts in a row that are too long are a fault.
-            num_threads: Number of environments that may be reset at once.
-            max_replaced: Largest number of groups with equal rewards that are replaced per rollout.
-        """
-        self._maker, self._sampler, self._places, self._prompt_at = maker, sampler, places, prompt_at
-        self._max_replaced, self._num_prompts = max_replaced, num_prompts
+    def __post_init__(self) -> None:
+        self._places = Places(*self.stream.upcoming, self.share)
         self._num_too_long_in_a_row = 0
         self._open: dict[int, PromptGroup | None] = {}  # by place; None until its prompt is ready
-        self._produced, self._num_flying, self._changed_at = Produced(), 0, time.monotonic()
-        self._taken_at = self._changed_at
-        self._fault: BaseException | None = None
-        self._session: Session | None = None
-        self._version = -1
-        self._stack = AsyncExitStack()
-        self._tasks = set[asyncio.Task[None]]()
-        self._is_ending = False
-        self._threads = ThreadPoolExecutor(max(num_threads, 1), thread_name_prefix="environment")
+        self._threads = ThreadPoolExecutor(max(self.num_threads, 1), thread_name_prefix="environment")
         self.news = threading.Event()
-        """Set when a group becomes whole, or when sampling fails."""
-        self._loop = asyncio.new_event_loop()
-        self._held_up: list[tuple[int, asyncio.Future[None]]] = []  # waiting requests, by prompt
-        self._thread = threading.Thread(target=self._run, name="rollout producer", daemon=True)
-        self._thread.start()
-
-    # Methods for the trainer's thread.
 
     @property
     def fault(self) -> BaseException | None:
         """Error that ended the producer's work, or None."""
-        return self._fault
+        return self.sampler.fault
 
-    def go_on(self, version: int, limit: int) -> None:
+    async def go_on(self, version: int, limit: int) -> None:
         """Start or resume sampling with the servers' weights, with up to `limit` open groups.
 
         Args:
@@ -121,235 +59,86 @@ class Producer:
         Raises:
             ServerError: No server responds and has the weights.
         """
-        self._call(self._go_on(version, limit), _CONNECT_S)
+        await self.sampler.go_on(version)
+        await self.begin_groups(limit)
 
-    def begin_groups(self, limit: int) -> None:
+    async def begin_groups(self, limit: int) -> None:
         """Begin groups until `limit` are open."""
-        self._call(self._begin_groups(limit))
-
-    def hold(self) -> Produced:
-        """Stop sampling until `go_on`. Wait until no request is at a server; sampled tokens are kept.
-
-        Returns:
-            Counts and times between the last `take` and this call.
-        """
-        return self._call(self._hold(), _HOLD_S)
-
-    def state(self) -> ProducerState:
-        """Return the open groups, and the indices of the next prompts."""
-        return self._call(self._state())
-
-    def take(self, places: Iterable[int]) -> tuple[list[PromptGroup], Produced]:
-        """Remove and return the whole groups of `places`, in order, with the counts since the last call."""
-        return self._call(self._take(places))
-
-    def close(self) -> None:
-        """Abort requests at servers, and end the thread; open groups are lost."""
-        if not self._thread.is_alive():
-            return
-        try:
-            self._call(self._end(), _HOLD_S)
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_ANSWER_S)
-            self._threads.shutdown(wait=False, cancel_futures=True)
-
-    # Methods of the producer's thread.
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        self._loop.close()
-
-    def _call(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run a coroutine in the producer's thread, and return its result.
-
-        Raises:
-            RolloutError: It takes longer than `timeout_s` (`None` means `_ANSWER_S`).
-        """
-        timeout_s = _ANSWER_S if timeout_s is None else timeout_s
-        name, future = work.__name__.strip("_"), asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result(timeout_s)
-        except TimeoutError:
-            future.cancel()
-            raise RolloutError(
-                f"thread that samples ahead: found no reply to {name!r} within {timeout_s:g} s; expected one. "
-                f"Look at the stack of process {os.getpid()} (py-spy dump). Start the run again: it resumes."
-            ) from None
-
-    async def _go_on(self, version: int, limit: int) -> None:
-        assert self._session is None, "sampling is on hold before `go_on`"
-        self._session = await self._stack.enter_async_context(self._sampler.open_session())
-        self._version = version
-        self._release()
-        await self._begin_groups(limit)
-
-    def _release(self) -> None:
-        """Let waiting requests continue, oldest groups first, because servers with a queue keep this order.
-
-        Otherwise requests that were queued at servers would overtake the interrupted ones at every push, and
-        younger responses would delay long ones.
-        """
-        held_up, self._held_up = self._held_up, []
-        for _, gate in sorted(held_up, key=lambda each: each[0]):
-            if not gate.done():
-                gate.set_result(None)
-
-    async def _open_session(self, place: int) -> Session:
-        """Wait until sampling is on, and return its session."""
-        while self._session is None:
-            gate = self._loop.create_future()
-            self._held_up.append((place, gate))
-            await gate
-        return self._session
-
-    async def _begin_groups(self, limit: int) -> None:
         while len(self._open) < limit:
             self._begin_next()
 
     def _begin_next(self) -> None:
         place = self._places.take()
         self._open[place] = None
-        self._start(self._begin(place))
+        self.sampler.start(self._begin(place))
 
     def _replace(self, place: int) -> None:
         """Replace a group by the next one in one step, so that the number of open groups does not change."""
         del self._open[place]
         self._begin_next()
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._end_task)
-
-    def _end_task(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            error = task.exception()
-        elif self._is_ending:
-            error = None
-        else:
-            error = RolloutError("thread that samples ahead: found a cancelled response; expected it to end")
-        if error is not None:
-            self._fault = self._fault or error
-            self.news.set()
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await self._loop.run_in_executor(self._threads, work)
-
     async def _begin(self, place: int) -> None:
         """Make a group and start its responses; if its prompt is too long, replace it by the next group."""
-        group = await self._in_thread(lambda: self._maker.begin_at_place(self._prompt_at(place)))
-        if group is None:
-            self._count(num_too_long=1)
+        groups = await asyncio.get_running_loop().run_in_executor(
+            self._threads, lambda: self.maker.begin(None, [(place, self.stream.at(place))])
+        )
+        if not groups:
+            self.sampler.count(num_too_long=1)
             self._num_too_long_in_a_row += 1
             self._refuse_if_all_too_long()
             self._replace(place)
             return
+        (group,) = groups
         self._num_too_long_in_a_row, self._open[place] = 0, group
-        for index, completion in enumerate(group.completions):
-            if completion is None:
-                self._start(self._respond(group, index))
-            else:  # the environment's `reset` failed
-                await self._keep(group, index, completion)
+        self.sampler.begin(group, self._keep)
 
     def _refuse_if_all_too_long(self) -> None:
-        if self._num_too_long_in_a_row >= self._num_prompts:
+        if self._num_too_long_in_a_row >= self.stream.num_prompts:
             raise RolloutError(
                 f"rollout: found {self._num_too_long_in_a_row} prompts in a row longer than "
-                f"data.max_prompt_tokens, out of {self._num_prompts} prompts; expected some to sample from. "
-                "Raise the limit, or shorten the prompts or the text that environments add."
+                f"data.max_prompt_tokens, out of {self.stream.num_prompts} prompts; expected some to sample "
+                "from. Raise the limit, or shorten the prompts or the text that environments add."
             )
 
-    async def _respond(self, group: PromptGroup, index: int) -> None:
-        """Sample one response, with one or more weight versions, and score it."""
-        completion = await self._sampler.respond(group, index, partial(self._ask, group))
-        await self._keep(group, index, completion)
-
-    async def _ask(self, group: PromptGroup, request: Request, params: SamplingParams) -> Completion:
-        """Sample one turn; a push interrupts it and it resumes."""
-        is_continued = False
-        while True:
-            session = await self._open_session(group.drawn.place)
-            before, version = request.partial, self._version
-            group.born = version if group.born is None else group.born
-            self._fly(+1)
-            try:
-                completion = await session.ask(request, params)
-            finally:
-                self._fly(-1)
-            num_new = completion.tokens.numel() - num_tokens_before(request)
-            group.has_tokens |= num_new > 0
-            if is_continued and num_new:
-                cached = completion.num_cached_tokens - (before.num_cached_tokens if before is not None else 0)
-                self._count(num_prefilled_again=len(input_tokens(request)) - cached)
-            is_interrupted = session.is_held and request.id not in session.errors
-            if completion.finish_reason != "abort" or not is_interrupted:
-                return completion
-            self._count(num_interrupted=num_new > 0)
-            is_continued |= num_new > 0
-            rest = resume_request(request, completion, params)
-            if rest is None:  # interrupted just after its last token
-                return replace(completion, finish_reason="length")
-            request, params = rest
-
-    async def _keep(self, group: PromptGroup, index: int, completion: Completion) -> None:
-        """Score a response. If its group is whole then and all rewards are equal, replace the group."""
-        await self._sampler.keep(group, index, completion)
-        if not group.is_whole:
-            return
-        group.born = self._version if group.born is None else group.born  # None only if it has no token
-        if group.has_zero_variance and len(self._produced.replaced) < self._max_replaced:
-            self._count(replaced=(group,))
+    def _keep(self, group: PromptGroup) -> None:
+        """Keep a group that is whole until it is taken; replace it if all rewards are equal."""
+        group.born = self.sampler.version if group.born is None else group.born  # None only without a token
+        num_replaced = len(self.sampler.counts(starts_again=False).replaced)
+        if group.has_zero_variance and num_replaced < self.max_replaced:
+            self.sampler.count(replaced=(group,))
             self._replace(group.drawn.place)
         self.news.set()
 
-    async def _hold(self) -> Produced:
-        self._fly(0)
-        produced = replace(self._produced, elapsed_s=self._changed_at - self._taken_at)
-        session, self._session = self._session, None
-        if session is not None:
-            await session.hold()
-            while self._num_flying:  # until every task has its completion, before the weights change
-                await asyncio.sleep(0)
-            await self._stack.aclose()
+    async def hold(self) -> Produced:
+        """Stop sampling until `go_on`. Wait until no request is at a server; sampled tokens are kept.
+
+        Returns:
+            Counts and times between the last `take` and this call.
+        """
+        produced = self.sampler.counts(starts_again=False)
+        await self.sampler.hold()
         for group in self._open.values():
             if group is not None and not group.has_tokens and not group.is_whole:
                 group.born = None
         return produced
 
-    async def _state(self) -> ProducerState:
+    async def state(self) -> ProducerState:
+        """Return the open groups, and the indices of the next prompts."""
         groups = [
             OpenGroup(self._places.rank, place, group and group.born, group is not None and group.is_whole)
             for place, group in self._open.items()
         ]
-        return ProducerState(tuple(groups), self._places.next, tuple(self._places.again))
+        return self._places.state(groups)
 
-    async def _take(self, places: Iterable[int]) -> tuple[list[PromptGroup], Produced]:
+    async def take(self, places: Iterable[int]) -> tuple[list[PromptGroup], Produced]:
+        """Remove and return the whole groups of `places`, in order, with the counts since the last call."""
         groups = [group for place in places if (group := self._open.pop(place)) is not None]
-        self._fly(0)
-        produced, self._produced = self._produced, Produced()
-        self._taken_at = self._changed_at
-        return groups, produced
+        return groups, self.sampler.counts(starts_again=True)
 
-    async def _end(self) -> None:
-        self._is_ending = True
+    async def end(self) -> None:
+        """Abort requests at servers, and end all tasks; open groups are lost."""
         try:
-            await self._hold()
+            await self.hold()
         finally:
-            for task in list(self._tasks):
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _fly(self, change: int) -> None:
-        """Count a request that starts (+1) or ends (-1), and the time since the last change."""
-        now = time.monotonic()
-        passed, self._changed_at = now - self._changed_at, now
-        self._count(busy_s=passed * (self._num_flying > 0), request_s=passed * self._num_flying)
-        self._num_flying += change
-
-    def _count(self, **added: Any) -> None:
-        self._produced = replace(
-            self._produced, **{name: getattr(self._produced, name) + value for name, value in added.items()}
-        )
+            await self.sampler.aclose()
+            self._threads.shutdown(wait=False, cancel_futures=True)

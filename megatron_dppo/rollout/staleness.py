@@ -44,20 +44,30 @@ class ProducerState:
     again: tuple[int, ...]  # indices of prompts to repeat that have not begun
 
 
+def upcoming_after(ranks: Sequence[ProducerState]) -> tuple[int, Sequence[int]]:
+    """Return `PromptStream.upcoming` after all ranks have dropped their open groups, given their states."""
+    size = len(ranks)
+    top = max(state.next_place for state in ranks) - size + 1
+    again = {group.place for state in ranks for group in state.groups}
+    for state in ranks:
+        again.update(state.again, range(state.next_place, top, size))
+    return top, sorted(again)
+
+
 class Places:
-    """Prompt indices of one rank: first the prompts that a resumed run repeats, then every size-th prompt."""
+    """Prompt indices of one rank: every size-th of the upcoming ones, prompts to repeat first."""
 
     def __init__(self, next_place: int, again: Sequence[int], share: tuple[int, int]) -> None:
         """Start at a cursor.
 
         Args:
             next_place: Index of the first prompt that was never used.
-            again: Indices of the prompts to repeat, for all ranks.
+            again: Indices of the prompts to repeat before it, for all ranks.
             share: (rank, size) of the job.
         """
         rank, size = share
         self.again = deque(again[rank::size])
-        self.next = next_place + (rank - next_place) % size
+        self.next = next_place + (rank - len(again)) % size
         self.rank, self._size = rank, size
 
     def take(self) -> int:
@@ -66,6 +76,10 @@ class Places:
             return self.again.popleft()
         self.next += self._size
         return self.next - self._size
+
+    def state(self, groups: Sequence[OpenGroup] = ()) -> ProducerState:
+        """Return the state of a rank with these open groups."""
+        return ProducerState(tuple(groups), self.next, tuple(self.again))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from megatron_dppo.environments import (
 )
 from megatron_dppo.errors import EnvironmentFailedError, RolloutError
 from megatron_dppo.rollout.conversations import Ask, Conversations, TurnLimits
-from megatron_dppo.rollout.groups import GroupSampler
+from megatron_dppo.rollout.sampler import GroupSampler
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.runtime.user_code import describe_error, import_named
 from megatron_dppo.types import FinishReason, Prompt

@@ -9,7 +9,6 @@ from megatron_dppo.actor.reference import ReferencePolicy
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.gradient_steps import gradient_steps, with_advantages
 from megatron_dppo.engines.weight_sync.factory import WeightSync
-from megatron_dppo.rollout.counts import RolloutCounts
 from megatron_dppo.rollout.rollouts import Rollouts
 from megatron_dppo.run.checkpoint_policy import CheckpointPolicy
 from megatron_dppo.run.logger import Alarm
@@ -18,7 +17,7 @@ from megatron_dppo.run.recovery import BadSteps, Rollback
 from megatron_dppo.run.session import RunSession
 from megatron_dppo.run.state import TrainingState
 from megatron_dppo.runtime.process import Runtime
-from megatron_dppo.types import OpenRollout, SampleGroup
+from megatron_dppo.types import OpenRollout
 
 T = TypeVar("T")
 
@@ -107,8 +106,13 @@ class Sampling:
         """Sample a rollout with the current weights, score it, and queue its gradient steps."""
         parts, state, rollouts = self._parts, self._parts.state, self.rollouts
         with state.timer.time("rollout"):
-            groups, counts = self._next_groups(rollout)
+            version, all_gather = state.weight_version, parts.runtime.all_gather
+            parts.turns.require_engine(version)
+            groups, counts, of_staleness = parts.preemption.run_together(
+                lambda run_unless_asked: rollouts.next(rollout, version, all_gather, run_unless_asked)
+            )
             parts.turns.to_trainer()
+        parts.logger.add_to_rollout(of_staleness)
         metrics = parts.logger.describe_rollout(groups, counts)
         groups = with_advantages(groups, parts.config.algorithm.normalize_advantage_std)
         parts.logger.write_samples(rollout, groups, rollouts.tokenizer)
@@ -117,7 +121,7 @@ class Sampling:
                 groups, rollout, parts.config, parts.actor.data_parallel, routing=parts.actor.captured_routing
             )
         metrics |= parts.logger.describe_batches(report)
-        state.queue_rollout(steps, metrics, rollouts.settle(parts.runtime.all_gather))
+        state.queue_rollout(steps, metrics, rollouts.cursor)
 
     def in_turn(self, work: Callable[[], T]) -> T:
         """Run `work`, which samples, in the engine's turn with the current weights, and return its result.
@@ -145,17 +149,6 @@ class Sampling:
             metrics = parts.turns.to_engine(version)
         parts.logger.add_to_rollout(held)
         return metrics
-
-    def _next_groups(self, rollout: int) -> tuple[list[SampleGroup], RolloutCounts]:
-        """Sample the next rollout, or return a rollout that was sampled ahead once it may be trained on."""
-        parts, rollouts, version = self._parts, self.rollouts, self._parts.state.weight_version
-        if not rollouts.is_ahead:
-            return self.in_turn(lambda: rollouts.next(rollout))
-        groups, counts, metrics = parts.preemption.run_together(
-            lambda is_asked: rollouts.next_ahead(version, parts.runtime.all_gather, is_asked)
-        )
-        parts.logger.add_to_rollout(metrics)
-        return groups, counts
 
 
 class Turns:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TypeVar
 
+from megatron_dppo.rollout.scheduling import RunUnlessAsked
 from megatron_dppo.runtime.process import Runtime
 
 T = TypeVar("T")
@@ -121,17 +122,17 @@ class Preemption:
         assert result is not None, "only a request to stop leaves the work undone"
         return result
 
-    def run_together(self, work: Callable[[Callable[[], bool]], T | None]) -> T:
+    def run_together(self, work: Callable[[RunUnlessAsked], T | None]) -> T:
         """Return the result of `work`; end the run if the result is None, which must be so on all ranks.
 
         Args:
-            work: Function that waits together with the other ranks, until any of them has received a stop
-                signal. Its argument is a function that returns whether this rank has received one.
+            work: Function that samples or waits together with the other ranks, until any of them has received
+                a stop signal. Its argument is `StopRequests.run_unless_asked` of this rank.
 
         Raises:
             Preempted: The run has saved.
         """
-        result = work(lambda: self._requests.is_received)
+        result = work(self._requests.run_unless_asked)
         if result is None:
             self._save_and_exit()
         assert result is not None, "the run has ended else"

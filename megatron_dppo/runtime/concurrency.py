@@ -1,8 +1,9 @@
-"""Runs an event loop for large results, and awaits several coroutines without leaving any running."""
+"""Runs event loops in this thread or another one, and awaits coroutines without leaving any running."""
 
 import asyncio
-from collections.abc import Awaitable, Iterable
-from typing import TypeVar
+import threading
+from collections.abc import Awaitable, Coroutine, Iterable
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -32,3 +33,43 @@ async def all_of(awaitables: Iterable[Awaitable[T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class LoopThread:
+    """An event loop in a separate thread, which starts with the first `call`."""
+
+    def __init__(self, name: str) -> None:
+        """Create the loop; `name` is the thread's name in a debugger."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether `call` was called, and `close` was not."""
+        return self._thread.is_alive()
+
+    def call(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Run a coroutine in the thread, and return its result.
+
+        Raises:
+            TimeoutError: The thread does not return it in time; the coroutine is cancelled.
+        """
+        if not self.has_started:
+            self._thread.start()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread, and wait for it."""
+        if self.has_started:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()

@@ -141,7 +141,7 @@ _RUN = [
     ),
     Seam(
         "run.num_rollouts",
-        "rollout.rollouts:RolloutScheduler.run",
+        "rollout.scheduling:InTurn.next",
         given("rollout"),
         fold=list,
         expected=lambda config: list(range(config.run.num_rollouts)),
@@ -189,8 +189,8 @@ _DATA = [
 _ROLLOUT = [
     Seam(
         "rollout.prompts_per_rollout",
-        "rollout.rollouts:RolloutScheduler._begin",
-        lambda call: len(call.result[0]),
+        "rollout.scheduling:InTurn._sample_rollout",
+        lambda call: len(call.first),
     ),
     plain("rollout.samples_per_prompt", "rollout.groups:_requests", "count", where=is_training),
     *sampled("rollout.max_response_tokens", "max_response_tokens"),
@@ -219,7 +219,7 @@ _ROLLOUT = [
     Seam("rollout.lag", "run.state:TrainingState.begin_rollout", lambda call: len(call.self.queue), fold=max),
     Seam(
         "rollout.max_turns",
-        "rollout.groups:sample_of",
+        "rollout.sampler:sample_of",
         given("completion.episode.num_turns"),
         "turns",
         fold=max,
@@ -234,14 +234,14 @@ _ROLLOUT = [
     *(
         Seam(
             f"rollout.{name}",
-            "rollout.rollouts:RolloutScheduler._ahead",
+            "rollout.scheduling:InTurn._begin",
             given("rollout"),
             "resumed",
             fold=fold,
         )
-        for name, fold in (
-            ("refill_zero_variance", called),
-            ("max_refills", lambda rollouts: rollouts.count(0)),
+        for name, fold in (  # the first call of a rollout begins it
+            ("refill_zero_variance", lambda rollouts: rollouts.count(0) > 1),
+            ("max_refills", lambda rollouts: rollouts.count(0) - 1),
         )
     ),
     Seam(

@@ -33,8 +33,9 @@ def roll_out(runtime: Runtime, tables: dict[str, Any], url: str) -> None:
     with RunLogger.open(config, runtime) as logger:
         for rollout in range(NUM_ROLLOUTS):
             rollouts.evaluate(rollout, logger.evaluations)
-            logger.add_values(logger.describe_rollout(*rollouts.next(rollout)))
-            rollouts.settle(runtime.all_gather)
+            sampled = rollouts.next(rollout, engine.weight_version, runtime.all_gather)
+            assert sampled is not None
+            logger.add_values(logger.describe_rollout(*sampled[:2]))
             logger.write_rollout(rollout, {"total": 1.0})
     rollouts.close()
 

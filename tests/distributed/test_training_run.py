@@ -193,10 +193,10 @@ def train_and_sample_again(runtime: Runtime, tables: dict[str, Any]) -> dict[str
     def watch(training: Any) -> None:
         draw, step = training.rollouts.next, training.actor.train_step
 
-        def draw_and_note(rollout: int) -> Any:
-            groups, counts = draw(rollout)
-            sampled[rollout] = contents(groups)
-            return groups, counts
+        def draw_and_note(rollout: int, *arguments: Any) -> Any:
+            found = draw(rollout, *arguments)
+            sampled[rollout] = contents(found[0])
+            return found
 
         def step_and_note(batch: Any, **options: Any) -> Any:
             version = training.state.weight_version
@@ -215,8 +215,9 @@ def train_and_sample_again(runtime: Runtime, tables: dict[str, Any]) -> dict[str
         for rollout in range(config.run.num_rollouts):
             version = max(rollout - config.rollout.lag, 0)
             engine.load_weights(iter(kept[version]), version)
-            expected[rollout] = contents(rollouts.next(rollout)[0])
-            rollouts.settle(runtime.all_gather)
+            found = rollouts.next(rollout, version, runtime.all_gather)
+            assert found is not None
+            expected[rollout] = contents(found[0])
     return result | {"trained": trained, "sampled": sampled, "expected": expected}
 
 

@@ -41,7 +41,7 @@ MOMENTS: dict[str, tuple[str, str, str]] = {
     "abort": ("megatron_dppo.engines.sglang.client", "SglangClient.abort", "before"),
     "updated": ("megatron_dppo.engines.weight_sync.transports", "DiskTransport.send", "after"),
     "go on": ("megatron_dppo.rollout.producer", "Producer.go_on", "before"),
-    "group": ("megatron_dppo.rollout.groups", "GroupMaker.begin_at_place", "before"),
+    "group": ("megatron_dppo.rollout.groups", "GroupMaker.begin", "before"),
 }
 
 

@@ -21,12 +21,13 @@ from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
 from megatron_dppo.environments import InProcess, Observation, SingleTurn, Turn
-from megatron_dppo.rollout.ahead import Ahead
 from megatron_dppo.rollout.conversations import Ask, Conversations, TurnLimits
-from megatron_dppo.rollout.groups import GroupMaker, GroupSampler
+from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.producer import Producer
+from megatron_dppo.rollout.sampler import GroupSampler
+from megatron_dppo.rollout.scheduling import Ahead, run_to_end
 from megatron_dppo.rollout.scoring import Scorer, as_text
-from megatron_dppo.rollout.staleness import Places, StalenessBound
+from megatron_dppo.rollout.staleness import StalenessBound
 from megatron_dppo.types import FinishReason, Prompt, Sample
 from tests.support.comparing import PARITY, Lengths, Letters
 from tests.support.serving import KEY, MODEL, VERSION, Served, num_requests
@@ -108,14 +109,10 @@ class Weights:
 
 def make_ahead(engine: SglangEngine, conversations: Conversations, environments: InProcess) -> Ahead:
     stream = PromptStream(PROMPTS, 0, shuffle=False)
-
-    def producer(places: Places) -> Producer:
-        maker = GroupMaker(Letters(), SAMPLES, max_prompt_tokens=64, seed=0, environments=environments)
-        scorer = Scorer(Letters(), Lengths(), True, None)
-        sampler = GroupSampler(engine.session, conversations.run, scorer, PARAMS)
-        return Producer(maker, sampler, places, stream.at, num_prompts=stream.num_prompts)
-
-    return Ahead(BOUND, producer, stream, (0, 1), smallest_group=1)
+    maker = GroupMaker(Letters(), SAMPLES, max_prompt_tokens=64, seed=0, environments=environments)
+    scorer = Scorer(Letters(), Lengths(), True, None)
+    sampler = GroupSampler(engine.session, conversations.run, scorer, PARAMS)
+    return Ahead(BOUND, Producer(maker, sampler, stream, (0, 1)), smallest_group=1)
 
 
 @pytest.fixture
@@ -134,7 +131,7 @@ def train(ahead: Ahead, engine: SglangEngine, weights: Weights) -> Iterator[tupl
 
     push(FIRST_VERSION)
     for version in range(FIRST_VERSION, FIRST_VERSION + ROLLOUTS):
-        taken = ahead.next(version, lambda value: [value], lambda: False)
+        taken = ahead.next(version, version, lambda value: [value], run_to_end)
         assert taken is not None
         groups, counts = taken
         assert sum(counts.num_dropped.values()) == 0

@@ -18,7 +18,8 @@ from megatron_dppo.environments import InProcess, SingleTurn
 from megatron_dppo.errors import ConfigError, RolloutError, ServerError, WeightSyncError
 from megatron_dppo.rollout.conversations import TurnLimits
 from megatron_dppo.rollout.groups import GroupMaker
-from megatron_dppo.rollout.rollouts import RolloutScheduler, build_engine
+from megatron_dppo.rollout.rollouts import build_engine
+from megatron_dppo.rollout.scheduling import InTurn, run_to_end
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.routing_replay.routes import validate_routes
 from megatron_dppo.types import Prompt, Sample
@@ -111,21 +112,26 @@ def test_over_sampling_drops_what_is_not_whole_first(served: Served, engine: Sgl
     assert routing is not None
     scorer = Scorer(Letters(), Lengths(), True, partial(validate_routes, routing=routing))
     multi_turn = MultiTurn(engine, InProcess(SingleTurn), Letters(), TurnLimits())
-    scheduler = RolloutScheduler(
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    rollouts = InTurn(
         RolloutConfig.model_validate(options),
-        (0, 1),
         GroupMaker(Letters(), 4, 64, seed=0),
         multi_turn.sampler(scorer, params),
+        PromptStream([Prompt(x, "", "test", text="what is " + x * 9) for x in letters], 0, shuffle=False),
+        (0, 1),
+        smallest_group=2,
     )
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    stream = PromptStream([Prompt(x, "", "test", text="what is " + x * 9) for x in letters], 0, shuffle=False)
-    batches = [Collected(*scheduler.run(rollout, stream, engine.weight_version)) for rollout in range(2)]
+    batches = list[Collected]()
+    for rollout in range(2):
+        taken = rollouts.next(rollout, engine.weight_version, lambda value: [value], run_to_end)
+        assert taken is not None
+        batches.append(Collected(*taken))
     for batch in batches:
         assert [len(group.samples) for group in batch.groups] == [4, 4]
         assert batch.counts.num_dropped_samples == batch.counts.num_continued == 0
         assert batch.counts.num_discarded_partials > 0
         assert max(compare(served, *_as_answered(batch.samples), params)) <= PARITY
-    assert scheduler.settle(stream, [scheduler.out_of_order]) == {"epoch": 0, "index": 16}
+    assert rollouts.cursor == {"epoch": 0, "index": 16}
     ids = [sample.id for batch in batches for sample in batch.samples]
     assert len(ids) == len(set(ids))
 

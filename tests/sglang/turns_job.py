@@ -82,10 +82,10 @@ def signal_while_sampling(training: Any, rollout: int) -> None:
 
     following, generate, asked = training.rollouts.next, SglangClient.generate, threading.Event()
 
-    def next_and_signal(number: int) -> Any:
+    def next_and_signal(number: int, *arguments: Any) -> Any:
         if number == rollout:
             asked.set()
-        return following(number)
+        return following(number, *arguments)
 
     async def generate_and_signal(client: SglangClient, *args: Any, **options: Any) -> Any:
         if asked.is_set():

@@ -10,7 +10,8 @@ from megatron_dppo.engines.batch_session import batch_session
 from megatron_dppo.environments import Environments, InProcess, SingleTurn
 from megatron_dppo.rollout.conversations import Ask, Conversations, TurnLimits
 from megatron_dppo.rollout.counts import RolloutCounts
-from megatron_dppo.rollout.groups import GroupMaker, GroupSampler, usable_groups
+from megatron_dppo.rollout.groups import GroupMaker, usable_groups
+from megatron_dppo.rollout.sampler import GroupSampler
 from megatron_dppo.rollout.scoring import OverlongShaping, RewardScorer, RouteValidator, Scorer, Tokenizer
 from megatron_dppo.runtime.concurrency import all_of, run_loop
 from megatron_dppo.types import Prompt, Sample, SampleGroup

@@ -15,13 +15,14 @@ from megatron_dppo.engines.base import Completion, Request, SamplingParams, give
 from megatron_dppo.environments import InProcess, SingleTurn
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.rewards import RewardResult
-from megatron_dppo.rollout.ahead import Ahead
 from megatron_dppo.rollout.conversations import Conversations, TurnLimits
 from megatron_dppo.rollout.counts import RolloutCounts
-from megatron_dppo.rollout.groups import GroupMaker, GroupSampler
+from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.producer import Producer
+from megatron_dppo.rollout.sampler import GroupSampler
+from megatron_dppo.rollout.scheduling import Ahead, run_to_end
 from megatron_dppo.rollout.scoring import Scorer
-from megatron_dppo.rollout.staleness import Places, StalenessBound
+from megatron_dppo.rollout.staleness import StalenessBound
 from megatron_dppo.types import DataCursor, Prompt, SampleGroup
 from tests.support.concurrent_engines import Delays, SteppedEngine, SteppedSession
 from tests.support.ranks_on_threads import Meeting, Peer, on_ranks
@@ -49,26 +50,19 @@ class Rank:
         longest: int = 12,
     ) -> None:
         size, self.peer, self.engine = peer.meeting.world_size, peer, engine or SteppedEngine(peer.rank)
-        self.stream = PromptStream(prompts, 0, shuffle=False, cursor=cursor)
+        stream = PromptStream(prompts, 0, shuffle=False, cursor=cursor)
         scorer = InProcessScorer(lambda prompt, response, finish_reason: RewardResult(reward(prompt.id)))
 
-        def producer(places: Places) -> Producer:
-            return Producer(
-                GroupMaker(TOKENIZER, 2, max_prompt_tokens=7, seed=0),
-                GroupSampler(
-                    self.engine.session,
-                    Conversations(InProcess(SingleTurn), TOKENIZER, TurnLimits()).run,
-                    Scorer(TOKENIZER, scorer, False, None),
-                    SamplingParams(longest),
-                ),
-                places,
-                self.stream.at,
-                num_prompts=len(prompts),
-                max_replaced=max_replaced,
-            )
-
-        self.ahead = Ahead(bound, producer, self.stream, (peer.rank, size), 2)
-        self.cursor = self.stream.cursor
+        self.sampler = GroupSampler(
+            self.engine.session,
+            Conversations(InProcess(SingleTurn), TOKENIZER, TurnLimits()).run,
+            Scorer(TOKENIZER, scorer, False, None),
+            SamplingParams(longest),
+        )
+        maker, share = GroupMaker(TOKENIZER, 2, max_prompt_tokens=7, seed=0), (peer.rank, size)
+        self.producer = Producer(maker, self.sampler, stream, share, max_replaced=max_replaced)
+        self.ahead = Ahead(bound, self.producer, 2)
+        self.cursor = self.ahead.cursor
         self.metrics: dict[str, list[float]] = {}
 
     def push(self, version: int, num_left: int) -> None:
@@ -88,7 +82,7 @@ class Rank:
         taken, chance = Taken(), random.Random(self.peer.rank)
         self.push(versions.start, len(versions))
         for version in versions:
-            found = self.ahead.next(version, self.peer.all_gather, lambda: False)
+            found = self.ahead.next(version, version, self.peer.all_gather, run_to_end)
             assert found is not None
             taken.append(found)
             self.keep_metrics()
@@ -209,7 +203,7 @@ def test_a_run_that_goes_on_from_its_cursor_trains_on_each_place_once(num_ranks:
             rank.push(version, 9)
             found = list[SampleGroup]()
             for current in range(version, version + n):
-                taken = rank.ahead.next(current, rank.peer.all_gather, lambda: False)
+                taken = rank.ahead.next(current, current, rank.peer.all_gather, run_to_end)
                 assert taken is not None
                 found += taken[0]
                 if current < version + n - 1:
@@ -232,7 +226,9 @@ def test_all_ranks_stop_where_one_was_asked_to() -> None:
     def work(data_parallel: Any) -> Any:
         rank = Rank(StalenessBound(4, 1), data_parallel.peers)
         rank.push(0, 9)
-        found = rank.ahead.next(0, rank.peer.all_gather, lambda: rank.peer.rank == 1)
+        found = rank.ahead.next(
+            0, 0, rank.peer.all_gather, lambda work: work() if rank.peer.rank != 1 else None
+        )
         rank.ahead.close()
         return found
 
@@ -246,7 +242,7 @@ def test_a_producer_that_fails_ends_the_wait_of_every_rank() -> None:
         rank = Rank(StalenessBound(4, 1), data_parallel.peers, engine=engine)
         rank.push(0, 9)
         with pytest.raises(RolloutError) as raised:
-            rank.ahead.next(0, rank.peer.all_gather, lambda: False)
+            rank.ahead.next(0, 0, rank.peer.all_gather, run_to_end)
         rank.ahead.close()
         return str(raised.value)
 
@@ -262,12 +258,11 @@ def test_a_producer_that_fails_while_a_rollout_is_trained_on_is_raised_before_th
         StalenessBound(2, 2, 3), Peer(0, Meeting(1)), engine=SteppedEngine(fails=lambda rid: bool(broken))
     )
     rank.push(0, 9)
-    assert rank.ahead.next(0, rank.peer.all_gather, lambda: False) is not None
+    assert rank.ahead.next(0, 0, rank.peer.all_gather, run_to_end) is not None
     broken.append(True)
     rank.push(1, 8)  # what was open is asked for again
-    producer: Any = rank.ahead._producer  # pyright: ignore[reportPrivateUsage]
-    while producer.fault is None:
-        producer.news.wait(1)
+    while rank.producer.fault is None:
+        rank.producer.news.wait(1)
     with pytest.raises(RolloutError, match="as the test wants it"), rank.ahead.pause(2, 7):
         raise AssertionError("nothing is pushed")
     rank.ahead.close()
@@ -277,17 +272,16 @@ def test_a_producer_that_fails_while_a_rollout_is_trained_on_is_raised_before_th
 def test_a_fault_is_raised_when_the_other_ranks_have_heard_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that comes between report and gathering is of the next round: no rank leaves the others there."""
     rank, heard = Rank(StalenessBound(4, 1), Peer(0, Meeting(1))), list[str | None]()
-    supply: Any = rank.ahead
 
     def all_gather(report: Any) -> list[Any]:
         heard.append(report.fault)
-        supply._producer._fault = RolloutError("as the test wants it")
+        rank.sampler.fault = RolloutError("as the test wants it")
         return [report]
 
     monkeypatch.setattr(StalenessBound, "choose", lambda *_: None)
     rank.push(0, 9)
     with pytest.raises(RolloutError, match="as the test wants it"):
-        rank.ahead.next(0, all_gather, lambda: False)
+        rank.ahead.next(0, 0, all_gather, run_to_end)
     rank.ahead.close()
     assert heard == [None, "RolloutError: as the test wants it"]
 
@@ -354,7 +348,7 @@ def test_a_run_whose_prompts_are_all_too_long_says_so() -> None:
     rank = Rank(StalenessBound(2, 1), Peer(0, Meeting(1)), prompts=[replace(p, text=TOO_LONG) for p in PROMPTS])
     rank.push(0, 9)
     with pytest.raises(RolloutError, match=r"40 .*data\.max_prompt_tokens.* 40"):
-        rank.ahead.next(0, rank.peer.all_gather, lambda: False)
+        rank.ahead.next(0, 0, rank.peer.all_gather, run_to_end)
     rank.ahead.close()
 
 
@@ -362,18 +356,21 @@ def test_a_wait_that_nothing_can_end_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(StalenessBound, "choose", lambda *_: None)
     rank = Rank(StalenessBound(2, 1, 2), Peer(0, Meeting(1)))
     rank.push(3, 9)
-    with pytest.raises(RolloutError, match=r"weights 3: .* 4 open groups"):
-        rank.ahead.next(3, rank.peer.all_gather, lambda: False)
+    with pytest.raises(RolloutError, match=r"rollout 3: .* 4 open groups"):
+        rank.ahead.next(3, 3, rank.peer.all_gather, run_to_end)
     rank.ahead.close()
 
 
 def test_a_task_that_was_cancelled_ends_the_wait() -> None:
     rank = Rank(StalenessBound(2, 1), Peer(0, Meeting(1)), engine=SteppedEngine(delays=Delays(token_s=0.5)))
     rank.push(0, 9)
-    producer: Any = rank.ahead._producer  # pyright: ignore[reportPrivateUsage]
-    producer._loop.call_soon_threadsafe(lambda: next(iter(producer._tasks)).cancel())
+
+    async def cancel() -> None:
+        next(iter(rank.sampler._tasks)).cancel()  # pyright: ignore[reportPrivateUsage]
+
+    rank.ahead._call(cancel())  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(RolloutError, match="found a cancelled response"):
-        rank.ahead.next(0, rank.peer.all_gather, lambda: False)
+        rank.ahead.next(0, 0, rank.peer.all_gather, run_to_end)
     rank.ahead.close()
 
 
@@ -389,7 +386,7 @@ def test_a_sample_beyond_the_bound_or_of_weights_to_come_is_never_trained_on(off
     rank = Rank(StalenessBound(2, 1), Peer(0, Meeting(1)), engine=Others())
     rank.push(7, 9)
     with pytest.raises(RolloutError, match=f"weights {7 + off}, .* weights 7"):
-        rank.ahead.next(7, rank.peer.all_gather, lambda: False)
+        rank.ahead.next(7, 7, rank.peer.all_gather, run_to_end)
     rank.ahead.close()
 
 
@@ -397,7 +394,7 @@ def test_what_is_left_behind_is_given_again_before_all_others() -> None:
     peer = Peer(0, Meeting(1))
     rank = Rank(StalenessBound(2, 3, 4), peer)
     rank.push(0, 9)
-    taken = rank.ahead.next(0, peer.all_gather, lambda: False)
+    taken = rank.ahead.next(0, 0, peer.all_gather, run_to_end)
     assert taken is not None
     left = set(range(8)) - {place_of(group.samples[0].id) for group in taken[0]}
     assert rank.ahead.cursor == {"epoch": 0, "index": 8, "again": sorted(left)}

@@ -11,6 +11,7 @@ from megatron_dppo.data.prompts.prompts import PromptStream
 from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.errors import RolloutError, ServerError
+from megatron_dppo.rollout.scheduling import run_to_end
 from megatron_dppo.rollout.staleness import StalenessBound
 from tests.support.ranks_on_threads import Meeting, Peer
 from tests.support.sglang_stand_in import MODEL, LiveStandIn
@@ -95,7 +96,7 @@ def test_a_server_at_fault_costs_no_place_and_no_bound(
     trained = list[int]()
     rank.push(0, NUM_VERSIONS)
     for version in range(NUM_VERSIONS):
-        found = rank.ahead.next(version, rank.peer.all_gather, lambda: False)
+        found = rank.ahead.next(version, version, rank.peer.all_gather, run_to_end)
         assert found is not None
         groups, counts = found
         assert counts.num_dropped_samples == 0
@@ -125,7 +126,7 @@ def test_no_server_left_is_raised_by_the_wait_and_by_the_next_hold(servers: list
     for server in servers:
         server.stop()
     with pytest.raises(ServerError, match=r"no connection|broken response"):
-        rank.ahead.next(0, rank.peer.all_gather, lambda: False)
+        rank.ahead.next(0, 0, rank.peer.all_gather, run_to_end)
     with pytest.raises(ServerError), rank.ahead.pause(1, 8):
         raise AssertionError("nothing is pushed")
     started = time.monotonic()
@@ -136,12 +137,12 @@ def test_no_server_left_is_raised_by_the_wait_and_by_the_next_hold(servers: list
 def test_a_thread_that_does_not_answer_is_an_error(
     monkeypatch: pytest.MonkeyPatch, servers: list[LiveStandIn]
 ) -> None:
-    monkeypatch.setattr("megatron_dppo.rollout.producer._ANSWER_S", 0.2)
+    monkeypatch.setattr("megatron_dppo.rollout.scheduling._ANSWER_S", 0.2)
     rank = ServedRank(servers)
     rank.push(0, 9)
-    producer: Any = rank.ahead._producer  # pyright: ignore[reportPrivateUsage]
-    producer._loop.call_soon_threadsafe(time.sleep, 1.0)  # a tokenizer that never returns, say
+    thread: Any = rank.ahead._thread  # pyright: ignore[reportPrivateUsage]
+    thread._loop.call_soon_threadsafe(time.sleep, 1.0)  # a tokenizer that never returns, say
     with pytest.raises(RolloutError, match=r"'state' within 0\.2 s"):
-        rank.ahead.next(0, rank.peer.all_gather, lambda: False)
+        rank.ahead.next(0, 0, rank.peer.all_gather, run_to_end)
     monkeypatch.undo()
     rank.ahead.close()  # once the thread answers again

@@ -16,6 +16,7 @@ from megatron_dppo.errors import RewardError, RolloutError, ServerError
 from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
 from megatron_dppo.rollout.conversations import Conversations, TurnLimits
 from megatron_dppo.rollout.groups import GroupMaker, PromptGroup
+from megatron_dppo.rollout.sampler import GroupSampler
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.types import Prompt
 from tests.support.collecting import MultiTurn
@@ -210,17 +211,6 @@ def test_a_turn_that_was_interrupted_has_what_its_limit_leaves(engine: Transform
     assert unlimited is not None and unlimited[1].max_turn_tokens is None
 
 
-def test_the_beginning_of_a_response_counts_among_its_tokens(engine: TransformersEngine) -> None:
-    (request,) = asked([5])
-    single = (InProcess(SingleTurn), TurnLimits(max_turn_tokens=6))
-    whole = conversation(OneByOne(engine).ask, request, *single)
-    for num_tokens in (2, 6):
-        params = dataclasses.replace(PARAMS, max_turn_tokens=num_tokens)
-        begun = interrupted(engine.generate([request], params)[0])
-        again = conversation(OneByOne(engine).ask, dataclasses.replace(request, partial=begun), *single)
-        assert_same_conversation(again, whole)
-
-
 @pytest.mark.parametrize("is_concurrent", [True, False])
 def test_what_an_engine_raises_is_raised(engine: TransformersEngine, is_concurrent: bool) -> None:
     broken = dataclasses.replace(asked([1])[0], id="broken", prompt_tokens=(99,))
@@ -243,18 +233,22 @@ class Rewards:
         return RewardResult(float(len(request.response.split())))
 
 
-def sampled(engine: Any, scorer: Scorer, num_wanted: int | None = None) -> list[PromptGroup]:
+def begun() -> list[PromptGroup]:
     """The groups of three prompts, with two responses each."""
     maker = GroupMaker(TOKENIZER, 2, max_prompt_tokens=9, seed=1)
     prompts = [Prompt(str(i), "", "test", text=f"<bos> t{5 + i}") for i in range(3)]
-    groups = maker.begin(2, [(i, Drawn(i, prompt)) for i, prompt in enumerate(prompts)])
-    again(engine, scorer, groups, num_wanted)
-    return groups
+    return maker.begin(2, [(i, Drawn(i, prompt)) for i, prompt in enumerate(prompts)])
 
 
-def again(engine: Any, scorer: Scorer, groups: list[PromptGroup], num_wanted: int | None = None) -> None:
+def sampler_of(engine: Any, scorer: Scorer) -> GroupSampler:
     single = multi_turn_engine(engine, SingleTurn, max_turns=1, max_turn_tokens=None)
-    single.sampler(scorer, PARAMS).sample(groups, num_wanted)
+    return single.sampler(scorer, PARAMS)
+
+
+def sampled(engine: Any, scorer: Scorer) -> list[PromptGroup]:
+    groups = begun()
+    sampler_of(engine, scorer).sample(groups)
+    return groups
 
 
 def test_scoring_begins_when_a_response_ends(ending: TransformersEngine) -> None:
@@ -301,12 +295,17 @@ def test_what_is_kept_half_done_is_scored_once(ending: TransformersEngine) -> No
     async def until(request: RewardRequest) -> None:
         pass
 
-    rewards, one_by_one = Rewards(until), OneByOne(ending)
-    scorer = Scorer(TOKENIZER, rewards, True, None)
-    groups = sampled(one_by_one, scorer, 1)
-    num_whole = sum(group.is_whole for group in groups)
-    assert 1 <= num_whole < 3 and len(rewards.scored) == 6 - sum(len(group.missing) for group in groups)
-    again(one_by_one, scorer, groups)
+    rewards, groups = Rewards(until), begun()
+    sampler = sampler_of(OneByOne(ending), Scorer(TOKENIZER, rewards, True, None))
+
+    async def sample() -> None:
+        await sampler.sample_until(groups, 1)
+        assert 1 <= sum(group.is_whole for group in groups) < 3
+        assert len(rewards.scored) == 6 - sum(group.scored.count(None) for group in groups)
+        await sampler.sample_until(groups, 3)
+        await sampler.aclose()
+
+    asyncio.run(sample())
     assert all(group.is_whole for group in groups) and sorted(rewards.scored) == ["0", "0", "1", "1", "2", "2"]
 
 

@@ -2,25 +2,30 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from megatron_dppo.config.schema import RolloutConfig
+from megatron_dppo.data.batches.exchange import DataParallel
 from megatron_dppo.data.prompts.prompts import PromptStream
 from megatron_dppo.engines.base import Completion, Request, SamplingParams, Session
 from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.rewards import Reward, RewardResult
-from megatron_dppo.rollout.groups import GroupMaker, GroupSampler
-from megatron_dppo.rollout.rollouts import RolloutScheduler
+from megatron_dppo.rollout.groups import GroupMaker
+from megatron_dppo.rollout.sampler import GroupSampler
+from megatron_dppo.rollout.scheduling import InTurn
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.types import FinishReason, Prompt
 from tests.support.collecting import Collected, ask_once
 from tests.support.concurrent_engines import InSessions
+from tests.support.ranks_on_threads import on_ranks
 from tests.support.samples import InProcessScorer
 from tests.unit.test_collect import TOKENIZER, complete
 
+T = TypeVar("T")
 NUM_PROMPTS = 40
 PROMPTS = [Prompt(str(i), "408", "test", text="<bos> 2 1 * 4 3 =") for i in range(NUM_PROMPTS)]
 TOO_LONG = "<bos> 2 1 * 4 3 * 4 3 ="
@@ -74,7 +79,7 @@ def _by_prompt(equal: Callable[[str], bool]) -> Reward:
 
 
 class Run:
-    """The ranks of a run, one after the other, each with a stream and a scheduler of its own."""
+    """The ranks of a run that samples in turn with training."""
 
     def __init__(
         self,
@@ -90,19 +95,26 @@ class Run:
         maker = GroupMaker(TOKENIZER, config.samples_per_prompt, max_prompt_tokens=7, seed=0)
         scorer = Scorer(TOKENIZER, InProcessScorer(_by_prompt(equal)), False, None)
         params = SamplingParams(20)
-        self.streams = [PromptStream(prompts, 0, shuffle=False, cursor=cursor) for _ in range(size)]
+        stream = PromptStream(prompts, 0, shuffle=False, cursor=cursor)
         sampler = GroupSampler(self.engine.session, ask_once, scorer, params)
-        self.schedulers = [RolloutScheduler(config, (rank, size), maker, sampler) for rank in range(size)]
+        self.ranks = [InTurn(config, maker, sampler, stream, (rank, size), 2) for rank in range(size)]
         self.cursors: list[Any] = []
 
     def next(self) -> list[Collected]:
-        pairs = list(zip(self.schedulers, self.streams, strict=True))
-        batches = [
-            Collected(*scheduler.run(self.num_rollouts, stream, self.engine.weight_version))
-            for scheduler, stream in pairs
-        ]
-        told = [scheduler.out_of_order for scheduler in self.schedulers]
-        self.cursors = [scheduler.settle(stream, told) for scheduler, stream in pairs]
+        rollout, version, lock = self.num_rollouts, self.engine.weight_version, threading.Lock()
+
+        def sample(work: Callable[[], T]) -> T:  # one rank after the other, by the one engine
+            with lock:
+                return work()
+
+        def run(data_parallel: DataParallel) -> Collected:
+            peers = data_parallel.peers
+            taken = self.ranks[peers.rank].next(rollout, version, peers.all_gather, sample)
+            assert taken is not None
+            return Collected(*taken)
+
+        batches = on_ranks(run, tuple(range(len(self.ranks))))
+        self.cursors = [rank.cursor for rank in self.ranks]
         self.num_rollouts += 1
         return batches
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dppo.rollout.staleness import OpenGroup, StalenessBound
+from megatron_dppo.rollout.staleness import OpenGroup, Places, StalenessBound, upcoming_after
 
 Choose = Callable[[Sequence[OpenGroup], int], list[OpenGroup] | None]
 Limits = Callable[[Sequence[int], bool], list[int]]
@@ -179,3 +179,24 @@ def test_the_last_rollouts_need_no_more_groups_than_they_have() -> None:
     bound = StalenessBound(4, 3, 4)
     assert [bound.capacity(left, is_training=False) for left in (9, 4, 3, 1, 0)] == [16, 16, 12, 4, 0]
     assert [bound.capacity(left, is_training=True) for left in (9, 3, 1, 0)] == [12, 12, 4, 0]
+
+
+@given(st.data(), st.integers(1, 4), st.integers(0, 20), st.sets(st.integers(0, 19), max_size=6))
+def test_ranks_share_the_upcoming_places_and_lose_none(
+    data: st.DataObject, size: int, next_place: int, again: set[int]
+) -> None:
+    """Whatever each rank takes of them, and whichever of these are open."""
+    repeated = sorted(place for place in again if place < next_place)
+    ranks = [Places(next_place, repeated, (rank, size)) for rank in range(size)]
+    taken = [[rank.take() for _ in range(data.draw(st.integers(0, 6)))] for rank in ranks]
+    in_turn = [*repeated, *range(next_place, next_place + 6 * size)]
+    assert all(in_turn[rank::size][: len(own)] == own for rank, own in enumerate(taken))
+    opened = [[place for place in own if data.draw(st.booleans())] for own in taken]
+    states = [
+        rank.state([OpenGroup(0, place, None, is_whole=False) for place in places])
+        for rank, places in zip(ranks, opened, strict=True)
+    ]
+    top, left = upcoming_after(states)
+    used = {place for own, places in zip(taken, opened, strict=True) for place in own if place not in places}
+    assert sorted([*used, *left]) == sorted({*repeated, *range(next_place, top)})
+    assert top == max([next_place, *(place + 1 for own in taken for place in own)])

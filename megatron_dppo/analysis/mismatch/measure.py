@@ -173,7 +173,9 @@ def measure(config: Config, runtime: Runtime, *, is_pushing: bool = False) -> Me
     num_samples = config.rollout.prompts_per_rollout * config.rollout.samples_per_prompt
     logger.info("sampling %d responses with the %s engine", num_samples, config.rollout.engine)
     with closing(rollouts), timer.time("rollout"):
-        groups, own_counts = rollouts.next(0)
+        sampled = rollouts.next(0, engine.weight_version, runtime.all_gather)
+        assert sampled is not None, "nothing asks it to stop"
+        groups, own_counts, _ = sampled
     counts = _require_responses(own_counts, config, runtime)
     logger.info("%d tokens in %.1f s", counts.num_response_tokens, timer.seconds["rollout"])
     has_routes = config.rollout.routing_replay != "off"

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -214,37 +213,30 @@ class Drawn:
 
 
 class PromptStream:
-    """Endless stream of prompts, epoch after epoch, from any cursor.
+    """Endless sequence of prompts, epoch after epoch, by index; the same on every rank.
 
-    An epoch's order depends only on (seed, epoch), so a stream from a cursor continues exactly where the
-    earlier stream stopped. All ranks have the same stream and use their share of the prompts that `draw`
-    returns. If a rank takes upcoming prompts out of order, every rank skips them with `pass_over`.
+    An epoch's order depends only on (seed, epoch). `rollout.staleness.Places` says which indices a rank takes.
+
+    Attributes:
+        upcoming: First index that was never taken, and the indices to take again before it.
     """
 
     def __init__(
         self, prompts: Sequence[Prompt], seed: int, shuffle: bool, cursor: DataCursor | None = None
     ) -> None:
-        """Start at `cursor`, or at the beginning without one.
+        """Read `upcoming` from a cursor; without one it is the beginning.
 
         Raises:
             DataError: There are no prompts, or the cursor does not fit a stream of this many prompts.
         """
         if not prompts:
             raise fault("prompts", "none", "at least one prompt", "Check data.prompts.")
-        self._prompts = prompts
-        self._seed = seed
-        self._shuffle = shuffle
-        self._next, again = _read_cursor(cursor, len(prompts))
-        self._again = deque(again)
+        self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
+        self.upcoming = _read_cursor(cursor, len(prompts))
         self._orders: dict[int, Sequence[int]] = {}
 
-    @property
-    def cursor(self) -> DataCursor:
-        """Cursor of the next prompt. Checkpoints store it as JSON; resuming needs nothing else."""
-        return self.cursor_at(self._next, tuple(self._again))
-
     def cursor_at(self, next_place: int, again: Sequence[int]) -> DataCursor:
-        """Return the cursor of a stream that repeats the indices `again`, then continues at `next_place`."""
+        """Return the cursor of a stream with this `upcoming`. Checkpoints store it as JSON."""
         epoch, index = divmod(next_place, len(self._prompts))
         return {"epoch": epoch, "index": index} | ({"again": list(again)} if again else {})
 
@@ -253,53 +245,8 @@ class PromptStream:
         """Number of prompts in an epoch."""
         return len(self._prompts)
 
-    @property
-    def upcoming(self) -> tuple[int, Sequence[int]]:
-        """The first index that was never drawn, and the indices that are drawn again before it."""
-        return self._next, tuple(self._again)
-
-    def draw(self, n: int) -> list[Drawn]:
-        """Draw the next `n` prompts. They can span several epochs, so a prompt may occur more than once."""
-        return [self.at(self._take()) for _ in range(n)]
-
-    def next(self, n: int) -> list[Prompt]:
-        """Draw the next `n` prompts, and return them without their indices."""
-        return [drawn.prompt for drawn in self.draw(n)]
-
-    def ahead(self, distance: int) -> Drawn:
-        """Return the prompt that `draw` returns after `distance` others, without advancing."""
-        num_again = len(self._again)
-        return self.at(self._again[distance] if distance < num_again else self._next + distance - num_again)
-
-    def pass_over(self, places: Iterable[int]) -> None:
-        """Skip the indices that any rank took with `ahead`. The order of the others does not change.
-
-        Raises:
-            DataError: An index was drawn before. The stream is unchanged.
-        """
-        missing, passed = set(places), list[int]()
-        given = sorted(place for place in missing if place < self._next and place not in self._again)
-        if given:
-            found = f"indices {given} of the prompt stream, which were drawn before"
-            expected = f"indices from {self._next} on, or of {list(self._again)}, which are drawn again"
-            action = "Resume the run from its last checkpoint, and report this as a bug."
-            raise fault("prompts taken out of order", found, expected, action)
-        while missing:
-            place = self._take()
-            if place in missing:
-                missing.remove(place)
-            else:
-                passed.append(place)
-        self._again.extendleft(reversed(passed))
-
-    def _take(self) -> int:
-        if self._again:
-            return self._again.popleft()
-        self._next += 1
-        return self._next - 1
-
     def at(self, place: int) -> Drawn:
-        """Return the prompt at an index of the stream, without advancing."""
+        """Return the prompt at an index of the stream."""
         epoch, index = divmod(place, len(self._prompts))
         order = self._orders.get(epoch)  # several threads may call this
         if order is None:
@@ -318,7 +265,7 @@ class PromptStream:
 
 
 def _read_cursor(cursor: DataCursor | None, num_prompts: int) -> tuple[int, Sequence[int]]:
-    """Read the index of the next prompt, and the indices to draw again before it."""
+    """Return `PromptStream.upcoming` of a cursor."""
     if cursor is None:
         return 0, ()
     epoch, index, again = cursor.get("epoch"), cursor.get("index"), cursor.get("again", [])

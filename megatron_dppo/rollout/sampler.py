@@ -1,0 +1,276 @@
+"""Samples and scores the responses of groups. Every response is a separate task of one event loop.
+
+A response waits until sampling is on, and sends its request. If a hold interrupts it, it keeps its tokens, and
+requests the rest once sampling goes on, possibly from other weights. It is scored as soon as it ends.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from megatron_dppo.engines.base import (
+    Completion,
+    Request,
+    SamplingParams,
+    Session,
+    input_tokens,
+    num_tokens_before,
+    resume_request,
+)
+from megatron_dppo.errors import RolloutError, ServerError
+from megatron_dppo.rollout.conversations import Ask
+from megatron_dppo.rollout.groups import PromptGroup, sample_of
+from megatron_dppo.rollout.scoring import Scorer
+from megatron_dppo.runtime.concurrency import run_loop
+
+OpenSession = Callable[..., AbstractAsyncContextManager[Session]]
+"""Opens a session; see `RolloutEngine.session`."""
+
+Converse = Callable[[Request, SamplingParams, Ask], Awaitable[Completion]]
+"""Samples one trajectory with a function that samples its turns; see `Conversations.run`."""
+
+
+@dataclass(frozen=True)
+class Produced:
+    """Counts and times of one rank's sampling since the last rollout was taken."""
+
+    num_too_long: int = 0
+    replaced: tuple[PromptGroup, ...] = ()  # groups with equal rewards
+    num_interrupted: int = 0  # responses that a push interrupted
+    num_prefilled_again: int = 0  # prompt tokens of their requests that servers computed again
+    elapsed_s: float = 0.0  # seconds since the rollout was taken
+    busy_s: float = 0.0  # seconds of them with at least one request in flight
+    request_s: float = 0.0  # seconds in flight, summed over requests
+
+
+@dataclass(eq=False)
+class GroupSampler:
+    """Samples between `go_on` and `hold`, in one event loop until `aclose`.
+
+    Attributes:
+        version: Version of the weights that sample.
+        fault: Error that ended a task, or None.
+    """
+
+    open_session: OpenSession
+    converse: Converse
+    scorer: Scorer
+    params: SamplingParams  # of every response
+    version: int = field(default=-1, init=False)
+    fault: BaseException | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._session: Session | None = None
+        self._stack = AsyncExitStack()
+        self._tasks = set[asyncio.Task[None]]()
+        self._held_up: list[tuple[int, asyncio.Future[None]]] = []  # waiting responses, by prompt
+        self._begun = set[PromptGroup]()  # of `sample_until`
+        self._is_enough: Callable[[], bool] = lambda: False  # then a response that ends holds the others
+        self._has_changed = asyncio.Event()
+        self._produced, self._num_flying = Produced(), 0
+        self._changed_at = self._taken_at = time.monotonic()
+
+    def sample(self, groups: Sequence[PromptGroup]) -> None:
+        """Sample and score all responses of groups, in a new event loop; see `sample_until`."""
+
+        async def work() -> None:
+            async with aclosing(self):
+                await self.sample_until(groups, len(groups))
+
+        run_loop(work())
+
+    async def sample_until(
+        self, groups: Sequence[PromptGroup], num_wanted: int, version: int = 0
+    ) -> tuple[list[PromptGroup], list[PromptGroup]]:
+        """Sample and score responses until `num_wanted` of the groups are whole.
+
+        Returns:
+            `num_wanted` whole groups, and the others, whose unfinished responses go on in the next call.
+
+        Raises:
+            RolloutError: The engine raised it, or a completion does not fit its request.
+            ServerError: Servers gave no response to any request.
+            RewardError: The scorer raised it.
+        """
+        if num_wanted > sum(group.is_whole for group in groups):
+            await self._sample_until(groups, num_wanted, version)
+        whole = [group for group in groups if group.is_whole][:num_wanted]
+        return whole, [group for group in groups if group not in whole]
+
+    async def go_on(self, version: int, *, may_be_held: bool = True) -> Session:
+        """Start or resume sampling with the engine's weights, of this version.
+
+        Responses go on in the order of their prompts, because servers with a queue keep it. Otherwise requests
+        that were queued at servers would overtake the interrupted ones at every push, and younger responses
+        would delay long ones.
+
+        Raises:
+            ServerError: No server responds and has the weights.
+        """
+        assert self._session is None, "sampling is on hold before `go_on`"
+        session = await self._stack.enter_async_context(self.open_session(may_be_held=may_be_held))
+        self._session, self.version = session, version
+        held_up, self._held_up = self._held_up, []
+        for _, gate in sorted(held_up, key=lambda each: each[0]):
+            if not gate.done():
+                gate.set_result(None)
+        return session
+
+    async def hold(self) -> None:
+        """Stop sampling until `go_on`. Wait until no request is in flight; sampled tokens are kept."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.hold()
+            while self._num_flying:  # until every task has its completion, before the weights change
+                await asyncio.sleep(0)
+            await self._stack.aclose()
+
+    def begin(self, group: PromptGroup, on_whole: Callable[[PromptGroup], None] = lambda group: None) -> None:
+        """Start a task for each response of a group; `on_whole` is called once all are scored."""
+        for index in range(len(group.requests)):
+            self.start(self._respond(group, index, on_whole))
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start a task; an error that it raises becomes the `fault`."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._end_task)
+
+    async def aclose(self) -> None:
+        """Cancel all tasks and requests; unfinished responses are lost."""
+        for task in self._tasks:
+            task.remove_done_callback(self._end_task)
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for each in (self._tasks, self._held_up, self._begun):
+            each.clear()
+        await self._leave()
+
+    def count(self, **added: Any) -> None:
+        """Add to counts of `Produced`."""
+        values = {name: getattr(self._produced, name) + value for name, value in added.items()}
+        self._produced = replace(self._produced, **values)
+
+    def counts(self, *, starts_again: bool) -> Produced:
+        """Return the counts and times so far, and start again from zero if asked to."""
+        self._fly(0)
+        produced = replace(self._produced, elapsed_s=self._changed_at - self._taken_at)
+        if starts_again:
+            self._produced, self._taken_at = Produced(), self._changed_at
+        return produced
+
+    async def _sample_until(self, groups: Sequence[PromptGroup], num_wanted: int, version: int) -> None:
+        may_be_held = num_wanted < len(groups)
+        num_asked = sum(completion is None for group in groups for completion in group.completions)
+        self._is_enough = lambda: may_be_held and sum(group.is_sampled for group in groups) >= num_wanted
+        self._has_changed = asyncio.Event()
+        session = await self.go_on(version, may_be_held=may_be_held)
+        for group in groups:
+            if group not in self._begun:
+                self._begun.add(group)
+                self.begin(group)
+        while self.fault is None and len(self._tasks) > len(self._held_up):
+            self._has_changed.clear()
+            await self._has_changed.wait()
+        if self.fault is not None:
+            raise self.fault
+        await self._leave()
+        lost = [error for error in session.errors.values() if isinstance(error, ServerError)]
+        if lost and len(lost) == num_asked:
+            raise lost[0]
+
+    async def _leave(self) -> None:
+        self._session = None
+        await self._stack.aclose()
+
+    def _end_task(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._has_changed.set()
+        if task.cancelled():
+            error = RolloutError("sampling: found a cancelled response; expected it to end")
+        else:
+            error = task.exception()
+        self.fault = self.fault or error
+
+    async def _on_session(self, place: int) -> Session:
+        """Wait until sampling is on, and return its session."""
+        while self._session is None:
+            gate = asyncio.get_running_loop().create_future()
+            self._held_up.append((place, gate))
+            self._has_changed.set()
+            await gate
+        return self._session
+
+    async def _respond(self, group: PromptGroup, index: int, on_whole: Callable[[PromptGroup], None]) -> None:
+        """Sample one response, unless it was given up before, and score it."""
+        request, completion = group.requests[index], group.completions[index]
+        assert request.prompt is not None, "requests of groups name their prompts"
+        if completion is None:
+            with (await self._on_session(group.drawn.place)).conversation(request.id):
+                found = await self.converse(request, self.params, partial(self._ask, group))
+            completion = group.completions[index] = _check(request, found, self.params)
+            if self._session is not None and self._is_enough():
+                await self.hold()
+        sample = sample_of(request, completion)
+        group.scored[index] = await self.scorer.score(request.prompt, sample, completion.episode)
+        if group.is_whole:
+            on_whole(group)
+
+    async def _ask(self, group: PromptGroup, request: Request, params: SamplingParams) -> Completion:
+        """Sample one turn; a hold interrupts it and it resumes."""
+        is_continued = False
+        while True:
+            session = await self._on_session(group.drawn.place)
+            before = request.partial
+            group.born = self.version if group.born is None else group.born
+            self._fly(+1)
+            try:
+                completion = await session.ask(request, params)
+            finally:
+                self._fly(-1)
+            num_new = completion.tokens.numel() - num_tokens_before(request)
+            group.has_tokens |= num_new > 0
+            if is_continued and num_new:
+                cached = completion.num_cached_tokens - (before.num_cached_tokens if before is not None else 0)
+                self.count(num_prefilled_again=len(input_tokens(request)) - cached)
+            is_interrupted = session.is_held and request.id not in session.errors
+            if completion.finish_reason != "abort" or not is_interrupted:
+                return completion
+            self.count(num_interrupted=num_new > 0)
+            is_continued |= num_new > 0
+            rest = resume_request(request, completion, params)
+            if rest is None:  # interrupted just after its last token
+                return replace(completion, finish_reason="length")
+            if num_new:
+                group.resumed.add(request.id)
+            request, params = rest
+
+    def _fly(self, change: int) -> None:
+        """Count a request that starts (+1) or ends (-1), and the time since the last change."""
+        now = time.monotonic()
+        passed, self._changed_at = now - self._changed_at, now
+        self.count(busy_s=passed * (self._num_flying > 0), request_s=passed * self._num_flying)
+        self._num_flying += change
+
+
+def _check(request: Request, completion: Completion, params: SamplingParams) -> Completion:
+    """Return a completion after checking that it answers the request, with one log-prob per token."""
+    if completion.request_id != request.id:
+        raise RolloutError(
+            f"engine's completions: found {completion.request_id!r} in place of {request.id!r}; expected one "
+            "for each request, in order. This is a fault of the engine: report it."
+        )
+    num_tokens = completion.tokens.numel()
+    num_rows = {"log_probs": completion.log_probs.numel()}
+    if params.num_topk_log_probs:
+        num_rows["topk"] = completion.topk.ids.shape[0] if completion.topk is not None else 0
+    if any(count != num_tokens for count in num_rows.values()):
+        raise RolloutError(
+            f"completion {completion.request_id}: found rows {num_rows}; expected {num_tokens}, one per "
+            "token. This is a fault of the engine: report it."
+        )
+    return completion

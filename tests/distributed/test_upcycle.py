@@ -92,6 +92,10 @@ def test_transformers_computes_the_dense_logits(models: Path, case: str) -> None
         assert (moe / name).read_bytes() == (dense / name).read_bytes()
     card = (moe / "README.md").read_text()
     assert f"--experts {CASES[case][2]} --top-k {CASES[case][3]}" in card and "2212.05055" in card
+    assert ("The shared expert is" in card, "layer is the embedding" in card) == (
+        "Qwen2" in case,
+        "tied" in case,
+    )
 
 
 def measure_all(runtime: Runtime, folder: str) -> dict[str, tuple[float, bool, float]]:

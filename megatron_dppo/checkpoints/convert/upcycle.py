@@ -257,13 +257,14 @@ def model_card(folder: Path, config: HFConfig, how: Upcycling) -> str:
         if how.is_exact
         else f"Its logits differ from those of {name}: it is to be trained before it is used."
     )
-    shared = _SHARED if architecture == _QWEN2_MOE else ""
+    notes = _SHARED if architecture == _QWEN2_MOE else ""
+    notes += _TIED if config["tie_word_embeddings"] and family_of(config).sglang.has_own_output else ""
     return _CARD.format(
         name=name,
         architecture=architecture,
         options=options,
         function=function,
-        shared=shared,
+        notes=notes,
         router_std=_ROUTER_STD,
         **{key: getattr(how, key) for key in ("num_experts", "experts_per_token", "noise", "reinit", "seed")},
     )
@@ -271,8 +272,10 @@ def model_card(folder: Path, config: HFConfig, how: Upcycling) -> str:
 
 _SHARED = """
 - The shared expert is a copy. Its gate is 0, which weights it 1/2. `down_proj` of all other experts is halved,
-  so that both halves sum to the dense layer's output.
-"""
+  so that both halves sum to the dense layer's output."""
+_TIED = """
+- The output layer is the embedding. SGLang builds another one for this architecture and loads nothing into it
+  from this folder. megatron-dppo pushes it by name. A server that was started by hand samples nonsense."""
 _CARD = """# {name}, upcycled to {num_experts} experts
 
 A `{architecture}` made of the dense model {name} by
@@ -288,7 +291,7 @@ megatron-dppo convert upcycle --hf {name} --out NEW {options}
 - Noise: a Gaussian with {noise:g} of each tensor's standard deviation, for each expert another.
 - Re-initialised: a fraction {reinit:g} of each expert's intermediate features, drawn with mean and standard
   deviation of the weights that they replace, for each expert other features.
-- Routers are Gaussian with standard deviation {router_std}. The weights of the chosen experts sum to 1.{shared}
+- Routers are Gaussian with standard deviation {router_std}. The weights of the chosen experts sum to 1.{notes}
 - Embedding, attention, norms and output layer are the dense model's. Seed: {seed}.
 
 Equal experts give a router no gradient, because any choice has the same output. They first become different by
@@ -304,6 +307,6 @@ training on different tokens. Noise and re-initialisation start them different, 
 - Narrower experts, and a softmax before the choice, which do not keep the function in this form: He et al.,
   *Upcycling Large Language Models into Mixture of Experts*, 2024,
   [arXiv:2410.07524](https://arxiv.org/abs/2410.07524).
-- A published family that starts its experts this way, with a shared expert: *Qwen2 Technical Report*, 2024,
+- A published model with experts made from a dense one, and a shared expert: *Qwen2 Technical Report*, 2024,
   [arXiv:2407.10671](https://arxiv.org/abs/2407.10671).
 """

@@ -28,10 +28,11 @@ $(1) examples/quickstart/run.py --short
 $(call ran,$(1),quickstart)
 endef
 
-.PHONY: quick docs test-newest versions study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-recipes test-py312 python312 test-sglang test-sglang-slow sglang-venv test-slurm slurm faults lint bench bench-loss bench-save bench-trl gpu chromium
+.PHONY: smollm2 smollm2-servers quick docs test-newest versions study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-recipes test-py312 python312 test-sglang test-sglang-slow sglang-venv test-slurm slurm faults lint bench bench-loss bench-save bench-trl gpu chromium
 
 help:
 	@echo "make quickstart  the whole loop on this machine's CPU, ending in runs/quickstart/report.html"
+	@echo "make smollm2     a real language model of 135 million parameters learns word problems; SHORT=1, ENGINE=sglang"
 	@echo "make study-short a miniature of the miniature study: several seeds of two algorithms, and their report"
 	@echo "make quick       lint, and the tests of what changed since the branch left main, in about 90 seconds"
 	@echo "make test        lint, then every test that needs no GPU"
@@ -78,6 +79,13 @@ quickstart-short: venv
 
 study-short: venv
 	$(RUN) examples/miniature_study/run.py --short
+
+# SHORT=1: few samples. ENGINE=sglang: a real SGLang server on the CPU samples.
+smollm2: venv $(if $(filter sglang,$(ENGINE)),smollm2-servers)
+	PYTHON=$(RUN) SHORT=$(SHORT) ENGINE=$(ENGINE) examples/smollm2/run.sh
+
+smollm2-servers:
+	$(MAKE) sglang-venv SGLANG_FOR=cpu
 
 test test-recipes test-slow layouts test-newest test-py312 test-sglang test-sglang-slow test-slurm faults: export OMP_NUM_THREADS := 1
 

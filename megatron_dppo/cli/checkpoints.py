@@ -165,6 +165,63 @@ def merge_adapter(
 
 
 @convert.command()
+def upcycle(
+    hf: Annotated[Path, typer.Option(help="Hugging Face folder of a dense Llama, Mistral, Qwen2 or Qwen3.")],
+    out: Out,
+    experts: Annotated[int, typer.Option(min=2, help="Experts in each layer.")] = 8,
+    top_k: Annotated[int, typer.Option(help="Experts that process a token; at least 2.")] = 2,
+    noise: Annotated[
+        float, typer.Option(min=0, help="Gaussian noise of each expert, in standard deviations of a tensor.")
+    ] = 0.0,
+    reinit: Annotated[
+        float, typer.Option(min=0, max=1, help="Fraction of each expert's features that are drawn again.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of routers, noise and drawn features.")] = 0,
+    shard_size: ShardSize = "4GiB",
+    writers: Writers = 1,
+) -> None:
+    """Dense Hugging Face folder -> Mixture of Experts. Each expert starts as a copy of the feed-forward.
+
+        megatron-dppo convert upcycle --hf Qwen3-0.6B --out Qwen3-8x0.6B --experts 8 --top-k 2
+
+        megatron-dppo convert to-megatron --hf Qwen3-8x0.6B --out Qwen3-8x0.6B-megatron
+
+    Llama and Mistral become Mixtral, Qwen2 becomes Qwen2-MoE, and Qwen3 becomes Qwen3-MoE. Embedding,
+    attention, norms, tokenizer and chat template stay. Routers are small and random.
+
+    Without --noise and --reinit, the logits are the dense model's: the weights of the chosen experts sum to 1,
+    and all experts are equal. Such experts become different only by training on different tokens.
+
+    --noise 0.05 starts them a little different. --reinit 0.5 draws half of each expert's intermediate features
+    again, which pays in long training and harms the model until then (Drop-Upcycling, arXiv 2502.19261). The
+    output's README.md cites more.
+
+    Memory: --shard-size per writer. The output is about --experts times as large as the input.
+    """
+    with _process() as this:
+        import json
+
+        from megatron_dppo.checkpoints.convert import upcycle as upcycling
+        from megatron_dppo.checkpoints.convert.to_hf import write_hf
+        from megatron_dppo.checkpoints.convert.unfinished import refuse_existing
+        from megatron_dppo.checkpoints.hf_folder import HFWeights
+
+        refuse_existing(out)
+        how = upcycling.Upcycling(experts, top_k, noise, reinit, seed)
+        with _named("--hf"):
+            dense = upcycling.read_dense_config(hf)
+        config = upcycling.moe_config(dense, how)
+        source = upcycling.UpcycledSource(HFWeights(hf, 2 * writers), dense, how)
+        texts = {
+            "config.json": json.dumps(config, indent=2) + "\n",
+            "README.md": upcycling.model_card(hf, config, how),
+        }
+        with _options(source, this, None, shard_size, writers) as options:
+            write_hf(source, hf, out, options, this, texts)
+        logger.info("wrote %s", out)
+
+
+@convert.command()
 def inspect(
     folder: Annotated[Path, typer.Argument(help="Hugging Face folder or Megatron checkpoint.")],
     tensors: Annotated[bool, typer.Option(help="List every tensor.")] = False,

@@ -69,3 +69,16 @@ def test_own_memory_stays_far_below_the_model(tmp_path: Path) -> None:
             converted("verify", folder / "hf", folder / "back")
         peaks["verify"] = grown[0]
     assert {way: peak for way, peak in peaks.items() if peak > OWN_BYTES} == {}
+
+
+def test_upcycling_holds_a_file_and_an_expert(tmp_path: Path) -> None:
+    dense = {key: value for key, value in CONFIG.items() if "expert" not in key and not key.startswith("moe")}
+    dense |= {"architectures": ["Qwen3ForCausalLM"], "intermediate_size": 1024}
+    write_random(tmp_path / "small", dense | {"num_hidden_layers": 1})
+    write_random(tmp_path / "large", dense)
+    options = ("--experts", 8, "--noise", 0.1, "--reinit", 0.5, "--shard-size", "4MB", "--writers", 2)
+    for size in ("small", "large"):
+        with peak_memory(is_anonymous=True) as grown:
+            converted("upcycle", "--hf", tmp_path / size / "hf", "--out", tmp_path / f"{size} moe", *options)
+    assert sum(file.stat().st_size for file in (tmp_path / "large moe").iterdir()) > MODEL_BYTES
+    assert grown[0] < OWN_BYTES

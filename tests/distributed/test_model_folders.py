@@ -23,6 +23,7 @@ from tests.support.commands import python
 from tests.support.converting import convert, converted, differences
 from tests.support.sanity_run import TOKENS, make_task, settings, without_clocks
 from tests.support.tiny import write_model
+from tests.support.tiny_families import write_family
 
 ROOT = Path(__file__).parents[2]
 HF, MEGATRON, OTHER_HF, OTHER = "hf", "megatron", "other_hf", "other_megatron"
@@ -292,6 +293,10 @@ REFUSED: dict[str, tuple[Arguments, str]] = {
         lambda m, out: ["--hf", m.folder / MEGATRON, "--adapter", adapter_of(m), "--out", out],
         NO_MEGATRON,
     ),
+    "convert upcycle": (
+        lambda m, out: ["--hf", dense_of(m), "--out", out],
+        NO_MEGATRON,
+    ),
     "quantize": (
         lambda m, out: [
             *("--hf", m.folder / MEGATRON, "--out", out, "--format", "fp8"),
@@ -332,6 +337,15 @@ REFUSED: dict[str, tuple[Arguments, str]] = {
 
 def refused_toml(models: Models) -> Path:
     return models.toml("refused", HF, evaluation=one_set(models))
+
+
+def dense_of(models: Models) -> Path:
+    """Return a dense model as a Megatron checkpoint."""
+    out = models.folder / "dense_megatron"
+    if not out.exists():
+        write_family(models.folder / "dense", "Qwen3ForCausalLM")
+        converted("to-megatron", "--hf", models.folder / "dense", "--out", out)
+    return out
 
 
 def adapter_of(models: Models) -> Path:

@@ -145,6 +145,7 @@ SMALL = (
     ("quickstart/base", "quickstart/replay"),
     ("sudoku/base",),
     ("miniature_study/base",),
+    ("smollm2/base",),
 )
 """Configs of the examples without a job script."""
 

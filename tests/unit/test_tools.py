@@ -15,7 +15,7 @@ SPELLINGS = [
     ("convert_checkpoint", ("convert",)),
     *(
         ("convert_checkpoint", ("convert", name))
-        for name in ("to-megatron", "to-hf", "to-adapter", "merge-adapter", "inspect", "verify")
+        for name in ("to-megatron", "to-hf", "to-adapter", "merge-adapter", "upcycle", "inspect", "verify")
     ),
     ("quantize_checkpoint", ("quantize",)),
     ("prepare_data", ("prepare-data",)),

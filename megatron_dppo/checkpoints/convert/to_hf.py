@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_dppo.checkpoints.convert.options import WriteOptions
 from megatron_dppo.checkpoints.convert.sources import WeightSource
 from megatron_dppo.checkpoints.convert.unfinished import UnfinishedOutput, disk_errors, fingerprint, run_jobs
-from megatron_dppo.checkpoints.model_files import INDEX, main_dtype, write_description
+from megatron_dppo.checkpoints.model_files import INDEX, main_dtype, name_dtype, write_description
 from megatron_dppo.runtime.files import save_tensors
 from megatron_dppo.runtime.process import Runtime
 
@@ -24,11 +24,26 @@ class Shard:
     num_bytes: int = 0
 
 
-def write_hf(source: WeightSource, template: Path, out: Path, options: WriteOptions, runtime: Runtime) -> None:
+def write_hf(
+    source: WeightSource,
+    template: Path,
+    out: Path,
+    options: WriteOptions,
+    runtime: Runtime,
+    texts: Mapping[str, str] | None = None,
+) -> None:
     """Write a Hugging Face folder, completely or not at all; every process calls this together.
 
-    An interrupted earlier start is resumed if source and options are the same. A process holds one file's
-    tensors per writer. Config, tokenizer and licence are copied from `template`.
+    An interrupted earlier start is resumed if source, options and texts are the same. A process holds one
+    file's tensors per writer. Config, tokenizer and licence are copied from `template`.
+
+    Args:
+        source: Tensors to write.
+        template: Folder with config, tokenizer and licence.
+        out: Folder to write.
+        options: Options of writing.
+        runtime: This process's runtime.
+        texts: Contents of text files by name, which replace the template's.
 
     Raises:
         ConversionError: `out` exists or cannot be written.
@@ -43,6 +58,7 @@ def write_hf(source: WeightSource, template: Path, out: Path, options: WriteOpti
         "from": fingerprint(source.files),
         "dtype": str(options.dtype),
         "files": [[name for group in shard.groups for name in group] for shard in shards],
+        "texts": dict(texts or {}),
     }
     output = runtime.on_main(lambda: UnfinishedOutput(out, plan, sum(sizes.values())))
     jobs = list(zip(files, shards, strict=True))[runtime.rank :: runtime.world_size]
@@ -58,7 +74,10 @@ def write_hf(source: WeightSource, template: Path, out: Path, options: WriteOpti
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(file_of.items()))}
         output.write(INDEX, lambda path: path.write_text(json.dumps(index, indent=1)))
         with disk_errors(output.folder):
-            write_description(template, output.folder, main_dtype(written))
+            write_description(template, output.folder)
+            for name, text in (texts or {}).items():
+                output.file(name).write_text(text, encoding="utf-8")
+            name_dtype(output.file("config.json"), main_dtype(written))
             output.publish()
 
     runtime.on_main(publish)

@@ -1,7 +1,8 @@
 """Plans a run without loading a model: whether `train` accepts it, its memory, and the layouts that fit."""
 
+from megatron_dppo.plan.gpu_rates import read_rates
 from megatron_dppo.plan.job import Machine
-from megatron_dppo.plan.plan import Plan, make_plan
+from megatron_dppo.plan.plan import Plan, make_plan, offload_remarks
 from megatron_dppo.plan.report import as_json, as_text
 from megatron_dppo.plan.split import Split, divide, split_as_json, split_as_text
 from megatron_dppo.plan.units import parse_bytes
@@ -14,7 +15,9 @@ __all__ = [
     "as_text",
     "divide",
     "make_plan",
+    "offload_remarks",
     "parse_bytes",
+    "read_rates",
     "split_as_json",
     "split_as_text",
 ]

@@ -14,7 +14,7 @@ _FOUND = {
     "tests": r"\b\d+ (passed|failed|error|skipped|tests? collected)|^(FAILED|ERROR) |^E  ",
     "sanitizer": r"ERROR SUMMARY|RACECHECK SUMMARY|hazards|Invalid|not supported",
     "loss": r"^(==|ours|goals:|  missed)|fails|wrong|does not",
-    "gpu_step": r"peak|^(torch|transformer_engine) |^best",
+    "gpu_step": r"peak|^(torch|transformer_engine) |^best|^rates",
     "loop": r"^(1 process|expert 2|fastest)",
     "quickstart": r"held-out|^(reward|paired|tokens|Found)",
     "save": r"^(pause|gradient step|the asynchronous)|checkpoint holds",
@@ -55,7 +55,7 @@ def gpu_steps(out: Path, *, is_rehearsal: bool) -> list[Step]:
         _tests("tests", 420, "tests/gpu", "--ignore=tests/gpu/test_sglang_on_gpu.py", is_rehearsal=brief),
         *(_sanitizer(tool, limit_s) for tool, limit_s in (("memcheck", 150), ("racecheck", 180))),
         *(_loss(shape, out, is_rehearsal=brief) for shape in (("tp1",) if brief else SHARDS)),
-        _benchmark("gpu_step", 400, "--out", str(out / "gpu_step.json")),
+        _benchmark("gpu_step", 600, "--out", str(out / "gpu_step.json"), "--rates", str(out / "rates.json")),
         _benchmark(
             "loop", 600 if brief else 300, "--rollouts", "3" if brief else "12", kept=("runs/bench/loop.json",)
         ),

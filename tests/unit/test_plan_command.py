@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 from megatron_dppo.checks import check
 from megatron_dppo.cli import app
 from megatron_dppo.config import load_config
+from megatron_dppo.plan import Machine, make_plan
+from megatron_dppo.plan.cost import step_time
 from megatron_dppo.plan.memory import COMPONENTS, MOMENTS
-from megatron_dppo.plan.units import as_overrides
+from megatron_dppo.plan.units import as_overrides, in_seconds
 from tests.support.plan_models import QWEN3_30B, RECOMPUTED
 
 BASE = """
@@ -92,6 +94,32 @@ def test_the_text_of_a_run_that_fits(base: Path) -> None:
     assert len(advice) == 2 and "optimizer.offload is not needed" in advice[0]
     assert "not yet" not in result.stdout
     assert "the fewest" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_gpus", "is_needless"),
+    [
+        ((), 16, True),
+        (("optimizer.offload=false",), 16, False),
+        (("parallel.context=1",), 16, False),  # its states do not fit beside the activations
+        (("parallel.context=1", "parallel.max_tokens_per_microbatch=17408"), 32, True),
+        ((), 12, False),  # no layout
+        (("sglang.tp_size=0",), 16, False),  # refused by its own rule
+    ],
+)
+def test_an_offload_that_memory_does_not_need_is_named_with_its_cost(
+    base: Path, changes: tuple[str, ...], num_gpus: int, is_needless: bool
+) -> None:
+    overrides = itertools.chain.from_iterable(("--set", change) for change in changes)
+    options = (base, *overrides, "--world-size", str(num_gpus))
+    checked = CliRunner().invoke(app, ["check", *map(str, options)]).output
+    found = re.search(
+        r"note: optimizer\.offload is not needed: \S+ of 74\.5 GiB without it\. It takes (\S+) s", checked
+    )
+    assert bool(found) == is_needless, checked
+    if found is not None:
+        job = make_plan(load_config([base], changes), Machine(num_gpus, 80 * 10**9)).job
+        assert found[1] == in_seconds(step_time(job, job.layout).optimizer).removesuffix(" s")
 
 
 def test_the_step_time_comes_with_what_it_assumes(base: Path) -> None:

@@ -102,7 +102,7 @@ def test_the_text_of_a_run_that_fits(base: Path) -> None:
         ((), 16, True),
         (("optimizer.offload=false",), 16, False),
         (("parallel.context=1",), 16, False),  # its states do not fit beside the activations
-        (("parallel.context=1", "parallel.tensor=8"), 16, True),
+        (("parallel.context=1",), 128, True),
         ((), 12, False),  # no layout
         (("sglang.tp_size=0",), 16, False),  # refused by its own rule
     ],

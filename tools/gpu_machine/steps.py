@@ -9,7 +9,7 @@ from tools.benchmarks.loss_cases import SHARDS
 
 # Patterns of the output lines that are reported; the last line found is shown in the table.
 _FOUND = {
-    "facts": r"^(attention|PyTorch|Python|CUDA|GPU|Nvidia|CPU\(s\)|Model name|\[pip3\])",
+    "facts": r"^(attention|PyTorch|Python version|CUDA|GPU|Nvidia|CPU\(s\)|Model name|\[pip3\])",
     "build": r"^library",
     "tests": r"\b\d+ (passed|failed|error|skipped|tests? collected)|^(FAILED|ERROR) |^E  ",
     "sanitizer": r"ERROR SUMMARY|RACECHECK SUMMARY|hazards|Invalid|not supported",

@@ -78,9 +78,9 @@ def _is_exact(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     generator, queries, keys = torch.Generator(device).manual_seed(0), (0, 16, 56), (0, 40, 104)
     shapes = [(56, 4, head_dim), (104, 2, head_dim), (104, 2, head_dim), (56, 4, head_dim)]
     *inputs, weight = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes)
-    starts = (torch.tensor(each, dtype=torch.int32, device=device) for each in (queries, keys))
+    starts_q, starts_k = (torch.tensor(each, dtype=torch.int32, device=device) for each in (queries, keys))
     packed = [x.clone().requires_grad_() for x in inputs]
-    output = VarlenSequences(*starts, 40, 64, None).attend(packed[0], packed[1], packed[2], None)
+    output = VarlenSequences(starts_q, starts_k, 40, 64, None).attend(packed[0], packed[1], packed[2], None)
     found = [output, *torch.autograd.grad(output, packed, weight)]
     plain, parts = [x.float().requires_grad_() for x in inputs], list[Tensor]()
     for index in range(2):

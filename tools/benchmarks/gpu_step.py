@@ -29,7 +29,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -158,7 +158,8 @@ def fitted_rates(samples: Sequence[tuple[Job, float]]) -> dict[str, float]:
 
 def _work(job: Job, name: str) -> float:
     """Return the work that a rate divides: the seconds of the step if it is 1, and the others infinite."""
-    unit = GpuRates(**{**dict.fromkeys(FITTED, math.inf), name: 1.0})
+    rates: dict[str, Any] = {**dict.fromkeys(FITTED, math.inf), name: 1.0}
+    unit = GpuRates(**rates)
     return step_time(replace(job, machine=replace(job.machine, rates=unit)), job.layout).total
 
 

@@ -59,7 +59,7 @@ def choose_flash_attention(device: torch.device, dtype: torch.dtype, head_dim: i
 def activate_flash_attention_3(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """Make PyTorch's flash attention call FlashAttention-3, unless it fails or its results are wrong."""
     own = torch.nn.attention
-    if not hasattr(own, "activate_flash_attention_impl"):
+    if not all(hasattr(own, f"{verb}_flash_attention_impl") for verb in ("activate", "current", "restore")):
         return f"FlashAttention-2: torch {torch.__version__} cannot activate FlashAttention-3"
     try:
         own.activate_flash_attention_impl("FA3")

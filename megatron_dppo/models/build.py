@@ -110,7 +110,7 @@ def agreed_layer_spec(config: Config, runtime: Runtime, model: ModelSizes | None
     """Resolve `model.layer_spec`, the same on all ranks; rank 0 logs the choice and the reason."""
     choice = choose_layer_spec(config, gpu_libraries().transformer_engine, model)
     attention = "" if model is None or choice.name != "torch" else _flash_attention(config, runtime, model)
-    names = runtime.all_gather(f"{choice.name}, {attention}" if attention else choice.name)
+    names = runtime.all_gather(", ".join(filter(None, [choice.name, attention.partition(":")[0]])))
     if len(set(names)) > 1:
         other = next(rank for rank, name in enumerate(names) if name != names[0])
         found = f"{config.model.layer_spec!r}: {names[0]} on rank 0, {names[other]} on rank {other}"

@@ -60,6 +60,7 @@ _BY_PACKING = "packing: ranks have different numbers of tokens, which only allto
 _LEFT_OUT = "the model's family, which trains no layers that predict further tokens"
 _BY_ENGINE = "the engine's routers, which sample without it; in training it would depend on the micro-batch"
 _BY_FAMILY = "the model's family, which builds no attention of this kind"
+_BY_FORWARD = "the trainer's forward, which computes one micro-batch at a time"
 _PROVEN_STAGES = "parallel.pipeline: only this division of layers was compared with one process"
 _PROVEN_SHARDS = "parallel.tensor: only these shards were compared with one process"
 _PROVEN_CONTEXT = "parallel.context: only gathered keys and values were compared with one process"
@@ -126,6 +127,13 @@ _OWNED: dict[str, str] = {
             *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy"),
         ),
         _BY_ENGINE,
+    ),
+    **dict.fromkeys(
+        (
+            *("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
+            "ep_overlap_early_attn_memory_release",
+        ),
+        _BY_FORWARD,
     ),
     "mtp_loss_scaling_factor": _LEFT_OUT,
     **dict.fromkeys(

@@ -40,12 +40,15 @@ from megatron_dppo.plan import (
     as_text,
     divide,
     make_plan,
+    offload_remarks,
     parse_assumptions,
     parse_bytes,
+    read_rates,
     retraction_remarks,
     split_as_json,
     split_as_text,
 )
+from megatron_dppo.plan.gpu_rates import RATES_FILE
 from megatron_dppo.runtime.process import gpu_libraries, quiet_library_warnings, world_size_from_launcher
 
 app = typer.Typer()
@@ -140,7 +143,7 @@ def check(
     for note in version_notes(config):
         typer.echo(f"untested version: {note}", err=True)
     noted = [*remarks(config), *period_remarks(config), *doubts(config, facts), *folder_remarks(config)]
-    noted += retraction_remarks(config, facts)
+    noted += [*offload_remarks(config, facts), *retraction_remarks(config, facts)]
     for remark in noted:
         typer.echo(f"note: {remark}", err=True)
     if problems:
@@ -166,6 +169,14 @@ def plan(
         typer.Option("--host-memory", metavar="SIZE", help="Host memory of each node. [default: not checked]"),
     ] = None,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs per node, connected by NVLink.")] = 8,
+    rates: Annotated[
+        Path | None,
+        typer.Option(
+            "--rates",
+            metavar="FILE",
+            help=f"Measured speeds of a GPU, by tools.gpu_machine. [default: {RATES_FILE} if it exists]",
+        ),
+    ] = None,
     proposals: Annotated[int, typer.Option(min=0, help="Maximum number of fitting layouts to show.")] = 5,
     is_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, bytes throughout.")] = False,
     is_traced: Annotated[
@@ -184,6 +195,9 @@ def plan(
     Reads the config and the config.json of model.load. It needs no weights and no GPU:
 
         megatron-dppo plan base.toml --gpus 16 --gpu-memory 80GB
+
+    Times use the speeds that tools.gpu_machine measured, if runs/gpu/rates.json is there or --rates names the
+    file, and otherwise those that one H200 measured.
 
     Settings that cost or save memory are the config's keys, as for train: optimizer.offload=true,
     algorithm.loss_from=logits, rollout.sglang.colocated=false, a table [megatron] with recompute_granularity.
@@ -211,7 +225,8 @@ def plan(
     with user_errors():
         config = load_config(configs, overrides or ())
         host_bytes = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
-        machine = Machine(gpus, parse_bytes(gpu_memory, "--gpu-memory"), host_bytes, gpus_per_node)
+        gpu_bytes = parse_bytes(gpu_memory, "--gpu-memory")
+        machine = Machine(gpus, gpu_bytes, host_bytes, gpus_per_node, read_rates(rates))
         given = parse_assumptions(assume or ())
         made = make_plan(config, machine, given.get("response_tokens"))
         shown, text = as_json(made, proposals), as_text(made, proposals)

@@ -142,8 +142,8 @@ class SglangEngineConfig(Section):
     """Servers that `train` starts and stops on rank 0's host. 0: use the servers of `megatron-dppo serve`."""
     weight_sync: Literal["distributed", "disk", "tensor"] = "distributed"
     """Transport of weights: broadcast, a shared folder in `run.folder`, or handles on the same devices."""
-    sync_bucket_bytes: PositiveInt = 2**29
-    """Extra memory of a push on each rank; more if one tensor is larger than half of it."""
+    sync_bucket_bytes: PositiveInt = 2**31
+    """Extra memory of a push on each rank. More if one tensor exceeds half of it; less for small models."""
     sync_timeout_s: PositiveFloat = 600.0
     """Seconds for one call of a push."""
     probe_every: NonNegativeInt = 1

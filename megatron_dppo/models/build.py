@@ -17,6 +17,7 @@ from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, rope_scaling
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.mcore.layer_functions import share_rotary_table
+from megatron_dppo.models.attention import choose_flash_attention
 from megatron_dppo.models.layer_spec import BLOCK_SPECS, BlockSpec
 from megatron_dppo.runtime.libraries import Libraries
 from megatron_dppo.runtime.process import Runtime, gpu_libraries
@@ -108,14 +109,22 @@ def _uneven_stages(num_layers: int, parallel: Mapping[str, Any]) -> dict[str, in
 def agreed_layer_spec(config: Config, runtime: Runtime, model: ModelSizes | None = None) -> LayerSpecName:
     """Resolve `model.layer_spec`, the same on all ranks; rank 0 logs the choice and the reason."""
     choice = choose_layer_spec(config, gpu_libraries().transformer_engine, model)
-    names = runtime.all_gather(choice.name)
+    attention = "" if model is None or choice.name != "torch" else _flash_attention(config, runtime, model)
+    names = runtime.all_gather(", ".join(filter(None, [choice.name, attention.partition(":")[0]])))
     if len(set(names)) > 1:
         other = next(rank for rank, name in enumerate(names) if name != names[0])
         found = f"{config.model.layer_spec!r}: {names[0]} on rank 0, {names[other]} on rank {other}"
         action = "Install the same packages on all nodes, or name one in the config."
         raise ConfigError(Problem("model.layer_spec", found, "one layer spec on all ranks", action))
     logger.info("layers of the %s spec: %s", choice.name, choice.reason)
+    if attention:
+        logger.info("attention: %s", attention)
     return choice.name
+
+
+def _flash_attention(config: Config, runtime: Runtime, model: ModelSizes) -> str:
+    dtype, head_dim = getattr(torch, config.model.dtype), max(model.head_dim, model.value_head_dim)
+    return choose_flash_attention(runtime.device, dtype, head_dim)
 
 
 def build_model(hf: HFConfig, config: TransformerConfig, layer_spec: LayerSpecName = "torch") -> list[GPTModel]:

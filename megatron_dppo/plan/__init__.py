@@ -1,7 +1,8 @@
 """Plans a run without loading a model: whether `train` accepts it, its memory, and the layouts that fit."""
 
+from megatron_dppo.plan.gpu_rates import read_rates
 from megatron_dppo.plan.job import Machine
-from megatron_dppo.plan.plan import Plan, make_plan
+from megatron_dppo.plan.plan import Plan, make_plan, offload_remarks
 from megatron_dppo.plan.rates import parse_assumptions
 from megatron_dppo.plan.report import as_json, as_text
 from megatron_dppo.plan.retraction import retraction_remarks
@@ -16,8 +17,10 @@ __all__ = [
     "as_text",
     "divide",
     "make_plan",
+    "offload_remarks",
     "parse_assumptions",
     "parse_bytes",
+    "read_rates",
     "retraction_remarks",
     "split_as_json",
     "split_as_text",

@@ -1,10 +1,11 @@
 """Estimates the relative time of one gradient step: floating-point operations and bytes moved.
 
-Use it to order layouts, not to forecast durations. Matrix products run at a fixed share of the published peak.
-Every transfer runs at a fixed share of the link's speed and never overlaps with computation. All sequences have
-the longest allowed length, and the slowest pipeline stage sets the pace. The rollout is not counted. Smaller
-matrices, and waits between ranks with different packed micro-batches, are modelled as a loss for each doubling
-of a parallel size: the smallest for tensors, the largest for the pipeline.
+Use it to order layouts, not to forecast durations. Layers, the output layer and the update run at the rates
+that one GPU was measured at (`gpu_rates.py`). Every transfer between GPUs runs at a fixed share of the link's
+speed and never overlaps with computation. All sequences have the longest allowed length, and the slowest
+pipeline stage sets the pace. The rollout is not counted. Smaller matrices, and waits between ranks with
+different packed micro-batches, are modelled as a loss for each doubling of a parallel size: the smallest for
+tensors, the largest for the pipeline.
 """
 
 import math
@@ -13,7 +14,6 @@ from functools import lru_cache
 
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import ModelShape, padded_vocab
-from megatron_dppo.plan import job as figures
 from megatron_dppo.plan.job import Job, Recompute
 from megatron_dppo.plan.stages import GRADIENT_BYTES, optimizer_bytes, stage_parts
 
@@ -21,6 +21,9 @@ BACKWARD = 2  # operations relative to forward
 CORE_ATTENTION = 0.3  # share of an attention block's operations
 LOSS_PER_DOUBLING = {"tensor": 0.03, "context": 0.05, "pipeline": 0.08}
 """Share of the time of micro-batches that each doubling of the size adds; an estimate, not a measurement."""
+ADAM_SHARE, ADDING_SHARE = 0.45, 0.09
+"""Shares of an update after one micro-batch: AdamW on the rank's shard, and the gradients that each micro-batch
+adds. Measured on one H200; the rest is on all gradients of the rank, once."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class StepTime:
     pipeline: float  # between stages, and the time that stages wait
     losses: float  # see LOSS_PER_DOUBLING
     data: float  # gradients and parameters of data parallelism
+    update: float  # gradients added and their norm, and AdamW
     optimizer: float  # optimizer states from the host and back, if they are offloaded
     reference: float  # reference forward, and its weights from the host and back; algorithm.ref_kl_coef
     anchor: float  # forward that recomputes log-probs; algorithm.anchor
@@ -86,7 +90,7 @@ def step_time(job: Job, layout: Layout) -> StepTime:
     passed = tokens / layout.tensor * job.shape.sizes.hidden_size * job.workload.dtype_bytes
     hops = 4 * layout.virtual_pipeline if layout.pipeline > 1 else 0  # received and sent, forward and backward
     losses = sum(loss * math.log2(getattr(layout, key)) for key, loss in LOSS_PER_DOUBLING.items())
-    data, optimizer = _end_of_step(job, layout)
+    data, update, optimizer = _end_of_step(job, layout)
     return StepTime(
         compute=num * one.compute,
         tensor=num * one.tensor,
@@ -95,6 +99,7 @@ def step_time(job: Job, layout: Layout) -> StepTime:
         pipeline=waiting + num * hops * passed / job.machine.link(layout.world_size),
         losses=num * one.total * losses,
         data=data,
+        update=update,
         optimizer=optimizer,
         reference=_reference(job, layout, tokens, num * (1 + losses)) if job.has_reference else 0.0,
         anchor=_forward(job, layout, tokens, num * (1 + losses)) if job.recomputes_log_probs else 0.0,
@@ -114,7 +119,7 @@ def _reference(job: Job, layout: Layout, tokens: float, num: float) -> float:
         return forward
     largest = max(part.weights for part in stage_parts(job, layout)) * job.workload.dtype_bytes
     steps = job.config.algorithm.steps_per_rollout
-    return forward + 4 * largest / (figures.PCIE_BYTES_PER_S * figures.LINK_EFFICIENCY) / steps
+    return forward + 4 * largest / job.machine.rates.host_bytes_per_s / steps
 
 
 def _slowest_stage(job: Job, layout: Layout, tokens: float, passes: int = 1 + BACKWARD) -> _Seconds:
@@ -125,7 +130,9 @@ def _slowest_stage(job: Job, layout: Layout, tokens: float, passes: int = 1 + BA
         for is_moe in (False, True)
     }
     columns = padded_vocab(job.shape, layout) // layout.tensor
-    head = _Seconds(compute=2 * tokens * columns * sizes.hidden_size * passes / _speed())
+    head = _Seconds(
+        compute=2 * tokens * columns * sizes.hidden_size * passes / job.machine.rates.output_flops_per_s
+    )
     stages: list[_Seconds] = []
     for part in stage_parts(job, layout):
         layers = [layer for chunk in part.chunks for layer in chunk.layers]
@@ -133,10 +140,6 @@ def _slowest_stage(job: Job, layout: Layout, tokens: float, passes: int = 1 + BA
         seconds = _Seconds().plus(of_layer[True], num_moe).plus(of_layer[False], len(layers) - num_moe)
         stages.append(seconds.plus(head, part.chunks[-1].is_last))
     return max(stages, key=lambda stage: stage.total)
-
-
-def _speed() -> float:
-    return figures.BFLOAT16_FLOPS * figures.COMPUTE_EFFICIENCY
 
 
 def _layer_seconds(job: Job, layout: Layout, layer: _Layer, *, is_forward: bool) -> _Seconds:
@@ -147,7 +150,7 @@ def _layer_seconds(job: Job, layout: Layout, layer: _Layer, *, is_forward: bool)
         operations = layer.attention + layer.mlp
     link = job.machine.link
     return _Seconds(
-        compute=operations / _speed(),
+        compute=operations / job.machine.rates.layer_flops_per_s,
         tensor=passes * layer.tensor / link(layout.tensor),
         context=passes * layer.context / link(layout.tensor * layout.context),
         expert=passes * layer.expert / link(layout.expert * layout.expert_tensor),
@@ -212,8 +215,8 @@ def _recomputed_shares(recompute: Recompute) -> tuple[float, float]:
     return CORE_ATTENTION * ("core_attn" in modules), 1.0 * ("moe" in modules or "mlp" in modules)
 
 
-def _end_of_step(job: Job, layout: Layout) -> tuple[float, float]:
-    """Return the seconds to reduce gradients, gather parameters, and move offloaded optimizer states."""
+def _end_of_step(job: Job, layout: Layout) -> tuple[float, float, float]:
+    """Return the seconds to reduce gradients and gather parameters, to update, and to move offloaded states."""
     dtype_bytes = job.workload.dtype_bytes
     back = dtype_bytes if job.config.optimizer.distributed else GRADIENT_BYTES
     parts = stage_parts(job, layout)
@@ -225,5 +228,8 @@ def _end_of_step(job: Job, layout: Layout) -> tuple[float, float]:
         for part in parts
     )
     reduced = moved / job.machine.link(layout.world_size // layout.pipeline)
+    rates = job.machine.rates
+    of_all = 1 - ADAM_SHARE - ADDING_SHARE + ADDING_SHARE * job.workload.num_microbatches(layout.data)
+    updated = max(part.shard * ADAM_SHARE + part.buffer * of_all for part in parts)
     states = max(optimizer_bytes(part.shard, dtype_bytes) for part in parts) * job.config.optimizer.offload
-    return reduced, 2 * states / (figures.PCIE_BYTES_PER_S * figures.LINK_EFFICIENCY)
+    return reduced, updated / rates.update_parameters_per_s, 2 * states / rates.host_bytes_per_s

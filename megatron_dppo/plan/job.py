@@ -1,4 +1,4 @@
-"""Defines the inputs of a plan: GPUs with their published speeds, options, and tokens on a rank.
+"""Defines the inputs of a plan: GPUs with their speeds, options, and tokens on a rank.
 
 Token numbers are upper bounds: every prompt and response has the longest allowed length.
 """
@@ -14,8 +14,11 @@ from megatron_dppo.architectures.parameters import ModelShape, model_shape
 from megatron_dppo.checks import Facts, problems_of
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.plan.gpu_rates import ASSUMED, GpuRates
 from megatron_dppo.plan.units import GIB, Settings, with_settings
 
+ASSUMED_GPU_BYTES = 80 * 10**9
+"""Memory of a GPU for remarks of `check`, which is not told any."""
 RESERVE_BYTES = 2 * GIB
 """Bytes of CUDA context, NCCL buffers and library workspaces of one process; an assumption, not measured."""
 ENGINE_RESIDUE_BYTES = 2 * GIB
@@ -31,24 +34,21 @@ ATTENTION_PADDING = 1.25
 """Rows of our torch spec's padded batches, relative to the tokens in them (2 at worst), if it cannot use flash
 attention."""
 
-# An H100 SXM node, from NVIDIA's data sheets; bytes and operations per second, one direction.
-GPU_NAME = "H100"
-BFLOAT16_FLOPS = 989e12
+# Links of an H100 SXM node, from NVIDIA's data sheets; bytes per second, one direction.
 NVLINK_BYTES_PER_S = 450e9
 NETWORK_BYTES_PER_S = 50e9  # one 400 Gbit/s adapter for each GPU
-PCIE_BYTES_PER_S = 64e9
-COMPUTE_EFFICIENCY = 0.5  # of large matrix products within a layer
-LINK_EFFICIENCY = 0.7
+LINK_EFFICIENCY = 0.7  # an assumption
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Number and memory of the GPUs and hosts."""
+    """Number, memory and speed of the GPUs, and the hosts' memory."""
 
     num_gpus: int
     gpu_bytes: int  # of each GPU
     host_bytes: int | None = None  # of each node; None: not checked
     gpus_per_node: int = 8
+    rates: GpuRates = ASSUMED
 
     @property
     def ranks_per_node(self) -> int:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
-from megatron_dppo.checks import model_facts
+from megatron_dppo.architectures.layout import is_admitted
+from megatron_dppo.checks import Facts, model_facts
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import Problem
+from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.plan.cost import StepTime, step_time
-from megatron_dppo.plan.job import COUNTED_MODULES, FULL, Job, Machine, recompute_problems
+from megatron_dppo.plan.job import ASSUMED_GPU_BYTES, COUNTED_MODULES, FULL, Job, Machine, recompute_problems
 from megatron_dppo.plan.memory import SGLANG_MEMORY_FRACTION, Memory, memory_of
 from megatron_dppo.plan.retraction import Retraction, plan_retraction
 from megatron_dppo.plan.search import (
@@ -151,7 +152,7 @@ def _not_counted(job: Job) -> Iterator[str]:
 def advise(job: Job, memory: Memory, found: Found) -> list[Advice]:
     """Return the advice for a layout that `train` accepts."""
     if fits(job, memory):
-        return [_when_it_fits(job, memory, found)]
+        return [*_unneeded_offload(job), _when_it_fits(job, memory, found)]
     remedy = _remedy(job)
     if remedy is not None:
         return [remedy]
@@ -163,6 +164,35 @@ def advise(job: Job, memory: Memory, found: Found) -> list[Advice]:
     if found.proposals:
         return [Advice("No change of options makes this layout fit; take one of the layouts above.")]
     return []
+
+
+def _unneeded_offload(job: Job) -> Iterator[Advice]:
+    """Yield a suggestion if optimizer states fit on the GPU, and are configured to be on the host."""
+    if not job.config.optimizer.offload:
+        return
+    settings = {"optimizer.offload": False}
+    kept, seconds = job.having(settings), step_time(job, job.layout).optimizer
+    memory = memory_of(kept, kept.layout)
+    if has_headroom(kept, memory):
+        of_rollout = in_seconds(job.config.algorithm.steps_per_rollout * seconds)
+        fits_too = f"{in_gib(memory.peak)} of {in_gib(job.machine.gpu_bytes)} GiB without it"
+        cost = f"It takes {in_seconds(seconds)} of a gradient step, {of_rollout} of a rollout"
+        yield Advice(f"optimizer.offload is not needed: {fits_too}. {cost}.", settings)
+
+
+def offload_remarks(config: Config, facts: Facts) -> list[str]:
+    """Return a note if `optimizer.offload` costs time and is not needed on GPUs of `ASSUMED_GPU_BYTES`."""
+    num_gpus = facts.world_size
+    is_known = not isinstance(facts.sizes, Problem) and is_admitted(config.parallel, num_gpus, facts.sizes)
+    if not config.optimizer.offload or not is_known:
+        return []
+    try:
+        job = Job.of(config, facts, Machine(num_gpus, ASSUMED_GPU_BYTES))
+        found = [advice.text for advice in _unneeded_offload(job)]
+    except ConfigError:  # of a key that has its own rule
+        return []
+    gpus = f"{format_count(num_gpus, 'GPU')} of {ASSUMED_GPU_BYTES / 1e9:g} GB"
+    return [f"{text} Assumed: {gpus}; megatron-dppo plan takes other sizes." for text in found]
 
 
 def fewest_with_other_engine(job: Job) -> Fewest | None:

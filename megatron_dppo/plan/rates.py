@@ -129,7 +129,7 @@ def _assume_rates(job: Job, num_gpus: int) -> dict[str, float]:
         "longest_tokens": longest,
         "token_s": TOKEN_S,
         "push_s": weights_s,
-        "switch_s": moved / (figures.PCIE_BYTES_PER_S * figures.LINK_EFFICIENCY),
+        "switch_s": moved / job.machine.rates.host_bytes_per_s,
     }
 
 

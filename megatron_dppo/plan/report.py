@@ -8,6 +8,7 @@ from typing import Any
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.plan import job as figures
 from megatron_dppo.plan.cost import StepTime
+from megatron_dppo.plan.gpu_rates import ASSUMED, GpuRates
 from megatron_dppo.plan.memory import COMPONENTS, MOMENTS, Memory
 from megatron_dppo.plan.plan import Advice, Plan
 from megatron_dppo.plan.retraction import Retraction, lines_of
@@ -30,7 +31,7 @@ def as_text(plan: Plan, num_proposals: int = 5) -> str:
     blocks += [list(_proposals(plan, num_proposals)), list(_advice(plan.advice)), list(_fewest(plan))]
     has_times = bool(plan.found and plan.found.proposals) or bool(plan.fewest and plan.fewest.proposal)
     if plan.time is None and has_times:
-        blocks.append(list(_ASSUMED_OF_TIMES))
+        blocks.append(list(_sources_of_times(plan.job.machine.rates)))
     return "\n\n".join("\n".join(map(wrap_line, lines)) for lines in blocks if lines) + "\n"
 
 
@@ -59,17 +60,27 @@ def _conclusion(plan: Plan) -> Iterator[str]:
         if anchor := plan.time.anchor:
             share = f"{in_seconds(anchor)}, {anchor / seconds:.0%} of it"
             yield f"Recomputing log-probs takes {share}; algorithm.anchor = 'rollout' has no such forward."
-        yield from _ASSUMED_OF_TIMES
+        yield from _sources_of_times(plan.job.machine.rates)
 
 
-_PRODUCTS = f"{figures.COMPUTE_EFFICIENCY:.0%} of {figures.BFLOAT16_FLOPS / 1e12:.0f} TFLOP/s"
-_NVLINK, _NETWORK = (
-    f"{bandwidth / 1e9:.0f} GB/s" for bandwidth in (figures.NVLINK_BYTES_PER_S, figures.NETWORK_BYTES_PER_S)
-)
-_ASSUMED_OF_TIMES = (
-    f"Times are estimates that no GPU has confirmed: responses of full length, {figures.GPU_NAME}s at",
-    f"{_PRODUCTS}, transfers at {figures.LINK_EFFICIENCY:.0%} of {_NVLINK} in a node and {_NETWORK} between.",
-)
+def _sources_of_times(rates: GpuRates) -> Iterator[str]:
+    """Yield the assumptions of the times: what was measured, where, and what was not."""
+    nvlink, network = figures.NVLINK_BYTES_PER_S, figures.NETWORK_BYTES_PER_S
+    share, links = figures.LINK_EFFICIENCY, f"{nvlink / 1e9:.0f} GB/s in a node and {network / 1e9:.0f} between"
+    texts = {
+        "layer_flops_per_s": f"layers at {rates.layer_flops_per_s / 1e12:.0f} TFLOP/s",
+        "output_flops_per_s": f"the output layer at {rates.output_flops_per_s / 1e12:.0f} TFLOP/s",
+        "update_parameters_per_s": f"updates of {rates.update_parameters_per_s / 1e9:.1f} billion parameters/s",
+        "host_bytes_per_s": f"{rates.host_bytes_per_s / 1e9:.0f} GB/s to the host",
+    }
+    yield "Times are estimates, of responses of full length. No run on several GPUs has confirmed them."
+    for each in (rates, ASSUMED):
+        names = [name for name in each.measured if name in texts]
+        if names:
+            measured = ", ".join(texts.pop(name) for name in names)
+            yield f"Measured on one {each.device} ({each.file}): {measured}."
+    rest = [*texts.values(), f"transfers at {share:.0%} of {links}"]
+    yield f"Assumed: {', '.join(rest)}."
 
 
 def _heading(plan: Plan) -> Iterator[str]:
@@ -188,8 +199,6 @@ def as_json(plan: Plan, num_proposals: int = 5) -> dict[str, Any]:
             **asdict(job.assumptions),
             "reserve_bytes": figures.RESERVE_BYTES,
             "engine_residue_bytes": figures.ENGINE_RESIDUE_BYTES,
-            "flops": figures.BFLOAT16_FLOPS,
-            "compute_efficiency": figures.COMPUTE_EFFICIENCY,
             "nvlink_bytes_per_s": figures.NVLINK_BYTES_PER_S,
             "network_bytes_per_s": figures.NETWORK_BYTES_PER_S,
             "link_efficiency": figures.LINK_EFFICIENCY,

@@ -10,7 +10,10 @@ from typing import Any
 import megatron_dppo
 from megatron_dppo.runtime.libraries import installed_versions, untested_versions
 
-PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "transformers", "sglang", "numpy")
+PACKAGES = (
+    *("torch", "megatron-core", "transformer-engine", "apex", "flash-attn-3"),
+    *("transformers", "sglang", "numpy"),
+)
 
 
 def versions() -> dict[str, Any]:

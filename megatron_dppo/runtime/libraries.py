@@ -85,6 +85,13 @@ OPTIONAL_LIBRARIES = (
         "from its source, deepseek-ai/DeepEP, for the GPUs of the machine",
         "all-to-all of NCCL, the default; `flex` is refused",
     ),
+    OptionalLibrary(
+        "FlashAttention-3",
+        "attention of our layers on H100 and H200, if its results are right at the start",
+        "any with `flash_attn_interface`, forward and backward",
+        "from its source, the folder `hopper` of Dao-AILab/flash-attention, for the installed torch",
+        "PyTorch's own kernels, FlashAttention-2",
+    ),
 )
 """Libraries that only GPUs use, or only some commands; `make versions` writes the guide's table of them."""
 

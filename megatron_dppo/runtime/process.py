@@ -167,6 +167,11 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU, such as (9, 0)."""
+    return torch.cuda.get_device_capability(device)
+
+
 def gpu_libraries() -> Libraries:
     """Return the GPU libraries that this process can use; call before importing Megatron."""
     return usable_libraries(is_on_gpu=has_gpu())

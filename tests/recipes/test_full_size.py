@@ -244,6 +244,34 @@ def test_the_readme_shows_what_the_command_prints() -> None:
         assert [line for line in shown if line != "..." and line not in printed] == []
 
 
+def test_the_guide_of_expected_speed_has_the_plans_numbers() -> None:
+    text = (ROOT / "examples" / "guides" / "expected_speed.md").read_text()
+    (command,) = re.findall(r"```bash\nmegatron-dppo (plan .*?)```", text, re.DOTALL)
+    words = command.replace("\\\n", "").split()
+    words = [str(ROOT / word) if word.startswith("examples/") else word for word in words]
+    result = CliRunner().invoke(app, [*words, "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    steps, parts = found["steps_per_rollout"], found["configured_step_s"]
+    rows = dict(re.findall(r"^\| train: `(\w+)` \| ([\d.]+) \|", text, re.MULTILINE))
+    expected = {name: steps * seconds for name, seconds in parts.items() if seconds and name != "total"}
+    assert rows == {name: f"{seconds:.1f}" for name, seconds in expected.items()}
+    rates = {name: rate["value"] for name, rate in found["split"]["rates"].items()}
+    rollout_s = 2048 * rates["response_tokens"] / rates["serving_rate"] / 16
+    together, train_s = found["split"]["ways"][0]["rollout_s"], sum(expected.values())
+    assert together == pytest.approx(rollout_s + train_s + rates["switch_s"])
+    least, most = (round(together + sync_s) for sync_s in (10, 20))
+    gpu_seconds = f"{round(16 * least, -1):,} to {round(16 * most, -1):,} GPU-seconds"
+    for said in (
+        f"| rollout | {rollout_s:.0f} |",
+        f"| switch of trainer and servers | {rates['switch_s']:.1f} |",
+        f"| sum | {least} to {most} | {gpu_seconds} |",
+        f"{expected['expert']:.1f} of {train_s:.0f} s of training",
+        f"{expected['optimizer']:.1f} of {train_s:.0f} s.",
+    ):
+        assert said in text
+
+
 TOPK = Algorithm("topk_ablation", "dppo_topk_tv")
 
 

@@ -2,20 +2,28 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.data.batches.balance import SampleCost
+from megatron_dppo.plan.cost import step_time
+from megatron_dppo.plan.gpu_rates import ASSUMED, GpuRates
+from megatron_dppo.plan.job import Job
 from tools.benchmarks.gpu_step import (
+    FITTED,
     PEAK_TFLOPS,
     QWEN3_30B_A3B,
     Measured,
+    fitted_rates,
     peak_tflops_of,
     planned_bytes,
+    planned_job,
     show,
 )
 
@@ -42,6 +50,40 @@ def test_the_planned_memory_is_of_weights_optimizer_and_a_chunk_of_logits(tmp_pa
     loss = 2**30  # logits that exist at once
     assert states + loss < planned[8192] < 1.3 * (states + loss)
     assert planned[16384] - planned[8192] < 8192 * 151936 * 2  # the logits of as many tokens
+
+
+def measured_steps(folder: Path) -> list[tuple[Job, float]]:
+    """Return the steps of the guide's table, with their seconds."""
+    text = (ROOT / "examples/guides/gpu_measurements.md").read_text()
+    rows = re.findall(r"^\| (\d) \| ([\d,]+) \| ([\d.]+) \| [\d,]+ \|", text, re.MULTILINE)
+    assert len(rows) == 5
+    found = list[tuple[Job, float]]()
+    for layers, tokens, milliseconds in rows:
+        model = folder / layers
+        model.mkdir(exist_ok=True)
+        sizes = {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": int(layers)}
+        (model / "config.json").write_text(json.dumps(QWEN3_30B_A3B | sizes | {"norm_topk_prob": True}))
+        lengths = [2048] * (int(tokens.replace(",", "")) // 2048)
+        found.append((planned_job(str(model), lengths, 0), float(milliseconds) / 1e3))
+    return found
+
+
+def test_the_plan_estimates_the_measured_steps_and_its_rates_are_fitted_to_them(tmp_path: Path) -> None:
+    steps = measured_steps(tmp_path)
+    for job, seconds in steps:
+        assert step_time(job, job.layout).total == pytest.approx(seconds, rel=0.01)
+    assert fitted_rates(steps) == {name: pytest.approx(getattr(ASSUMED, name), rel=0.002) for name in FITTED}
+    one_depth = [step for step in steps if step[0].shape.sizes.num_layers == 1]
+    assert fitted_rates(one_depth) == fitted_rates([]) == {}
+
+
+def test_rates_are_found_again_from_steps_that_they_make(tmp_path: Path) -> None:
+    rates = {"layer_flops_per_s": 2e14, "output_flops_per_s": 7e14, "update_parameters_per_s": 5e10}
+    steps = list[tuple[Job, float]]()
+    for job, _ in measured_steps(tmp_path):
+        own = replace(job, machine=replace(job.machine, rates=GpuRates(**rates)))
+        steps.append((job, step_time(own, own.layout).total))
+    assert fitted_rates(steps) == pytest.approx(rates)
 
 
 def test_speed_and_share_of_the_peak_are_of_the_median_step() -> None:
@@ -74,7 +116,7 @@ def test_a_step_that_does_not_fit_and_an_unknown_peak_are_shown(capsys: pytest.C
         Measured("dppo_binary_tv", 8192, 4e14, (0.5, 0.5), 2**30, 2**31),
         Measured("dppo_topk_kl", 32768, 2e15, (), 2**36, 2**37),
     ]
-    show(rows, "some device", None, layers=1, sequence_length=2048)
+    show(rows, "some device", None, sequence_length=2048)
     shown = capsys.readouterr().out
     assert "does not fit" in shown and "16,384" in shown and "--peak-tflops" in shown
 

@@ -663,6 +663,11 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("megatron.num_layers", {"megatron.num_layers": 3}, also=frozenset({"megatron_names"})),
         Example("megatron.bf16", {"megatron.bf16": True}, also=frozenset({"megatron_names"})),
         Example(
+            "megatron.overlap_moe_expert_parallel_comm",
+            {"megatron.overlap_moe_expert_parallel_comm": True},
+            also=frozenset({"megatron_names"}),
+        ),
+        Example(
             "megatron.mtp_loss_scaling_factor",
             {"megatron.mtp_loss_scaling_factor": 0.1},
             also=frozenset({"megatron_names"}),

@@ -3,14 +3,25 @@
 Flash attention runs as `varlen_reference` has it, called through PyTorch's own `varlen_attn`.
 """
 
+import re
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron_dppo.data.batches.packing import zigzag
-from megatron_dppo.models.attention import PackedAttentionForm, attention_form
+from megatron_dppo.models import attention
+from megatron_dppo.models.attention import (
+    PackedAttentionForm,
+    activate_flash_attention_3,
+    attention_form,
+    choose_flash_attention,
+)
 from megatron_dppo.models.padded_attention import PaddedBatches
 from megatron_dppo.models.varlen_attention import VarlenSequences
 from tests.support import varlen_reference
@@ -122,3 +133,56 @@ def test_flash_attention_is_taken_where_it_runs(
     device_type: str, dtype: torch.dtype, head_dim: int, form: PackedAttentionForm
 ) -> None:
     assert attention_form(device_type, dtype, head_dim) is form
+    if form is PaddedBatches:
+        assert choose_flash_attention(torch.device(device_type), dtype, head_dim).startswith("padded batches")
+
+
+STAND_IN = """
+import torch
+
+library = torch.library.Library("flash_attn_3", "DEF")
+for name in {names}:
+    library.define(f"{{name}}(Tensor q) -> Tensor")
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "is_wrong", "chosen"),
+    [
+        (None, False, "FlashAttention-2: .*ModuleNotFoundError"),
+        (("fwd",), False, "FlashAttention-2: .*backward"),
+        (("fwd", "bwd"), True, "FlashAttention-2: .*results are wrong"),
+        (("fwd", "bwd"), False, "FlashAttention-3: "),
+    ],
+)
+def test_flash_attention_3_is_taken_if_its_package_is_there_and_right(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    names: tuple[str, ...] | None,
+    is_wrong: bool,
+    chosen: str,
+) -> None:
+    """PyTorch's own activation, with operators of these names; the CPU's kernel stands for theirs."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
+    if names is not None:
+        (tmp_path / "flash_attn_interface.py").write_text(STAND_IN.format(names=names))
+    if is_wrong:
+        attend = VarlenSequences.attend
+        monkeypatch.setattr(VarlenSequences, "attend", lambda *arguments: attend(*arguments) * 1.1)
+    try:
+        found = activate_flash_attention_3(torch.device("cpu"), torch.bfloat16, 64)
+        assert re.match(chosen, found), found
+        is_active = torch.nn.attention.current_flash_attention_impl() == "FA3"
+        assert is_active == found.startswith("FlashAttention-3")
+    finally:
+        if torch.nn.attention.current_flash_attention_impl() is not None:
+            torch.nn.attention.restore_flash_attention_impl()
+        if (module := sys.modules.pop("flash_attn_interface", None)) is not None:
+            module.library._destroy()
+
+
+def test_a_gpu_that_is_no_hopper_keeps_version_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "compute_capability", lambda _: (10, 0))
+    found = choose_flash_attention(torch.device("cuda"), torch.bfloat16, 128)
+    assert found.startswith("FlashAttention-2: ") and "not 10.0" in found

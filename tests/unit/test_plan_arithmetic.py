@@ -23,8 +23,6 @@ from megatron_dppo.plan.activations import Assumptions, LayerModel, LayerTokens,
 from megatron_dppo.plan.cost import step_time
 from megatron_dppo.plan.job import (
     FULL,
-    LINK_EFFICIENCY,
-    PCIE_BYTES_PER_S,
     LayerOptions,
     Recompute,
     recompute_of,
@@ -402,7 +400,7 @@ def test_a_reference_takes_host_memory_and_one_more_forward() -> None:
     assert memory.host.per_rank["reference"] == memory.worst.moments["loss"]["parameters"]
     assert memory.peak == memory_of(without, layout).peak
     assert replace(time, reference=0.0) == before
-    exchanged = 4 * memory.host.per_rank["reference"] / (PCIE_BYTES_PER_S * LINK_EFFICIENCY) / 4  # steps
+    exchanged = 4 * memory.host.per_rank["reference"] / job.machine.rates.host_bytes_per_s / 4  # steps
     one_pass = before.compute / 3 + before.expert / 2
     assert time.reference - exchanged == pytest.approx(one_pass, rel=1e-9)
     adapters = {**kl, "lora.rank": 8}

@@ -8,7 +8,7 @@ import pytest
 from megatron_dppo.data.batches.balance import SampleCost
 from megatron_dppo.plan.activations import Assumptions, LayerModel, LayerTokens
 from megatron_dppo.plan.cost import step_time
-from megatron_dppo.plan.job import BFLOAT16_FLOPS, COMPUTE_EFFICIENCY
+from megatron_dppo.plan.gpu_rates import GpuRates
 from megatron_dppo.plan.memory import engine_memory, memory_of, passing_bytes
 from megatron_dppo.plan.stages import partition
 from tests.support.plan_models import COLOCATED, job_of, layout_of, shape_of
@@ -19,9 +19,10 @@ from tests.support.published_models import DEEPSEEK_V3, GLM45_AIR, GLM47_FLASH, 
 def test_the_estimate_of_a_step_counts_the_operations_by_which_ranks_are_balanced(name: str) -> None:
     """But for routers, whose few operations only the balance counts."""
     job = job_of(PUBLISHED[name][0])
-    job = replace(job, assumptions=Assumptions(expert_imbalance=1.0))
+    unit = replace(job.machine, rates=GpuRates(layer_flops_per_s=1.0, output_flops_per_s=1.0))
+    job = replace(job, assumptions=Assumptions(expert_imbalance=1.0), machine=unit)
     of_sample = SampleCost.of_model(job.shape).of(job.workload.sequence_tokens)
-    operations = step_time(job, layout_of(1)).compute * BFLOAT16_FLOPS * COMPUTE_EFFICIENCY
+    operations = step_time(job, layout_of(1)).compute
     assert operations == pytest.approx(of_sample * job.workload.samples(1), rel=0.01)
 
 

@@ -1,14 +1,18 @@
 """Which layer spec a config comes to, and which fused kernels a model is built with."""
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_dppo.architectures.megatron_options import choose_layer_spec, transformer_engine_limits
+from megatron_dppo.architectures.registry import model_sizes
 from megatron_dppo.config import Config
 from megatron_dppo.models.build import fusions
 from megatron_dppo.runtime.libraries import Libraries, Library
+from tests.support.plan_models import QWEN3_30B
 from tests.support.refusals import refused
 
 USABLE, ABSENT = Library(), Library("ModuleNotFoundError: No module named 'transformer_engine'")
@@ -53,6 +57,21 @@ def test_ranks_that_differ_do_not_start() -> None:
     runtime: Any = SimpleNamespace(all_gather=lambda name: [name, "transformer_engine"])
     with refused("model.layer_spec", "torch on rank 0, transformer_engine on rank 1"):
         agreed_layer_spec(_config("auto"), runtime)
+
+
+def test_kernels_of_attention_are_logged_and_the_same_on_ranks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from megatron_dppo.models.build import agreed_layer_spec
+
+    caplog.set_level(logging.INFO)
+    sizes, cpu = model_sizes(QWEN3_30B), torch.device("cpu")
+    alike: Any = SimpleNamespace(device=cpu, all_gather=lambda name: [name, name])
+    agreed_layer_spec(_config("torch"), alike, sizes)
+    assert "attention: padded batches: torch.bfloat16 on cpu, heads of 128" in caplog.messages
+    mixed: Any = SimpleNamespace(device=cpu, all_gather=lambda name: [name, "torch, FlashAttention-3"])
+    with refused("model.layer_spec", "torch, padded batches", "torch, FlashAttention-3 on rank 1"):
+        agreed_layer_spec(_config("torch"), mixed, sizes)
 
 
 @pytest.mark.parametrize("kernel", [USABLE, ABSENT])

@@ -2,12 +2,15 @@
 
     make gpu
     python -m tools.benchmarks.gpu_step --tokens 16384 --sequence-length 4096
-    python -m tools.benchmarks.gpu_step --layers 3
+    python -m tools.benchmarks.gpu_step --layers 1 --layers 4
 
-The model has one layer by default and random bfloat16 weights. It runs with our torch spec and, if it is
-usable, with Transformer Engine's spec. The real actor takes the steps: forward, loss, backward and update, on
-packed sequences in one micro-batch. With so few layers, the output layer and the loss are most of the work, so
-the figures do not predict the complete model. --layers shows the cost of further layers.
+The models have one and three layers by default and random bfloat16 weights. They run with our torch spec and,
+if it is usable, with Transformer Engine's spec. The real actor takes the steps: forward, loss, backward and
+update, on packed sequences in one micro-batch. With so few layers, the output layer and the loss are most of
+the work.
+
+The steps of the torch spec give the rates of layers, output layer and update, by least squares. With the speed
+of copies from page-locked memory they go to --rates, from where `megatron-dppo plan` takes them.
 
 MFU is the ratio of the floating-point operations of forward and backward to the GPU's peak in the same time.
 Operations are counted as in work balancing (6 per token and multiplied weight, and causal attention). The peak
@@ -19,13 +22,16 @@ Figures are also written to runs/bench/gpu_step.json.
 
 import gc
 import itertools
+import math
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 
@@ -33,6 +39,8 @@ from megatron_dppo.architectures.megatron_options import LayerSpecName
 from megatron_dppo.checks import model_facts
 from megatron_dppo.config.schema import Config
 from megatron_dppo.plan import Machine
+from megatron_dppo.plan.cost import step_time
+from megatron_dppo.plan.gpu_rates import RATES_FILE, GpuRates, write_rates
 from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.memory import memory_of
 from megatron_dppo.runtime.process import Runtime, gpu_libraries, quiet_library_warnings, start, stop
@@ -49,6 +57,8 @@ QWEN3_30B_A3B |= dict(num_attention_heads=32, num_key_value_heads=4, head_dim=12
 QWEN3_30B_A3B |= dict(num_experts_per_tok=8, max_position_embeddings=40960)
 OBJECTIVES = {"dppo_binary_tv": 0, "dppo_topk_kl": 20}  # preset and its top_k; 0 for no Top-K
 DTYPE = "bfloat16"
+LAYERS = (1, 3)
+FITTED = ("layer_flops_per_s", "output_flops_per_s", "update_parameters_per_s")
 TOKENS = (8192, 16384, 32768)
 WARM_UP = 2  # warm-up steps
 
@@ -64,15 +74,21 @@ class Measured:
     peak_bytes: int
     planned_bytes: int  # estimate of `megatron-dppo plan`
     layer_spec: LayerSpecName = "torch"
+    num_layers: int = 1
+
+    @property
+    def median_s(self) -> float:
+        """Seconds of the median step."""
+        return statistics.median(self.seconds)
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens per second of the median step."""
-        return self.num_tokens / statistics.median(self.seconds)
+        return self.num_tokens / self.median_s
 
     def mfu(self, peak_flops: float) -> float:
         """Return the share of a peak (operations per second) that the median step reaches."""
-        return self.flops / statistics.median(self.seconds) / peak_flops
+        return self.flops / self.median_s / peak_flops
 
 
 def main(
@@ -80,11 +96,14 @@ def main(
         list[int] | None, typer.Option(min=1, help=f"Tokens of a step (repeatable). [default: {TOKENS}]")
     ] = None,
     sequence_length: Annotated[int, typer.Option(min=16, help="Tokens of each packed sequence.")] = 2048,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 1,
+    layers: Annotated[
+        list[int] | None, typer.Option(min=1, help=f"Layers of the model (repeatable). [default: {LAYERS}]")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help=f"Measured steps, after {WARM_UP} warm-up steps.")] = 5,
     peak_tflops: Annotated[float | None, typer.Option(help="Dense bfloat16 peak. [default: by name]")] = None,
     folder: Annotated[Path | None, typer.Option(help="Folder for the temporary random checkpoint.")] = None,
     out: Out = OUT / "gpu_step.json",
+    rates: Annotated[Path, typer.Option(help="File of the rates, from the repository.")] = RATES_FILE,
 ) -> None:
     """Print one table."""
     counts = sorted(tokens or TOKENS)
@@ -97,16 +116,64 @@ def main(
         typer.echo("this benchmark needs a GPU, and torch found none", err=True)
         raise typer.Exit(2)
     quiet_library_warnings()
-    runtime, sizes = start(), QWEN3_30B_A3B | {"num_hidden_layers": layers}
+    runtime, rows, found = start(), list[Measured](), dict[str, float]()
     device = torch.cuda.get_device_name()
     peak = peak_tflops or peak_tflops_of(device)
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        write_model(runtime, f"{name}/model", sizes)
-        rows = measure_all(runtime, f"{name}/model", counts, sequence_length, steps)
+        samples = list[tuple[Job, float]]()
+        for num_layers in layers or LAYERS:
+            model = f"{name}/{num_layers}"
+            write_model(runtime, model, QWEN3_30B_A3B | {"num_hidden_layers": num_layers})
+            measured = measure_all(runtime, model, counts, sequence_length, steps)
+            samples += [
+                (planned_job(model, [sequence_length] * (row.num_tokens // sequence_length), 0), row.median_s)
+                for row in measured
+                if row.seconds and (row.layer_spec, row.objective) == ("torch", "dppo_binary_tv")
+            ]
+            rows += [replace(row, num_layers=num_layers) for row in measured]
+        found = fitted_rates(samples)
+    found |= {"host_bytes_per_s": host_bytes_per_s(runtime)}
     stop()
-    show(rows, device, peak, layers, sequence_length)
-    shape = {"layers": layers, "sequence_length": sequence_length, "device": device, "peak_tflops": peak}
-    write_json(ROOT / out, {**shape, "rows": [asdict(row) for row in rows]})
+    show(rows, device, peak, sequence_length)
+    write_rates(ROOT / rates, device, found)
+    typer.echo(f"rates: {', '.join(f'{name} {value:.3g}' for name, value in found.items())}; in {ROOT / rates}")
+    shape = {"sequence_length": sequence_length, "device": device, "peak_tflops": peak}
+    write_json(ROOT / out, {**shape, "rates": found, "rows": [asdict(row) for row in rows]})
+
+
+def fitted_rates(samples: Sequence[tuple[Job, float]]) -> dict[str, float]:
+    """Return the rates with which the plan's estimate of the steps is closest to their seconds.
+
+    An estimate is a sum of work divided by rates, so this is a least-squares fit, of relative errors. It needs
+    steps of two numbers of layers, and of two numbers of tokens; without them, nothing is returned.
+    """
+    work = np.array([[_work(job, name) for name in FITTED] for job, _ in samples]).reshape(-1, len(FITTED))
+    relative = work / np.array([seconds for _, seconds in samples]).reshape(-1, 1)
+    scale = relative.max(axis=0, initial=1e-300)
+    inverse, _, rank, _ = np.linalg.lstsq(relative / scale, np.ones(len(samples)), rcond=1e-6)
+    if rank < len(FITTED) or not (inverse > 0).all():
+        return {}
+    return {name: float(size / share) for name, size, share in zip(FITTED, scale, inverse, strict=True)}
+
+
+def _work(job: Job, name: str) -> float:
+    """Return the work that a rate divides: the seconds of the step if it is 1, and the others infinite."""
+    rates: dict[str, Any] = {**dict.fromkeys(FITTED, math.inf), name: 1.0}
+    unit = GpuRates(**rates)
+    return step_time(replace(job, machine=replace(job.machine, rates=unit)), job.layout).total
+
+
+def host_bytes_per_s(runtime: Runtime, num_bytes: int = 2**30) -> float:
+    """Return the speed of copies from page-locked memory to the GPU and back."""
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(host, device=runtime.device)
+    for _ in range(2):  # the first one warms up
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        there.copy_(host, non_blocking=True)
+        host.copy_(there, non_blocking=True)
+        torch.cuda.synchronize()
+    return 2 * num_bytes / (time.perf_counter() - started)
 
 
 def peak_tflops_of(device: str) -> float | None:
@@ -152,6 +219,16 @@ def measure_all(
 
 def planned_bytes(model: str, lengths: Sequence[int], top_k: int, layer_spec: LayerSpecName = "torch") -> int:
     """Return the peak bytes that `plan` predicts for a step on one micro-batch of equally long sequences."""
+    job = planned_job(model, lengths, top_k, layer_spec)
+    moments = memory_of(job, job.layout).worst.moments
+    return max(
+        sum(size for name, size in moments[moment].items() if name != "reserve")
+        for moment in ("loss", "backward", "step")
+    )
+
+
+def planned_job(model: str, lengths: Sequence[int], top_k: int, layer_spec: LayerSpecName = "torch") -> Job:
+    """Return the job of a step on one micro-batch of equally long sequences, as `plan` takes it."""
     rollout = dict(engine="sglang", prompts_per_rollout=len(lengths), samples_per_prompt=1)
     tables = {
         "model": {"load": model, "dtype": DTYPE, "layer_spec": layer_spec},
@@ -161,15 +238,10 @@ def planned_bytes(model: str, lengths: Sequence[int], top_k: int, layer_spec: La
         "algorithm": {"minibatches_per_rollout": 1},
     }
     config = Config.model_validate(tables)
-    job = Job.of(config, model_facts(config, 1), Machine(num_gpus=1, gpu_bytes=10**12))
-    moments = memory_of(job, job.layout).worst.moments
-    return max(
-        sum(size for name, size in moments[moment].items() if name != "reserve")
-        for moment in ("loss", "backward", "step")
-    )
+    return Job.of(config, model_facts(config, 1), Machine(num_gpus=1, gpu_bytes=10**12))
 
 
-def show(rows: Sequence[Measured], device: str, peak: float | None, layers: int, sequence_length: int) -> None:
+def show(rows: Sequence[Measured], device: str, peak: float | None, sequence_length: int) -> None:
     """Print the table, and the peak that it assumes."""
     assumed = f"{peak:,.1f} TFLOP/s, dense bfloat16" if peak else "not known; give --peak-tflops for MFU"
     typer.echo(f"\n{device}; its peak: {assumed}")
@@ -177,17 +249,18 @@ def show(rows: Sequence[Measured], device: str, peak: float | None, layers: int,
     for row in rows:
         speed = ["does not fit", "-", "-"]
         if row.seconds:
-            milliseconds = f"{statistics.median(row.seconds) * 1e3:,.1f}"
+            milliseconds = f"{row.median_s * 1e3:,.1f}"
             speed = [milliseconds, f"{row.tokens_per_s:,.0f}", f"{row.mfu(peak * 1e12):.1%}" if peak else "-"]
         memory = (f"{size / 2**30:.1f}" for size in (row.peak_bytes, row.planned_bytes))
-        cells.append([row.layer_spec, row.objective, f"{row.num_tokens:,}", *speed, *memory])
-    title = f"training step, {layers} of Qwen3-30B-A3B's 48 layers, sequences of {sequence_length} tokens"
-    names = ("layer spec", "objective", "tokens", "ms", "tokens/s", "MFU", "peak GiB", "planned")
+        names = [row.layer_spec, row.objective, str(row.num_layers)]
+        cells.append([*names, f"{row.num_tokens:,}", *speed, *memory])
+    title = f"training step, some of Qwen3-30B-A3B's 48 layers, sequences of {sequence_length} tokens"
+    names = ("layer spec", "objective", "layers", "tokens", "ms", "tokens/s", "MFU", "peak GiB", "planned")
     show_table(title, names, cells)
     pairs = zip(rows, cells, strict=True)
     done = [(row.tokens_per_s, row.peak_bytes, cell) for row, cell in pairs if row.seconds]
     if done:
-        spec, objective, tokens, milliseconds, speed, mfu, *_ = max(done)[2]
+        spec, objective, _, tokens, milliseconds, speed, mfu, *_ = max(done)[2]
         most = max(peak_bytes for _, peak_bytes, _ in done) / 2**30
         best = f"{tokens} tokens in {milliseconds} ms, {speed} tokens/s, MFU {mfu} ({spec}, {objective})"
         typer.echo(f"\nbest: {best}; at most {most:.1f} GiB in any step")

@@ -9,12 +9,12 @@ from tools.benchmarks.loss_cases import SHARDS
 
 # Patterns of the output lines that are reported; the last line found is shown in the table.
 _FOUND = {
-    "facts": r"^(PyTorch|Python|CUDA|GPU|Nvidia|CPU\(s\)|Model name|\[pip3\])",
+    "facts": r"^(attention|PyTorch|Python version|CUDA|GPU|Nvidia|CPU\(s\)|Model name|\[pip3\])",
     "build": r"^library",
     "tests": r"\b\d+ (passed|failed|error|skipped|tests? collected)|^(FAILED|ERROR) |^E  ",
     "sanitizer": r"ERROR SUMMARY|RACECHECK SUMMARY|hazards|Invalid|not supported",
     "loss": r"^(==|ours|goals:|  missed)|fails|wrong|does not",
-    "gpu_step": r"peak|^(torch|transformer_engine) |^best",
+    "gpu_step": r"peak|^(torch|transformer_engine) |^best|^rates",
     "loop": r"^(1 process|expert 2|fastest)",
     "quickstart": r"held-out|^(reward|paired|tokens|Found)",
     "save": r"^(pause|gradient step|the asynchronous)|checkpoint holds",
@@ -50,12 +50,12 @@ def gpu_steps(out: Path, *, is_rehearsal: bool) -> list[Step]:
     saves = ("--saves", "1", "--hidden", "64") if brief else ("--saves", "3")
     kept = ("runs/quickstart/summary.json", "runs/quickstart/report.html")
     steps = [
-        _step("facts", 90, "-m", "torch.utils.collect_env"),
+        _step("facts", 90, "-m", "tools.gpu_machine.facts"),
         _step("build", 240, "-c", build),
         _tests("tests", 420, "tests/gpu", "--ignore=tests/gpu/test_sglang_on_gpu.py", is_rehearsal=brief),
         *(_sanitizer(tool, limit_s) for tool, limit_s in (("memcheck", 150), ("racecheck", 180))),
         *(_loss(shape, out, is_rehearsal=brief) for shape in (("tp1",) if brief else SHARDS)),
-        _benchmark("gpu_step", 400, "--out", str(out / "gpu_step.json")),
+        _benchmark("gpu_step", 600, "--out", str(out / "gpu_step.json"), "--rates", str(out / "rates.json")),
         _benchmark(
             "loop", 600 if brief else 300, "--rollouts", "3" if brief else "12", kept=("runs/bench/loop.json",)
         ),
@@ -69,7 +69,7 @@ def sglang_steps(out: Path, *, is_rehearsal: bool) -> list[Step]:
     """Return the steps of `make gpu-sglang`: tests and a benchmark of a server on the trainer's GPU."""
     rounds = ("--rounds", "1") if is_rehearsal else ()
     return [
-        _step("facts", 90, "-m", "torch.utils.collect_env"),
+        _step("facts", 90, "-m", "tools.gpu_machine.facts"),
         _tests("sglang_tests", 600, "tests/gpu/test_sglang_on_gpu.py", is_rehearsal=is_rehearsal),
         _benchmark("sglang_transfer", 600, *rounds, kept=("runs/bench/sglang.json",)),
     ]

@@ -102,21 +102,22 @@ def served_dtype(config: Config) -> str:
 def build_transport(config: Config, owner: WeightOwner, runtime: Runtime) -> Transport:
     """Build the transport of rollout.sglang.weight_sync; all ranks call it together.
 
-    One half of rollout.sglang.sync_bucket_bytes is for the buffer, the other half for gathering its tensors.
+    One half of rollout.sglang.sync_bucket_bytes is for the buffer, the other half for gathering its tensors. No
+    half is larger than the weights.
     """
     options = config.rollout.sglang
-    half = options.sync_bucket_bytes // 2
+    described = owner.describe_weights(of_own_stage=options.weight_sync == "distributed")
+    half = min(options.sync_bucket_bytes // 2, sum(tensor.nbytes for tensor in described.values()))
     if options.weight_sync == "disk":
         folder, template = config.run.folder / "weights", hf_files(config.model.load)
         return DiskTransport(lambda: owner.weights(max_bytes=half), runtime, folder, template, half)
     hf = read_hf_config(config.model.load)
     together = family_of(hf).travelling_together(hf)
     if options.weight_sync == "tensor":
-        num_tensors = len(owner.describe_weights())
-        return TensorTransport(lambda: owner.weights(max_bytes=half), num_tensors, runtime, half, together)
+        return TensorTransport(lambda: owner.weights(max_bytes=half), len(described), runtime, half, together)
     return DistributedTransport(
         lambda: owner.weights(of_own_stage=True, max_bytes=half),
-        len(owner.describe_weights(of_own_stage=True)),
+        len(described),
         StagePlace(*owner.pipeline_place),
         runtime,
         bucket_bytes=half,

@@ -17,11 +17,10 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # before a process group exists: its defaults would keep it after stop()
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
-from torch.cuda import nccl
 
 from megatron_dppo.errors import ConfigError, LaunchError, Problem
 from megatron_dppo.runtime.gpu_ledger import GpuLedger
-from megatron_dppo.runtime.libraries import Libraries, usable_libraries
+from megatron_dppo.runtime.libraries import Libraries, nccl_version, usable_libraries
 
 T = TypeVar("T")
 logger = logging.getLogger("megatron_dppo")
@@ -79,7 +78,7 @@ class Runtime:
     @property
     def nccl_version(self) -> str | None:
         """Version of the NCCL that sends tensors between GPUs, or None on a CPU."""
-        return ".".join(map(str, nccl.version())) if self.device.type == "cuda" else None
+        return nccl_version() if self.device.type == "cuda" else None
 
     def all_gather(self, value: T) -> list[T]:
         """Return every rank's value, in rank order. Only for small picklable objects."""

@@ -9,14 +9,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.engines.sglang import server
-from megatron_dppo.engines.sglang.options import CUMEM, NCCL, NVLS, differences, installed_nccl, nccl_settings
+from megatron_dppo.engines.sglang import options, server
+from megatron_dppo.engines.sglang.options import (
+    CUMEM,
+    NCCL,
+    NVLS,
+    differences,
+    environment_problems,
+    installed_nccl,
+    nccl_settings,
+)
 from megatron_dppo.engines.weight_sync.factory import run_servers
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.run.session import join_processes
 from megatron_dppo.runtime.files import write_jsonl
+from megatron_dppo.runtime.libraries import nccl_version
+from megatron_dppo.runtime.process import Runtime
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,6 +137,52 @@ def test_an_interpreter_with_a_torch_for_cpus_has_no_nccl() -> None:
     assert installed_nccl(Path("/nowhere/python")) == {}
 
 
+class Library:
+    """NCCL as ctypes loads it."""
+
+    def __init__(self, name: str, mode: int) -> None:
+        assert name == "libnccl.so.2" and mode & os.RTLD_NOLOAD, "the one that torch has loaded"
+
+    @staticmethod
+    def ncclGetVersion(reference: Any) -> int:
+        reference._obj.value = 23007
+        return 0
+
+
+def not_loaded(name: str, mode: int) -> None:
+    raise OSError(name)
+
+
+@pytest.mark.parametrize(("library", "version"), [(Library, "2.30.7"), (not_loaded, "2.29.7")])
+def test_the_version_is_the_library_s_and_not_what_torch_was_compiled_with(
+    monkeypatch: pytest.MonkeyPatch, library: Any, version: str
+) -> None:
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 29, 7))
+    monkeypatch.setattr("ctypes.CDLL", library)
+    assert nccl_version() == version
+    on_gpu = Runtime(torch.device("cuda", 0), rank=0, world_size=1)
+    assert on_gpu.nccl_version == version
+
+
+def test_a_server_with_another_nccl_than_the_trainer_s_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$4" in *nccl*) echo 2.30.7;; *) echo 0.5.23;; esac\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(server, "read_options", lambda python: {})
+    monkeypatch.setattr(options, "trainer_nccl", lambda: {NCCL: "2.29.7"})
+    table = {"python": str(python)}
+    with pytest.raises(
+        ConfigError, match=r"NCCL 2\.29\.7 here and 2\.30\.7 in .*--no-deps nvidia-nccl-cu13==2"
+    ):
+        server.plan_launch(config_of(table))
+    with pytest.raises(ConfigError) as refusal:  # of the model's folder, which is missing
+        server.plan_launch(config_of(table, weight_sync="disk"))
+    assert "NCCL" not in str(refusal.value)
+
+
 def test_a_push_leaves_out_a_registered_server_with_another_nccl(tmp_path: Path) -> None:
     """From the interpreter that serves, through the server's record, to the trainer's push."""
     python, run = tmp_path / "python", tmp_path / "run"
@@ -143,6 +200,21 @@ def test_a_push_leaves_out_a_registered_server_with_another_nccl(tmp_path: Path)
         fleet, absent = run_servers(config, trainer).fleet()
         assert not fleet.members, "nothing listens at the URL"
         assert ("NCCL=2.30.7 there" in absent[record.url]) is is_refused
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_a_colocated_server_gets_no_expandable_segments(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    colocated, apart = config_of({}, colocated=True, weight_sync="tensor"), config_of({})
+    refused = ("expandable_segments:True", "garbage_collection_threshold:0.8,Expandable_Segments: true")
+    for value in (*refused, "expandable_segments:False", "max_split_size_mb:64", "backend:cudaMallocAsync"):
+        monkeypatch.setenv(name, value)
+        assert [name in str(each) for each in environment_problems(colocated)] == [True] * (value in refused)
+        assert not list(environment_problems(apart))
+    monkeypatch.setenv(name, refused[1])
+    monkeypatch.setattr(server, "read_options", lambda python: {})
+    monkeypatch.setattr(server, "is_for_cpu", lambda python: False)
+    with pytest.raises(ConfigError, match=name):
+        server.plan_launch(colocated)
 
 
 def test_differences_name_both_sides() -> None:

@@ -1,5 +1,6 @@
 """SGLang's environment: its packages, an environment for CPUs that is refused, and NCCL's settings."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -56,6 +57,33 @@ def test_the_kind_is_asked_for_or_follows_the_gpu_and_has_its_own_stamp(tmp_path
     (tmp_path / "venv").mkdir()
     (tmp_path / "venv" / ".stamp-cpu").touch()
     assert "pip install" in make(tmp_path, "sbatch", variables=("SGLANG_FOR=gpu",))
+
+
+@pytest.mark.parametrize(("version", "nccl"), [("0.5.21", "2.29.7"), ("0.5.23", "2.30.7")])
+@pytest.mark.parametrize("is_for_gpu", [True, False])
+def test_a_trainer_s_torch_for_gpus_gets_the_nccl_of_the_servers(
+    tmp_path: Path, version: str, nccl: str, is_for_gpu: bool
+) -> None:
+    """Of `make sglang-venv` with servers that are there already; `make venv` does the same at its end."""
+    python, log = tmp_path / "trainer/bin/python", tmp_path / "log"
+    python.parent.mkdir(parents=True)
+    python.write_text(
+        f'#!/bin/sh\necho "$*" >>{log}\ncase "$*" in *" show "*) exit {int(not is_for_gpu)};; esac\n'
+    )
+    python.chmod(0o755)
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv/.stamp-gpu").touch()
+    folders = (f"VENV={tmp_path / 'trainer'}", f"SGLANG_VENV={tmp_path / 'venv'}")
+    command = ["make", *folders, f"SGLANG={version}"]
+    run = functools.partial(subprocess.run, cwd=ROOT, check=True, capture_output=True, text=True)
+    run([*command, "sglang-venv", "SGLANG_FOR=gpu"])
+    _, *installs = log.read_text().splitlines()
+    wanted = f"-m pip install --quiet --no-deps nvidia-nccl-cu13=={nccl}"
+    assert installs == [wanted] * is_for_gpu
+    listed = subprocess.run(
+        [*command, "--dry-run", "venv"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert "pip install" in listed.stdout and "nvidia-nccl" in listed.stdout.splitlines()[-2]
 
 
 @pytest.mark.parametrize(

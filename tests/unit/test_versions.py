@@ -21,7 +21,17 @@ from megatron_dppo.runtime.libraries import (
     untested_versions,
 )
 from tests.recording import record
-from tools.versions import FEATURES, PAGE, Record, counts, read_records, versions_tables, with_tables
+from tools.versions import (
+    FEATURES,
+    PAGE,
+    Record,
+    counts,
+    gpu_pins,
+    read_pins,
+    read_records,
+    versions_tables,
+    with_tables,
+)
 
 ROOT = Path(__file__).parents[2]
 HERE = {"python": "3.11", "megatron-core": "0.16.1", "torch": "2.13.0", "transformers": "5.23.0"}
@@ -49,6 +59,39 @@ def test_make_installs_the_newest_sglang_and_knows_what_each_needs_on_a_cpu() ->
         text = (ROOT / f"tests/sglang/requirements-cpu/{version}.txt").read_text()
         assert f"\nsglang=={version}\n" in text
         assert "tp_size" in shipped_options(version)
+
+
+def test_what_gpus_get_is_what_the_packages_require_and_not_what_the_tests_ran_with() -> None:
+    """`tests/sglang` compares the pins with the metadata of SGLang itself."""
+    pins = {version: gpu_pins(version) for version in GENERATIONS}
+    of_torch: dict[str, str] = {}  # NCCL
+    for version, of_gpu in pins.items():
+        assert of_gpu["sglang"] == version
+        assert of_torch.setdefault(of_gpu["torch"], of_gpu["nvidia-nccl-cu13"]) == of_gpu["nvidia-nccl-cu13"]
+        file = ROOT / f"tests/sglang/requirements-cpu/{version}.txt"
+        on_cpu, _, _ = file.read_text().partition("\n")
+        trainer = read_pins(ROOT / "constraints.txt")["torch"]
+        pinned = "which it pins" if of_gpu["torch"] == trainer else f"it pins {of_gpu['torch']}"
+        assert f"beside torch {trainer}" in on_cpu.partition("\n")[0] and pinned in on_cpu.partition("\n")[0]
+        assert (
+            read_pins(ROOT / f"tests/sglang/requirements-cpu/{version}.txt")["transformers"]
+            == of_gpu["transformers"]
+        )
+    for each in read_records(ROOT):
+        if each["suite"] == "sglang":
+            assert each["versions"]["server transformers"] == pins[each["versions"]["sglang"]]["transformers"]
+    guide = (ROOT / PAGE).read_text()
+    section = guide.partition("## NCCL")[2].partition("\n## ")[0]
+    assert set(re.findall(r"\b2\.[23]\d\.\d+\b", section)) == set(of_torch.values())
+    assert f"nvidia-nccl-cu13=={pins[NEWEST]['nvidia-nccl-cu13']}" in section
+
+
+def test_every_environment_of_make_takes_the_torch_of_the_constraints() -> None:
+    makefile, trainer = (ROOT / "Makefile").read_text(), read_pins(ROOT / "constraints.txt")["torch"]
+    assert set(re.findall(r"\btorch==(\d[\d.]*)", makefile)) == {trainer}
+    assert f"pip install torch=={trainer}" in (ROOT / PAGE).read_text()
+    newest = dict(re.findall(r"^(\w+)_NEWEST := (.*)$", makefile, re.MULTILINE))
+    assert newest["TORCH"] in TESTED["torch"] and newest["TRANSFORMERS"] in TESTED["transformers"]
 
 
 def test_the_features_of_servers_are_files_of_tests() -> None:
@@ -101,7 +144,11 @@ def test_the_tables_name_what_failed_what_was_left_out_and_what_did_not_run(tmp_
     outcome = "unit: 1,200, 1 failed, 4 left out, 1 of 2 files not run; quickstart: ran"
     assert trainer.splitlines()[2:] == [f"| 3.11 | 0.16.1 | 2.13.0 | 5.23.0 | {outcome} | 2026-11-24 |"]
     (row,) = servers.splitlines()[2:]
-    assert row.startswith("| 0.5.22 | 2.13.0 | 5.19.0 | not run |") and "| yes |" in row and "| no |" in row
+    assert (
+        row.startswith("| 0.5.22 | 2.14.1 | 5.19.0 | 2.30.7 | 2.13.0 | not run |")
+        and "| yes |" in row
+        and "| no |" in row
+    )
 
 
 TEXT = """

@@ -5,9 +5,11 @@ import os
 import pickle
 import resource
 import socket
+import subprocess
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -166,6 +168,43 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def unusable_gpus() -> Problem | None:
+    """Return the problem if torch can use none of this machine's GPUs.
+
+    An empty CUDA_VISIBLE_DEVICES hides them on purpose.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
+    if has_gpu() or hidden or not (gpus := _gpus_of_machine()):
+        return None
+    try:
+        torch.cuda.init()
+        reason = "torch.cuda.is_available() is false"
+    except (RuntimeError, AssertionError) as error:  # a driver that is too old, or a torch for CPUs
+        reason = str(error).partition("\n")[0]
+    kind = "CPUs" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
+    return Problem(
+        "the GPUs",
+        f"{gpus} and torch {torch.__version__} for {kind}, which can use none of them ({reason})",
+        "a torch for GPUs and a driver for its CUDA: 580 or newer for CUDA 13, 525 or newer for CUDA 12",
+        "Update the driver, install torch for the driver's CUDA, or start the container with its GPUs. "
+        "To compute on the CPU on purpose, set CUDA_VISIBLE_DEVICES='' in the environment.",
+    )
+
+
+def _gpus_of_machine() -> str:
+    """Describe the GPUs that the driver or SLURM gives this process; empty if there are none."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        lines = subprocess.run(
+            query, capture_output=True, text=True, timeout=60, check=True
+        ).stdout.splitlines()
+        if lines:
+            name, _, driver = lines[0].partition(", ")
+            return f"{len(lines)} GPUs ({name}) with driver {driver}"
+    of_job = os.environ.get("SLURM_GPUS_ON_NODE", "0")
+    return "" if of_job == "0" else f"{of_job} GPUs of SLURM's job (SLURM_GPUS_ON_NODE), without a driver here,"
+
+
 def gpu_libraries() -> Libraries:
     """Return the GPU libraries that this process can use; call before importing Megatron."""
     return usable_libraries(is_on_gpu=has_gpu())
@@ -180,9 +219,11 @@ def start(num_threads: int = 1, timeout_s: float = 1800.0, join_timeout_s: float
         join_timeout_s: Seconds to wait for the other processes to start; at most `timeout_s`.
 
     Raises:
-        ConfigError: The launcher set WORLD_SIZE, but not the other variables.
+        ConfigError: The launcher set WORLD_SIZE, but not the other variables; or torch cannot use the GPUs.
         LaunchError: The other processes did not start in time.
     """
+    if (problem := unusable_gpus()) is not None:
+        raise ConfigError(problem)
     torch.set_num_threads(num_threads)
     torch.set_flush_denormal(True)
     world_size = world_size_from_launcher()

@@ -184,7 +184,7 @@ def as_json(plan: Plan, num_proposals: int = 5) -> dict[str, Any]:
         "assumptions": {
             **asdict(job.assumptions),
             "reserve_bytes": figures.RESERVE_BYTES,
-            "engine_residue_bytes": figures.ENGINE_RESIDUE_BYTES,
+            "engine_residue_bytes": job.machine.engine_residue_bytes,
             "flops": figures.BFLOAT16_FLOPS,
             "compute_efficiency": figures.COMPUTE_EFFICIENCY,
             "nvlink_bytes_per_s": figures.NVLINK_BYTES_PER_S,

@@ -68,7 +68,9 @@ class Runtime:
     control: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
     """Gloo group of all ranks; None means the default group."""
     gpu_ledger: GpuLedger = field(
-        default_factory=lambda: GpuLedger(give_back_memory, free_device_bytes), compare=False, repr=False
+        default_factory=lambda: GpuLedger(give_back_memory, free_device_bytes, outside_device_bytes),
+        compare=False,
+        repr=False,
     )
     """Holders of the device's memory: trainer, engine, or both."""
 
@@ -161,6 +163,14 @@ def give_back_memory() -> None:
 def free_device_bytes() -> int | None:
     """Return the driver's free bytes on this process's GPU; None without a GPU."""
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_initialized() else None
+
+
+def outside_device_bytes() -> int | None:
+    """Return the bytes in use on this process's GPU outside of PyTorch's allocator; None without a GPU."""
+    if not torch.cuda.is_initialized():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
 
 
 def has_gpu() -> bool:

@@ -2,12 +2,18 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from megatron_dppo.engines.sglang.options import shipped_options
 from megatron_dppo.engines.sglang.protocol import GENERATIONS, NEWEST
@@ -34,6 +40,8 @@ from tools.versions import (
 )
 
 ROOT = Path(__file__).parents[2]
+NOT_RUN = {"transformer-engine"}  # the tests have stand-ins for it
+SPLIT = {"megatron-core"}  # one line for each Python
 HERE = {"python": "3.11", "megatron-core": "0.16.1", "torch": "2.13.0", "transformers": "5.23.0"}
 SERVERS = {"sglang": "0.5.22", "server torch": "2.13.0", "server transformers": "5.19.0"}
 
@@ -92,6 +100,34 @@ def test_every_environment_of_make_takes_the_torch_of_the_constraints() -> None:
     assert f"pip install torch=={trainer}" in (ROOT / PAGE).read_text()
     newest = dict(re.findall(r"^(\w+)_NEWEST := (.*)$", makefile, re.MULTILINE))
     assert newest["TORCH"] in TESTED["torch"] and newest["TRANSFORMERS"] in TESTED["transformers"]
+
+
+def read_setup() -> tuple[str, list[Requirement]]:
+    """Python's lower bound in setup.py, and the requirements of the package and its extras."""
+    found: dict[str, Any] = {}
+    with patch("setuptools.setup", lambda **arguments: found.update(arguments)):
+        runpy.run_path(str(ROOT / "setup.py"))
+    texts = [*found["install_requires"], *(text for each in found["extras_require"].values() for text in each)]
+    return found["python_requires"], [Requirement(text) for text in texts]
+
+
+def test_every_lower_bound_is_a_version_that_the_tests_ran_with() -> None:
+    """What the tests recorded, or of other packages the constraints, which `make test` installs."""
+    python, requirements = read_setup()
+    pins = {canonicalize_name(name): {version} for name, version in read_pins(ROOT / "constraints.txt").items()}
+    for each in read_records(ROOT):
+        for name in TESTED:
+            pins.setdefault(name, set()).add(each["versions"][name])
+    assert python == f">={min(pins['python'], key=Version)}"
+    bounds = 0
+    for each in requirements:
+        ran = sorted(map(Version, pins.get(canonicalize_name(each.name), ())))
+        for bound in (Version(spec.version) for spec in each.specifier if spec.operator == ">="):
+            if each.name not in NOT_RUN:
+                assert ran and bound.release == ran[0].release[: len(bound.release)], f"{each}: ran with {ran}"
+                assert all(each.specifier.contains(version) for version in ran if each.name not in SPLIT), each
+                bounds += 1
+    assert bounds > 30
 
 
 def test_the_features_of_servers_are_files_of_tests() -> None:

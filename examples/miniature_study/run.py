@@ -21,9 +21,9 @@ from study_grid import Cell, Grid, read_grid
 from study_pictures import draw_against, draw_ranked
 from study_report import TITLE, write_report
 from study_results import CellResult, findings, read_results
-from study_runs import Task, run_all
 
 from megatron_dppo.analysis.figures.command import draw_figures
+from megatron_dppo.cli.grid_runs import GridRun, last_line, train_all
 from megatron_dppo.errors import MegatronDppoError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,10 +67,10 @@ def main(
     except MegatronDppoError as error:
         raise typer.BadParameter(str(error)) from None
     tasks = tasks_of(grid, folder, range(seeds), num_rollouts)
-    failed: list[Task] = []
+    failed: list[GridRun] = []
     if not report_only:
         make_model(folder / "model", _SHORT_WARM_START if short else None)
-        failed = run_all(tasks, jobs or os.cpu_count() or 1)
+        failed = train_all(tasks, jobs or os.cpu_count() or 1)
     report(grid, folder, range(seeds), num_rollouts, failed)
     if failed:
         raise typer.Exit(1)
@@ -83,11 +83,11 @@ def make_model(folder: Path, steps: int | None) -> None:
     subprocess.run(command, check=True)
 
 
-def tasks_of(grid: Grid, folder: Path, seeds: Sequence[int], num_rollouts: int) -> list[Task]:
+def tasks_of(grid: Grid, folder: Path, seeds: Sequence[int], num_rollouts: int) -> list[GridRun]:
     """Every run, seed by seed, so that a study that is stopped early has whole seeds."""
     model = [f"model.load={str(folder / 'model')!r}", f"data.prompts={str(folder / 'model/prompts.jsonl')!r}"]
     return [
-        Task(
+        GridRun(
             cell.folder(folder, seed),
             (HERE / "base.toml",),
             (*model, *grid.overrides(cell), f"run.seed={seed}"),
@@ -98,7 +98,9 @@ def tasks_of(grid: Grid, folder: Path, seeds: Sequence[int], num_rollouts: int) 
     ]
 
 
-def report(grid: Grid, folder: Path, seeds: Sequence[int], num_rollouts: int, failed: Sequence[Task]) -> None:
+def report(
+    grid: Grid, folder: Path, seeds: Sequence[int], num_rollouts: int, failed: Sequence[GridRun]
+) -> None:
     """Write report.md, report.html and summary.json, and show the words."""
     results = read_results(grid, folder, seeds, num_rollouts)
     found = findings(grid, results)
@@ -141,12 +143,6 @@ def summary(results: Mapping[Cell, CellResult]) -> dict[str, object]:
 
 def _finite(figures: Mapping[str, float]) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in figures.items()}
-
-
-def last_line(log: Path) -> str:
-    """Return the last lines of a process's log."""
-    lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
-    return lines[-1] if lines else "it said nothing"
 
 
 if __name__ == "__main__":

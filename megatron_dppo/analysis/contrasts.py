@@ -9,6 +9,8 @@ import numpy as np
 NUM_RESAMPLES = 10_000
 _SEED = 0  # the same figures give the same interval
 _PERCENTS = (2.5, 97.5)
+MIN_SEEDS = 6  # with 5 seeds, all signs are equal by chance with p = 2 * 0.5 ** 5 = 0.06
+_Z_INTERVAL, _Z_POWER = 1.960, 0.842  # quantiles .975 and .80 of the normal distribution
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,28 @@ class Contrast:
     high: float
     effect_size: float  # Cohen's d_z: mean over standard deviation of the differences
     num_pairs: int
+
+    @property
+    def holds_zero(self) -> bool:
+        """Whether the interval holds 0, or is unknown."""
+        return not (self.low > 0 or self.high < 0)
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether enough pairs agree: MIN_SEEDS of them, and an interval without 0."""
+        return self.num_pairs >= MIN_SEEDS and not self.holds_zero
+
+    @property
+    def seeds_to_decide(self) -> int | None:
+        """Number of pairs at which a difference of this size is decided with a chance of 80 %.
+
+        The sample size of a paired t test at the 5 % level (Guenther, The American Statistician 35(4), 1981),
+        at least MIN_SEEDS. It is as uncertain as the effect size. None without two pairs that differ.
+        """
+        if not abs(self.effect_size) > 0:
+            return None
+        needed = ((_Z_INTERVAL + _Z_POWER) / self.effect_size) ** 2 + _Z_INTERVAL**2 / 2
+        return max(MIN_SEEDS, math.ceil(needed))
 
 
 def estimate(values: Sequence[float]) -> Estimate:

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from megatron_dppo import __version__
-from megatron_dppo.cli import analysis, checkpoints, data, train
+from megatron_dppo.cli import analysis, checkpoints, data, grid, train
 
 app = typer.Typer(
     name="megatron-dppo",
@@ -16,7 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for commands in (train.app, analysis.app, checkpoints.app, data.app):
+for commands in (train.app, grid.app, analysis.app, checkpoints.app, data.app):
     app.add_typer(commands)
 
 

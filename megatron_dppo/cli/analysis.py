@@ -30,6 +30,11 @@ def compare(
     ] = False,
     every: Annotated[float, typer.Option(min=1.0, help="Seconds between updates of --watch.")] = 10.0,
     tokens_at: TokensAt = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write every number as JSON.")] = None,
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write every number as CSV.")] = None,
+    latex: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a LaTeX table (booktabs).")
+    ] = None,
 ) -> None:
     """Overlay several runs in one HTML report.
 
@@ -42,6 +47,11 @@ def compare(
 
     With --watch the page reloads in the browser and keeps its scroll position.
 
+    --json, --csv and --latex also write every number, with its 95 % interval and number of seeds. The first
+    setting is the baseline of the differences:
+
+        megatron-dppo compare runs/grpo/seed_* runs/dppo/seed_* --latex table.tex --json numbers.json
+
     Runs with tracking.clipped_tokens_every also show the tokens that their masks dropped most often, in one
     rollout:
 
@@ -51,13 +61,15 @@ def compare(
         from megatron_dppo.analysis.report.report import compare as write_report
         from megatron_dppo.analysis.report.report import watch as write_reports
 
+        forms = {"json": json, "csv": csv, "latex": latex}
+        files = {form: file for form, file in forms.items() if file is not None}
         if watch:
-            found = write_reports(runs, out, every, typer.echo, tokens_at=tokens_at)
+            found = write_reports(runs, out, every, typer.echo, tokens_at=tokens_at, data_files=files)
         else:
-            found = write_report(runs, out, tokens_at=tokens_at)
+            found = write_report(runs, out, tokens_at=tokens_at, data_files=files)
     for sentence in found:
         typer.echo(f"- {sentence}")
-    typer.echo(f"wrote {out}")
+    typer.echo(f"wrote {', '.join(map(str, (out, *files.values())))}")
 
 
 @app.command()

@@ -97,14 +97,15 @@ def test_r3_or_not(tmp_path: Path) -> None:
     walked = follow("r3_or_not", tmp_path)
     assert {path.name for path in (walked.folder / "mismatch").iterdir()} >= {"mismatch.json", "mismatch.html"}
     for seed in range(3):
-        measured, replayed = (walked.folder / "runs" / mode / f"seed_{seed}" for mode in ("measure", "replay"))
+        modes = (walked.folder / "runs/r3" / f"routing_replay_{mode}" for mode in ("measure", "replay"))
+        measured, replayed = (mode / f"seed_{seed}" for mode in modes)
         first = [
             json.loads((run / "samples/rollout_000000.jsonl").read_text().splitlines()[0])
             for run in (measured, replayed)
         ]
         assert first[0]["response"] == first[1]["response"]
         require_metrics("r3_or_not", replayed)
-    assert (walked.folder / "report.html").exists()
+    assert (walked.folder / "runs/r3/report.html").exists()
 
 
 def test_parts_of_the_report_exist() -> None:

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_dppo.analysis.contrasts import pooled_change
+from megatron_dppo.analysis.contrasts import MIN_SEEDS, pooled_change
 from megatron_dppo.analysis.lines import over_rollouts, run_names
 from megatron_dppo.analysis.report.diagnostics import why_not_comparable
-from megatron_dppo.analysis.report.findings import MIN_SEEDS, Finding, findings
+from megatron_dppo.analysis.report.findings import Finding, findings
+from megatron_dppo.analysis.report.numbers import numbers, seed_tables
 from megatron_dppo.analysis.report.report import summary_table, toggles
 from megatron_dppo.analysis.report.summary import (
     difference,
     format_number,
     num_shared,
-    seed_tables,
     summary,
     up_to_shared,
 )
@@ -364,7 +364,7 @@ def test_settings_of_several_seeds_are_named_by_what_differs() -> None:
         "Reward, mean of the last 10: .700 (grpo, R3 on) against .200 (dppo_binary_tv, R3 off): 3 seeds agree"
     )
     assert text.startswith(head)
-    assert text.endswith("(95 % interval of the difference −.700 to −.200).")
+    assert "(95 % interval of the difference −.700 to −.200)" in text
     long = {side: {**tables, "note": {"words": side * 20}} for side, tables in {"on": on, "off": off}.items()}
     assert ".700 (on) against .200 (off)" in _said(*runs(long))["reward"][0][1], "the folders' common part"
     names = run_names(made)
@@ -389,7 +389,7 @@ def test_a_longer_run_is_compared_over_the_rollouts_that_all_have() -> None:
     seeds = [
         varied(_run(f"a{s}", seed=s, num_rollouts=25 + 9 * s), reward__mean=lambda n: n / 100) for s in (1, 0)
     ]
-    tables = seed_tables(seeds, run_names(seeds))
+    tables = seed_tables(numbers(seeds, run_names(seeds)))
     assert tables is not None and tables["means"][0]["cells"][1].startswith("0.195 ["), "both up to rollout 25"
 
 

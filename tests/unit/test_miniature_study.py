@@ -8,9 +8,9 @@ from study_grid import Cell, read_grid
 from study_pictures import AGAINST, draw_against, draw_ranked
 from study_report import figure_against, write_report
 from study_results import CellResult, RunResult, findings, is_collapsed, outcome
-from study_runs import Task, run_all
 
 from megatron_dppo.analysis.contrasts import contrast, estimate
+from megatron_dppo.cli.grid_runs import GridRun, train_all
 from megatron_dppo.config import load_config
 from tests.support.refusals import refused
 
@@ -146,6 +146,6 @@ def test_algorithms_one_below_another(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_costs_no_other(tmp_path: Path) -> None:
-    tasks = [Task(tmp_path / name, (Path("no_such.toml"),), (), 1) for name in ("a", "b")]
-    assert sorted(task.folder.name for task in run_all(tasks, 2)) == ["a", "b"]
+    tasks = [GridRun(tmp_path / name, (Path("no_such.toml"),), (), 1) for name in ("a", "b")]
+    assert sorted(task.folder.name for task in train_all(tasks, 2)) == ["a", "b"]
     assert "no such file" in tasks[0].log.read_text()

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_dppo.analysis.contrasts import contrast, estimate
 from megatron_dppo.analysis.lines import run_names
+from megatron_dppo.analysis.report.numbers import numbers, seed_tables
 from megatron_dppo.analysis.report.report import compare, looks, title, toggles
-from megatron_dppo.analysis.report.summary import seed_tables
 from megatron_dppo.config.schema import Config
 from megatron_dppo.run_folder.folder import RunFolder
 from megatron_dppo.run_folder.reader import read_run
@@ -36,7 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def tables_of(paths: list[Path]) -> dict[str, Any]:
     runs = [read_run(path) for path in paths]
-    found = seed_tables(runs, run_names(runs))
+    found = seed_tables(numbers(runs, run_names(runs)))
     assert found is not None
     return found
 

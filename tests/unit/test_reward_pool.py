@@ -267,9 +267,13 @@ pool.score([RewardRequest(Prompt("p", "", "", text="x"), {response!r}, "stop")])
 """
     trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None and trainer.stdout.readline() == "ready\n"
-    time.sleep(0.3)
-    hung = psutil.Process(trainer.pid).children(recursive=True)
-    assert len(hung) == 2 + (response == "program that hangs")
+    deadline = time.monotonic() + 10
+    while len(hung := psutil.Process(trainer.pid).children(recursive=True)) < 2 + (
+        response == "program that hangs"
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.3)  # it is in the middle of its work
     trainer.kill()
     trainer.wait()
     trainer.stdout.close()

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Literal
 
 from megatron_dppo.algorithms.advantages import SUM_TO_ZERO, TOLERANCE
-from megatron_dppo.analysis.contrasts import contrast, pooled_change
+from megatron_dppo.analysis.contrasts import Contrast, contrast, pooled_change
 from megatron_dppo.analysis.lines import (
     R3,
     Line,
@@ -42,7 +42,6 @@ from megatron_dppo.run_folder.reader import Run
 
 Verdict = Literal["decided", "open", "warning", "note"]
 
-MIN_SEEDS = 6  # with 5 seeds, all signs are equal by chance with p = 2 * 0.5 ** 5 = 0.06
 MIN_FORWARDS = 10  # rollouts that forwarded the same tokens twice
 MIN_ROLLOUTS = 2 * LAST  # with fewer, the first and the last LAST rollouts overlap
 SAME = 0.01  # smaller relative differences count as equal
@@ -133,18 +132,12 @@ def _comparisons(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]
     settings = lines_of(runs, names)
     if len(settings) < 2:
         return
-    if keys := incomparable_keys(runs):
-        text = f"The runs differ in {', '.join(keys)}, so reward, length and mismatch are not compared."
-        yield Finding("reward", text, "note")
-        return
-    if mixed := [name for run, name in zip(runs, names, strict=True) if run.changes]:
-        text = f"Settings were changed on the way of {', '.join(mixed)}, so the runs are not compared."
-        yield Finding("reward", text, "note")
+    if (why := why_not_compared(runs, names)) is not None:
+        yield Finding("reward", why, "note")
         return
     shared = min(len(run.rollouts) for run in runs)
-    if shared < MIN_ROLLOUTS:
-        text = f"{shared} rollouts are too few to compare reward, length and masked share"
-        yield Finding("reward", f"{text} (from {MIN_ROLLOUTS} on).", "note")
+    if (why := why_undecided(shared)) is not None:
+        yield Finding("reward", why, "note")
         return
     first, *others = settings
     found = [
@@ -161,6 +154,23 @@ def _comparisons(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]
     yield from found
 
 
+def why_not_compared(runs: Sequence[Run], names: Sequence[str]) -> str | None:
+    """Return why no number of these runs says which setting is better, or None."""
+    if keys := incomparable_keys(runs):
+        return f"The runs differ in {', '.join(keys)}, so reward, length and mismatch are not compared."
+    if mixed := [name for run, name in zip(runs, names, strict=True) if run.changes]:
+        return f"Settings were changed on the way of {', '.join(mixed)}, so the runs are not compared."
+    return None
+
+
+def why_undecided(num_rollouts: int) -> str | None:
+    """Return why runs of so many rollouts decide nothing, or None."""
+    if num_rollouts >= MIN_ROLLOUTS:
+        return None
+    text = f"{num_rollouts} rollouts are too few to compare reward, length and masked share"
+    return f"{text} (from {MIN_ROLLOUTS} on)."
+
+
 def measures(runs: Sequence[Run]) -> list[Measure]:
     """Return the measures to compare, the ones that R3 changes first if the runs differ in R3.
 
@@ -169,12 +179,12 @@ def measures(runs: Sequence[Run]) -> list[Measure]:
     keys = changed_keys(runs)
     mismatch = [Measure("mismatch", "Mean KL of the tokens trained on", _mean("mismatch/kl_k3"), _small)]
     masked = [Measure("masked", "Masked share, mean of both signs of the advantage", masked_share, _percent)]
-    scores = sorted({name for run in runs for row in run.evaluations for name in row.values if _is_score(name)})
+    scores = scores_of(runs)
     speed = [Measure("speed", "Tokens per second", _closing("throughput/tokens_per_s"), _count)]
     return [
         *(mismatch if R3 in keys else ()),
         Measure("reward", f"Reward, mean of the last {LAST}", _closing("reward/mean"), _fraction),
-        *(Measure("evaluation", f"Score on {n.split('/')[1]}", _latest(n), _fraction) for n in scores),
+        *(Measure("evaluation", f"Score on {n.split('/')[1]}", latest_score(n), _fraction) for n in scores),
         Measure("length", "Response length", _closing("rollout/response_length_mean"), "{:.1f}".format),
         *(() if R3 in keys else mismatch),
         *(masked if any(key.startswith("algorithm.") for key in keys) else ()),
@@ -182,8 +192,11 @@ def measures(runs: Sequence[Run]) -> list[Measure]:
     ]
 
 
-def _is_score(name: str) -> bool:
-    return name.startswith("eval/") and "/avg_at_" in name and not name.endswith(("_low", "_high"))
+def scores_of(runs: Sequence[Run]) -> list[str]:
+    """Return the metrics of the runs' evaluations that are scores."""
+    names = {name for run in runs for row in run.evaluations for name in row.values}
+    scores = {name for name in names if name.startswith("eval/") and "/avg_at_" in name}
+    return sorted(name for name in scores if not name.endswith(("_low", "_high")))
 
 
 def _compared(measure: Measure, first: Line, other: Line, shared: int) -> Finding | None:
@@ -214,14 +227,21 @@ def _verdict(measure: Measure, head: str, afters: Sequence[float], befores: Sequ
     found = contrast(afters, befores)
     low, high = (_with_minus(measure.format(end)) for end in (found.low, found.high))
     interval = f"95 % interval of the difference {low} to {high}"
-    holds_zero = not (found.low > 0 or found.high < 0)
-    if holds_zero:
-        return Finding(measure.topic, f"{head}: {found.num_pairs} seeds, not decided ({interval}).", "open")
-    if found.num_pairs < MIN_SEEDS:
-        text = f"{head}: {found.num_pairs} seeds agree, too few to decide ({interval})."
+    if found.holds_zero:
+        text = f"{head}: {found.num_pairs} seeds, not decided ({interval}){_seeds_to_decide(found)}."
+        return Finding(measure.topic, text, "open")
+    if not found.is_decided:
+        text = (
+            f"{head}: {found.num_pairs} seeds agree, too few to decide ({interval}){_seeds_to_decide(found)}."
+        )
         return Finding(measure.topic, text, "open")
     word = "lower" if found.mean < 0 else "higher"
     return Finding(measure.topic, f"{head}: {word} ({found.num_pairs} seeds, {interval}).", "decided")
+
+
+def _seeds_to_decide(found: Contrast) -> str:
+    seeds = found.seeds_to_decide
+    return "" if seeds is None else f"; about {seeds} seeds would decide a difference of this size"
 
 
 def _one_run(run: Run) -> Iterator[Finding]:
@@ -311,7 +331,7 @@ def _mean(metric: str) -> Callable[[Run, int], float | None]:
     return value
 
 
-def _latest(metric: str) -> Callable[[Run, int], float | None]:
+def latest_score(metric: str) -> Callable[[Run, int], float | None]:
     """Return a function that gives an evaluation's last score within the rollouts that all runs have."""
 
     def value(run: Run, shared: int) -> float | None:

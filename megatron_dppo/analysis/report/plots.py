@@ -121,6 +121,7 @@ def figure(
     if not drawn:
         return None
     data: list[Trace] = []
+    marks = _marks(runs)
     axes_height = len(drawn) * AXES_HEIGHT + (len(drawn) - 1) * GAP  # pixels between the outermost margins
     margins = {"l": 44, "r": 8, "t": 28, "b": 44}
     layout: dict[str, Any] = {
@@ -141,7 +142,8 @@ def figure(
         layout[f"yaxis{axis}"] = _y_axis(panel, traces, f"x{axis}", (bottom, top))
         layout["annotations"].append(panel_title(_title(panel, runs), top))
         if panel.points is None:
-            layout["shapes"] += _marks(runs, axis)
+            place = {"xref": f"x{axis}", "yref": f"y{axis} domain"}
+            layout["shapes"] += [{**mark, **place} for mark in marks]
     return {"data": data, "layout": layout}
 
 
@@ -173,17 +175,19 @@ def _panel_traces(panel: Panel, runs: Sequence[Run], names: Sequence[str], looks
     return traces
 
 
-def _marks(runs: Sequence[Run], axis: str) -> list[dict[str, Any]]:
-    """Return a line for each changed setting, and a short mark for each alarm; `name` is the run's index."""
+def _marks(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return a line for each changed setting, and a short mark for each alarm; `name` is the run's index.
+
+    They lack the axes that they are drawn on.
+    """
     changes = sorted({(index, row.rollout + 0.5) for index, run in enumerate(runs) for row in run.changes})
     alarms = sorted({(index, alarm.rollout) for index, run in enumerate(runs) for alarm in alarms_of(run)})
     shapes = [(index, x, 0.0, 1.0, {"width": 1.5, "dash": "dot"}) for index, x in changes]
     for index, x in alarms:
         low = 0.06 * index % 0.3
         shapes.append((index, x, low, low + 0.05, {"width": 4}))
-    place = {"type": "line", "xref": f"x{axis}", "yref": f"y{axis} domain"}
     return [
-        {**place, "name": str(index), "x0": x, "x1": x, "y0": low, "y1": high, "line": line}
+        {"type": "line", "name": str(index), "x0": x, "x1": x, "y0": low, "y1": high, "line": line}
         for index, x, low, high, line in shapes
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ import tomli_w
 from megatron_dppo.analysis.lines import Line, folder_names, lines_of, run_names, seed_of
 from megatron_dppo.analysis.pages import page_templates, plotly_basic
 from megatron_dppo.analysis.report.diagnostics import alarm_table, why_not_comparable
-from megatron_dppo.analysis.report.findings import Finding, findings
+from megatron_dppo.analysis.report.findings import Finding, findings, why_not_compared
 from megatron_dppo.analysis.report.mismatch_sources import mismatch_tables
+from megatron_dppo.analysis.report.numbers import as_csv, as_json, as_latex, numbers, seed_tables
 from megatron_dppo.analysis.report.plots import COLOURS, Section, figure
 from megatron_dppo.analysis.report.sections import agreement_table, sections
 from megatron_dppo.analysis.report.summary import (
@@ -28,7 +29,6 @@ from megatron_dppo.analysis.report.summary import (
     is_speed,
     num_shared,
     paired_kl_k3,
-    seed_tables,
     summary,
     up_to_shared,
 )
@@ -48,7 +48,13 @@ FEW = 4  # runs that are each named in the title, and toggled one by one
 MOST_FAULTS = 3  # in a row: a file that is just being replaced reads as damaged for a moment
 
 
-def compare(runs: Sequence[Path], out: Path, refresh_s: float = 0, tokens_at: int | None = None) -> list[str]:
+def compare(
+    runs: Sequence[Path],
+    out: Path,
+    refresh_s: float = 0,
+    tokens_at: int | None = None,
+    data_files: Mapping[str, Path] | None = None,
+) -> list[str]:
     """Write one self-contained HTML report on the runs, in their order, to `out`; return its findings.
 
     Args:
@@ -56,9 +62,11 @@ def compare(runs: Sequence[Path], out: Path, refresh_s: float = 0, tokens_at: in
         out: The file.
         refresh_s: Seconds after which the page reloads itself; 0 never.
         tokens_at: Rollout of the masked tokens, from 1. `None` means the last one that all runs list.
+        data_files: Files for the numbers, by their form: "json", "csv" or "latex".
 
     Raises:
-        ConfigError: No run was named, one twice, `out` cannot be written, or a run does not list that rollout.
+        ConfigError: No run was named, one twice, a file cannot be written or is named twice, or a run does not
+            list that rollout.
         DataError: A folder is no run's.
     """
     if not runs:
@@ -66,18 +74,33 @@ def compare(runs: Sequence[Path], out: Path, refresh_s: float = 0, tokens_at: in
     resolved = [Path(path).resolve() for path in runs]
     if len(set(resolved)) < len(resolved):
         raise ConfigError("compare: the same run folder is named twice. Name each once.")
-    out = Path(out)
-    if out.is_dir():
-        found, action = f"{out}, a folder", f"Name a file, such as {out / 'report.html'}."
-        raise ConfigError(Problem("--out", found, "the file to write", action))
-    with writing_to("--out", out):
-        out.parent.mkdir(parents=True, exist_ok=True)
+    files = {**(data_files or {}), "out": Path(out)}
+    for form, file in files.items():
+        if file.is_dir():
+            action = f"Name a file, such as {file / 'report.html'}."
+            raise ConfigError(Problem(f"--{form}", f"{file}, a folder", "the file to write", action))
+        if [other.resolve() for other in files.values()].count(file.resolve()) > 1:
+            problem = Problem(f"--{form}", f"{file}, named twice", "a file of its own", "Name another.")
+            raise ConfigError(problem)
+        with writing_to(f"--{form}", file):
+            file.parent.mkdir(parents=True, exist_ok=True)
     read = [read_run(Path(path)) for path in runs]
-    found = findings(read, run_names(read))
-    html = render(read, found, out.parent, refresh_s, tokens_at)
-    with writing_to("--out", out):
-        write_whole(out, [html])
+    names = run_names(read)
+    found = findings(read, names)
+    html = render(read, found, files["out"].parent, refresh_s, tokens_at)
+    with writing_to("--out", files["out"]):
+        write_whole(files["out"], [html])
+    for form, file in (data_files or {}).items():
+        with writing_to(f"--{form}", file):
+            write_whole(file, [_as_data(form, read, names, found)])
     return [finding.text for finding in found]
+
+
+def _as_data(form: str, runs: Sequence[Run], names: Sequence[str], found: Sequence[Finding]) -> str:
+    known = numbers(runs, names)
+    if form == "json":
+        return as_json(known, runs, found, why_not_compared(runs, names))
+    return as_csv(known) if form == "csv" else as_latex(known)
 
 
 def render(
@@ -125,7 +148,7 @@ def render(
         mismatch=mismatch_tables(runs),
         agreement_rows=agreement_table(runs),
         alarms=alarm_table(runs),
-        seeds=seed_tables(runs, names),
+        seeds=seed_tables(numbers(runs, names)),
         token_lists=listed,
         top=TOP,
         farthest=FARTHEST,
@@ -242,6 +265,7 @@ def watch(
     say: Callable[[str], None],
     wait: Callable[[float], None] = time.sleep,
     tokens_at: int | None = None,
+    data_files: Mapping[str, Path] | None = None,
 ) -> list[str]:
     """Rewrite the report when a run has written, until all have ended or the user interrupts.
 
@@ -254,6 +278,7 @@ def watch(
         say: Gets a sentence for each report written, and one on the end.
         wait: Waits so many seconds.
         tokens_at: See `compare`.
+        data_files: See `compare`.
 
     Returns:
         The findings of the last report.
@@ -274,7 +299,7 @@ def watch(
                     say("all runs have ended")
                     break
                 if sizes != seen:
-                    compare(runs, out, every_s, tokens_at)
+                    compare(runs, out, every_s, tokens_at, data_files)
                     say(f"wrote {out}: {progress(runs)}")
                 seen, faults = sizes, 0
             except DataError:
@@ -284,7 +309,7 @@ def watch(
             wait(every_s)
     except KeyboardInterrupt:
         say("stopped watching; the runs go on")
-    return compare(runs, out, tokens_at=tokens_at)
+    return compare(runs, out, tokens_at=tokens_at, data_files=data_files)
 
 
 def is_going(run: Run) -> bool:

@@ -1,32 +1,21 @@
-"""Summarises a run in some twenty numbers, and runs of several seeds by means and contrasts."""
+"""Summarises a run in some twenty numbers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from megatron_dppo.analysis.contrasts import Contrast, Estimate, contrast, estimate
-from megatron_dppo.analysis.lines import finite_mean, lines_of, over_rollouts
+from megatron_dppo.analysis.lines import finite_mean, over_rollouts
 from megatron_dppo.analysis.report.plots import PHASES
 from megatron_dppo.run_folder.reader import Run, read_run
 
 Format = Literal["count", "fraction", "share", "number", "length", "change", "seconds"]
 LAST = 10  # rollouts in the closing mean: one rollout's reward is too noisy
 Summary = dict[str, float | None]
-MIN_PAIRS = 2
 _PAIRED = ("mismatch_live/num_tokens", "mismatch_live/kl_k3", "mismatch_replayed/kl_k3")
-_FIGURES: Mapping[str, str] = {  # keys of `summary` in the tables over seeds
-    "reward_last": f"reward, last {LAST}",
-    "response_length_last": f"response length, last {LAST}",
-    "entropy_last": f"entropy, last {LAST}",
-    "abs_prob_diff_mean": "|π − μ|",
-    "kl_k3_mean": "k3 KL",
-    "agreement_mean": "routing agreement",
-}
-_BySeed = Mapping[str, Summary]
 COUNTS = ("num_rollouts", "num_steps")
 
 
@@ -203,49 +192,3 @@ def format_number(value: float | None, style: Format) -> str:
             return f"{value:.3g}".replace("-", "\N{MINUS SIGN}")
         case "seconds":
             return f"{value:.3g}"
-
-
-def seed_tables(runs: Sequence[Run], names: Sequence[str]) -> dict[str, Any] | None:
-    """Return the tables of means and of contrasts over seeds, or `None` if no line has two seeds.
-
-    Both are over the rollouts that all runs have. A row has a `label`, and `cells` in the order of `columns`.
-    """
-    lines = lines_of(up_to_shared(runs), names, longest=math.inf)
-    if max((len(line.by_seed) for line in lines), default=0) < MIN_PAIRS:
-        return None
-    known = [(line.label, {seed: summary(run) for seed, run in line.by_seed.items()}) for line in lines]
-    keys = [key for key in _FIGURES if any(of[key] is not None for _, line in known for of in line.values())]
-    first, *others = known
-    return {
-        "columns": ["seeds", *(_FIGURES[key] for key in keys)],
-        "means": [{"label": label, "cells": [str(len(of)), *_means(of, keys)]} for label, of in known],
-        "contrasts": [
-            {
-                "label": f"{label} − {first[0]}",
-                "cells": [str(len(seeds)), *_contrasts(of, first[1], seeds, keys)],
-            }
-            for label, of in others
-            if len(seeds := [seed for seed in of if seed in first[1]]) >= MIN_PAIRS
-        ],
-    }
-
-
-def _means(of: _BySeed, keys: Sequence[str]) -> Iterator[str]:
-    for key in keys:
-        known = [value for figures in of.values() if (value := figures[key]) is not None]
-        yield _shown(estimate(known)) if known else "–"
-
-
-def _contrasts(of: _BySeed, base: _BySeed, seeds: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
-    for key in keys:
-        pairs = [(of[seed][key], base[seed][key]) for seed in seeds]
-        known = [(a, b) for a, b in pairs if a is not None and b is not None]
-        yield _shown(contrast(*zip(*known, strict=True))) if len(known) >= MIN_PAIRS else "–"
-
-
-def _shown(value: Estimate | Contrast) -> str:
-    low, high = (format_number(end, "number") for end in (value.low, value.high))
-    interval = "" if math.isnan(value.low) else f" [{low}, {high}]"
-    effect = value.effect_size if isinstance(value, Contrast) else math.nan
-    of_effect = "" if math.isnan(effect) else f"; d {format_number(effect, 'number')}"
-    return f"{format_number(value.mean, 'number')}{interval}{of_effect}"

@@ -1,0 +1,135 @@
+"""`megatron-dppo grid`: what it would run, what it refuses, and what it submits."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_dppo.cli import app
+from megatron_dppo.cli.grid import cells_of, parse_seeds
+from megatron_dppo.config.load import load_config
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.run_folder.folder import RunFolder
+from tests.support.experiments import ROOT
+
+SBATCH = """#!/bin/sh
+printf '%s\\n' "$@" > "$CALLS/$(ls "$CALLS" | wc -l)"
+echo "7$(ls "$CALLS" | wc -l);cluster"
+"""
+
+
+def test_seeds_are_numbers_and_ranges_in_their_order() -> None:
+    assert parse_seeds("7,0-2, 12") == [7, 0, 1, 2, 12]
+    for wrong in ("", "a", "3-1", "1,,2", "0-2,1", "-1"):
+        with pytest.raises(ConfigError) as error:
+            parse_seeds(wrong)
+        assert error.value.problems[0].where == "--seeds"
+
+
+def test_combinations_are_named_by_what_they_vary(tmp_path: Path) -> None:
+    base, files = tmp_path / "base.toml", [tmp_path / "kl.toml", tmp_path / "tv.toml"]
+    base.write_text("[optimizer]\nlr = 1e-3\n")
+    for file in files:
+        file.write_text(f"[algorithm]\npreset = 'dppo_binary_{file.stem}'\n")
+    rewards = "data.reward_values=[0, 1],[0.5, -1.0]"
+    varied = ["algorithm.delta=0.2,0.05", "rollout.routing_replay=replay,off", rewards]
+    cells = cells_of([base], files, varied, ["run.num_rollouts=3"])
+    assert len(cells) == len({cell.name for cell in cells}) == 16
+    assert cells[0].name.startswith("kl-delta_0.2-routing_replay_replay-reward_values_")
+    assert cells[-1].name.startswith("tv-delta_0.05-routing_replay_off-reward_values_")
+    last = load_config(cells[-1].configs, cells[-1].overrides)
+    assert (last.algorithm.delta, last.rollout.routing_replay) == (0.05, "off")
+    assert last.algorithm.preset == "dppo_binary_tv" and list(last.data.reward_values or ()) == [0.5, -1.0]
+    assert (last.run.num_rollouts, last.optimizer.lr) == (3, 1e-3)
+    assert [cell.name for cell in cells_of([base], [], [], [])] == ["base"]
+    words = cells_of([base], [], ["data.reward='a.b:c, d',\"e\""], [])
+    assert [load_config(cell.configs, cell.overrides).data.reward for cell in words] == ["a.b:c, d", "e"]
+    flags = cells_of([base], [], ["checkpoint.resume=true,false"], [])
+    assert [load_config(cell.configs, cell.overrides).checkpoint.resume for cell in flags] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where"),
+    [
+        (["-o", "{folder}"], "CONFIG"),
+        (["{base}", "--vary", "algorithm.delta", "-o", "{folder}"], "--vary algorithm.delta"),
+        (["{base}", "--vary", "algorithm.delta=", "-o", "{folder}"], "--vary algorithm.delta="),
+        (["{base}", "--vary", "algorithm.delta=0.1,0.10", "-o", "{folder}"], "--variant, --vary"),
+        (["--variant", "{base}", "--variant", "{base}", "-o", "{folder}"], "--variant, --vary"),
+        (["{base}", "--seeds", "2-1", "-o", "{folder}"], "--seeds"),
+        (["{base}", "--vary", "algorithm.dleta=0.1,0.2", "-o", "{folder}"], "algorithm.dleta"),
+        (["{base}", "--sbatch", "{base}", "-o", "{folder}"], "--sbatch"),
+    ],
+)
+def test_bad_arguments_are_refused_before_a_run_starts(
+    arguments: list[str], where: str, tmp_path: Path
+) -> None:
+    base, folder = tmp_path / "base.toml", tmp_path / "grid"
+    base.write_text("[optimizer]\nlr = 1e-3\n")
+    done = CliRunner().invoke(app, ["grid", *(part.format(base=base, folder=folder) for part in arguments)])
+    assert done.exit_code == 2 and where in done.output
+    assert not list(tmp_path.rglob("seed_*"))
+
+
+def finish(folder: Path, **tables: Any) -> None:
+    """Write the folder of a finished run of two rollouts."""
+    run = {"folder": folder, "seed": int(folder.name.rpartition("_")[2]), "num_rollouts": 2}
+    config = Config.model_validate({"run": run, **tables}).model_dump(exclude_none=True)
+    with RunFolder.open(folder, config, resume=False) as opened:
+        for rollout in range(2):
+            opened.write_rollout(rollout, {"reward/mean": 0.5}, num_rollouts=2)
+
+
+def test_finished_runs_of_other_settings_are_refused(tmp_path: Path) -> None:
+    """They would be compared under the names of settings that they were not trained with."""
+    base, out = tmp_path / "base.toml", tmp_path / "grid"
+    base.write_text("[run]\nnum_rollouts = 2\n[algorithm]\npreset = 'grpo'\n[optimizer]\nlr = 1e-3\n")
+    finish(out / "base" / "seed_3", algorithm={"preset": "grpo"}, optimizer={"lr": 2e-3})
+    done = CliRunner().invoke(app, ["grid", str(base), "--seeds", "3", "-o", str(out)])
+    assert done.exit_code == 2 and "optimizer.lr" in done.output and not (out / "report.html").exists()
+    finish(out / "base" / "seed_4", algorithm={"preset": "grpo"}, optimizer={"lr": 1e-3})
+    done = CliRunner().invoke(app, ["grid", str(base), "--seeds", "4", "-o", str(out)])
+    assert done.exit_code == 0, done.output
+    assert {"report.html", "numbers.json", "numbers.csv", "table.tex"} <= {path.name for path in out.iterdir()}
+
+
+def test_a_cluster_gets_an_array_of_the_unfinished_seeds_and_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, out = tmp_path / "calls", tmp_path / "a folder"
+    for folder in (calls, tmp_path / "bin"):
+        folder.mkdir()
+    (tmp_path / "bin/sbatch").write_text(SBATCH)
+    (tmp_path / "bin/sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(calls))
+    for preset, seed in (("grpo", 1), ("grpo", 5), ("grpo", 4), ("dppo_binary_tv", 4)):
+        finish(out / preset / f"seed_{seed}")
+    script = str(ROOT / "examples/moe_base/train.sbatch")
+    variants = ["--variant", "dppo_binary_tv.toml", "--variant", "grpo.toml"]
+    command = ["grid", *variants, "--seeds", "4-5,1", "--sbatch", script, "-o", str(out)]
+    done = CliRunner().invoke(app, [*command, "--set", "optimizer.lr=2e-6"])
+    assert done.exit_code == 0, done.output
+    array, report = ((calls / str(n)).read_text().splitlines() for n in range(2))
+    assert len(list(calls.iterdir())) == 2 and "grpo: finished" in done.output
+    assert array[0] == "--parsable" and "--array=5,1" in array and "--job-name=dppo_binary_tv" in array
+    folder = f'run.folder="{out / "dppo_binary_tv"}"'
+    assert array[array.index(script) :] == [
+        *(script, "dppo_binary_tv.toml", "--set", "optimizer.lr=2e-6", "--set", folder)
+    ]
+    assert "--dependency=afterany:71" in report and str(ROOT / "examples/slurm/report.sbatch") in report
+    assert report[-3:] == [str(out / "report.html"), str(out / "dppo_binary_tv"), str(out / "grpo")]
+
+
+def test_what_the_scheduler_refuses_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = ["--sbatch", str(ROOT / "examples/moe_base/train.sbatch"), "-o", str(tmp_path / "out")]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = CliRunner().invoke(app, ["grid", "--variant", "grpo.toml", *script])
+    assert done.exit_code == 2 and "--sbatch" in done.output
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'no such account' >&2\nexit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    done = CliRunner().invoke(app, ["grid", "--variant", "grpo.toml", *script])
+    assert done.exit_code == 2 and "no such account" in done.output

@@ -91,8 +91,7 @@ setup(
     },
     cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelWithKernels},
     python_requires=">=3.11",
-    # Every lower bound is a version that the tests ran with; tests/unit/test_versions.py compares them. A newer one of a
-    # package in `libraries.TESTED` is reported if no test ran with it.
+    # Every lower bound is a version that the tests ran with: tests/unit/test_versions.py compares them.
     install_requires=[
         "torch>=2.13.0",
         # The versions that mcore/fixes.py was tested with; it refuses others. Those after 0.16 need 3.12.

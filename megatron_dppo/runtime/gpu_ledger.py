@@ -20,15 +20,15 @@ logger = logging.getLogger(__name__)
 
 RESERVE_BYTES = 2 * 2**30
 """Bytes of CUDA context, NCCL buffers and library workspaces of one trainer process; an assumption."""
-ENGINE_RESIDUE_BYTES = 4 * 2**30
+ENGINE_RESIDUE_BYTES = 5 * 2**30
 """Bytes that a colocated server's process keeps while its weights and cache are released; an assumption.
 
 SGLang releases neither its CUDA graphs nor their buffers. In GiB, for Qwen3-30B-A3B with SGLang's defaults on
 GPUs of 80 GB: 0.5 of CUDA context and kernels; 0.7 of NCCL and the buffers of SGLang's all-reduce; 0.4 of the
-attention's workspace; 0.9 of decode graphs up to 512 requests (float32 logits of 151936 tokens take 0.3, three
-times); 0.9 of prefill graphs up to 8192 tokens (outputs of 8 experts 0.25, their inner rows 0.2, attention and
-residuals 0.45); 0.4 of the nodes of about 90 graphs of 48 layers; 0.2 of fragments. `GpuLedger.outside_bytes`
-measures this and RESERVE_BYTES together.
+attention's workspace; 1.0 of decode graphs up to 512 requests (float32 logits of 151936 tokens take 0.3, three
+times); 1.4 of prefill graphs up to 8192 tokens (outputs of 8 experts 0.25, their inner rows 0.2, attention and
+residuals 0.25, twice); 0.4 of the nodes of about 90 graphs of 48 layers; 0.6 of fragments.
+`GpuLedger.outside_bytes` measures this and RESERVE_BYTES together.
 """
 OUTSIDE = "memory/outside_bytes"  # metric of it
 Holder = Literal["trainer", "engine weights", "engine cache"]

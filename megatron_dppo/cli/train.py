@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -41,6 +40,7 @@ from megatron_dppo.plan import (
     as_text,
     divide,
     make_plan,
+    measured_machine,
     measured_residue,
     parse_bytes,
     split_as_json,
@@ -204,8 +204,6 @@ def plan(
 
         megatron-dppo plan base.toml --gpus 16 --gpu-memory 80GB --split 32 --assume serving_rate=2000
 
-    --measured alone takes the memory that a colocated server keeps in training from a run that measured it.
-
     Exit code 0: the configured run is accepted and fits. 1: it does not. 2: invalid arguments or config. The
     results of --trace and --split do not change the exit code.
     """
@@ -213,15 +211,12 @@ def plan(
         config = load_config(configs, overrides or ())
         host_bytes = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
         machine = Machine(gpus, parse_bytes(gpu_memory, "--gpu-memory"), host_bytes, gpus_per_node)
-        residue = None if measured is None else measured_residue(measured)
-        if residue is not None:
-            machine = replace(machine, engine_residue_bytes=residue)
-        made = make_plan(config, machine)
+        made = make_plan(config, measured_machine(machine, measured))
         shown, text = as_json(made, proposals), as_text(made, proposals)
         if split is not None:
             found = divide(made.job, split, measured, assume or ())
             shown, text = shown | {"split": split_as_json(found)}, f"{text}\n{split_as_text(found)}"
-        elif (measured is not None and residue is None) or assume:
+        elif assume or (measured is not None and measured_residue(measured) is None):
             given = "--assume" if measured is None else "--measured"
             raise ConfigError(Problem(given, "no --split", "one", "Add --split 32, the number of all GPUs."))
         if is_traced or trace_layers is not None:

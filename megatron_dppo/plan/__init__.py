@@ -1,6 +1,6 @@
 """Plans a run without loading a model: whether `train` accepts it, its memory, and the layouts that fit."""
 
-from megatron_dppo.plan.job import Machine, measured_residue
+from megatron_dppo.plan.job import Machine, measured_machine, measured_residue
 from megatron_dppo.plan.plan import Plan, make_plan
 from megatron_dppo.plan.report import as_json, as_text
 from megatron_dppo.plan.split import Split, divide, split_as_json, split_as_text
@@ -14,6 +14,7 @@ __all__ = [
     "as_text",
     "divide",
     "make_plan",
+    "measured_machine",
     "measured_residue",
     "parse_bytes",
     "split_as_json",

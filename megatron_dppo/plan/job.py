@@ -71,6 +71,16 @@ def measured_residue(run: Path) -> int | None:
     return max(int(max(found)) - RESERVE_BYTES, 0) if found else None
 
 
+def measured_machine(machine: Machine, run: Path | None) -> Machine:
+    """Return the machine with the residue that a run measured, or the same machine without one.
+
+    Raises:
+        DataError: The folder is not a run's.
+    """
+    residue = None if run is None else measured_residue(run)
+    return machine if residue is None else replace(machine, engine_residue_bytes=residue)
+
+
 Granularity = Literal["none", "selective", "full"]
 Method = Literal["uniform", "block"]
 LayerSpec = Literal["torch", "torch-cpu", "te"]

@@ -155,23 +155,20 @@ def _version_fault(package: str) -> str | None:
 
 
 def nccl_version() -> str | None:
-    """Return the version of the NCCL library that torch has loaded, or None if torch is for CPUs.
+    """Return the version of the NCCL library that torch has loaded, or None if it has loaded none.
 
-    `torch.cuda.nccl.version()` is the version of the headers that torch was compiled with, and another package
-    may have replaced the library since. Interpreters without this package run the source of this function.
+    PyTorch's `nccl.version()` is the version of the headers that it was compiled with, and another package may
+    have replaced the library since. Interpreters without this package run the source of this function.
     """
     import ctypes
     import os
 
-    import torch
-    from torch.cuda import nccl
+    import torch  # noqa: F401 - loads the library
 
-    if torch.version.cuda is None:
-        return None
     try:
         library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-    except OSError:  # NCCL is a part of torch's own library
-        return ".".join(map(str, nccl.version()))
+    except OSError:  # a torch for CPUs
+        return None
     number = ctypes.c_int()
     library.ncclGetVersion(ctypes.byref(number))  # 23007 is 2.30.7
     return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"

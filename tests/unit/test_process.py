@@ -95,7 +95,7 @@ def test_a_machine_with_gpus_does_not_train_on_its_cpu_unless_asked_to(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     problem = unusable_gpus()
     assert (problem is None) == (words is None)
-    if problem is not None:
+    if problem is not None and words is not None:
         assert words in problem.found and "CUDA_VISIBLE_DEVICES=''" in problem.action
         with pytest.raises(ConfigError, match="the GPUs: found"):
             start()

@@ -166,7 +166,7 @@ def test_an_interpreter_with_a_torch_for_cpus_has_no_nccl() -> None:
 
 
 class Library:
-    """NCCL as ctypes loads it."""
+    """NCCL as ctypes loads it, whatever torch was compiled with."""
 
     def __init__(self, name: str, mode: int) -> None:
         assert name == "libnccl.so.2" and mode & os.RTLD_NOLOAD, "the one that torch has loaded"
@@ -181,12 +181,10 @@ def not_loaded(name: str, mode: int) -> None:
     raise OSError(name)
 
 
-@pytest.mark.parametrize(("library", "version"), [(Library, "2.30.7"), (not_loaded, "2.29.7")])
-def test_the_version_is_the_library_s_and_not_what_torch_was_compiled_with(
-    monkeypatch: pytest.MonkeyPatch, library: Any, version: str
+@pytest.mark.parametrize(("library", "version"), [(Library, "2.30.7"), (not_loaded, None)])
+def test_the_version_is_that_of_the_library_that_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, library: Any, version: str | None
 ) -> None:
-    monkeypatch.setattr("torch.version.cuda", "13.0")
-    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 29, 7))
     monkeypatch.setattr("ctypes.CDLL", library)
     assert nccl_version() == version
     on_gpu = Runtime(torch.device("cuda", 0), rank=0, world_size=1)

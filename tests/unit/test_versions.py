@@ -114,7 +114,9 @@ def read_setup() -> tuple[str, list[Requirement]]:
 def test_every_lower_bound_is_a_version_that_the_tests_ran_with() -> None:
     """What the tests recorded, or of other packages the constraints, which `make test` installs."""
     python, requirements = read_setup()
-    pins = {canonicalize_name(name): {version} for name, version in read_pins(ROOT / "constraints.txt").items()}
+    pins = {
+        str(canonicalize_name(name)): {version} for name, version in read_pins(ROOT / "constraints.txt").items()
+    }
     for each in read_records(ROOT):
         for name in TESTED:
             pins.setdefault(name, set()).add(each["versions"][name])

@@ -35,11 +35,12 @@ def normal(name: str) -> str:
 
 def required(names: str) -> set[str]:
     """These distributions, and all that they require here."""
+    installed = {normal(each.name) for each in metadata.distributions()}
     found: set[tuple[str, str]] = set()
     waiting = [(name, "") for name in names.split()]
     while waiting:
         name, extra = waiting.pop()
-        if (name, extra) in found:
+        if (name, extra) in found or name not in installed:
             continue
         found.add((name, extra))
         for each in map(Requirement, metadata.requires(name) or ()):
@@ -52,7 +53,7 @@ def hidden_modules() -> set[str]:
     """Top-level modules of all other distributions."""
     there = required(SMALLEST) | required(RUNNER) | {"megatron-dppo"}
     modules = metadata.packages_distributions().items()
-    return {name for name, of in modules if not there & set(map(normal, of))}
+    return {name for name, of in modules if not there & set(map(normal, of)) and not (ROOT / name).exists()}
 
 
 @pytest.fixture

@@ -43,6 +43,7 @@ class Prompt:
     messages: tuple[Message, ...] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None  # for the chat template: functions that may be called
     template_arguments: Mapping[str, Any] | None = None  # for the chat template, such as enable_thinking
+    metadata: Mapping[str, Any] | None = None  # JSON values for the reward and the environment
 
     def __post_init__(self) -> None:
         assert (self.text is None) != (self.messages is None), "a prompt is either text or messages"

@@ -64,6 +64,7 @@ EFFECTS: Mapping[str, Effect] = {
     "data.overlong_penalty": _EXPERIMENT,
     "data.reward_workers": Effect("Processes."),
     "data.reward_timeout_s": Effect("A time limit.", "all sets"),
+    "data.reward_retries": Effect("Retries of a failed reward.", "all sets"),
     "data.reward_memory_mb": Effect("A memory limit.", "all sets"),
     "data.max_prompt_tokens": _ALL_SETS,
     "rollout.engine": _ALL_SETS,

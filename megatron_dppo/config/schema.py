@@ -105,6 +105,9 @@ class DataConfig(Section):
     """Worker processes per trainer process, for rewards and environments."""
     reward_timeout_s: PositiveFloat = 10.0
     """Seconds to score a response or to step an environment. A slower sample is dropped and counted."""
+    reward_retries: NonNegativeInt = 0
+    """Further calls of your own reward if it raises, after 0.1 s, 0.2 s, 0.4 s, ... For rewards that call other
+    machines. `reward_timeout_s` limits all calls together."""
     reward_memory_mb: NonNegativeInt = 2048
     """MiB for a worker of rewards or environments; 0 is no limit. A sample above it is dropped and counted."""
     max_prompt_tokens: PositiveInt = 1024

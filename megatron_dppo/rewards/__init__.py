@@ -1,5 +1,6 @@
 """Rewards by name. Importing this package registers all of them."""
 
+from megatron_dppo.rewards.adapters import slime_reward, verl_reward
 from megatron_dppo.rewards.base import (
     REWARDS,
     Reward,
@@ -38,4 +39,6 @@ __all__ = [
     "problems_with",
     "register",
     "reward",
+    "slime_reward",
+    "verl_reward",
 ]

@@ -3,11 +3,15 @@
 A config chooses one reward or a weighted sum, the values of right and wrong, and what happens to thinking.
 """
 
+import asyncio
 import importlib
+import inspect
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, SupportsFloat, TypeVar, cast
 
@@ -52,7 +56,7 @@ class Reward(Protocol):
     """
 
     def __call__(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
-        """Score a response.
+        """Score a response. A user's function may also return a number, or be a coroutine function.
 
         Args:
             prompt: Prompt of the response. `prompt.answer` is the reference.
@@ -67,6 +71,8 @@ _registered: dict[str, Reward] = {}
 _loads: dict[str, str] = {}
 _reads: dict[str, AnswerForm] = {}
 _PATH = "package.module:function"
+_adapters: dict[str, Callable[[Callable[..., Any]], Reward]] = {}
+_FIRST_PAUSE_S = 0.1  # before the first retry; each further pause is twice as long
 REWARDS: Mapping[str, Reward] = MappingProxyType(_registered)
 """All registered rewards by name, read-only. `register` adds to it."""
 ENVIRONMENT = "environment"
@@ -101,6 +107,16 @@ def register(
     return add
 
 
+def adapter(prefix: str) -> Callable[[Callable[[Callable[..., Any]], Reward]], Callable[..., Reward]]:
+    """Decorate a function from another project's reward to ours; configs write `prefix` before the path."""
+
+    def add(function: Callable[[Callable[..., Any]], Reward]) -> Callable[..., Reward]:
+        _adapters[prefix] = function
+        return function
+
+    return add
+
+
 def answer_form(name: str) -> AnswerForm | None:
     """Return the answer form that a registered reward reads. `None` means any form, or not registered."""
     return _reads.get(name)
@@ -115,13 +131,20 @@ def problem_with(name: str) -> Problem | None:
         names = f"one of {sorted(_registered)}, {_PATH!r} for your own function"
         expected = f"{names}, or just {ENVIRONMENT!r} if rollout.environment gives the rewards"
         return Problem("data.reward", found, expected, "Name the reward of your prompts.")
-    return problem_with_path("data.reward", name, _PATH, sorted(_registered))
+    return problem_with_path("data.reward", _without_prefix(name)[1], _PATH, sorted(_registered))
+
+
+def _without_prefix(name: str) -> tuple[str, str]:
+    """Return the adapter's prefix, or "", and the rest of a reward's name."""
+    prefix = next((prefix for prefix in _adapters if name.startswith(prefix)), "")
+    return prefix, name.removeprefix(prefix)
 
 
 def reward(name: str) -> Reward:
     """Return the reward registered under `name`, or the function named by "package.module:function".
 
-    The function's module is imported, and exceptions of the import are passed on.
+    With "verl:" or "slime:" before the path, the function has the signature of that project. The function's
+    module is imported, and exceptions of the import are passed on.
 
     Raises:
         ConfigError: No reward has this name. The message lists the rewards.
@@ -130,13 +153,15 @@ def reward(name: str) -> Reward:
     if problem is not None:
         raise ConfigError(problem)
     if name not in _registered:
-        return import_named("data.reward", name)
+        prefix, path = _without_prefix(name)
+        function = import_named("data.reward", path)
+        return _adapters[prefix](function) if prefix else function
     if name in _loads:
         importlib.import_module(_loads[name])
     return _registered[name]
 
 
-def call_reward(function: Reward, request: RewardRequest) -> RewardResult:
+def call_reward(function: Callable[[Prompt, str, FinishReason], Any], request: RewardRequest) -> RewardResult:
     """Call the reward, check that all its numbers are finite, and return its result.
 
     Raises:
@@ -146,13 +171,19 @@ def call_reward(function: Reward, request: RewardRequest) -> RewardResult:
     where = f"prompt {request.prompt.id}"
     try:
         result: Any = function(request.prompt, request.response, request.finish_reason)
-    except (MemoryError, RewardError):
+        if inspect.isawaitable(result):
+            result = _runner().run(_awaited(result))
+    except MemoryError:
         raise
+    except RewardError as error:
+        raise error if str(error).startswith(where) else RewardError(f"{where}: {error}") from error.__cause__
     except (Exception, SystemExit) as error:  # a reward is the user's code and may raise anything
         raise RewardError(f"{where}: the reward raised {describe_error(error)}") from error
+    if isinstance(result, SupportsFloat):
+        result = RewardResult(cast(Any, result))
     if not isinstance(result, RewardResult):
         found = type(cast(object, result)).__name__
-        raise RewardError(f"{where}: found a {found}; expected a RewardResult. Correct the reward.")
+        raise RewardError(f"{where}: found a {found}; expected a number or a RewardResult. Correct the reward.")
     try:
         value, info = _number(result.value), {str(key): _number(number) for key, number in result.info.items()}
     except (AttributeError, TypeError, ValueError, OverflowError, RuntimeError) as error:
@@ -162,6 +193,16 @@ def call_reward(function: Reward, request: RewardRequest) -> RewardResult:
     if wrong:
         raise RewardError(f"{where}: found {wrong}; expected finite numbers. Correct the reward.")
     return RewardResult(value, info)
+
+
+@cache
+def _runner() -> asyncio.Runner:
+    """Return the event loop of this process, so that a reward can keep its connections."""
+    return asyncio.Runner()
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
 
 
 def _number(value: Any) -> float:
@@ -184,11 +225,13 @@ class RewardChoice:
             functions return their own values.
         thinking: "require" passes only the text after `</think>` to a registered reward. A response without
             `</think>`, or with several, is wrong.
+        retries: Number of further calls of a user's function that raised.
     """
 
     reward: str | Mapping[str, float]
     values: tuple[float, float] = (0.0, 1.0)
     thinking: Thinking = "ignore"
+    retries: int = 0
 
     @property
     def weights(self) -> Mapping[str, float]:
@@ -206,7 +249,8 @@ class RewardChoice:
         if self == RewardChoice(self.reward) and isinstance(self.reward, str):
             return self.reward
         reward = self.reward if isinstance(self.reward, str) else dict(self.reward)
-        return json.dumps({"reward": reward, "values": self.values, "thinking": self.thinking})
+        fields = {"reward": reward, "values": self.values, "thinking": self.thinking}
+        return json.dumps(fields | ({"retries": self.retries} if self.retries else {}))
 
     @classmethod
     def read(cls, text: str) -> "RewardChoice":
@@ -214,7 +258,7 @@ class RewardChoice:
         if not text.startswith("{"):
             return cls(text)
         fields = json.loads(text)
-        return cls(fields["reward"], tuple(fields["values"]), fields["thinking"])
+        return cls(fields["reward"], tuple(fields["values"]), fields["thinking"], fields.get("retries", 0))
 
 
 def problems_with(choice: RewardChoice) -> Iterator[Problem]:
@@ -281,7 +325,9 @@ def _label(name: str) -> str:
 def _under_rules(name: str, choice: RewardChoice) -> Reward:
     """Return a reward by name. A registered reward uses the choice's values and thinking."""
     function = reward(name)
-    if name not in REWARDS or (choice.values, choice.thinking) == (RewardChoice.values, RewardChoice.thinking):
+    if name not in REWARDS:
+        return _with_retries(function, choice.retries) if choice.retries else function
+    if (choice.values, choice.thinking) == (RewardChoice.values, RewardChoice.thinking):
         return function
     wrong, right = choice.values
 
@@ -292,8 +338,34 @@ def _under_rules(name: str, choice: RewardChoice) -> Reward:
             rest = after_thinking(response)
             info["ends_thinking"] = float(rest is not None)
             response = rest or ""
-        result = function(prompt, response, finish_reason)
+        result = call_reward(function, RewardRequest(prompt, response, finish_reason))
         value = (1.0 - result.value) * wrong + result.value * right
         return RewardResult(value, {**result.info, **info})
 
     return under_rules
+
+
+def _with_retries(function: Reward, retries: int) -> Reward:
+    """Return a reward that calls a function which raised again, after pauses that double.
+
+    A `RewardError` of the function is about the prompt, and a result of a wrong type stays wrong: neither is
+    tried again.
+    """
+
+    def retried(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
+        """Score a response. Info has `num_retries`."""
+        request = RewardRequest(prompt, response, finish_reason)
+        for attempt in range(retries):
+            try:
+                return _noted(call_reward(function, request), attempt)
+            except RewardError as error:
+                if error.__cause__ is None:
+                    raise
+            time.sleep(_FIRST_PAUSE_S * 2**attempt)
+        return _noted(call_reward(function, request), retries)
+
+    return retried
+
+
+def _noted(result: RewardResult, num_retries: int) -> RewardResult:
+    return RewardResult(result.value, {**result.info, "num_retries": float(num_retries)})

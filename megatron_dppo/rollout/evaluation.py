@@ -82,7 +82,11 @@ def evaluation_sets(config: Config) -> list[EvaluationSet]:
             temperature=options.temperature if own.temperature is None else own.temperature,
             top_p=own.top_p or options.top_p,
             max_response_tokens=longest or config.rollout.max_response_tokens,
-            reward=RewardChoice(own.reward or config.data.reward, thinking=config.data.thinking).text,
+            reward=RewardChoice(
+                own.reward or config.data.reward,
+                thinking=config.data.thinking,
+                retries=config.data.reward_retries,
+            ).text,
             pass_at=powers_of_two(num_samples) if options.pass_at is None else options.pass_at,
         )
         sets.append(each)

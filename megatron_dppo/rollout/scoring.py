@@ -199,7 +199,7 @@ def _has_usable_log_probs(sample: Sample) -> bool:
 def training_reward(config: Config) -> str:
     """Return the reward that a run trains on, as `RewardChoice.text`."""
     data = config.data
-    return RewardChoice(data.reward, data.reward_values, data.thinking).text
+    return RewardChoice(data.reward, data.reward_values, data.thinking, data.reward_retries).text
 
 
 class EnvironmentAlone:

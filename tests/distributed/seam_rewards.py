@@ -55,6 +55,17 @@ def slow_or_large(prompt: Prompt, response: str, finish_reason: FinishReason) ->
     return RewardResult(float(size > 1))
 
 
+_tried: set[str] = set()
+
+
+def fails_first(prompt: Prompt, response: str, finish_reason: FinishReason) -> float:
+    """Raise when a response is seen for the first time; spare reference answers."""
+    if len(response.split()) > 2 and response not in _tried:
+        _tried.add(response)
+        raise ConnectionError("try again")
+    return len(response) % 2
+
+
 class Loud(Nodding):
     """Say another word than Nodding."""
 

@@ -181,6 +181,7 @@ _MODEL = [
 _DATA = [
     Seam("data.reward", _WORKER, lambda call: worker_reward(call).reward, fold=lambda values: values[0]),
     Seam("data.reward", _SCORE, _reward_of_pool, where=is_training),
+    Seam("data.reward_retries", _WORKER, lambda call: worker_reward(call).retries),
     Seam("data.reward_values", _WORKER, lambda call: tuple(worker_reward(call).values), "resumed"),
     Seam("data.reward_workers", "workers.pool:WorkerPool.__init__", lambda call: call.self._idle.qsize()),
 ]

@@ -145,6 +145,17 @@ _DATA = [
         )
     ),
     Effect(
+        "data.reward_retries",
+        (1, 0),
+        "prompts",
+        appears("rollout/dropped_reward_failed"),
+        {
+            "data.reward": f"{OWN}:fails_first",
+            "rollout.max_dropped_fraction": 1.0,
+            "rollout.prompts_per_rollout": 3,
+        },
+    ),
+    Effect(
         "data.max_prompt_tokens",
         (17, 8),
         "prompts",

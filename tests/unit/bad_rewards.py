@@ -133,7 +133,7 @@ _DEEDS: dict[str, Callable[[], Any]] = {
     "huge info": lambda: RewardResult(0.0, {str(number) * 10_000: 0.0 for number in range(90)}),
     "text value": lambda: RewardResult("1.0"),  # pyright: ignore[reportArgumentType]
     "none value": lambda: RewardResult(None),  # pyright: ignore[reportArgumentType]
-    "float": lambda: 1.0,
+    "text": lambda: "1.0",
     "none": lambda: None,
     "print": _print,
     "input": lambda: RewardResult(float(len(input()))),

@@ -791,7 +791,7 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("data.reward", {"data.reward": "mine:f"}, on_disk=_module("mine", "1 / 0")),
         Example("data.reward", {"data.reward": "mine:g"}, on_disk=_module("mine", "def f(): ...")),
         Example("data.reward", {"data.reward": "mine:f"}, on_disk=_module("mine", "def f(prompt): ...")),
-        Example("data.reward", {"data.reward": "mine:f"}, on_disk=_module("mine", "def f(a, b, c): return 1")),
+        Example("data.reward", {"data.reward": "mine:f"}, on_disk=_module("mine", "def f(a, b, c): return '1'")),
     ],
     "environment_trial": [
         Example(
@@ -1246,7 +1246,10 @@ def test_check_says_once_what_a_reward_should_return(world: Path) -> None:
     _module("mine", "def f(a, b, c): ...")()
     Path("config.toml").write_text(dump_config(_config({"data.reward": "mine:f"})))
     said = CliRunner().invoke(app, ["check", "config.toml"]).stderr
-    assert said.count("expected") == 1 and "a NoneType; expected a RewardResult. Correct the reward.\n" in said
+    assert (
+        said.count("expected") == 1
+        and "a NoneType; expected a number or a RewardResult. Correct the reward.\n" in said
+    )
 
 
 def test_the_command_says_its_version() -> None:

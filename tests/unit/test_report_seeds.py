@@ -8,6 +8,7 @@ import pytest
 from megatron_dppo.analysis.contrasts import contrast, estimate
 from megatron_dppo.analysis.lines import run_names
 from megatron_dppo.analysis.report.numbers import numbers, seed_tables
+from megatron_dppo.analysis.report.plots import Panel, Section, figure
 from megatron_dppo.analysis.report.report import compare, looks, title, toggles
 from megatron_dppo.config.schema import Config
 from megatron_dppo.run_folder.folder import RunFolder
@@ -84,3 +85,20 @@ def test_seeds_share_a_toggle_where_runs_are_many(runs: list[Path]) -> None:
     assert looks(toggles(read[:3] * 2, names[:3] * 2)) == list(range(6)), "one setting: each run for itself"
     alike = [f"s/seed_{n}" for n in range(6)]
     assert [toggle.label for toggle in toggles(read, alike)] == ["dppo_binary_tv ×3", "grpo ×3"]
+
+
+def test_seeds_that_share_a_colour_have_one_mean_with_its_interval(runs: list[Path]) -> None:
+    read = [read_run(run) for run in (runs[4], *runs[:3], runs[3], runs[5])]  # seeds in another order
+    names = run_names(read)
+    section = Section("s", "s", "s", (Panel("reward", ("reward/mean", "throughput/tokens_per_s")),))
+    drawn = figure(section, read, names, looks(toggles(read, names)))
+    assert drawn is not None
+    of = {trace["name"]: trace for trace in drawn["data"]}
+    assert len(of) == 12 + 2 * 4
+    for label, rewards in {"grpo": [0.45, 0.5, 0.52], "dppo_binary_tv": [0.8, 0.7, 0.9]}.items():
+        mean, interval = of[f"{label}, mean of 3 seeds"], of[f"{label}, mean of 3 seeds, interval"]
+        found = estimate(rewards)
+        assert mean["y"] == pytest.approx([found.mean] * 2, rel=1e-5) and mean.get("opacity") is None
+        assert interval["y"] == pytest.approx([found.low] * 2 + [found.high] * 2, rel=1e-5)
+        assert mean["meta"] == interval["meta"] == names.index(next(n for n in names if n.startswith(label)))
+        assert all(of[name]["opacity"] == 0.25 for name in names if name.startswith(label))

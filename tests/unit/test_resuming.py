@@ -31,7 +31,7 @@ FREE = """
 run: folder num_rollouts num_threads timeout_s
 parallel: tensor pipeline virtual_pipeline context expert expert_tensor max_tokens_per_microbatch
     overlap_grad_reduce overlap_param_gather
-data: reward_workers reward_timeout_s reward_memory_mb
+data: reward_workers reward_timeout_s reward_retries reward_memory_mb
 rollout: max_dropped_fraction max_data_gib release_trainer
 rollout.transformers: batch_size
 rollout.sglang: start_timeout_s max_restarts request_timeout_s max_attempts max_concurrent_requests
@@ -64,7 +64,8 @@ evaluation: sets samples_per_prompt temperature top_p max_response_tokens pass_a
 OF_AN_EVALUATION = """
 run: seed
 model: load dtype
-data: prompt_column answer_column reward thinking reward_timeout_s reward_memory_mb max_prompt_tokens
+data: prompt_column answer_column reward thinking reward_timeout_s reward_retries reward_memory_mb
+    max_prompt_tokens
 rollout: engine max_response_tokens environment generate max_turns max_turn_tokens
 rollout.transformers: weights
 rollout.sglang: request_timeout_s

@@ -36,8 +36,8 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "    return RewardResult(1.0 / (1 + len(response)), {'length': len(response)})\n"
         "def broken(prompt, response, finish_reason):\n"
         "    raise KeyError('lost')\n"
-        "def number(prompt, response, finish_reason):\n"
-        "    return 1.0\n"
+        "def text(prompt, response, finish_reason):\n"
+        "    return '1.0'\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -113,8 +113,8 @@ def test_a_part_that_fails_is_the_failure_of_the_sum() -> None:
         RewardError, match=r"prompt p: the reward raised KeyError: 'lost' \(in broken, rewards_of"
     ):
         build_reward(RewardChoice({"dapo": 1.0, "rewards_of_mine:broken": 0.0}))(PROMPT, "", "stop")
-    with pytest.raises(RewardError, match=r"prompt p: .*float; expected .*RewardResult"):
-        build_reward(RewardChoice({"rewards_of_mine:number": 1.0}))(PROMPT, "", "stop")
+    with pytest.raises(RewardError, match=r"prompt p: .*str; expected .*RewardResult"):
+        build_reward(RewardChoice({"rewards_of_mine:text": 1.0}))(PROMPT, "", "stop")
 
 
 CHOICES = [
@@ -123,6 +123,8 @@ CHOICES = [
     RewardChoice("dapo", (-1.0, 1.0), "require"),
     RewardChoice({"math": 1.0, MINE: 0.5}),
     RewardChoice({"dapo": 1.0}, (-0.1, 1e-9), "require"),
+    RewardChoice({"math": 1.0, MINE: 0.5}, retries=3),
+    RewardChoice(f"verl:{MINE}", retries=1),
 ]
 
 

@@ -105,8 +105,8 @@ def has_ended(process: psutil.Process) -> bool:
         ("huge info", "reward_failed", "expected at most 1048576"),
         ("text value", "reward_failed", "TypeError: a str for a number"),
         ("none value", "reward_failed", "TypeError: a NoneType for a number"),
-        ("float", "reward_failed", "found a float; expected a RewardResult"),
-        ("none", "reward_failed", "found a NoneType; expected a RewardResult"),
+        ("text", "reward_failed", "found a str; expected a number or a RewardResult"),
+        ("none", "reward_failed", "found a NoneType; expected a number or a RewardResult"),
     ],
 )
 def test_a_fault_costs_its_own_sample_and_no_other(response: str, kind: str, words: str) -> None:

@@ -1,6 +1,7 @@
 """Builds the report's figures as plain dictionaries for plotly.js. The page adds the colours.
 
 A point is a number of metrics.jsonl. A smoothed curve is drawn in front of it, as `lines.curve_of` decides.
+Runs that share a colour are the seeds of one line: one curve, their mean with its interval, is before them.
 Metrics of step rows are averaged over a rollout's gradient steps, and bars over the run.
 """
 
@@ -12,11 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from megatron_dppo.analysis.lines import (
     Points,
     can_be_logarithmic,
     curve_of,
     finite_mean,
+    lines_of,
     over_rollouts,
     points_of,
 )
@@ -157,22 +161,38 @@ def _panel_traces(panel: Panel, runs: Sequence[Run], names: Sequence[str], looks
         if (points := (panel.points or over_rollouts)(run, metric))[0]
     ]
     is_log = panel.log and can_be_logarithmic(value for *_, (_, y) in found for value in y)
-    traces: list[Trace] = []
+    labels = {place: line.label for line in lines_of(runs, names) for place in line.places}
+    traces, means = list[Trace](), list[Trace]()
     for index, position, (x, y) in found:
         name, metric = names[index], metrics[position]
         if panel.band is not None and (between := _band(runs[index], panel.band, name, index)):
             traces.append(between)
-        label = name if position == 0 else f"{name} ({metric.split('/')[0].split('_')[-1]})"
+        suffix = "" if position == 0 else f" ({metric.split('/')[0].split('_')[-1]})"
         dash = DASHES[(looks[index] // COLOURS + 2 * position) % len(DASHES)]
+        label = f"{name}{suffix}"
         drawn = _bar(label, index, x, y, panel.unit) if panel.bars else _line(label, index, dash, x, y)
-        curve = None if panel.points else curve_of([(x, y)], metric, is_log=is_log)
-        if curve is not None and curve.is_smoothed:
-            six_digits = [float(f"{value:.6g}") for value in curve.mean]  # the page is smaller
-            in_front = _line(f"{label}, smoothed", index, dash, curve.x.tolist(), six_digits)
-            traces += [drawn | {"opacity": 0.25, "mode": "lines"}, in_front | {"mode": "lines"}]
-        else:
+        alike = [(i, points) for i, p, points in found if (looks[i], p) == (looks[index], position)]
+        is_first = alike[0][0] == index  # of the runs that share a colour, which are the seeds of a line
+        curve = curve_of([points for _, points in alike], metric, is_log=is_log) if not panel.points else None
+        is_alone = len(alike) == 1
+        if curve is None or (is_alone and not curve.is_smoothed):
             traces.append(drawn)
-    return traces
+            continue
+        traces.append(drawn | {"opacity": 0.25, "mode": "lines"})
+        if is_first:
+            of = f"{label}, smoothed" if is_alone else f"{labels[index]}{suffix}, mean of {len(alike)} seeds"
+            at = curve.x.tolist()
+            if curve.low is not None and curve.high is not None:
+                means.append(
+                    _area(of, index, curve.x.tolist(), _six_digits(curve.low), _six_digits(curve.high))
+                )
+            means.append(_line(of, index, dash, curve.x.tolist(), _six_digits(curve.mean)) | {"mode": "lines"})
+    return traces + means
+
+
+def _six_digits(values: np.ndarray) -> list[float]:
+    """Return the values with fewer digits, so that the page is smaller."""
+    return [float(f"{value:.6g}") for value in values]
 
 
 def _marks(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -268,13 +288,17 @@ def _band(run: Run, limits: tuple[str, str], label: str, index: int) -> Trace | 
     low, high = (over_rollouts(run, metric) for metric in limits)
     if not low[0] or low[0] != high[0] or not all(map(math.isfinite, low[1] + high[1])):
         return None
+    return _area(label, index, low[0], low[1], high[1])
+
+
+def _area(label: str, index: int, x: list[float], low: list[float], high: list[float]) -> Trace:
     return {
         "type": "scatter",
         "name": f"{label}, interval",
         "meta": index,
         "mode": "lines",
-        "x": low[0] + high[0][::-1],
-        "y": low[1] + high[1][::-1],
+        "x": x + x[::-1],
+        "y": [_or_gap(value) for value in low + high[::-1]],
         "line": {"width": 0},
         "fill": "toself",
         "opacity": 0.4,

@@ -5,10 +5,10 @@ import json
 import logging
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -18,6 +18,7 @@ from megatron_dppo.data.prompts.rows import (
     TRAINING_SCHEMAS,
     Schema,
     cell,
+    describe_cell,
     detect,
     each_row,
     fault,
@@ -39,7 +40,8 @@ def load_prompts(path: Path, prompt_column: str, answer_column: str | None) -> l
 
     A prompt cell is a string, a list of {role, content} messages, or such a list as JSON text. An answer cell
     is a string or an integer (read as its decimal digits). `column.field` names a field of a column. Columns
-    `tools` and `chat_template_kwargs` are for the chat template (see `messages.prompt_cell`). Columns `id`, and
+    `tools` and `chat_template_kwargs` are for the chat template (see `messages.prompt_cell`). Column
+    `metadata`, or verl's `extra_info`, is an object for the reward and the environment. Columns `id`, and
     `source` or `data_source`, are used if they are present. Without them, the id is the row number (the line
     number in a .jsonl file) and the source is the file's name. Rows count from 1.
 
@@ -60,7 +62,8 @@ def load_prompts(path: Path, prompt_column: str, answer_column: str | None) -> l
     return prompts
 
 
-_READ = READ_COLUMNS | {"id", "source", "data_source", "template"}
+_METADATA = ("metadata", "extra_info")
+_READ = READ_COLUMNS | {"id", "source", "data_source", "template", *_METADATA}
 """Columns that are read in addition to the prompt and the answer."""
 
 
@@ -118,7 +121,7 @@ class _RowReader:
         source = text_of(where, self.source_column, row.get(self.source_column, self.path.stem))
         answer = text_of(where, "the answer", answer)
         asked = prompt_cell(where, row, cell, self.named, CONFIG_KEYS[0])
-        prompt = prompt_of(row_id, answer, source, asked)
+        prompt = replace(prompt_of(row_id, answer, source, asked), metadata=_metadata(where, row))
         first = self.rows_by_id.setdefault(row_id, number)
         if first != number:
             found = f"id {row_id!r}, which row {first} has too"
@@ -142,6 +145,7 @@ class PromptsDigest:
     def add(self, prompt: Prompt) -> None:
         """Add the next prompt."""
         fields = asdict(prompt)
+        del fields["metadata"]  # it changes no prompt, and earlier versions did not read it
         for name in ("tools", "template_arguments"):  # checkpoints of older runs do not have these fields
             if fields[name] is None:
                 del fields[name]
@@ -171,6 +175,27 @@ def _require_cell(where: str, row: Mapping[str, object], column: str) -> object:
         return cell(row, column)
     except KeyError:
         raise missing_column(where, column, list(row)) from None
+
+
+def _metadata(where: str, row: Mapping[str, object]) -> Mapping[str, Any] | None:
+    """Return the object of the first metadata column that has one.
+
+    Raises:
+        DataError: It is no object, or holds what JSON does not have.
+    """
+    name = next((name for name in _METADATA if row.get(name) is not None), None)
+    if name is None:
+        return None
+    value = row[name]
+    try:
+        value = json.loads(value) if isinstance(value, str) else json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        action = "Store numbers, texts, lists and objects of these."
+        raise fault(where, f"{describe_cell(value)} as {name}", f"a JSON object ({error})", action) from None
+    if not isinstance(value, dict):
+        action = "Store an object, such as {'difficulty': 3}, or rename the column."
+        raise fault(where, f"{describe_cell(value)} as {name}", "a JSON object", action)
+    return cast(dict[str, Any], value)
 
 
 def prompt_of(row_id: str, answer: str, source: str, asked: PromptCell) -> Prompt:

@@ -12,12 +12,21 @@ TORCH_NEWEST := 2.15.0
 TRANSFORMERS_NEWEST := 5.24.0
 SGLANG_NEWEST := 0.5.23
 SGLANG := $(SGLANG_NEWEST)
+SGLANG_PINS := tests/sglang/requirements-gpu/$(SGLANG).txt
 SGLANG_VENV := .venv-sglang$(if $(filter-out $(SGLANG_NEWEST),$(SGLANG)),-$(SGLANG))
 
 # RECORD=1 keeps what passed, and with which versions, in tests/versions.jsonl; make versions writes tables of it.
 RECORDING := $(if $(RECORD),-p tests.recording --record-versions)
 # Records that NAME ran: $(call ran,PYTHON,NAME)
 ran = $(if $(RECORD),$(1) -m tests.recording --ran $(2))
+
+# Gives an environment whose torch is for GPUs the NCCL of SGLang's torch, since NCCL refuses to connect two versions.
+# Any later pip install that resolves torch brings the other one back: $(call one_nccl,PYTHON)
+define one_nccl
+if $(1) -m pip show --quiet nvidia-nccl-cu13 2>/dev/null; then \
+  grep '^nvidia-nccl-cu13==' $(SGLANG_PINS) | xargs $(1) -m pip install --quiet --no-deps; \
+fi
+endef
 
 # Tests in another environment than CI's: $(call lane,PYTHON,options of the unit tests,options of the distributed ones)
 define lane
@@ -62,12 +71,13 @@ venv: $(VENV)/.stamp
 
 # torch comes first and alone, so that a build chosen by hand (CPU, or another CUDA) is kept. The compiler of the
 # CUDA kernels comes from PyPI where the machine has none.
-$(VENV)/.stamp: setup.py constraints.txt
+$(VENV)/.stamp: setup.py constraints.txt $(SGLANG_PINS)
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11 ..." if sys.version_info < (3, 11) else 0)'
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet torch==2.13.0
 	PATH="$${CUDA_HOME:+$$CUDA_HOME/bin:}$$PATH"; extras=dev; command -v nvcc >/dev/null || extras=dev,nvcc; \
 	  $(RUN) -m pip install --quiet -c constraints.txt -e ".[$$extras]"
+	$(call one_nccl,$(RUN))
 	@touch $@
 
 quickstart: venv
@@ -145,12 +155,13 @@ SGLANG_WHY := it was asked for
 endif
 
 sglang-venv: $(SGLANG_VENV)/.stamp-$(SGLANG_FOR)
+	@if [ "$(SGLANG_FOR)" = gpu ] && [ -x $(RUN) ]; then $(call one_nccl,$(RUN)); fi
 	@echo "$(SGLANG_VENV) is for $(SGLANG_FOR): $(SGLANG_WHY). make sglang-venv SGLANG_FOR=gpu or SGLANG_FOR=cpu chooses."
 
 # Each kind has a stamp, and there is one environment: one of the other kind is removed, never added to.
 # For GPUs SGLang brings the torch that it pins. On a CPU: what serving needs, a CPU build of torch whatever SGLang
 # pins, and a .pth file that makes tests/sglang/cpu_shim part of the environment.
-$(SGLANG_VENV)/.stamp-$(SGLANG_FOR): tests/sglang/requirements-cpu/$(SGLANG).txt Makefile
+$(SGLANG_VENV)/.stamp-$(SGLANG_FOR): tests/sglang/requirements-cpu/$(SGLANG).txt $(SGLANG_PINS) Makefile
 	@case "$(SGLANG_FOR)" in gpu|cpu) ;; \
 	  unknown) echo "found sbatch and no GPU: a login node? Expected to be told what SGLang is for: make sglang-venv SGLANG_FOR=gpu for" \
 	    "a cluster's GPUs (here or in a job), SGLANG_FOR=cpu for this machine's CPU." >&2; exit 1 ;; \
@@ -160,7 +171,7 @@ $(SGLANG_VENV)/.stamp-$(SGLANG_FOR): tests/sglang/requirements-cpu/$(SGLANG).txt
 	  [ -z "$$other" ] || { echo "$(SGLANG_VENV) is not for $(SGLANG_FOR): it is made anew"; rm -rf $(SGLANG_VENV); }
 	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
 	if [ "$(SGLANG_FOR)" = gpu ]; then \
-	  $(SGLANG_VENV)/bin/python -m pip install --quiet sglang==$(SGLANG); \
+	  $(SGLANG_VENV)/bin/python -m pip install --quiet -c $(SGLANG_PINS) sglang==$(SGLANG); \
 	else \
 	  $(SGLANG_VENV)/bin/python -m pip install --quiet torch==2.13.0 && \
 	  $(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps -r tests/sglang/requirements-cpu/$(SGLANG).txt && \

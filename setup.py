@@ -91,6 +91,7 @@ setup(
     },
     cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelWithKernels},
     python_requires=">=3.11",
+    # Every lower bound is a version that the tests ran with: tests/unit/test_versions.py compares them.
     install_requires=[
         "torch>=2.13.0",
         # The versions that mcore/fixes.py was tested with; it refuses others. Those after 0.16 need 3.12.
@@ -98,13 +99,13 @@ setup(
         "megatron-core>=0.16.1,<=0.19.2,!=0.17.*,!=0.18.*,!=0.19.0,!=0.19.1; python_version >= '3.12'",
         "transformers>=5.23,<6",
         # Megatron-Core's checkpoint writer needs psutil without declaring it.
-        "psutil>=5.9",
+        "psutil>=7.2",
         "pydantic>=2.14,<3",
         "safetensors>=0.8",
         "numpy>=2.4",
-        "packaging>=24",
+        "packaging>=26.3",
         "pyarrow>=26",
-        "tqdm>=4.67",
+        "tqdm>=4.70",
         "typer>=0.29",
         "tomli-w>=1.2",
         "jaxtyping>=0.3",
@@ -123,7 +124,7 @@ setup(
             "hypothesis>=6.170",
             "import-linter>=2.16",
             # Reads the kernels' machine code; any version of the compiler's major one or later does.
-            "nvidia-cuda-nvdisasm>=13.2; sys_platform == 'linux'",
+            "nvidia-cuda-nvdisasm>=13.5; sys_platform == 'linux'",
             # What LoRA is compared with.
             "peft>=0.21",
             "pyright>=1.1.414",
@@ -139,11 +140,11 @@ setup(
         # 13.0 for torch 2.13 and 2.14, 13.2 for torch 2.15.
         "nvcc": compiler("13.0"),
         "nvcc132": compiler("13.2"),
-        "track": ["tensorboard>=2.20", "trackio>=0.43", "wandb>=0.21"],
+        "track": ["tensorboard>=2.21", "trackio>=0.43", "wandb>=0.31"],
         # Tasks of several turns. Its metadata refuses Python 3.12.1 and later.
         "gem": ["gem-llm>=0.1; python_version < '3.12'"],
         # modelopt imports requests without declaring it.
-        "quantize": ["nvidia-modelopt>=0.47", "requests>=2.32"],
+        "quantize": ["nvidia-modelopt>=0.47", "requests>=2.34"],
         # Only where CUDA and cuDNN are: without them its import raises instead of being absent.
         "te": ["transformer-engine[pytorch]>=2.9"],
     },

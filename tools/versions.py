@@ -31,8 +31,20 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
     "model families": ("test_served_families.py",),
 }
 """Files of tests/sglang by the server feature that they test."""
+_INSTALLED = {"on GPUs: torch": "torch", "transformers": "transformers", "NCCL": "nvidia-nccl-cu13"}
 Record = dict[str, Any]
 """A line of the records: suite, date of the oldest result, versions, and test counts per file."""
+
+
+def read_pins(file: Path) -> dict[str, str]:
+    """Return the versions that a file of requirements pins."""
+    lines = [line.partition("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    return {name: version for name, _, version in (line.partition("==") for line in lines) if version}
+
+
+def gpu_pins(sglang: str) -> dict[str, str]:
+    """Return what `make sglang-venv SGLANG_FOR=gpu` installs with a version of SGLang."""
+    return read_pins(ROOT / f"tests/sglang/requirements-gpu/{sglang}.txt")
 
 
 def read_records(root: Path) -> list[Record]:
@@ -59,12 +71,17 @@ def versions_tables(root: Path) -> str:
     """Return the tables of tested trainer versions and of tested server versions."""
     trainers: dict[tuple[str, ...], list[Record]] = {}
     first = [[*TESTED, "what passed", "date"]]
-    second = [["SGLang", "its torch", "its transformers", *FEATURES, "all of tests/sglang", "date"]]
+    second = [["SGLang", *_INSTALLED, "tests: torch", *FEATURES, "all of tests/sglang", "date"]]
     for each in read_records(root):
         if each["suite"] != "sglang":
             trainers.setdefault(tuple(str(each["versions"][name]) for name in TESTED), []).append(each)
             continue
-        names = [str(each["versions"][name]) for name in ("sglang", "server torch", "server transformers")]
+        pins = gpu_pins(each["versions"]["sglang"])
+        names = [
+            pins["sglang"],
+            *(pins[name] for name in _INSTALLED.values()),
+            each["versions"]["server torch"],
+        ]
         features = [_feature(each["files"], files) for files in FEATURES.values()]
         second.append([*names, *features, _outcome(root, each), each["date"]])
     for found, of_them in trainers.items():

@@ -1,10 +1,7 @@
 """Rules about sampling: groups, staleness, user code, SGLang's servers and what they serve."""
 
 import math
-import os
-import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 
 from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.architectures.sizes import read_model_config
@@ -12,18 +9,16 @@ from megatron_dppo.checks.facts import Facts, rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang.model import model_problems, routes_problem
 from megatron_dppo.engines.sglang.options import (
-    NCCL,
-    installed_nccl,
+    environment_problems,
     installed_version,
     interpreter,
-    nccl_settings,
-    one_nccl,
+    nccl_problems,
     option_problems,
     read_options,
     shipped_options,
 )
 from megatron_dppo.engines.sglang.protocol import NEWEST
-from megatron_dppo.engines.sglang.sampling_settings import argument_problems, variable_problems
+from megatron_dppo.engines.sglang.sampling_settings import argument_problems
 from megatron_dppo.environments import problem_with
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.runtime.user_code import problem_with_path
@@ -117,9 +112,9 @@ def _sglang_owned(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("sglang_environment", needs="machine")
 def _sglang_environment(config: Config, facts: Facts) -> Iterator[Problem]:
-    """No environment variable that servers would inherit changes what they sample."""
+    """No environment variable that servers would inherit changes what they sample or keeps their memory."""
     if config.rollout.engine == "sglang":
-        yield from variable_problems(os.environ)
+        yield from environment_problems(config)
 
 
 @rule("sglang_arguments", needs="machine")
@@ -133,19 +128,7 @@ def _sglang_arguments(config: Config, facts: Facts) -> Iterator[Problem]:
 @rule("sglang_nccl", needs="machine")
 def _sglang_nccl(config: Config, facts: Facts) -> Iterator[Problem]:
     """Trainer and servers have one version of NCCL if it sends the weights."""
-    if not nccl_settings(config) or config.sglang.get("device") == "cpu":
-        return
-    served = installed_nccl(interpreter(config))
-    own = _trainer_nccl() if served else {}
-    if own and own != served:
-        found = f"'distributed' with NCCL {own[NCCL]} here and {served[NCCL]} in {interpreter(config)}"
-        action = f"To have one version, {one_nccl(served[NCCL])}."
-        yield Problem("rollout.sglang.weight_sync", found, "one version: NCCL refuses to connect two", action)
-
-
-def _trainer_nccl() -> Mapping[str, str]:
-    """Return the version of NCCL in this interpreter, as `installed_nccl` does."""
-    return installed_nccl(Path(sys.executable))
+    yield from nccl_problems(config)
 
 
 @rule("sglang_parts")

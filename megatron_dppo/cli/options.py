@@ -31,7 +31,10 @@ SplitGpus = Annotated[
     typer.Option(metavar="GPUS", min=2, help="Also divide this many GPUs between servers and training."),
 ]
 MeasuredRun = Annotated[
-    Path | None, typer.Option(metavar="RUN", help="Run folder with measured rates for --split.")
+    Path | None,
+    typer.Option(
+        metavar="RUN", help="Run folder with measured rates for --split, and a colocated server's memory."
+    ),
 ]
 Assumptions = Annotated[
     list[str] | None,

@@ -40,6 +40,8 @@ from megatron_dppo.plan import (
     as_text,
     divide,
     make_plan,
+    measured_machine,
+    measured_residue,
     offload_remarks,
     parse_assumptions,
     parse_bytes,
@@ -228,7 +230,7 @@ def plan(
         gpu_bytes = parse_bytes(gpu_memory, "--gpu-memory")
         machine = Machine(gpus, gpu_bytes, host_bytes, gpus_per_node, read_rates(rates))
         given = parse_assumptions(assume or ())
-        made = make_plan(config, machine, given.get("response_tokens"))
+        made = make_plan(config, measured_machine(machine, measured), given.get("response_tokens"))
         shown, text = as_json(made, proposals), as_text(made, proposals)
         if split is not None:
             found = divide(made.job, split, measured, assume or ())
@@ -321,8 +323,8 @@ def evaluate(
 
 
 def _refuse_rates_of_split(measured: Path | None, given: Mapping[str, float]) -> None:
-    """Refuse options that only --split reads."""
-    if measured is not None or set(given) - {"response_tokens"}:
+    """Refuse options that only --split reads; without it, a measured run needs the residue of its servers."""
+    if set(given) - {"response_tokens"} or (measured is not None and measured_residue(measured) is None):
         option = "--assume" if measured is None else "--measured"
         raise ConfigError(Problem(option, "no --split", "one", "Add --split 32, the number of all GPUs."))
 

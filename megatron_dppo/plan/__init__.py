@@ -1,7 +1,7 @@
 """Plans a run without loading a model: whether `train` accepts it, its memory, and the layouts that fit."""
 
 from megatron_dppo.plan.gpu_rates import read_rates
-from megatron_dppo.plan.job import Machine
+from megatron_dppo.plan.job import Machine, measured_machine, measured_residue
 from megatron_dppo.plan.plan import Plan, make_plan, offload_remarks
 from megatron_dppo.plan.rates import parse_assumptions
 from megatron_dppo.plan.report import as_json, as_text
@@ -17,6 +17,8 @@ __all__ = [
     "as_text",
     "divide",
     "make_plan",
+    "measured_machine",
+    "measured_residue",
     "offload_remarks",
     "parse_assumptions",
     "parse_bytes",

@@ -6,6 +6,7 @@ Token numbers are upper bounds: every prompt and response has the longest allowe
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from megatron_dppo.algorithms import PRESETS
@@ -16,13 +17,11 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.plan.gpu_rates import ASSUMED, GpuRates
 from megatron_dppo.plan.units import GIB, Settings, with_settings
+from megatron_dppo.run_folder.reader import read_run
+from megatron_dppo.runtime.gpu_ledger import ENGINE_RESIDUE_BYTES, OUTSIDE, RESERVE_BYTES
 
 ASSUMED_GPU_BYTES = 80 * 10**9
 """Memory of a GPU for remarks of `check`, which is not told any."""
-RESERVE_BYTES = 2 * GIB
-"""Bytes of CUDA context, NCCL buffers and library workspaces of one process; an assumption, not measured."""
-ENGINE_RESIDUE_BYTES = 2 * GIB
-"""Bytes that a colocated engine's process keeps while weights and cache are released; an assumption."""
 FRAGMENTATION = 0.05
 """Share of activations and logits that the allocator cannot use; an assumption."""
 PROCESS_HOST_BYTES = 4 * GIB
@@ -49,6 +48,7 @@ class Machine:
     host_bytes: int | None = None  # of each node; None: not checked
     gpus_per_node: int = 8
     rates: GpuRates = ASSUMED
+    engine_residue_bytes: int = ENGINE_RESIDUE_BYTES  # of a colocated server, on each GPU in training
 
     @property
     def ranks_per_node(self) -> int:
@@ -59,6 +59,26 @@ class Machine:
         """Return bytes per second of each GPU in a group that spans `span` consecutive ranks."""
         published = NVLINK_BYTES_PER_S if span <= self.gpus_per_node else NETWORK_BYTES_PER_S
         return published * LINK_EFFICIENCY
+
+
+def measured_residue(run: Path) -> int | None:
+    """Return `Machine.engine_residue_bytes` as a run measured it, or None if the run has not.
+
+    Raises:
+        DataError: The folder is not a run's.
+    """
+    found = [row.values[OUTSIDE] for row in read_run(run).rollouts if OUTSIDE in row.values]
+    return max(int(max(found)) - RESERVE_BYTES, 0) if found else None
+
+
+def measured_machine(machine: Machine, run: Path | None) -> Machine:
+    """Return the machine with the residue that a run measured, or the same machine without one.
+
+    Raises:
+        DataError: The folder is not a run's.
+    """
+    residue = None if run is None else measured_residue(run)
+    return machine if residue is None else replace(machine, engine_residue_bytes=residue)
 
 
 Granularity = Literal["none", "selective", "full"]

@@ -19,7 +19,6 @@ from megatron_dppo.data.batches.memory import rollout_bytes_bound
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.plan.job import (
     BATCH_BYTES,
-    ENGINE_RESIDUE_BYTES,
     PROCESS_HOST_BYTES,
     RESERVE_BYTES,
     Job,
@@ -178,7 +177,15 @@ def server_memory(config: Config, shape: ModelShape, machine: Machine) -> Engine
         f"SGLang on the trainer's GPUs, over {format_count(size, 'GPU')} each, mem_fraction_static {fraction:g}"
     )
     return EngineMemory(
-        weights, cache, SGLANG_WORKSPACE_BYTES, ENGINE_RESIDUE_BYTES, False, cache // held, size, False, text
+        weights,
+        cache,
+        SGLANG_WORKSPACE_BYTES,
+        machine.engine_residue_bytes,
+        False,
+        cache // held,
+        size,
+        False,
+        text,
     )
 
 

@@ -198,7 +198,7 @@ def as_json(plan: Plan, num_proposals: int = 5) -> dict[str, Any]:
         "assumptions": {
             **asdict(job.assumptions),
             "reserve_bytes": figures.RESERVE_BYTES,
-            "engine_residue_bytes": figures.ENGINE_RESIDUE_BYTES,
+            "engine_residue_bytes": job.machine.engine_residue_bytes,
             "nvlink_bytes_per_s": figures.NVLINK_BYTES_PER_S,
             "network_bytes_per_s": figures.NETWORK_BYTES_PER_S,
             "link_efficiency": figures.LINK_EFFICIENCY,

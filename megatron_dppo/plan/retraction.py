@@ -14,7 +14,7 @@ from megatron_dppo.architectures.parameters import ModelShape, model_shape
 from megatron_dppo.checks import Facts
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
-from megatron_dppo.plan.job import Machine
+from megatron_dppo.plan.job import ASSUMED_GPU_BYTES, Machine
 from megatron_dppo.plan.memory import require_number, server_memory
 from megatron_dppo.plan.scheduler import CHUNK_TOKENS, Server, simulate
 from megatron_dppo.plan.units import format_count, with_settings
@@ -25,8 +25,6 @@ MEAN_SHARES = (0.25, 0.5)
 """Mean lengths of responses that are assumed if none is given, relative to `max_response_tokens`."""
 PROMPT_SHARE = 0.25
 """Length of a prompt, relative to `max_prompt_tokens`; an assumption."""
-GPU_BYTES = 80_000_000_000
-"""Memory of a GPU that `check` assumes, since it is not told."""
 VISIBLE = 0.01
 """Share of retracted responses from which on a run is warned of."""
 _DEFAULT_RUNNING = (2048, 4096)  # bounds of SGLang's default of max_running_requests
@@ -156,7 +154,7 @@ def retraction_remarks(config: Config, facts: Facts) -> list[str]:
     model, num_gpus = facts.model, facts.world_size
     if isinstance(model, Problem) or not is_admitted(config.parallel, num_gpus, facts.model_sizes):
         return []
-    shape, machine = model_shape(model), Machine(num_gpus, GPU_BYTES)
+    shape, machine = model_shape(model), Machine(num_gpus, ASSUMED_GPU_BYTES)
     try:
         found = plan_retraction(config, shape, machine)
     except ConfigError:  # of an option of [sglang], about which a rule is
@@ -164,7 +162,7 @@ def retraction_remarks(config: Config, facts: Facts) -> list[str]:
     if found is None or found.expected <= min(VISIBLE, config.rollout.max_dropped_fraction):
         return []
     mean = next(iter(found.shares))
-    gpus = f"{format_count(num_gpus, 'GPU')} of {GPU_BYTES / 1e9:g} GB"
+    gpus = f"{format_count(num_gpus, 'GPU')} of {ASSUMED_GPU_BYTES / 1e9:g} GB"
     return [
         f"SGLang is expected to retract {found.expected:.0%} of the responses at least once, and to compute "
         f"them again: a server runs {found.num_open} at once, and its cache has {found.tokens_per_request} "

@@ -34,6 +34,7 @@ from megatron_dppo.run.token_lists import OpenTokenLists, remove_undone
 from megatron_dppo.run_folder.folder import RunFolder
 from megatron_dppo.run_folder.lock import locked
 from megatron_dppo.run_folder.reader import read_run
+from megatron_dppo.runtime.gpu_ledger import OUTSIDE
 from megatron_dppo.runtime.process import Runtime, gpu_libraries
 from megatron_dppo.types import OpenRollout, SampledRollout, SampleGroup, TrainBatch
 
@@ -263,6 +264,8 @@ class RunLogger:
         metrics = Metrics()
         metrics.add_max("memory/peak_bytes", self._runtime.peak_bytes())
         metrics.add_max("memory/host_peak_bytes", self._runtime.host_peak_bytes())
+        if (outside := self._runtime.gpu_ledger.outside_bytes) is not None:
+            metrics.add_max(OUTSIDE, outside)
         for phase, elapsed in seconds.items():
             metrics.add_max(f"time/{phase}_s", elapsed)
         if self._save_s:

@@ -18,6 +18,19 @@ from typing import Literal
 
 logger = logging.getLogger(__name__)
 
+RESERVE_BYTES = 2 * 2**30
+"""Bytes of CUDA context, NCCL buffers and library workspaces of one trainer process; an assumption."""
+ENGINE_RESIDUE_BYTES = 5 * 2**30
+"""Bytes that a colocated server's process keeps while its weights and cache are released; an assumption.
+
+SGLang releases neither its CUDA graphs nor their buffers. In GiB, for Qwen3-30B-A3B with SGLang's defaults on
+GPUs of 80 GB: 0.5 of CUDA context and kernels; 0.7 of NCCL and the buffers of SGLang's all-reduce; 0.4 of the
+attention's workspace; 1.0 of decode graphs up to 512 requests (float32 logits of 151936 tokens take 0.3, three
+times); 1.4 of prefill graphs up to 8192 tokens (outputs of 8 experts 0.25, their inner rows 0.2, attention and
+residuals 0.25, twice); 0.4 of the nodes of about 90 graphs of 48 layers; 0.6 of fragments.
+`GpuLedger.outside_bytes` measures this and RESERVE_BYTES together.
+"""
+OUTSIDE = "memory/outside_bytes"  # metric of it
 Holder = Literal["trainer", "engine weights", "engine cache"]
 _NUM_KEPT = 1000  # entries; a rollout makes six
 
@@ -39,24 +52,37 @@ class GpuLedger:
     CPUs too.
     """
 
-    def __init__(self, give_back: Callable[[], None], free_bytes: Callable[[], int | None]) -> None:
+    def __init__(
+        self,
+        give_back: Callable[[], None],
+        free_bytes: Callable[[], int | None],
+        outside_bytes: Callable[[], int | None] = lambda: None,
+    ) -> None:
         """Start without holders and without turns.
 
         Args:
             give_back: Function that returns the allocator's unused memory to the driver.
             free_bytes: Function that returns the driver's free bytes on the device; None on a CPU.
+            outside_bytes: Function that returns the bytes on the device that are neither free nor in this
+                process's allocator; None on a CPU.
         """
-        self._give_back, self._free_bytes = give_back, free_bytes
+        self._give_back, self._free_bytes, self._find_outside = give_back, free_bytes, outside_bytes
         self.takes_turns = False
         """Whether the engine is on the trainer's GPU, and the two take turns."""
         self._holders: set[Holder] = set()
         self.entries: deque[Entry] = deque(maxlen=_NUM_KEPT)
+        self.outside_bytes: int | None = None
+        """Most bytes outside of this process's allocator while neither trainer nor engine held memory.
+
+        Both processes keep them in every turn. None before their first change of turns, and on a CPU.
+        """
 
     def begin(self, *, takes_turns: bool) -> None:
         """Reset to no holders, before this run allocates any counted memory."""
         self.takes_turns = takes_turns
         self._holders.clear()
         self.entries.clear()
+        self.outside_bytes = None
 
     def holds(self, holder: Holder) -> bool:
         """Whether this holder has its memory now."""
@@ -79,9 +105,29 @@ class GpuLedger:
             self._holders.discard(holder)
             self._give_back()
             self._write(holder, is_there=False)
+            if self.takes_turns and not self._holders:
+                self._measure_outside()
 
     def _write(self, holder: Holder, *, is_there: bool) -> None:
         free = self._free_bytes()
         self.entries.append(Entry(holder, is_there, free))
         of_driver = "" if free is None else f"; {free / 2**30:.1f} GiB are free"
         logger.debug("GPU memory: %s %s%s", holder, "takes" if is_there else "leaves", of_driver)
+
+    def _measure_outside(self) -> None:
+        """Keep the most bytes outside of the allocator, and warn once if they are more than a plan assumes."""
+        found, before = self._find_outside(), self.outside_bytes or 0
+        if found is None:
+            return
+        self.outside_bytes = max(found, before)
+        assumed = RESERVE_BYTES + ENGINE_RESIDUE_BYTES
+        if found > assumed >= before:
+            logger.warning(
+                "found %.1f GiB of the GPU in use while trainer and engine have released their memory; "
+                "expected at most the %.1f that megatron-dppo plan assumes. Plan again with --measured and "
+                "this run's folder. A server keeps less with a smaller sglang.cuda_graph_max_bs_decode or "
+                "cuda_graph_max_bs_prefill, or with sglang.disable_prefill_cuda_graph. A smaller "
+                "sglang.mem_fraction_static leaves more free in a rollout.",
+                found / 2**30,
+                assumed / 2**30,
+            )

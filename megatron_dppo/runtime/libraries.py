@@ -161,6 +161,26 @@ def _version_fault(package: str) -> str | None:
     return f"version {found}; expected {_OLDEST_TRANSFORMER_ENGINE} or newer" if is_old else None
 
 
+def nccl_version() -> str | None:
+    """Return the version of the NCCL library that torch has loaded, or None if it has loaded none.
+
+    PyTorch's `nccl.version()` is the version of the headers that it was compiled with, and another package may
+    have replaced the library since. Interpreters without this package run the source of this function.
+    """
+    import ctypes
+    import os
+
+    import torch  # noqa: F401 - loads the library
+
+    try:
+        library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:  # a torch for CPUs
+        return None
+    number = ctypes.c_int()
+    library.ncclGetVersion(ctypes.byref(number))  # 23007 is 2.30.7
+    return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
+
+
 def installed_versions() -> dict[str, str | None]:
     """Return the installed versions of the packages in `TESTED`, without local parts; None if missing."""
     packages = {name: installed_version(name) for name in TESTED if name != "python"}

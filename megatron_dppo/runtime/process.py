@@ -5,9 +5,11 @@ import os
 import pickle
 import resource
 import socket
+import subprocess
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -17,11 +19,10 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # before a process group exists: its defaults would keep it after stop()
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
-from torch.cuda import nccl
 
 from megatron_dppo.errors import ConfigError, LaunchError, Problem
 from megatron_dppo.runtime.gpu_ledger import GpuLedger
-from megatron_dppo.runtime.libraries import Libraries, usable_libraries
+from megatron_dppo.runtime.libraries import Libraries, nccl_version, usable_libraries
 
 T = TypeVar("T")
 logger = logging.getLogger("megatron_dppo")
@@ -67,7 +68,9 @@ class Runtime:
     control: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
     """Gloo group of all ranks; None means the default group."""
     gpu_ledger: GpuLedger = field(
-        default_factory=lambda: GpuLedger(give_back_memory, free_device_bytes), compare=False, repr=False
+        default_factory=lambda: GpuLedger(give_back_memory, free_device_bytes, outside_device_bytes),
+        compare=False,
+        repr=False,
     )
     """Holders of the device's memory: trainer, engine, or both."""
 
@@ -79,7 +82,7 @@ class Runtime:
     @property
     def nccl_version(self) -> str | None:
         """Version of the NCCL that sends tensors between GPUs, or None on a CPU."""
-        return ".".join(map(str, nccl.version())) if self.device.type == "cuda" else None
+        return nccl_version() if self.device.type == "cuda" else None
 
     def all_gather(self, value: T) -> list[T]:
         """Return every rank's value, in rank order. Only for small picklable objects."""
@@ -162,6 +165,14 @@ def free_device_bytes() -> int | None:
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_initialized() else None
 
 
+def outside_device_bytes() -> int | None:
+    """Return the bytes in use on this process's GPU outside of PyTorch's allocator; None without a GPU."""
+    if not torch.cuda.is_initialized():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
 def has_gpu() -> bool:
     """Return whether this process would compute on a GPU."""
     return torch.cuda.is_available()
@@ -170,6 +181,43 @@ def has_gpu() -> bool:
 def compute_capability(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of a GPU, such as (9, 0)."""
     return torch.cuda.get_device_capability(device)
+
+
+def unusable_gpus() -> Problem | None:
+    """Return the problem if torch can use none of this machine's GPUs.
+
+    An empty CUDA_VISIBLE_DEVICES hides them on purpose.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
+    if has_gpu() or hidden or not (gpus := _gpus_of_machine()):
+        return None
+    try:
+        torch.cuda.init()
+        reason = "torch.cuda.is_available() is false"
+    except (RuntimeError, AssertionError) as error:  # a driver that is too old, or a torch for CPUs
+        reason = str(error).partition("\n")[0]
+    kind = "CPUs" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
+    return Problem(
+        "the GPUs",
+        f"{gpus} and torch {torch.__version__} for {kind}, which can use none of them ({reason})",
+        "a torch for GPUs and a driver for its CUDA: 580 or newer for CUDA 13, 525 or newer for CUDA 12",
+        "Update the driver, install torch for the driver's CUDA, or start the container with its GPUs. "
+        "To compute on the CPU on purpose, set CUDA_VISIBLE_DEVICES='' in the environment.",
+    )
+
+
+def _gpus_of_machine() -> str:
+    """Describe the GPUs that the driver or SLURM gives this process; empty if there are none."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        lines = subprocess.run(
+            query, capture_output=True, text=True, timeout=60, check=True
+        ).stdout.splitlines()
+        if lines:
+            name, _, driver = lines[0].partition(", ")
+            return f"{len(lines)} GPUs ({name}) with driver {driver}"
+    of_job = os.environ.get("SLURM_GPUS_ON_NODE", "0")
+    return "" if of_job == "0" else f"{of_job} GPUs of SLURM's job (SLURM_GPUS_ON_NODE), without a driver here,"
 
 
 def gpu_libraries() -> Libraries:
@@ -186,9 +234,11 @@ def start(num_threads: int = 1, timeout_s: float = 1800.0, join_timeout_s: float
         join_timeout_s: Seconds to wait for the other processes to start; at most `timeout_s`.
 
     Raises:
-        ConfigError: The launcher set WORLD_SIZE, but not the other variables.
+        ConfigError: The launcher set WORLD_SIZE, but not the other variables; or torch cannot use the GPUs.
         LaunchError: The other processes did not start in time.
     """
+    if (problem := unusable_gpus()) is not None:
+        raise ConfigError(problem)
     torch.set_num_threads(num_threads)
     torch.set_flush_denormal(True)
     world_size = world_size_from_launcher()

@@ -9,6 +9,7 @@ import torch
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang.server import Server, plan_launch
+from megatron_dppo.runtime.gpu_ledger import ENGINE_RESIDUE_BYTES, RESERVE_BYTES
 from tests.support.ranks import run_ranks
 from tests.support.serving import MAX_TOKENS, PYTHON, START_TIMEOUT_S, write_served_model
 from tests.support.sync_job import push_every_way, release_and_push
@@ -65,4 +66,5 @@ def test_a_colocated_server_gives_its_memory_back_and_takes_it_again(
     assert result["free_after_release"] > result["free_before"] + 2**30
     assert result["free_after_push"] < result["free_after_trainer_left"]
     assert result["free_at_the_end"] > result["free_after_push"] + 2**30
+    assert 2**28 < result["outside_bytes"] < RESERVE_BYTES + ENGINE_RESIDUE_BYTES
     assert result["metrics"]["sync/probe_abs_diff_max"] <= 1e-4

@@ -90,14 +90,18 @@ def test_check_finds_no_fault(algorithm: Algorithm) -> None:
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_plan_says_that_it_fits_and_which_layout_to_take(experiment: str) -> None:
-    """Of layouts with a tenth of a GPU to spare, which no GPU has confirmed, none is clearly faster."""
+    """Of layouts with a tenth of a GPU to spare, which no GPU has confirmed, none is clearly faster.
+
+    Those that take more to the host than the config are left out: that costs more than its time.
+    """
     fewest, config = FEWEST_GPUS[experiment], load(Path("examples") / experiment / "base.toml")
     for num_gpus in {fewest, max(fewest, 16)}:
         plan = make_plan(config, Machine(num_gpus, 80 * GB, HOST_BYTES))
         assert plan.fits, plan.conclusion
         if num_gpus == fewest:
             assert plan.found is not None and plan.time is not None
-            roomy = [each for each in plan.found.proposals if each.memory.peak <= 0.9 * 80 * GB]
+            found = [each for each in plan.found.proposals if not each.settings.get("optimizer.offload")]
+            roomy = [each for each in found if each.memory.peak <= 0.9 * 80 * GB]
             assert plan.time.total <= 1.05 * min(each.time.total for each in roomy)
             assert plan.retraction is not None
             assert plan.retraction.expected == 0  # at a mean of a quarter of the longest response

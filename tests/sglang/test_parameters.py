@@ -20,6 +20,7 @@ from megatron_dppo.engines.weight_sync.factory import WithOwnOutput
 from tests.distributed.test_families import CASES
 from tests.support.serving import PYTHON, VERSION
 from tests.support.tiny_families import SIZES, config_of
+from tools.versions import gpu_pins
 
 SCRIPT = Path(__file__).with_name("parameters_reading.py")
 OF_SGLANG_ALONE = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"}
@@ -97,3 +98,11 @@ def test_the_environment_variables_are_sglang_s(found: list[Any]) -> None:
     names = {name for name in (*REFUSED_VARIABLES, *SET_VARIABLES) if name.startswith("SGLANG_")}
     unknown = [name for name in names if not any(known.startswith(name.rstrip("*")) for known in found[2])]
     assert not unknown
+
+
+def test_the_pins_for_gpus_are_those_of_its_metadata() -> None:
+    program = "import importlib.metadata as m, json; print(json.dumps(m.requires('sglang')))"
+    ended = subprocess.run([str(PYTHON), "-c", program], capture_output=True, text=True, check=True)
+    required = json.loads(ended.stdout.splitlines()[-1])
+    pins = gpu_pins(VERSION)
+    assert {f"{name}=={pins[name]}" for name in ("torch", "transformers")} <= set(required)

@@ -66,7 +66,8 @@ class Cluster:
     @property
     def environment(self) -> dict[str, str]:
         """For SLURM's daemons, its commands, and jobs."""
-        return os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": _PATH}
+        of_cpu = {"CUDA_VISIBLE_DEVICES": ""}  # jobs have GPUs that torch cannot use
+        return os.environ | of_cpu | {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": _PATH}
 
     def start(self) -> None:
         """Return when both nodes are idle."""
@@ -142,7 +143,7 @@ class Cluster:
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         for index in range(8):
             (self.folder / f"gpu{index}").symlink_to("/dev/null")
-        (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-7]\n")
+        (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-7] Flags=no_gpu_env\n")
 
 
 def require_programs() -> None:

@@ -200,5 +200,6 @@ def release_and_push(runtime: Runtime, settings: dict[str, Any], version: int) -
     found["is_away"] = actor.memory.is_away
     turns.to_trainer()
     found["free_at_the_end"] = free()
+    found["outside_bytes"] = runtime.gpu_ledger.outside_bytes
     turns.to_engine(version + 1)  # for whoever uses the server next
     return found

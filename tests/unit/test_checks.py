@@ -37,12 +37,12 @@ from megatron_dppo.checks import (
     remarks,
     require_evaluable,
     require_valid,
-    sampling_rules,
 )
 from megatron_dppo.checks.facts import TRAINING, Need, prompt_files
 from megatron_dppo.cli import app
 from megatron_dppo.config import Config, dump_config, load_config
 from megatron_dppo.config.sections import is_due
+from megatron_dppo.engines.sglang import options
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.rollout.evaluation import evaluation_sets
 from megatron_dppo.run.state import TrainingState
@@ -110,7 +110,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer_file: Path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(megatron_rules, "_last_line", _last_line_of)
     monkeypatch.setattr(megatron_rules, "_read_fields", lambda: MEGATRON)
-    monkeypatch.setattr(sampling_rules, "_trainer_nccl", lambda: {"NCCL": "2.29.7"})  # of a torch for GPUs
+    monkeypatch.setattr(options, "trainer_nccl", lambda: {"NCCL": "2.29.7"})  # of a torch for GPUs
     _write_json(Path("model/config.json"), MODEL)
     Path("model/model.safetensors").touch()
     shutil.copy(tokenizer_file, "model/tokenizer.json")
@@ -261,6 +261,7 @@ def _sglang(version: str = "1.2.3", nccl: str = "") -> None:
 
 
 _SERVED = {"rollout.engine": "sglang"}
+_COLOCATED = _SERVED | {"rollout.sglang": {"colocated": True, "weight_sync": "tensor"}}
 _ROUTED = {**_SERVED, "rollout.routing_replay": "replay"}
 _SIGMOID: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -682,7 +683,14 @@ EXAMPLES: dict[str, list[Example]] = {
             "the environment",
             {"rollout.engine": "sglang"},
             on_disk=lambda: os.environ.__setitem__("SGLANG_RETURN_ORIGINAL_LOGPROB", "1"),
-        )
+        ),
+        *(
+            Example("the environment", _COLOCATED, on_disk=partial(os.environ.__setitem__, name, value))
+            for name, value in (
+                ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
+                ("PYTORCH_ALLOC_CONF", "max_split_size_mb:128, expandable_segments:true"),
+            )
+        ),
     ],
     "sglang_model": [
         Example("model.load", _SERVED, on_disk=_model(mlp_only_layers=[1])),
@@ -869,7 +877,8 @@ def _no_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _restored_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Examples set these variables."""
-    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "0")
+    for name in ("SGLANG_RETURN_ORIGINAL_LOGPROB", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "")
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
 

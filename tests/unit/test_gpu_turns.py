@@ -6,7 +6,8 @@ import torch
 from megatron_dppo.actor import offload, reference
 from megatron_dppo.actor.offload import Residence
 from megatron_dppo.actor.reference import HostCopy
-from megatron_dppo.runtime.gpu_ledger import GpuLedger, Holder
+from megatron_dppo.runtime.gpu_ledger import ENGINE_RESIDUE_BYTES, RESERVE_BYTES, GpuLedger, Holder
+from megatron_dppo.runtime.process import Runtime, outside_device_bytes
 
 
 def ledger(*, takes_turns: bool) -> tuple[GpuLedger, list[str]]:
@@ -47,6 +48,41 @@ def test_who_leaves_gives_the_memory_to_others_once() -> None:
     made.leaves("trainer")
     assert asked == ["give back"]
     assert [entry.is_there for entry in made.entries] == [True, False]
+
+
+def test_what_both_keep_is_measured_between_their_turns_and_more_than_planned_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assumed = RESERVE_BYTES + ENGINE_RESIDUE_BYTES
+    sizes = iter([assumed - 8, assumed - 5, assumed + 7, assumed + 3])
+    made = GpuLedger(lambda: None, lambda: 11, lambda: next(sizes))
+    made.begin(takes_turns=True)
+    found: list[int | None] = [made.outside_bytes]
+    for _ in range(2):
+        made.takes("trainer")
+        made.leaves("trainer")
+        found.append(made.outside_bytes)
+        made.takes("engine weights")
+        made.takes("engine cache")
+        made.leaves("engine cache")
+        made.leaves("engine weights")
+        found.append(made.outside_bytes)
+    assert next(sizes, None) is None
+    assert found == [None, assumed - 8, assumed - 5, assumed + 7, assumed + 7]
+    (said,) = caplog.messages
+    assert "found 7.0 GiB" in said and "sglang.cuda_graph_max_bs_decode" in said and "--measured" in said
+    made.begin(takes_turns=False)
+    made.takes("trainer")
+    made.leaves("trainer")
+    assert made.outside_bytes is None
+
+
+def test_the_device_s_bytes_outside_are_those_of_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert outside_device_bytes() is None
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (30, 100))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda: 23)
+    assert outside_device_bytes() == Runtime(torch.device("cpu"), 0, 1).gpu_ledger._find_outside() == 47
 
 
 def test_memory_leaves_in_pieces_and_is_read_while_it_is_away(monkeypatch: pytest.MonkeyPatch) -> None:

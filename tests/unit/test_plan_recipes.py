@@ -23,7 +23,7 @@ options = pytest.mark.parametrize("without", ["offload", "recompute"])
 
 def _job(recipe: Recipe, loss_from: str = "logits") -> Job:
     prompts, samples = recipe.prompts
-    return job_of(
+    job = job_of(
         recipe.model,
         {
             "parallel.max_tokens_per_microbatch": recipe.gpu_tokens * recipe.sizes.get("context", 1),
@@ -41,6 +41,7 @@ def _job(recipe: Recipe, loss_from: str = "logits") -> Job:
         },
         num_gpus=recipe.num_gpus,
     )
+    return replace(job, machine=replace(job.machine, engine_residue_bytes=recipe.engine_residue_bytes))
 
 
 def _with_our_loss(recipe: Recipe, job: Job) -> Memory:

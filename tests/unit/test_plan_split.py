@@ -16,6 +16,7 @@ from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.rates import Rate, Rates, gather_rates, parse_assumptions
 from megatron_dppo.plan.split import divisions, make_split
 from megatron_dppo.run_folder.folder import RunFolder
+from megatron_dppo.runtime.gpu_ledger import ENGINE_RESIDUE_BYTES
 from tests.support.plan_models import QWEN3_06B, QWEN3_30B, job_of
 from tests.support.refusals import refused
 
@@ -182,6 +183,28 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _plan(*arguments: str) -> Any:
     common = ("base.toml", "--gpus", "8", "--gpu-memory", "80GB", "--proposals", "0")
     return CliRunner().invoke(app, ["plan", *common, *arguments])
+
+
+@pytest.mark.parametrize(("outside", "kept"), [((4.5, 9.25, 8.0), 7.25), ((1.0,), 0.0), ((), None)])
+def test_a_colocated_server_keeps_in_training_what_a_run_measured(
+    folder: Path, outside: tuple[float, ...], kept: float | None
+) -> None:
+    colocated = ("--set", "rollout.sglang.colocated=true", "--set", "rollout.sglang.weight_sync=tensor")
+    with RunFolder.open(Path("run"), {}, resume=False) as run:
+        for rollout, each in enumerate(outside):
+            run.write_rollout(rollout, ROW | {"memory/outside_bytes": each * 2**30}, num_rollouts=3)
+    assumed = json.loads(_plan(*colocated, "--json").stdout)
+    result = _plan(*colocated, "--json", "--measured", "run")
+    if kept is None:
+        assert (result.exit_code, "--split" in result.output) == (2, True)
+        return
+    planned = json.loads(result.stdout)
+    assert planned["assumptions"]["engine_residue_bytes"] == kept * 2**30
+    for moment, is_training in (("loss", True), ("backward", True), ("step", True), ("rollout", False)):
+        before, after = (
+            each["configured"]["stages"][0]["moments"][moment]["reserve"] for each in (assumed, planned)
+        )
+        assert after - before == (kept * 2**30 - ENGINE_RESIDUE_BYTES) * is_training
 
 
 def test_the_command_measures_a_run(folder: Path) -> None:

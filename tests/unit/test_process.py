@@ -3,8 +3,12 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.runtime.process import start, unusable_gpus
 
 LEAVE = """
 import time
@@ -51,3 +55,53 @@ def test_collectives_of_a_layer_are_launched_before_what_hides_them(given: str |
         [sys.executable, "-c", look], capture_output=True, text=True, timeout=120, env=environment | given_one
     )
     assert (ended.returncode, ended.stdout) == (0, f"{expected}\n"), ended.stderr
+
+
+SMI = "#!/bin/sh\nprintf 'NVIDIA H100 80GB HBM3, 535.104.05\\nNVIDIA H100 80GB HBM3, 535.104.05\\n'\n"
+NO_DRIVER = (
+    "#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver'; exit 9\n"
+)
+IN_JOB = {"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+
+
+@pytest.mark.parametrize(
+    ("smi", "variables", "words"),
+    [
+        (SMI, {}, "2 GPUs (NVIDIA H100 80GB HBM3) with driver 535.104.05 and torch"),
+        (SMI, {"CUDA_VISIBLE_DEVICES": "1"}, "driver 535.104.05"),
+        (NO_DRIVER, IN_JOB, "4 GPUs of SLURM's job"),
+        (None, IN_JOB, "4 GPUs of SLURM's job"),
+        (SMI, {"CUDA_VISIBLE_DEVICES": ""}, None),
+        (None, IN_JOB | {"CUDA_VISIBLE_DEVICES": "-1"}, None),
+        (NO_DRIVER, {"SLURM_GPUS_ON_NODE": "0"}, None),
+        (None, {}, None),
+    ],
+)
+def test_a_machine_with_gpus_does_not_train_on_its_cpu_unless_asked_to(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    smi: str | None,
+    variables: dict[str, str],
+    words: str | None,
+) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_GPUS_ON_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if smi is not None:
+        (tmp_path / "nvidia-smi").write_text(smi)
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    problem = unusable_gpus()
+    assert (problem is None) == (words is None)
+    if problem is not None and words is not None:
+        assert words in problem.found and "CUDA_VISIBLE_DEVICES=''" in problem.action
+        with pytest.raises(ConfigError, match="the GPUs: found"):
+            start()
+
+
+def test_gpus_that_torch_can_use_are_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert unusable_gpus() is None

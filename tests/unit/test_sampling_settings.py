@@ -92,6 +92,10 @@ def test_other_arguments_are_left_alone() -> None:
         ("SGLANG_MAX_NEW_TOKENS_LIMIT", "128"),
         ("SGLANG_MAX_THINK_TOKENS", "64"),
         ("SGLANG_RUST_SERVER", "1"),
+        ("SGLANG_HTTP_SERVER_APP_PATH", "own.server:app"),
+        ("SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES", "true"),
+        ("SGLANG_EXTERNAL_MODEL_PACKAGE", "own_models"),
+        ("SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR", "0.5"),
     ],
 )
 def test_an_environment_variable_that_changes_the_sampling_is_refused(name: str, value: str) -> None:
@@ -108,6 +112,8 @@ def test_environment_variables_without_an_effect_are_left_alone() -> None:
         "SGLANG_MAX_THINK_TOKENS": "-1",
         "SGLANG_TORCH_PROFILER_DIR": "/tmp",
         "SGLANG_RETURN_ORIGINAL_LOGPROBS": "1",
+        "SGLANG_HTTP_SERVER_APP_PATH": "sglang.srt.entrypoints.http_server:app",
+        "SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR": "0",
     }
     assert list(variable_problems(harmless)) == []
 

@@ -1,5 +1,6 @@
 """SGLang's environment: its packages, an environment for CPUs that is refused, and NCCL's settings."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -9,14 +10,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.engines.sglang import server
-from megatron_dppo.engines.sglang.options import CUMEM, NCCL, NVLS, differences, installed_nccl, nccl_settings
+from megatron_dppo.engines.sglang import options, server
+from megatron_dppo.engines.sglang.options import (
+    CUMEM,
+    NCCL,
+    NVLS,
+    differences,
+    environment_problems,
+    installed_nccl,
+    nccl_settings,
+)
 from megatron_dppo.engines.weight_sync.factory import run_servers
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.run.session import join_processes
 from megatron_dppo.runtime.files import write_jsonl
+from megatron_dppo.runtime.libraries import nccl_version
+from megatron_dppo.runtime.process import Runtime
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,6 +57,33 @@ def test_the_kind_is_asked_for_or_follows_the_gpu_and_has_its_own_stamp(tmp_path
     (tmp_path / "venv").mkdir()
     (tmp_path / "venv" / ".stamp-cpu").touch()
     assert "pip install" in make(tmp_path, "sbatch", variables=("SGLANG_FOR=gpu",))
+
+
+@pytest.mark.parametrize(("version", "nccl"), [("0.5.21", "2.29.7"), ("0.5.23", "2.30.7")])
+@pytest.mark.parametrize("is_for_gpu", [True, False])
+def test_a_trainer_s_torch_for_gpus_gets_the_nccl_of_the_servers(
+    tmp_path: Path, version: str, nccl: str, is_for_gpu: bool
+) -> None:
+    """Of `make sglang-venv` with servers that are there already; `make venv` does the same at its end."""
+    python, log = tmp_path / "trainer/bin/python", tmp_path / "log"
+    python.parent.mkdir(parents=True)
+    python.write_text(
+        f'#!/bin/sh\necho "$*" >>{log}\ncase "$*" in *" show "*) exit {int(not is_for_gpu)};; esac\n'
+    )
+    python.chmod(0o755)
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv/.stamp-gpu").touch()
+    folders = (f"VENV={tmp_path / 'trainer'}", f"SGLANG_VENV={tmp_path / 'venv'}")
+    command = ["make", *folders, f"SGLANG={version}"]
+    run = functools.partial(subprocess.run, cwd=ROOT, check=True, capture_output=True, text=True)
+    run([*command, "sglang-venv", "SGLANG_FOR=gpu"])
+    _, *installs = log.read_text().splitlines()
+    wanted = f"-m pip install --quiet --no-deps nvidia-nccl-cu13=={nccl}"
+    assert installs == [wanted] * is_for_gpu
+    listed = subprocess.run(
+        [*command, "--dry-run", "venv"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert "pip install" in listed.stdout and "nvidia-nccl" in listed.stdout.splitlines()[-2]
 
 
 @pytest.mark.parametrize(
@@ -126,6 +165,50 @@ def test_an_interpreter_with_a_torch_for_cpus_has_no_nccl() -> None:
     assert installed_nccl(Path("/nowhere/python")) == {}
 
 
+class Library:
+    """NCCL as ctypes loads it, whatever torch was compiled with."""
+
+    def __init__(self, name: str, mode: int) -> None:
+        assert name == "libnccl.so.2" and mode & os.RTLD_NOLOAD, "the one that torch has loaded"
+
+    @staticmethod
+    def ncclGetVersion(reference: Any) -> int:
+        reference._obj.value = 23007
+        return 0
+
+
+def not_loaded(name: str, mode: int) -> None:
+    raise OSError(name)
+
+
+@pytest.mark.parametrize(("library", "version"), [(Library, "2.30.7"), (not_loaded, None)])
+def test_the_version_is_that_of_the_library_that_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, library: Any, version: str | None
+) -> None:
+    monkeypatch.setattr("ctypes.CDLL", library)
+    assert nccl_version() == version
+    on_gpu = Runtime(torch.device("cuda", 0), rank=0, world_size=1)
+    assert on_gpu.nccl_version == version
+
+
+def test_a_server_with_another_nccl_than_the_trainer_s_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$4" in *nccl*) echo 2.30.7;; *) echo 0.5.23;; esac\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(server, "read_options", lambda python: {})
+    monkeypatch.setattr(options, "trainer_nccl", lambda: {NCCL: "2.29.7"})
+    table = {"python": str(python)}
+    with pytest.raises(
+        ConfigError, match=r"NCCL 2\.29\.7 here and 2\.30\.7 in .*--no-deps nvidia-nccl-cu13==2"
+    ):
+        server.plan_launch(config_of(table))
+    with pytest.raises(ConfigError) as refusal:  # of the model's folder, which is missing
+        server.plan_launch(config_of(table, weight_sync="disk"))
+    assert "NCCL" not in str(refusal.value)
+
+
 def test_a_push_leaves_out_a_registered_server_with_another_nccl(tmp_path: Path) -> None:
     """From the interpreter that serves, through the server's record, to the trainer's push."""
     python, run = tmp_path / "python", tmp_path / "run"
@@ -143,6 +226,21 @@ def test_a_push_leaves_out_a_registered_server_with_another_nccl(tmp_path: Path)
         fleet, absent = run_servers(config, trainer).fleet()
         assert not fleet.members, "nothing listens at the URL"
         assert ("NCCL=2.30.7 there" in absent[record.url]) is is_refused
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_a_colocated_server_gets_no_expandable_segments(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    colocated, apart = config_of({}, colocated=True, weight_sync="tensor"), config_of({})
+    refused = ("expandable_segments:True", "garbage_collection_threshold:0.8,Expandable_Segments: true")
+    for value in (*refused, "expandable_segments:False", "max_split_size_mb:64", "backend:cudaMallocAsync"):
+        monkeypatch.setenv(name, value)
+        assert [name in str(each) for each in environment_problems(colocated)] == [True] * (value in refused)
+        assert not list(environment_problems(apart))
+    monkeypatch.setenv(name, refused[1])
+    monkeypatch.setattr(server, "read_options", lambda python: {})
+    monkeypatch.setattr(server, "is_for_cpu", lambda python: False)
+    with pytest.raises(ConfigError, match=name):
+        server.plan_launch(colocated)
 
 
 def test_differences_name_both_sides() -> None:

@@ -2,12 +2,18 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from megatron_dppo.engines.sglang.options import shipped_options
 from megatron_dppo.engines.sglang.protocol import GENERATIONS, NEWEST
@@ -21,9 +27,21 @@ from megatron_dppo.runtime.libraries import (
     untested_versions,
 )
 from tests.recording import record
-from tools.versions import FEATURES, PAGE, Record, counts, read_records, versions_tables, with_tables
+from tools.versions import (
+    FEATURES,
+    PAGE,
+    Record,
+    counts,
+    gpu_pins,
+    read_pins,
+    read_records,
+    versions_tables,
+    with_tables,
+)
 
 ROOT = Path(__file__).parents[2]
+NOT_RUN = {"transformer-engine"}  # the tests have stand-ins for it
+SPLIT = {"megatron-core"}  # one line for each Python
 HERE = {"python": "3.11", "megatron-core": "0.16.1", "torch": "2.13.0", "transformers": "5.23.0"}
 SERVERS = {"sglang": "0.5.22", "server torch": "2.13.0", "server transformers": "5.19.0"}
 
@@ -49,6 +67,69 @@ def test_make_installs_the_newest_sglang_and_knows_what_each_needs_on_a_cpu() ->
         text = (ROOT / f"tests/sglang/requirements-cpu/{version}.txt").read_text()
         assert f"\nsglang=={version}\n" in text
         assert "tp_size" in shipped_options(version)
+
+
+def test_what_gpus_get_is_what_the_packages_require_and_not_what_the_tests_ran_with() -> None:
+    """`tests/sglang` compares the pins with the metadata of SGLang itself."""
+    pins = {version: gpu_pins(version) for version in GENERATIONS}
+    of_torch: dict[str, str] = {}  # NCCL
+    for version, of_gpu in pins.items():
+        assert of_gpu["sglang"] == version
+        assert of_torch.setdefault(of_gpu["torch"], of_gpu["nvidia-nccl-cu13"]) == of_gpu["nvidia-nccl-cu13"]
+        file = ROOT / f"tests/sglang/requirements-cpu/{version}.txt"
+        on_cpu, _, _ = file.read_text().partition("\n")
+        trainer = read_pins(ROOT / "constraints.txt")["torch"]
+        pinned = "which it pins" if of_gpu["torch"] == trainer else f"it pins {of_gpu['torch']}"
+        assert f"beside torch {trainer}" in on_cpu.partition("\n")[0] and pinned in on_cpu.partition("\n")[0]
+        assert (
+            read_pins(ROOT / f"tests/sglang/requirements-cpu/{version}.txt")["transformers"]
+            == of_gpu["transformers"]
+        )
+    for each in read_records(ROOT):
+        if each["suite"] == "sglang":
+            assert each["versions"]["server transformers"] == pins[each["versions"]["sglang"]]["transformers"]
+    guide = (ROOT / PAGE).read_text()
+    section = guide.partition("## NCCL")[2].partition("\n## ")[0]
+    assert set(re.findall(r"\b2\.[23]\d\.\d+\b", section)) == set(of_torch.values())
+    assert f"nvidia-nccl-cu13=={pins[NEWEST]['nvidia-nccl-cu13']}" in section
+
+
+def test_every_environment_of_make_takes_the_torch_of_the_constraints() -> None:
+    makefile, trainer = (ROOT / "Makefile").read_text(), read_pins(ROOT / "constraints.txt")["torch"]
+    assert set(re.findall(r"\btorch==(\d[\d.]*)", makefile)) == {trainer}
+    assert f"pip install torch=={trainer}" in (ROOT / PAGE).read_text()
+    newest = dict(re.findall(r"^(\w+)_NEWEST := (.*)$", makefile, re.MULTILINE))
+    assert newest["TORCH"] in TESTED["torch"] and newest["TRANSFORMERS"] in TESTED["transformers"]
+
+
+def read_setup() -> tuple[str, list[Requirement]]:
+    """Python's lower bound in setup.py, and the requirements of the package and its extras."""
+    found: dict[str, Any] = {}
+    with patch("setuptools.setup", lambda **arguments: found.update(arguments)):
+        runpy.run_path(str(ROOT / "setup.py"))
+    texts = [*found["install_requires"], *(text for each in found["extras_require"].values() for text in each)]
+    return found["python_requires"], [Requirement(text) for text in texts]
+
+
+def test_every_lower_bound_is_a_version_that_the_tests_ran_with() -> None:
+    """What the tests recorded, or of other packages the constraints, which `make test` installs."""
+    python, requirements = read_setup()
+    pins = {
+        str(canonicalize_name(name)): {version} for name, version in read_pins(ROOT / "constraints.txt").items()
+    }
+    for each in read_records(ROOT):
+        for name in TESTED:
+            pins.setdefault(name, set()).add(each["versions"][name])
+    assert python == f">={min(pins['python'], key=Version)}"
+    bounds = 0
+    for each in requirements:
+        ran = sorted(map(Version, pins.get(canonicalize_name(each.name), ())))
+        for bound in (Version(spec.version) for spec in each.specifier if spec.operator == ">="):
+            if each.name not in NOT_RUN:
+                assert ran and bound.release == ran[0].release[: len(bound.release)], f"{each}: ran with {ran}"
+                assert all(each.specifier.contains(version) for version in ran if each.name not in SPLIT), each
+                bounds += 1
+    assert bounds > 30
 
 
 def test_the_features_of_servers_are_files_of_tests() -> None:
@@ -101,7 +182,11 @@ def test_the_tables_name_what_failed_what_was_left_out_and_what_did_not_run(tmp_
     outcome = "unit: 1,200, 1 failed, 4 left out, 1 of 2 files not run; quickstart: ran"
     assert trainer.splitlines()[2:] == [f"| 3.11 | 0.16.1 | 2.13.0 | 5.23.0 | {outcome} | 2026-11-24 |"]
     (row,) = servers.splitlines()[2:]
-    assert row.startswith("| 0.5.22 | 2.13.0 | 5.19.0 | not run |") and "| yes |" in row and "| no |" in row
+    assert (
+        row.startswith("| 0.5.22 | 2.14.1 | 5.19.0 | 2.30.7 | 2.13.0 | not run |")
+        and "| yes |" in row
+        and "| no |" in row
+    )
 
 
 TEXT = """

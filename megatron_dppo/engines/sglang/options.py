@@ -5,10 +5,12 @@ SGLang is not installed, the arguments of a tested version are used, which ship 
 """
 
 import functools
+import inspect
 import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -17,9 +19,10 @@ from typing import Any
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines import sglang
-from megatron_dppo.engines.sglang.sampling_settings import SET, SET_VARIABLES
+from megatron_dppo.engines.sglang.sampling_settings import SET, SET_VARIABLES, variable_problems
 from megatron_dppo.errors import Problem, did_you_mean
 from megatron_dppo.runtime.files import cache_folder, write_json
+from megatron_dppo.runtime.libraries import nccl_version
 
 PYTHON = "python"
 """The only key of [sglang] that is not a server argument: the interpreter that SGLang is installed in."""
@@ -39,11 +42,7 @@ print(json.dumps({action.dest: dict(
     choices=None if action.choices is None else [str(choice) for choice in action.choices],
 ) for action in parser._actions if action.dest != "help"}))
 """
-_PRINT_NCCL = """
-import torch
-from torch.cuda import nccl
-print(".".join(map(str, nccl.version())) if torch.version.cuda else "")
-"""
+_PRINT_NCCL = inspect.getsource(nccl_version) + "\nprint(nccl_version() or '')"
 CUMEM, NVLS = "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"
 NCCL = "NCCL"  # name of the library's version among the settings that trainer and servers must share
 
@@ -166,6 +165,22 @@ def server_environment(*, is_on_cpu: bool) -> dict[str, str]:
     return inherited | dict(SET_VARIABLES) | ({"SGLANG_USE_CPU_ENGINE": "1"} if is_on_cpu else {})
 
 
+def environment_problems(config: Config) -> Iterator[Problem]:
+    """Yield a problem for each variable of this process that must not reach the servers of a config.
+
+    They inherit all others. The library that releases a colocated server's memory does not work with segments
+    of PyTorch's allocator that grow: by the allocator's older variable a server ends at its start, and by the
+    newer one nothing would be released.
+    """
+    yield from variable_problems(os.environ)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        settings = os.environ.get(name, "").lower().replace(" ", "").split(",")
+        if config.rollout.sglang.colocated and "expandable_segments:true" in settings:
+            found = f"{name}={os.environ[name]} with rollout.sglang.colocated"
+            action = f"Remove expandable_segments from {name}, or set rollout.sglang.colocated = false."
+            yield Problem("the environment", found, "no expandable segments: they are not released", action)
+
+
 def nccl_settings(config: Config) -> dict[str, str]:
     """Return environment variables for trainer and servers; empty unless NCCL transfers the weights.
 
@@ -193,11 +208,28 @@ def differences(own: Mapping[str, str], of_server: Mapping[str, str]) -> str | N
     return f"{found}; {action}" if names else None
 
 
+def nccl_problems(config: Config) -> Iterator[Problem]:
+    """Yield a problem if NCCL transfers the weights, and this interpreter has another version than SGLang's."""
+    if not nccl_settings(config) or config.sglang.get("device") == "cpu":
+        return
+    served = installed_nccl(interpreter(config))
+    own = trainer_nccl() if served else {}
+    if own and own != served:
+        found = f"'distributed' with NCCL {own[NCCL]} here and {served[NCCL]} in {interpreter(config)}"
+        action = f"To have one version, {one_nccl(served[NCCL])}."
+        yield Problem("rollout.sglang.weight_sync", found, "one version: NCCL refuses to connect two", action)
+
+
+def trainer_nccl() -> Mapping[str, str]:
+    """Return the version of NCCL in this interpreter, as `installed_nccl` does."""
+    return installed_nccl(Path(sys.executable))
+
+
 def one_nccl(version: str) -> str:
     """Return what to do if the servers have another version of NCCL than the trainer, namely this one."""
     return (
-        f"install nvidia-nccl-cu13=={version} (or the package for your CUDA) into the trainer's environment, "
-        "or set rollout.sglang.weight_sync = 'disk'"
+        f"run pip install --no-deps nvidia-nccl-cu13=={version} (or the package for your CUDA) in the "
+        "trainer's environment, after all other packages, or set rollout.sglang.weight_sync = 'disk'"
     )
 
 

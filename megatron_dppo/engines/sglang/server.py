@@ -28,17 +28,19 @@ from megatron_dppo.engines.sglang.client import Patience, SglangClient
 from megatron_dppo.engines.sglang.model import has_own_output, routes_problem, served_model
 from megatron_dppo.engines.sglang.options import (
     arguments,
+    environment_problems,
     installed_nccl,
     installed_version,
     interpreter,
     is_for_cpu,
+    nccl_problems,
     nccl_settings,
     option_problems,
     read_options,
     server_environment,
 )
 from megatron_dppo.engines.sglang.protocol import generation_of
-from megatron_dppo.engines.sglang.sampling_settings import argument_problems, variable_problems
+from megatron_dppo.engines.sglang.sampling_settings import argument_problems
 from megatron_dppo.errors import ConfigError, Problem, ServerError
 from megatron_dppo.runtime.files import write_jsonl
 from megatron_dppo.runtime.process import Runtime
@@ -62,7 +64,6 @@ runpy.run_module("sglang.launch_server", run_name="__main__")
 """Program of a server's process. It ends with the process that started it, even if that is killed."""
 _LOG_TAIL = 3000  # characters of the log in an error message
 _PORT_TAKEN, _MOST_STARTS = b"address already in use", 3
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,8 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
 
     Raises:
         ConfigError: sglang.python has no SGLang, one for CPUs or an unknown version; [sglang] has problems; an
-            environment variable changes the sampling; or SGLang cannot load the model, serve it correctly or
-            return its routes.
+            environment variable must not reach it; its NCCL has another version than the trainer's; or SGLang
+            cannot load the model, serve it correctly or return its routes.
     """
     python, table = interpreter(config), dict(config.sglang)
     options = read_options(python)
@@ -109,8 +110,8 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
         found = f"{python}, an environment for CPUs (make sglang-venv SGLANG_FOR=cpu)"
         action = "Run make sglang-venv SGLANG_FOR=gpu, or set sglang.device = 'cpu' to serve on a CPU."
         raise ConfigError(Problem("sglang.python", found, "one for GPUs, as sglang.device is not cpu", action))
-    problems = [*argument_problems(table), *variable_problems(os.environ), *option_problems(table, options)]
-    if problems:
+    problems = [*argument_problems(table), *environment_problems(config), *option_problems(table, options)]
+    if problems := [*problems, *nccl_problems(config)]:
         raise ConfigError(problems)
     version = installed_version(python)
     try:

@@ -7,7 +7,7 @@ SGLang's, bit for bit (`tests/sglang/test_pushed_fp8.py`). `architectures/publis
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,12 +15,16 @@ from torch.nn import functional as F
 
 from megatron_dppo.architectures.published_names import BLOCK, SCALES
 from megatron_dppo.architectures.registry import QUANTIZED, is_block_fp8
+from megatron_dppo.checkpoints.weight_formats import fused_linears
 
+QuantizedFormat = Literal["fp8", "nvfp4", "fp8_block"]
+"""Formats of `megatron-dppo quantize`: two of nvidia-modelopt, and this one."""
 FP8_BLOCK = "fp8_block"
 """Name of the form in options and messages."""
 _LARGEST = float(torch.finfo(torch.float8_e4m3fn).max)
 _LEAST = 1e-4  # largest absolute value that a block is taken to have at least
 _LINEAR = re.compile(r".+\.(?:(?:q|k|v|o|gate|up|down|q_a|q_b|kv_b)_proj|kv_a_proj_with_mqa|w[123])\.weight")
+_DOWN_TO_LATENT = re.compile(r"(.+)\.(?:q_a_proj|kv_a_proj_with_mqa)\.weight")
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\..+")
 _IGNORED = ("ignored_layers", "modules_to_not_convert")  # the first that config.json has, as in SGLang
 _FEW = 1 << 20  # elements of a tensor that may wait until the others are sent
@@ -37,6 +41,16 @@ def quantize_blocks(weight: Tensor, *, is_power_of_two: bool = False) -> tuple[T
         scales = torch.ldexp(torch.ones_like(scales), exponents - (mantissas == 0.5).int())
     values = (blocks / scales).to(torch.float8_e4m3fn).flatten(2).flatten(0, 1)
     return values[:rows, :columns].contiguous(), scales[:, 0, :, 0].contiguous()
+
+
+def fused(names: Iterable[str]) -> list[tuple[str, ...]]:
+    """Group the quantised linears among `names` by the linear into which SGLang fuses them."""
+    names = list(names)
+    groups: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        if found := _DOWN_TO_LATENT.fullmatch(name):
+            groups[found[1]] = (*groups.get(found[1], ()), name)
+    return [*fused_linears(names), *groups.values()]
 
 
 def round_groups(values: Tensor) -> Tensor:

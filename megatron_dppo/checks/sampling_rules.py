@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megatron_dppo.architectures.registry import FAMILIES, of_dequantized
+from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.architectures.sizes import read_model_config
 from megatron_dppo.checkpoints.block_fp8 import FP8_BLOCK
 from megatron_dppo.checks.facts import Facts, rule
@@ -24,12 +24,7 @@ from megatron_dppo.engines.sglang.options import (
     shipped_options,
 )
 from megatron_dppo.engines.sglang.protocol import NEWEST
-from megatron_dppo.engines.sglang.quantization import (
-    block_problems,
-    quantization_problems,
-    served_folder,
-    served_form,
-)
+from megatron_dppo.engines.sglang.quantization import quantization_problems, served_folder, served_form
 from megatron_dppo.engines.sglang.sampling_settings import argument_problems, variable_problems
 from megatron_dppo.environments import problem_with
 from megatron_dppo.errors import ConfigError, Problem
@@ -189,16 +184,8 @@ def _sglang_weight_sync(config: Config, facts: Facts) -> Iterator[Problem]:
 @rule("sglang_quantization")
 def _sglang_quantization(config: Config, facts: Facts) -> Iterator[Problem]:
     """Servers keep their weights in a form that a push can replace, and serve model.load."""
-    if config.rollout.engine != "sglang":
-        return
-    problems = list(quantization_problems(config))
-    yield from problems
-    if problems or facts.model_sizes is None or isinstance(facts.model, Problem):
-        return
-    form, family = served_form(config), FAMILIES[facts.model_sizes.architecture]
-    if form is not None:
-        shapes = family.hf_shapes(of_dequantized(facts.model))
-        yield from block_problems(config.sglang, form, shapes, facts.model_sizes)
+    if config.rollout.engine == "sglang":
+        yield from quantization_problems(config)
 
 
 @rule("release_trainer")

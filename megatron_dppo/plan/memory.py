@@ -14,7 +14,7 @@ from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import ModelShape, largest_gathered_bytes
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.memory import rollout_bytes_bound
-from megatron_dppo.engines.sglang.quantization import served_form
+from megatron_dppo.engines.sglang.quantization import served_form, served_tensors
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.plan.job import (
     BATCH_BYTES,
@@ -178,12 +178,8 @@ def _sglang_weight_bytes(config: Config, shape: ModelShape) -> int:
     in_bfloat16 = 2 * (shape.num_parameters + has_own_output * sizes.vocab_size * sizes.hidden_size)
     if form is None:
         return in_bfloat16
-    quantised = 0
-    for entry in shape.family.entries(sizes):
-        copies = (sizes.num_experts or 0) if entry.rule.is_expert else 1
-        names = entry.hf_names(0 if entry.rule.is_expert else None)
-        for name, tensor in zip(names, entry.rule.hf_shapes(sizes), strict=True):
-            quantised += copies * math.prod(tensor) * form.quantizes(name)
+    tensors = served_tensors(shape.family, sizes)
+    quantised = sum(copies * math.prod(each) for name, each, copies in tensors if form.quantizes(name))
     return in_bfloat16 - quantised  # scales are 1 / 4096 of it
 
 

@@ -38,10 +38,11 @@ def keeps_its_loader(config: Any) -> bool:
 
 
 def values_of(model: Any) -> dict[str, torch.Tensor]:
-    """Copies of a model's parameters, as bytes."""
+    """Copies of the parameters that a checkpoint fills, as bytes; scales of a quantised cache have defaults."""
     return {
-        name: parameter.detach().clone().contiguous().view(torch.uint8)
+        name: parameter.detach().clone().reshape(-1).view(torch.uint8)
         for name, parameter in model.named_parameters()
+        if not name.endswith(("k_scale", "v_scale"))
     }
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_dppo.architectures.registry import QUANTIZED, family_of, read_hf_config
+from megatron_dppo.architectures.registry import FAMILIES, QUANTIZED, family_of
 from megatron_dppo.checkpoints.block_fp8 import BlockFP8, quantize_blocks
 from megatron_dppo.checkpoints.hf_folder import HFWeights, write_hf_checkpoint
 from megatron_dppo.engines.sglang.model import has_own_output
@@ -18,6 +18,7 @@ from megatron_dppo.engines.sglang.quantization import METHODS
 from megatron_dppo.engines.sglang.server import free_port
 from megatron_dppo.engines.weight_sync.base import Buffer
 from megatron_dppo.engines.weight_sync.factory import travelling_together, with_own_output
+from tests.sglang.test_parameters import complete_config
 from tests.support.serving import PYTHON, ROOT
 from tests.support.tiny_families import write_family
 
@@ -30,22 +31,41 @@ WIDE: dict[str, Any] = {
     "head_dim": 64,
     "num_hidden_layers": 2,
 }
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 128,
+}
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 128}
+OWN: dict[str, dict[str, Any]] = {
+    "Qwen3MoeForCausalLM": EXPERTS,
+    "Qwen2MoeForCausalLM": EXPERTS | {"shared_expert_intermediate_size": 128},
+    "Glm4MoeForCausalLM": EXPERTS,
+    "DeepseekV3ForCausalLM": LATENT | {"q_lora_rank": 128},
+    "Glm4MoeLiteForCausalLM": LATENT | {"q_lora_rank": 128},
+}
+IN_PART = "Qwen3MoeForCausalLM, in part, powers of two"
 IGNORED = ("model.layers.1.mlp.experts.0.up_proj", "layers.0.self_attn.o_proj")
-FORMS = {
-    "Qwen3MoeForCausalLM": BlockFP8(),
-    "Qwen3MoeForCausalLM, in part, powers of two": BlockFP8(IGNORED, is_power_of_two=True),
+CASES: dict[str, tuple[dict[str, Any], BlockFP8]] = {
+    **{name: (OWN.get(name, {}), BlockFP8()) for name in FAMILIES},
+    IN_PART: (EXPERTS, BlockFP8(IGNORED, is_power_of_two=True)),
+    "DeepseekV3ForCausalLM, no query rank": (LATENT | {"q_lora_rank": None}, BlockFP8()),
 }
 
 
-def write_pair(folder: Path, architecture: str, form: BlockFP8, changes: dict[str, Any]) -> None:
+def write_pair(folder: Path, case: str) -> None:
     """Two quantised folders of other weights, and the buckets in which a push sends the second one's."""
-    first = write_family(folder / "plain", architecture, torch.bfloat16, **changes)
-    hf = read_hf_config(first)
-    config = json.loads((first / "config.json").read_text())
-    (first / "config.json").write_text(json.dumps(config | {QUANTIZED: form.described()}))
+    architecture, (changes, form) = case.split(",")[0], CASES[case]
+    if FAMILIES[architecture].sglang.derives_head_dim:
+        changes = changes | {"hidden_size": 256}
+    first = write_family(folder / "plain", architecture, torch.bfloat16, **WIDE | changes)
+    hf = complete_config(first, architecture, **{QUANTIZED: form.described()})
     stored = HFWeights(first)
     weights = [{name: stored.tensor(name) for name in family_of(hf).hf_shapes(hf)}]
-    weights.append({name: tensor * 1.5 + 0.01 for name, tensor in weights[0].items()})
+    weights.append({name: tensor * 2.7 + 0.01 for name, tensor in weights[0].items()})
     for name, of_folder in zip(("first", "second"), weights, strict=True):
         write_hf_checkpoint(form.quantized(of_folder.items()), folder / name, first)
     sent = with_own_output(weights[1].items()) if has_own_output(hf) else weights[1].items()
@@ -63,8 +83,8 @@ def write_pair(folder: Path, architecture: str, form: BlockFP8, changes: dict[st
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the script prints, of every form."""
     folder = tmp_path_factory.mktemp("fp8")
-    for number, (case, form) in enumerate(FORMS.items()):
-        write_pair(folder / str(number), case.split(",")[0], form, WIDE | {"moe_intermediate_size": 128})
+    for number, case in enumerate(CASES):
+        write_pair(folder / str(number), case)
     weight = torch.randn(300, 200, dtype=torch.bfloat16) * 0.03
     weight[:128, :128] = 0
     tensors = {"weight": weight}
@@ -72,7 +92,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         values, scales = quantize_blocks(weight, is_power_of_two=is_power_of_two)
         tensors |= {f"{name}.values": values, f"{name}.scales": scales}
     save_file(tensors, folder / "weight.safetensors")
-    cases = [str(folder / str(number)) for number in range(len(FORMS))]
+    cases = [str(folder / str(number)) for number in range(len(CASES))]
     done = subprocess.run(
         [
             str(PYTHON),
@@ -90,16 +110,22 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    content = json.loads(done.stdout.splitlines()[-1])
+    return content | {"cases": dict(zip(CASES, content["cases"], strict=True))}
 
 
 def test_a_push_leaves_what_a_fresh_load_leaves(found: dict[str, Any]) -> None:
-    for case in found["cases"]:
-        assert case["differ"] == case["unchanged"] == case["moved"] == []
+    nothing: dict[str, list[str]] = {"differ": [], "unchanged": [], "moved": []}
+    of_cases = {case: {key: of_case[key] for key in nothing} for case, of_case in found["cases"].items()}
+    refused = {name for name, family in FAMILIES.items() if family.sglang.drops_block_scales}
+    for name in refused:
+        scales = of_cases.pop(name)["unchanged"]
+        assert scales and all(scale.endswith("weight_scale_inv") for scale in scales)
+    assert of_cases == dict.fromkeys(CASES.keys() - refused, nothing)
 
 
 def test_sglang_quantises_the_linears_that_a_push_quantises(found: dict[str, Any]) -> None:
-    whole, part = (case["quantised"] for case in found["cases"])
+    whole, part = (found["cases"][case]["quantised"] for case in ("Qwen3MoeForCausalLM", IN_PART))
     assert len(whole) == 2 * 4  # qkv, o, w13 and w2 of each layer
     assert set(whole) - set(part) == {
         "model.layers.0.self_attn.o_proj.weight",

@@ -12,11 +12,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megatron_dppo.architectures.family import ModelFamily
 from megatron_dppo.architectures.published_names import BLOCK
-from megatron_dppo.architectures.registry import QUANTIZED, of_dequantized
+from megatron_dppo.architectures.registry import FAMILIES, QUANTIZED, of_dequantized, read_model_sizes
 from megatron_dppo.architectures.sizes import ModelSizes, config_file, read_model_config
-from megatron_dppo.checkpoints.block_fp8 import BlockFP8
-from megatron_dppo.checkpoints.weight_formats import fused_linears
+from megatron_dppo.architectures.weight_map import Shape
+from megatron_dppo.checkpoints.block_fp8 import BlockFP8, fused
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
 
@@ -74,6 +75,7 @@ def quantization_problems(config: Config) -> Iterator[Problem]:
     try:
         _, own = read_model_config(config.model.load)
         _, served = read_model_config(served_folder(config))
+        sizes = read_model_sizes(config.model.load)
     except ConfigError as error:
         if MODEL_PATH in table and config_file(config.model.load) is not None:
             (problem,) = error.problems
@@ -86,6 +88,7 @@ def quantization_problems(config: Config) -> Iterator[Problem]:
         yield from _folder_problems(str(table[MODEL_PATH]), own, served, form)
     if form is not None:
         yield from _kernel_problems(table)
+        yield from _block_problems(table, form, sizes)
 
 
 def _method_problems(table: Mapping[str, Any], form: BlockFP8 | None) -> Iterator[Problem]:
@@ -152,42 +155,45 @@ def _kernel_problems(table: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(f"sglang.{name}", f"{table[name]!r}", f"one of {', '.join(kernels)}", action)
 
 
-def block_problems(
-    table: Mapping[str, Any], form: BlockFP8, shapes: Mapping[str, tuple[int, ...]], sizes: ModelSizes
-) -> Iterator[Problem]:
-    """Yield linears that SGLang cannot cut into whole blocks, and fused ones that would be quantised in part.
+def served_tensors(family: ModelFamily, sizes: ModelSizes) -> Iterator[tuple[str, Shape, int]]:
+    """Yield name, shape and number of copies of each tensor; one name stands for a layer's experts."""
+    for entry in family.entries(sizes):
+        is_expert = entry.rule.is_expert
+        names = entry.hf_names(0 if is_expert else None)
+        for name, shape in zip(names, entry.rule.hf_shapes(sizes), strict=True):
+            yield name, shape, (sizes.num_experts or 0) if is_expert else 1
 
-    Args:
-        table: The [sglang] table.
-        form: Form of the servers' weights.
-        shapes: Shapes of the model's tensors by name.
-        sizes: Sizes of the model.
-    """
-    partial = [group for group in fused_linears(shapes) if len({form.quantizes(name) for name in group}) > 1]
+
+def _block_problems(table: Mapping[str, Any], form: BlockFP8, sizes: ModelSizes) -> Iterator[Problem]:
+    """Yield linears that SGLang cannot cut into whole blocks, and fused ones that are quantised in part."""
+    family, where = FAMILIES[sizes.architecture], f"sglang.{MODEL_PATH}"
+    names = [name for name, *_ in served_tensors(family, sizes)]
+    if family.sglang.drops_block_scales:
+        found = f"8-bit floats for {sizes.architecture}"
+        expected = "another architecture: SGLang loads the values of this one and drops their scales"
+        yield Problem(where, found, expected, "Serve the weights in bfloat16.")
+    partial = [group for group in fused(names) if len({form.quantizes(name) for name in group}) > 1]
     if partial:
         found = ", ".join(f"{name} {'quantised' if form.quantizes(name) else 'not'}" for name in partial[0])
         action = "Correct modules_to_not_convert in its config.json: name all or none."
-        yield Problem(f"sglang.{MODEL_PATH}", found, "all or none: SGLang fuses them", action)
+        yield Problem(where, found, "all or none: SGLang fuses them", action)
     size, experts_over = (int(table.get(name, 1)) for name in ("tp_size", "ep_size"))
+    keys = sizes.num_key_value_heads
     widths = {
         "heads of queries": (sizes.num_attention_heads * sizes.value_head_dim, size, ".self_attn."),
-        "heads of keys": (
-            sizes.num_key_value_heads * sizes.head_dim,
-            min(size, sizes.num_key_value_heads),
-            "self_attn.k_proj",
-        ),
-        "intermediate_size": (sizes.intermediate_size, size, "mlp.gate_proj"),
+        "heads of keys": (keys * sizes.head_dim, min(size, keys), ".k_proj."),
+        "intermediate_size": (sizes.intermediate_size, size, ".mlp.gate_proj."),
         "moe_intermediate_size": (
             sizes.moe_intermediate_size,
             size // math.gcd(size, experts_over),
             ".experts.",
         ),
-        "the shared experts": (sizes.shared_expert_intermediate_size, size, "shared_expert"),
+        "shared experts": (sizes.shared_expert_intermediate_size, size, ".shared_expert"),
     }
-    quantised = [name for name in shapes if form.quantizes(name)]
+    quantised = [name for name in names if form.quantizes(name)]
     for what, (width, parts, part_of_name) in widths.items():
         if any(part_of_name in name for name in quantised) and width % (parts * BLOCK):
             found = f"{size}, which cuts {what} of {width} into parts of {width / parts:g}"
-            action = "Lower it, name these linears in modules_to_not_convert"
+            action = "Lower it, or name these linears in modules_to_not_convert of the folder's config.json"
             action += ", or set sglang.ep_size to the same number." if what.startswith("moe") else "."
             yield Problem("sglang.tp_size", found, f"parts that are multiples of {BLOCK}", action)

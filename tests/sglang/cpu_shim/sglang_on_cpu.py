@@ -161,20 +161,20 @@ def _multiply_dequantized(module: ModuleType) -> None:
 
         return fp8_utils.block_quant_dequant(weight, scale, blocks, dtype)
 
-    def apply_experts(method: Any, layer: Any, dispatched: Any) -> Any:
+    def apply_experts(method: Any, layer: Any, dispatch_output: Any) -> Any:
         from sglang.srt.layers.moe import (  # type: ignore[import-not-found]
             fused_moe_native,
             token_dispatcher,
         )
 
-        hidden, blocks = dispatched.hidden_states, method.weight_block_size
+        hidden, blocks = dispatch_output.hidden_states, method.weight_block_size
         experts = SimpleNamespace(
             num_experts=layer.num_experts,
             w13_weight=plain(layer.w13_weight, layer.w13_weight_scale_inv, blocks, hidden.dtype),
             w2_weight=plain(layer.w2_weight, layer.w2_weight_scale_inv, blocks, hidden.dtype),
         )
         output = fused_moe_native.moe_forward_native(
-            experts, hidden, dispatched.topk_output, method.moe_runner_config
+            experts, hidden, dispatch_output.topk_output, method.moe_runner_config
         )
         return token_dispatcher.StandardCombineInput(hidden_states=output)
 

@@ -281,7 +281,7 @@ def push_quantised(
         of_way = config.rollout.sglang.model_copy(update={"weight_sync": way, "sync_bucket_bytes": 400_000})
         rollout = config.rollout.model_copy(update={"sglang": of_way})
         sync: Any = build_sync(config.model_copy(update={"rollout": rollout}), actor, engine, runtime)
-        change(actor, 1.3)
+        change(actor, 1.1)
         metrics = sync.push(version)
         sent = dict(form.quantized((name, tensor.clone()) for name, tensor in actor.weights()))
         fill(model, _dequantized(sent), folder)

@@ -232,11 +232,7 @@ def rounding_remarks(config: Config) -> list[str]:
     is_sglang = config.rollout.engine == "sglang"
     key = "sglang.dtype" if is_sglang else "rollout.transformers.weights"
     served = str(config.sglang.get("dtype", "auto")) if is_sglang else config.embedded_weights
-    try:
-        is_quantised = is_sglang and served_form(config) is not None
-    except ConfigError:  # about a folder that another rule reports
-        return []
-    if is_quantised:
+    if is_sglang and served_form(config) is not None:
         key, served = f"the form of {served_folder(config)}", FP8_BLOCK
     if served not in _SPACING or _SPACING[served] <= _SPACING.get(config.model.dtype, 0.0):
         return []

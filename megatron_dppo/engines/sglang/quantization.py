@@ -56,12 +56,9 @@ def served_folder(config: Config) -> Path:
 
 
 def served_form(config: Config) -> BlockFP8 | None:
-    """Return the form of the servers' weights, or None if they are not quantised.
-
-    Raises:
-        ConfigError: The servers' folder has no config.json.
-    """
-    return BlockFP8.of(read_model_config(served_folder(config))[1])
+    """Return the form of the servers' weights, or None if they are not quantised or their folder is missing."""
+    folder = served_folder(config)
+    return None if config_file(folder) is None else BlockFP8.of(read_model_config(folder)[1])
 
 
 def kernel_arguments(config: Config) -> dict[str, str]:

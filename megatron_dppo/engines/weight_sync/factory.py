@@ -190,8 +190,8 @@ class ChangedWeights:
     def weights(
         self, *, of_own_stage: bool = False, max_bytes: int | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the owner's weights, changed."""
-        yield from self._change(self._owner.weights(of_own_stage=of_own_stage, max_bytes=max_bytes))
+        """Return the owner's weights, changed; the owner is called at once, as all ranks call it together."""
+        return self._change(self._owner.weights(of_own_stage=of_own_stage, max_bytes=max_bytes))
 
     def describe_weights(self, *, of_own_stage: bool = False) -> dict[str, Tensor]:
         """Return the tensors of `weights`, without data."""

@@ -63,6 +63,7 @@ class SglangFacts:
             other frequencies as plain ones.
         has_own_output: Whether it builds a separate output layer even if config.json ties it to the embedding,
             and loads none from a checkpoint without one. Weight sync then sends the embedding by that name too.
+        drops_block_scales: Whether it loads the values of 8-bit floats, but not their block scales.
         lacks_routes: Versions with routers that do not know their layer. A server that returns routes fails at
             the first request.
     """
@@ -73,6 +74,7 @@ class SglangFacts:
     derives_head_dim: bool = False
     has_plain_rotary: bool = False
     has_own_output: bool = False
+    drops_block_scales: bool = False
     lacks_routes: tuple[str, ...] = ()
 
 

@@ -1,6 +1,6 @@
 """Llama 2 and 3, dense, with plain or llama3 rotary frequencies."""
 
-from megatron_dppo.architectures.family import SILU_ONLY, ModelFamily
+from megatron_dppo.architectures.family import SILU_ONLY, ModelFamily, SglangFacts
 from megatron_dppo.architectures.weight_map import BACKBONE, DENSE_MLP, OUTPUT
 
 LLAMA = ModelFamily(
@@ -12,4 +12,5 @@ LLAMA = ModelFamily(
         "mlp_bias": (False, False),
         "pretraining_tp": (1, 1),
     },
+    sglang=SglangFacts(drops_block_scales=True),
 )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron_dppo.architectures.family import FURTHER_LAYERS
-from megatron_dppo.architectures.published_names import BLOCK, stays_float32
+from megatron_dppo.architectures.published_names import BLOCK, SCALES, stays_float32
 from megatron_dppo.architectures.registry import (
     FAMILIES,
     QUANTIZED,
@@ -229,14 +229,15 @@ def with_dtype(content: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def main_dtype(num_elements: Iterable[tuple[str, torch.dtype, int]]) -> torch.dtype:
-    """Return the dtype of most elements, ignoring tensors that always stay float32.
+    """Return the dtype of most elements, ignoring tensors that always stay float32, and quantised ones.
 
     Args:
         num_elements: Name, dtype and number of elements of each tensor; at least one tensor.
     """
     found: Counter[torch.dtype] = Counter()
     for name, dtype, number in num_elements:
-        found[dtype] += 0 if stays_float32(name) else number
+        is_of_model = not stays_float32(name) and dtype.itemsize > 1 and not name.endswith(SCALES)
+        found[dtype] += is_of_model * number
     return found.most_common(1)[0][0]
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.architectures.sizes import read_model_config
+from megatron_dppo.checkpoints.block_fp8 import FP8_BLOCK
 from megatron_dppo.checks.facts import Facts, rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang.model import model_problems, routes_problem
@@ -18,6 +19,7 @@ from megatron_dppo.engines.sglang.options import (
     shipped_options,
 )
 from megatron_dppo.engines.sglang.protocol import NEWEST
+from megatron_dppo.engines.sglang.quantization import quantization_problems, served_folder, served_form
 from megatron_dppo.engines.sglang.sampling_settings import argument_problems
 from megatron_dppo.environments import problem_with
 from megatron_dppo.errors import ConfigError, Problem
@@ -148,15 +150,11 @@ def _sglang_parts(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("sglang_weight_sync")
 def _sglang_weight_sync(config: Config, facts: Facts) -> Iterator[Problem]:
-    """The weight sync works with the servers' quantization and placement."""
+    """The weight sync works with the servers' placement."""
     options, where = config.rollout.sglang, "rollout.sglang.weight_sync"
     if config.rollout.engine != "sglang":
         return
-    if config.sglang.get("quantization") is not None and options.weight_sync != "disk":
-        found = f"{options.weight_sync!r} with sglang.quantization"
-        action = "Set it to 'disk', or serve without quantization."
-        yield Problem(where, found, "'disk': servers quantise only what they load themselves", action)
-    elif options.colocated and options.weight_sync == "distributed":
+    if options.colocated and options.weight_sync == "distributed":
         action = "Set it to 'tensor', or rollout.sglang.colocated = false."
         yield Problem(
             where,
@@ -164,6 +162,13 @@ def _sglang_weight_sync(config: Config, facts: Facts) -> Iterator[Problem]:
             "'tensor' or 'disk': NCCL has no two ranks on one GPU",
             action,
         )
+
+
+@rule("sglang_quantization")
+def _sglang_quantization(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Servers keep their weights in a form that a push can replace, and serve model.load."""
+    if config.rollout.engine == "sglang":
+        yield from quantization_problems(config)
 
 
 @rule("release_trainer")
@@ -196,7 +201,7 @@ def _sglang_routes(config: Config, facts: Facts) -> Iterator[Problem]:
 
 _SPACING = {  # of neighbouring numbers from 1 to 2
     **{"bfloat16": 2.0**-7, "float16": 2.0**-10, "half": 2.0**-10},
-    **{"bfloat16_fp8": 2.0**-3, "modelopt_fp8": 2.0**-3, "modelopt_nvfp4": 2.0**-1},
+    **{FP8_BLOCK: 2.0**-3, "bfloat16_fp8": 2.0**-3, "modelopt_fp8": 2.0**-3, "modelopt_nvfp4": 2.0**-1},
 }
 _USUAL_SIZE = 0.02  # usual magnitude of a weight: `initializer_range` of most models
 
@@ -210,6 +215,8 @@ def rounding_remarks(config: Config) -> list[str]:
     is_sglang = config.rollout.engine == "sglang"
     key = "sglang.dtype" if is_sglang else "rollout.transformers.weights"
     served = str(config.sglang.get("dtype", "auto")) if is_sglang else config.embedded_weights
+    if is_sglang and served_form(config) is not None:
+        key, served = f"the form of {served_folder(config)}", FP8_BLOCK
     if served not in _SPACING or _SPACING[served] <= _SPACING.get(config.model.dtype, 0.0):
         return []
     try:

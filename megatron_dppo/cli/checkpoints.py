@@ -12,9 +12,9 @@ import torch
 import typer
 from tqdm import tqdm
 
-from megatron_dppo.checkpoints.weight_formats import WeightFormat
+from megatron_dppo.checkpoints.block_fp8 import FP8_BLOCK, QuantizedFormat
 from megatron_dppo.cli.options import user_errors
-from megatron_dppo.errors import ConfigError
+from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.plan.units import parse_bytes
 from megatron_dppo.runtime import process as runtime
 from megatron_dppo.runtime.tables import show_table
@@ -262,8 +262,11 @@ def verify(
 def quantize(
     hf: Annotated[Path, typer.Option(help="Hugging Face folder to quantise.")],
     out: Out,
-    prompts: Annotated[Path, typer.Option(help="A .jsonl or .parquet file of prompts.")],
-    weight_format: Annotated[WeightFormat, typer.Option("--format", help="Format of weights and inputs.")],
+    weight_format: Annotated[QuantizedFormat, typer.Option("--format", help="Format of weights and inputs.")],
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="A .jsonl or .parquet file of prompts; fp8_block with --no-measure needs none."),
+    ] = None,
     prompt_column: Annotated[str, typer.Option(help="Value of data.prompt_column.")] = "prompt",
     answer_column: Annotated[str, typer.Option(help="Value of data.answer_column.")] = "answer",
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to calibrate and measure with.")] = 64,
@@ -275,9 +278,13 @@ def quantize(
     measure: Annotated[bool, typer.Option(help="Measure the mismatch with the original.")] = True,
     device: Annotated[str | None, typer.Option(help="Device. [default: a GPU if there is one]")] = None,
 ) -> None:
-    """Quantise a checkpoint to FP8 or NVFP4 with nvidia-modelopt, and measure the mismatch.
+    """Quantise a checkpoint to FP8 or NVFP4, and measure the mismatch.
 
         megatron-dppo quantize --format nvfp4 --hf MODEL --out MODEL-nvfp4 --prompts prompts.jsonl
+        megatron-dppo quantize --format fp8_block --hf MODEL --out MODEL-fp8 --no-measure
+
+    fp8 and nvfp4 are nvidia-modelopt's formats. fp8_block has one scale per block of 128 x 128 weights, needs
+    no calibration, and is the form of weights that a run can push to SGLang servers (sglang.model_path).
 
     Linears are quantised, weights and inputs; embedding, routers and lm_head stay bfloat16, and so do the
     linears that --exclude names. The first --num-prompts prompts of at most --max-tokens tokens calibrate the
@@ -299,10 +306,13 @@ def quantize(
         from megatron_dppo.data.prompts.prompts import load_prompts
 
         refuse_existing(out)
-        questions = load_prompts(prompts, prompt_column, answer_column)
+        if prompts is None and (measure or weight_format != FP8_BLOCK):
+            action = "Name one, or use --format fp8_block with --no-measure."
+            raise ConfigError(Problem("--prompts", "none", "a file of prompts", action))
+        questions = None if prompts is None else load_prompts(prompts, prompt_column, answer_column)
         with _named("--hf"):
             quantization = plan(hf, weight_format, exclude or ())
-        tokens = tokenize_prompts(hf, questions, num_prompts, max_tokens)
+        tokens = [] if questions is None else tokenize_prompts(hf, questions, num_prompts, max_tokens)
         place = torch.device(device) if device else this.device
         compare = distance if measure else None
         found = write_quantized(

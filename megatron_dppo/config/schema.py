@@ -371,7 +371,8 @@ class Config(Section):
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Fields of megatron.core's TransformerConfig, passed through."""
     sglang: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the SGLang servers, passed through. `python` is the interpreter that has SGLang."""
+    """Arguments of the SGLang servers, passed through. `python` is the interpreter with SGLang. `model_path`
+    names a folder of 8-bit weights, in whose form servers get the weights of `model.load`."""
 
     @property
     def embedded_weights(self) -> EnginePrecision:

@@ -16,6 +16,7 @@ from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import ModelShape, largest_gathered_bytes
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.memory import rollout_bytes_bound
+from megatron_dppo.engines.sglang.quantization import served_form, served_tensors
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.plan.job import (
     BATCH_BYTES,
@@ -165,8 +166,7 @@ def server_memory(config: Config, shape: ModelShape, machine: Machine) -> Engine
     size = config.sglang.get("tp_size", 1)
     require_number("sglang.mem_fraction_static", fraction, "a share of the GPU above 0 and below 1", 1.0)
     require_number("sglang.tp_size", size, "a number of GPUs", kinds=int)
-    weight_bytes = 1 if config.sglang.get("quantization") == "fp8" else 2
-    weights = -(-_sglang_parameters(shape) * weight_bytes // size)
+    weights = -(-_sglang_weight_bytes(config, shape) // size)
     cache = max(int(machine.gpu_bytes * fraction) - weights, 0)
     held = _sglang_cache_bytes_per_token(shape, size)
     if "max_total_tokens" in config.sglang:
@@ -189,11 +189,16 @@ def server_memory(config: Config, shape: ModelShape, machine: Machine) -> Engine
     )
 
 
-def _sglang_parameters(shape: ModelShape) -> int:
-    """Return the parameters of a server's model, with the output layer that SGLang adds to some tied models."""
-    sizes = shape.sizes
+def _sglang_weight_bytes(config: Config, shape: ModelShape) -> int:
+    """Return the bytes of a server's weights, with the output layer that SGLang adds to some tied models."""
+    sizes, form = shape.sizes, served_form(config)
     has_own_output = sizes.is_tied and shape.family.sglang.has_own_output
-    return shape.num_parameters + has_own_output * sizes.vocab_size * sizes.hidden_size
+    in_bfloat16 = 2 * (shape.num_parameters + has_own_output * sizes.vocab_size * sizes.hidden_size)
+    if form is None:
+        return in_bfloat16
+    tensors = served_tensors(shape.family, sizes)
+    quantised = sum(copies * math.prod(each) for name, each, copies in tensors if form.quantizes(name))
+    return in_bfloat16 - quantised  # scales are 1 / 4096 of it
 
 
 def require_number(

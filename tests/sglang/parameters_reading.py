@@ -17,15 +17,15 @@ from sglang.srt.sampling.sampling_params import SamplingParams  # type: ignore[i
 from sglang.srt.server_args import ServerArgs  # type: ignore[import-not-found]
 
 
-def build(folder: str, port: int | None) -> Any:
-    """A model of a folder's config.json; `port` is for the process's first one."""
+def build(folder: str, port: int | None, load_format: str = "dummy", dtype: str = "float32") -> Any:
+    """A model of a folder; `port` is for the process's first one."""
     arguments = ServerArgs(
         model_path=folder,
         device="cpu",
         attention_backend="torch_native",
         sampling_backend="pytorch",
-        dtype="float32",
-        load_format="dummy",
+        dtype=dtype,
+        load_format=load_format,
         skip_tokenizer_init=True,
         disable_cuda_graph=True,
         disable_shared_experts_fusion=True,
@@ -35,7 +35,7 @@ def build(folder: str, port: int | None) -> Any:
     if port is not None:
         bootstrap.init_parallel_runtime(server_args=arguments, device="cpu", dist_port=port)
     bootstrap.init_layer_runtime(model_config=config)
-    load = LoadConfig(load_format="dummy")
+    load = LoadConfig(load_format=load_format)
     return get_model(model_config=config, load_config=load, device_config=DeviceConfig("cpu"))
 
 

@@ -63,7 +63,7 @@ def test_server_and_trainer_agree_in_every_layout(
         assert found["counts"].num_dropped_samples == 0
 
 
-def _run_tool(folder: Path, tables: dict[str, Any], *arguments: str, processes: int = 1) -> Any:
+def run_tool(folder: Path, tables: dict[str, Any], *arguments: str, processes: int = 1) -> Any:
     toml = folder / "base.toml"
     toml.write_text(tomli_w.dumps(tables))
     launcher = torchrun(sys.executable, processes) if processes > 1 else [sys.executable]
@@ -79,7 +79,7 @@ def test_a_server_is_there_for_the_time_of_the_measurement(tables: dict[str, Any
     megatron = tmp_path / "megatron"
     converted("to-megatron", "--hf", model, "--out", megatron)
     flags = ["--serve", "--prompts", "2", "--set", f"model.load={megatron}", "--set", "parallel.pipeline=2"]
-    done = _run_tool(tmp_path, tables, *flags, "-o", str(tmp_path / "out"), processes=2)
+    done = run_tool(tmp_path, tables, *flags, "-o", str(tmp_path / "out"), processes=2)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out" / "mismatch.json").read_text())
     rows = lines_of(tmp_path / "out" / "tokens.jsonl")
@@ -95,7 +95,7 @@ def test_a_server_is_there_for_the_time_of_the_measurement(tables: dict[str, Any
 def test_a_server_of_another_model_is_refused(tables: dict[str, Any], tmp_path: Path) -> None:
     other = write_served_model(tmp_path / "other")
     _write_tokenizer(other)
-    done = _run_tool(tmp_path, tables, "--set", f"model.load={other}", "-o", str(tmp_path / "out"))
+    done = run_tool(tmp_path, tables, "--set", f"model.load={other}", "-o", str(tmp_path / "out"))
     assert done.returncode == 2, done.stderr
     assert f"expected model.load, {other}" in done.stderr
     assert "layers of the" not in done.stderr  # no model was loaded

@@ -16,7 +16,7 @@ from megatron_dppo.engines.sglang.options import server_environment
 from megatron_dppo.engines.sglang.protocol import ServedModel, generation_of
 from megatron_dppo.engines.sglang.sampling_settings import REFUSED_VARIABLES, SET_VARIABLES
 from megatron_dppo.engines.sglang.server import free_port
-from megatron_dppo.engines.weight_sync.factory import WithOwnOutput
+from megatron_dppo.engines.weight_sync.factory import ChangedWeights, with_own_output
 from tests.distributed.test_families import CASES
 from tests.support.serving import PYTHON, VERSION
 from tests.support.tiny_families import SIZES, config_of
@@ -43,6 +43,17 @@ class Described:
         yield from self.describe_weights().items()
 
 
+def complete_config(folder: Path, architecture: str, **more: Any) -> dict[str, Any]:
+    """Add the keys that publishers write, and more, to a config.json, and return what is read from it."""
+    family, file = FAMILIES[architecture], folder / "config.json"
+    hf: dict[str, Any] = json.loads(file.read_text()) | {"architectures": [architecture]}
+    keys = dict(family.sglang.config_keys)
+    if family.sglang.has_dense_layers and (sparse := family.sizes_of(hf).moe_layers):
+        keys["first_k_dense_replace"] = sparse[0]
+    file.write_text(json.dumps(hf | keys | more))
+    return read_hf_config(folder)
+
+
 def write_pushed(folder: Path, case: str) -> None:
     """Write config.json as publishers do, and what a push sends: each tensor is full of a number of its own."""
     architecture, changes = CASES[case]
@@ -50,14 +61,8 @@ def write_pushed(folder: Path, case: str) -> None:
     if family.sglang.derives_head_dim:
         changes = {"head_dim": SIZES["hidden_size"] // SIZES["num_attention_heads"]} | changes
     config_of(architecture, **changes).save_pretrained(folder)
-    file = folder / "config.json"
-    hf: dict[str, Any] = json.loads(file.read_text()) | {"architectures": [architecture]}
-    keys = dict(family.sglang.config_keys)
-    if family.sglang.has_dense_layers and (sparse := family.sizes_of(hf).moe_layers):
-        keys["first_k_dense_replace"] = sparse[0]
-    file.write_text(json.dumps(hf | keys))
-    hf = read_hf_config(folder)
-    owner = WithOwnOutput(Described(hf)) if has_own_output(hf) else Described(hf)
+    hf = complete_config(folder, architecture)
+    owner = ChangedWeights(Described(hf), with_own_output) if has_own_output(hf) else Described(hf)
     tensors = {name: torch.full(t.shape, float(n + 1)) for n, (name, t) in enumerate(owner.weights())}
     assert tensors.keys() == owner.describe_weights().keys()
     save_file(tensors, folder / "model.safetensors")

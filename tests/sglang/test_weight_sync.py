@@ -7,7 +7,14 @@ import pytest
 
 from tests.support.ranks import run_ranks
 from tests.support.serving import Served, served_config
-from tests.support.sync_job import WAYS, perturb_each_tensor, push_every_way, release_and_push
+from tests.support.sync_job import (
+    WAYS,
+    move_an_expert,
+    perturb_each_tensor,
+    push_every_way,
+    release_and_push,
+    require_moved,
+)
 
 pytestmark = pytest.mark.usefixtures("changes_weights")
 
@@ -38,6 +45,14 @@ def test_pushed_weights_are_served(served: Served, tmp_path: Path, layout: str) 
             assert pushed["metrics"]["sync/probe_experts_not_reached"] == 0
             assert pushed["versions"] == {pushed["version"]}
             print(layout, way, pushed["metrics"])
+
+
+def test_a_pushed_expert_moves_the_tokens_that_are_routed_to_it(served: Served, tmp_path: Path) -> None:
+    """What `tests/gpu` asks of a GPU."""
+    (result,) = run_ranks(move_an_expert, 1, tmp_path, settings_of(served, {}), 140)
+    for way in WAYS:
+        print(way, result[way])
+        require_moved(result[way], 1e-5)
 
 
 def test_the_probe_finds_every_wrong_tensor(served: Served, tmp_path: Path) -> None:

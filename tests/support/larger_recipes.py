@@ -56,7 +56,7 @@ LARGER = (
         gpu_tokens=16384,
         response_tokens=32768,
         prompts=(32, 8),
-        engine={"tp_size": 64, "mem_fraction_static": 0.7, "quantization": "fp8"},
+        engine={"tp_size": 64, "mem_fraction_static": 0.7},  # of 8-bit weights, by config.json
         needs=("offload", "recompute"),
         model=DEEPSEEK_V3,
     ),

@@ -1,5 +1,6 @@
 """A trainer's processes that push weights to a server: what tests/sglang runs with `ranks.run_ranks`."""
 
+import asyncio
 import os
 import signal
 import threading
@@ -96,6 +97,61 @@ def perturb_each_tensor(runtime: Runtime, settings: dict[str, Any], version: int
         give(name, tensor)
     found["restored"] = sync._probe.run([member])["sync/probe_abs_diff_max"]
     return found
+
+
+def move_an_expert(
+    runtime: Runtime, settings: dict[str, Any], first_version: int, ways: tuple[str, ...] = WAYS
+) -> dict[str, dict[str, float]]:
+    """Push equal weights twice, then with one changed expert of the last layer, then the first ones again.
+
+    For each way, the mean changes of log-probs: "noise" between equal pushes, "moved" and "unmoved" of tokens
+    that are and are not routed to the expert, "restored" between the first and the last push.
+    """
+    from megatron_dppo.engines.weight_sync.factory import build_sync
+
+    config, actor, engine = connect(runtime, settings)
+    results: dict[str, dict[str, float]] = {}
+    for number, way in enumerate(ways):
+        of_way = config.rollout.sglang.model_copy(update={"weight_sync": way, "probe_every": 100})
+        rollout = config.rollout.model_copy(update={"sglang": of_way})
+        sync: Any = build_sync(config.model_copy(update={"rollout": rollout}), actor, engine, runtime)
+        stream_of, factors = sync._transport._weights, dict[str, float]()
+
+        def weights(stream_of: Any = stream_of, factors: Any = factors) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in stream_of():
+                yield name, tensor * factors.get(name, 1.0)
+
+        sync._transport._weights = weights
+        log_probs: list[Tensor] = []
+        is_routed = torch.empty(0)
+        for step in range(4):
+            sync.push(first_version + 4 * number + step)
+            (member,) = sync._servers.fleet()[0].members
+            answers = asyncio.run(sync._probe._score(member, sync._probe._sequences[:16]))
+            log_probs.append(torch.stack([each for each, _ in answers]))
+            if step == 1:
+                last = torch.stack([routes.indices[: len(each), -1].long() for each, routes in answers])
+                layer, expert = answers[0][1].layer_numbers[-1], int(last.flatten().bincount().argmax())
+                is_routed = (last == expert).any(-1)
+                factors[f"model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"] = -2.0
+            elif step == 2:
+                factors.clear()
+        sync.close()
+        first, again, changed, restored = log_probs
+        results[way] = {
+            "noise": float((again - first).abs().mean()),
+            "moved": float((changed - again).abs()[is_routed].mean()),
+            "unmoved": float((changed - again).abs()[~is_routed].mean()),
+            "restored": float((restored - first).abs().mean()),
+        }
+    return results
+
+
+def require_moved(found: dict[str, float], rounding: float) -> None:
+    """Require of `move_an_expert` that only the routed tokens moved, and by more than rounding."""
+    assert max(found["noise"], found["unmoved"], found["restored"]) <= rounding, found
+    assert found["moved"] > 10 * max(found["noise"], found["unmoved"]), found
+    assert found["moved"] > 2 * rounding, found
 
 
 def lose_a_server(
@@ -203,3 +259,48 @@ def release_and_push(runtime: Runtime, settings: dict[str, Any], version: int) -
     found["outside_bytes"] = runtime.gpu_ledger.outside_bytes
     turns.to_engine(version + 1)  # for whoever uses the server next
     return found
+
+
+def push_quantised(
+    runtime: Runtime, settings: dict[str, Any], first_version: int, ways: tuple[str, ...] = WAYS
+) -> dict[str, dict[str, Any]]:
+    """Push other weights by each way to a server of 8-bit floats; its distance from their dequantised model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from megatron_dppo.analysis.mismatch.quantized import fill
+    from megatron_dppo.engines.sglang.quantization import served_form
+    from megatron_dppo.engines.weight_sync.factory import build_sync
+
+    config, actor, engine = connect(runtime, settings)
+    form, folder = served_form(config), config.model.load
+    assert form is not None
+    model: Any = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(folder), dtype=torch.float32
+    ).eval()
+    results: dict[str, dict[str, Any]] = {}
+    for version, way in enumerate(ways, first_version):
+        of_way = config.rollout.sglang.model_copy(update={"weight_sync": way, "sync_bucket_bytes": 400_000})
+        rollout = config.rollout.model_copy(update={"sglang": of_way})
+        sync: Any = build_sync(config.model_copy(update={"rollout": rollout}), actor, engine, runtime)
+        change(actor, 1.1)
+        metrics = sync.push(version)
+        sent = dict(form.quantized((name, tensor.clone()) for name, tensor in actor.weights()))
+        fill(model, _dequantized(sent), folder)
+        sequences = sync._probe._sequences[:4]
+        log_probs = model(input_ids=sequences).logits[:, :-1].log_softmax(-1)
+        expected = log_probs.gather(-1, sequences[:, 1:, None])[..., 0].detach()
+        (member,) = sync._servers.fleet()[0].members
+        found = sync._probe._ask(member, 4).log_probs
+        results[way] = {"metrics": metrics, "from_dequantised": float((found - expected).abs().max())}
+        sync.close()
+    return results
+
+
+def _dequantized(sent: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The weights that a push sent, in float32."""
+    for name, tensor in sent.items():
+        if tensor.dtype == torch.float8_e4m3fn:
+            rows, columns = (torch.arange(size) // 128 for size in tensor.shape)
+            yield name, tensor.float() * sent[f"{name}_scale_inv"][rows][:, columns]
+        elif not name.endswith("_scale_inv"):
+            yield name, tensor

@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 import megatron_dppo
 from megatron_dppo.algorithms import PRESETS
+from megatron_dppo.checkpoints.block_fp8 import BlockFP8
 from megatron_dppo.checks import (
     AT_ONCE,
     RULES,
@@ -170,6 +171,21 @@ def _dense(architecture: str, **changes: Any) -> Callable[[], None]:
     )
 
 
+def _blocks(
+    changes: Mapping[str, Any] | None = None, *, heads: int = 8, ignored: Sequence[str] = ()
+) -> Callable[[], None]:
+    """A model whose linears have whole blocks, and the folder fp8 with its quantised form, changed."""
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": 16}
+    own = {**MODEL, **sizes, "moe_intermediate_size": 128}
+    form = BlockFP8(tuple(ignored)).described()
+
+    def write() -> None:
+        _write_json(Path("model/config.json"), own)
+        _write_json(Path("fp8/config.json"), {**own, **(changes or {}), "quantization_config": form})
+
+    return write
+
+
 def _tokenizer(**content: Any) -> Callable[[], None]:
     return lambda: _write_json(Path("model/tokenizer_config.json"), content)
 
@@ -262,6 +278,7 @@ def _sglang(version: str = "1.2.3", nccl: str = "") -> None:
 
 _SERVED = {"rollout.engine": "sglang"}
 _COLOCATED = _SERVED | {"rollout.sglang": {"colocated": True, "weight_sync": "tensor"}}
+_FP8 = {**_SERVED, "sglang.model_path": "fp8"}
 _ROUTED = {**_SERVED, "rollout.routing_replay": "replay"}
 _SIGMOID: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -823,10 +840,27 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("rollout.release_trainer", {"rollout.engine": "sglang", "rollout.release_trainer": True}),
     ],
     "sglang_weight_sync": [
-        Example("rollout.sglang.weight_sync", {"rollout.engine": "sglang", "sglang.quantization": "fp8"}),
         Example(
             "rollout.sglang.weight_sync", {"rollout.engine": "sglang", "rollout.sglang": {"colocated": True}}
         ),
+    ],
+    "sglang_quantization": [
+        Example("sglang.quantization", {**_SERVED, "sglang.quantization": "fp8"}),
+        Example(
+            "sglang.quantization",
+            {**_SERVED, "sglang.quantization": "new"},
+            also=frozenset({"sglang_arguments"}),
+        ),
+        Example("sglang.load_format", {**_SERVED, "sglang.load_format": "flash_rl"}),
+        Example("sglang.quantize_and_serve", {**_SERVED, "sglang.quantize_and_serve": True}),
+        Example("sglang.model_path", {**_SERVED, "sglang.model_path": "model"}),
+        Example("sglang.model_path", {**_SERVED, "sglang.model_path": "elsewhere"}),
+        Example("sglang.quantization", {**_FP8, "sglang.quantization": "modelopt_fp4"}, on_disk=_blocks()),
+        Example("sglang.model_path", _FP8, on_disk=_blocks({"num_hidden_layers": 3})),
+        Example("sglang.model_path", _FP8, on_disk=_blocks(ignored=["layers.0.self_attn.v_proj"])),
+        Example("sglang.moe_runner_backend", {**_FP8, "sglang.moe_runner_backend": "auto"}, on_disk=_blocks()),
+        Example("sglang.tp_size", {**_FP8, "sglang.tp_size": 2}, on_disk=_blocks(heads=16)),
+        Example("sglang.tp_size", {**_FP8, "sglang.tp_size": 2, "sglang.ep_size": 2}, on_disk=_blocks()),
     ],
     "thresholds": [
         Example("algorithm.delta", {"algorithm.delta": 5.0}),
@@ -942,12 +976,14 @@ _SMALL = {"model.dtype": "float32", "optimizer.lr": 1e-5}
         (_SMALL, None),
         ({**_SMALL, "rollout.engine": "sglang"}, None),
         ({"optimizer.lr": 1e-6}, None),
+        ({"optimizer.lr": 1e-5, **_FP8}, "the form of fp8"),
         ({"optimizer.lr": 1e-6, "rollout.engine": "sglang", "sglang.dtype": "bfloat16"}, None),
     ],
 )
 def test_steps_that_the_served_type_rounds_away_are_doubted(
     world: Path, changes: dict[str, Any], key: str | None
 ) -> None:
+    _blocks()()
     found = remarks(_config(changes))
     assert len(found) == (key is not None) and all(remark.startswith(key or "") for remark in found)
     Path("config.toml").write_text(dump_config(_config({"algorithm.preset": "gspo"})))
@@ -959,6 +995,29 @@ def test_steps_that_the_served_type_rounds_away_are_doubted(
 def test_a_dense_model_is_a_model(world: Path, architecture: str) -> None:
     _dense(architecture)()
     assert check(_config({"lora.rank": 4, "lora.targets": ("gate_proj",)}), 1) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "heads", "ignored"),
+    [
+        ({}, 8, ()),
+        ({"sglang.tp_size": 2, "sglang.ep_size": 2, "sglang.quantization": "fp8"}, 16, ()),
+        ({"sglang.tp_size": 2, "sglang.moe_runner_backend": "deep_gemm"}, 16, ("layers.0.mlp", "layers.1.mlp")),
+    ],
+)
+def test_a_folder_of_blocks_is_served(
+    world: Path, changes: dict[str, Any], heads: int, ignored: tuple[str, ...]
+) -> None:
+    _blocks(heads=heads, ignored=ignored)()
+    assert check(_config({**_FP8, **changes}), 1) == []
+    (Path("fp8") / "config.json").rename("model/config.json")  # the trained model's folder itself
+    assert check(_config({**_SERVED, **changes}), 1) == []
+
+
+def test_blocks_of_an_architecture_that_drops_their_scales_are_refused(world: Path) -> None:
+    _dense("LlamaForCausalLM", quantization_config=BlockFP8().described(), intermediate_size=128)()
+    problems = check(_config(_SERVED), 1)
+    assert problems[0].where == "sglang.model_path"
 
 
 def test_a_megatron_checkpoint_is_a_model(world: Path) -> None:

@@ -1,6 +1,8 @@
 """The planner on families with latent attention, sigmoid routers and shared experts, by hand."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from megatron_dppo.plan.cost import step_time
 from megatron_dppo.plan.gpu_rates import GpuRates
 from megatron_dppo.plan.memory import engine_memory, memory_of, passing_bytes
 from megatron_dppo.plan.stages import partition
-from tests.support.plan_models import COLOCATED, job_of, layout_of, shape_of
+from tests.support.plan_models import COLOCATED, QWEN3_30B, job_of, layout_of, shape_of
 from tests.support.published_models import DEEPSEEK_V3, GLM45_AIR, GLM47_FLASH, MOONLIGHT, PUBLISHED
 
 
@@ -44,6 +46,20 @@ def test_keys_and_values_of_groups_are_divided_among_an_engines_gpus() -> None:
     job = job_of(GLM45_AIR, COLOCATED | {"sglang.tp_size": 8})
     engine = engine_memory(job.config, job.shape, layout_of(8, expert=8), job.machine)
     assert engine.cached_tokens == engine.cache // (46 * 2 * 128 * 2)
+
+
+def test_a_server_of_8_bit_weights_has_the_cache_of_the_other_bytes(
+    tmp_path: Path,
+) -> None:
+    """All but embedding, output layer, norms and routers have one byte a value."""
+    form = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B | {"quantization_config": form}))
+    found: list[int] = []
+    for settings in ({}, {"sglang.model_path": str(tmp_path)}):
+        job = job_of(QWEN3_30B, COLOCATED | {"sglang.tp_size": 4} | settings)
+        found.append(engine_memory(job.config, job.shape, layout_of(8), job.machine).weights)
+    quantised = 48 * (128 * 3 * 2048 * 768 + 2 * 2048 * 4096 + 2 * 2048 * 512)
+    assert found[0] - found[1] == quantised // 4
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
-from megatron_dppo.analysis.mismatch.quantized import rounding_inputs
+from megatron_dppo.analysis.mismatch.quantized import rounding_inputs, rounding_of
 from megatron_dppo.architectures.published_names import stays_float32
+from megatron_dppo.checkpoints.block_fp8 import BlockFP8
 from megatron_dppo.checkpoints.convert.quantize import MISMATCH, Quantization, calibrate
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.checkpoints.model_files import read_convertible_config
@@ -179,7 +180,8 @@ def test_inputs_are_rounded_where_modelopt_rounds_them(models: Path, architectur
             scales[f"{linear}.weight"] = module.amax.float() / 448
     with torch.no_grad():
         expected, plain = (model(tokens[None]).logits.float() for model in (theirs, ours))
-        with rounding_inputs(ours, "fp8", scales):
+        roundings = {name: rounding_of("fp8", scale) for name, scale in scales.items()}
+        with rounding_inputs(ours, roundings):
             found = ours(tokens[None]).logits.float()
         again = ours(tokens[None]).logits.float()
     assert torch.equal(again, plain)
@@ -198,6 +200,43 @@ def test_an_interrupted_start_is_resumed(models: Path, tmp_path: Path, monkeypat
     done = quantize(*arguments(models, tmp_path / "out", DENSE), "--no-measure")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "out" / "config.json").is_file() and not (tmp_path / "out" / MISMATCH).exists()
+
+
+@pytest.mark.parametrize("architecture", [MOE, "DeepseekV3ForCausalLM", "MixtralForCausalLM"])
+def test_blocks_are_written_as_a_push_sends_them(tmp_path: Path, architecture: str) -> None:
+    """Without prompts, of float32 weights."""
+    hf, out = write_family(tmp_path / "hf", architecture, num_hidden_layers=2), tmp_path / "out"
+    flags = ["--exclude", "*.layers.1.self_attn.*", "--no-measure"]
+    done = quantize("--hf", hf, "--out", out, "--format", "fp8_block", *flags)
+    assert done.exit_code == 0, done.output + repr(done.exception)
+    config = json_of(out / "config.json")
+    form = BlockFP8.of(config)
+    assert form is not None and config.get("dtype", config.get("torch_dtype")) == "bfloat16"
+    stored = HFWeights(hf)
+    original = {n: stored.tensor(n) if stays_float32(n) else stored.tensor(n).bfloat16() for n in stored.names}
+    expected = dict(form.quantized(original.items()))
+    found = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(bits(found[name]), bits(expected[name]))] == []
+    linears = {name.removesuffix(".weight_scale_inv") for name in found if name.endswith("_scale_inv")}
+    assert len(linears) > 10 and not any("layers.1.self_attn" in name for name in linears)
+    again = HFWeights(out)
+    assert again.names == stored.names
+    assert (
+        max(float((again.tensor(n) - original[n]).abs().max() / original[n].abs().max()) for n in original)
+        < 0.05
+    )
+
+
+def test_blocks_are_measured_as_an_engine_rounds(models: Path, tmp_path: Path) -> None:
+    done = quantize(*arguments(models, tmp_path / "out", MOE, "fp8_block"))
+    assert done.exit_code == 0, done.output + repr(done.exception)
+    found = json_of(tmp_path / "out" / MISMATCH)["statistics"]
+    assert 0 < found["abs_prob_diff_mean"] < 0.1 and 0.3 < found["agreement_layer_1"] < 1
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def described(**changes: Any) -> Callable[[Path], None]:
@@ -245,6 +284,12 @@ BAD: dict[str, tuple[Callable[[Path], Any], list[object], str]] = {
     "half of what is fused": (lambda _: None, ["--exclude", "*.q_proj"], "exclude all or none"),
     "another 8 bits": (described(quantization_config={"quant_method": "fp8"}), [], "Name the original model"),
     "a missing tensor": (without_a_norm, [], "1 tensors are missing (first: ['model.norm.weight'])"),
+    "a missing tensor, in blocks": (without_a_norm, ["--format", "fp8_block"], "1 tensors are missing"),
+    "half of a fused pair, in blocks": (
+        lambda _: None,
+        ["--format", "fp8_block", "--exclude", "*.up_proj"],
+        "exclude all or none",
+    ),
 }
 
 
@@ -256,7 +301,7 @@ def test_what_cannot_be_quantised_is_refused(models: Path, tmp_path: Path, case:
     spoil(tmp_path)
     before = set(tmp_path.rglob("*"))
     options = ["--hf", tmp_path / "hf", "--out", tmp_path / "out", "--prompts", tmp_path / "prompts.jsonl"]
-    done = quantize(*options, "--format", "fp8", "--max-tokens", 12, *flags)
+    done = quantize(*options, "--format", "fp8", "--max-tokens", 12, *flags)  # the last --format counts
     assert done.exit_code == 2, done.output + repr(done.exception)
     assert message in done.stderr
     left = {path for path in set(tmp_path.rglob("*")) - before if ".unfinished" not in str(path)}

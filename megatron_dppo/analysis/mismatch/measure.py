@@ -23,6 +23,7 @@ from megatron_dppo.engines.base import RolloutEngine
 from megatron_dppo.engines.sglang.client import SglangClient
 from megatron_dppo.engines.sglang.model import served_model
 from megatron_dppo.engines.sglang.protocol import ServerFacts
+from megatron_dppo.engines.sglang.quantization import served_folder
 from megatron_dppo.engines.sglang.server import API_KEY, own_servers, read_records
 from megatron_dppo.engines.weight_sync.factory import build_sync, served_dtype
 from megatron_dppo.engines.weight_sync.probe import require_temperature
@@ -127,7 +128,7 @@ def _require_usable_servers(config: Config) -> bool:
         facts = asyncio.run(_facts(record.url))
         where, served = f"server {record.name} at {record.url}", Path(facts.model_path).resolve()
         is_pushing |= facts.weight_version == -1 or served == measured
-        if served not in (hf_files(config.model.load).resolve(), measured):
+        if served not in (served_folder(config).resolve(), measured):
             action = "Start a server with this config, or name the folder that it serves."
             problems.append(Problem(where, facts.model_path, f"model.load, {config.model.load}", action))
         if facts.weight_version not in (0, -1):
@@ -193,7 +194,7 @@ def measure(config: Config, runtime: Runtime, *, is_pushing: bool = False) -> Me
 
 
 def _push(config: Config, actor: Actor, engine: RolloutEngine, runtime: Runtime) -> None:
-    """Give the engine the trainer's weights; servers read them from disk, quantised if they were started so."""
+    """Give the engine the trainer's weights; servers read them from disk, in their form."""
     sglang = config.rollout.sglang.model_copy(update={"weight_sync": "disk", "probe_every": 0})
     rollout = config.rollout.model_copy(update={"sglang": sglang})
     with closing(build_sync(config.model_copy(update={"rollout": rollout}), actor, engine, runtime)) as sync:

@@ -1,6 +1,6 @@
 """Measures the distance between a model and its quantised folder: one samples, both forward the samples."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from megatron_dppo.architectures.registry import read_model_sizes
-from megatron_dppo.architectures.sizes import end_tokens
+from megatron_dppo.architectures.sizes import end_tokens, read_model_config
+from megatron_dppo.checkpoints.block_fp8 import BlockFP8, round_groups
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.checkpoints.weight_formats import QuantizedFolder, WeightFormat, round_values
 from megatron_dppo.engines.embedded.engine import checkpoint_targets
@@ -39,7 +40,7 @@ def measure(
 ) -> dict[str, float]:
     """Measure the distance of the original, pi, from the quantised model, mu, on mu's samples.
 
-    mu is read back from its files: dequantised weights, and inputs of linears rounded with the files' scales.
+    mu is read back from its files: dequantised weights, and inputs of linears rounded as its format says.
     Both multiply in bfloat16, so that equal weights are no distance apart.
 
     Args:
@@ -54,9 +55,9 @@ def measure(
     """
     model: Any = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.bfloat16, trust_remote_code=False)
     model.to(device).eval()
-    folder = QuantizedFolder(quantized)
-    fill(model, folder.weights(), quantized)
-    with rounding_inputs(model, folder.weight_format, folder.input_scales()):
+    weights, roundings = read_quantized(quantized)
+    fill(model, weights, quantized)
+    with rounding_inputs(model, roundings):
         ends = end_tokens(hf, model.config.eos_token_id)
         responses = sample_responses(model, prompts, max_tokens, ends)
         of_mu = forward(model, prompts, responses, "quantised")
@@ -64,6 +65,31 @@ def measure(
     fill(model, ((name, original.tensor(name)) for name in sorted(original.names)), hf)
     of_pi = forward(model, prompts, responses, "original")
     return figures(prompts, responses, of_mu, of_pi, read_model_sizes(hf).num_experts or 0)
+
+
+Rounding = Callable[[Tensor], Tensor]
+"""Rounds the inputs of a linear."""
+
+
+def read_quantized(folder: Path) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Rounding]]:
+    """Return a folder's weights, dequantised, and how to round each linear's inputs, by the weight's name.
+
+    Raises:
+        ConversionError: The folder's format is none of `megatron-dppo quantize`.
+    """
+    form = BlockFP8.of(read_model_config(folder)[1])
+    if form is not None:
+        stored = HFWeights(folder)
+        weights = ((name, stored.tensor(name)) for name in sorted(stored.names))
+        return weights, {name: round_groups for name in stored.names if form.quantizes(name)}
+    modelopts = QuantizedFolder(folder)
+    scales = modelopts.input_scales()
+    return modelopts.weights(), {n: rounding_of(modelopts.weight_format, scales[n]) for n in scales}
+
+
+def rounding_of(weight_format: WeightFormat, scale: Tensor) -> Rounding:
+    """Return the rounding to one of modelopt's formats, with a scale `[]` float32."""
+    return lambda values: round_values(values.float(), weight_format, scale.to(values.device)).to(values.dtype)
 
 
 @torch.no_grad()
@@ -95,35 +121,29 @@ def fill(model: nn.Module, weights: Iterable[tuple[str, Tensor]], folder: Path) 
 
 
 @contextmanager
-def rounding_inputs(
-    model: nn.Module, weight_format: WeightFormat, scales: Mapping[str, Tensor]
-) -> Iterator[None]:
-    """Round the inputs of a model's linears as the format does, inside the block.
+def rounding_inputs(model: nn.Module, roundings: Mapping[str, Rounding]) -> Iterator[None]:
+    """Round the inputs of a model's linears, inside the block.
 
     Args:
         model: With Hugging Face's modules; experts fused, as transformers 5 has them.
-        weight_format: To what.
-        scales: [] float32 of each linear with a scale, by the weight's name; a layer's experts share one.
+        roundings: Rounding of each linear's inputs, by the weight's name; a layer's experts share one.
     """
     modules = dict(model.named_modules())
     handles, wrapped = [], list[Any]()
 
-    def round_input(scale: Tensor, values: Tensor) -> Tensor:
-        return round_values(values.float(), weight_format, scale.to(values.device)).to(values.dtype)
-
-    def hook(scale: Tensor, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (round_input(scale, inputs[0]), *inputs[1:])
+    def hook(rounding: Rounding, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (rounding(inputs[0]), *inputs[1:])
 
     try:
         for name, module in modules.items():
-            first, last = (scales.get(f"{name}.0.{linear}_proj.weight") for linear in ("gate", "down"))
-            scale = scales.get(f"{name}.weight", first)
-            if scale is not None:
-                handles.append(module.register_forward_pre_hook(partial(hook, scale)))
+            first, last = (roundings.get(f"{name}.0.{linear}_proj.weight") for linear in ("gate", "down"))
+            rounding = roundings.get(f"{name}.weight", first)
+            if rounding is not None:
+                handles.append(module.register_forward_pre_hook(partial(hook, rounding)))
             if last is not None:
                 experts: Any = module
                 wrapped.append(experts)
-                experts._apply_gate = _then(experts._apply_gate, partial(round_input, last))
+                experts._apply_gate = _then(experts._apply_gate, last)
         yield
     finally:
         for handle in handles:

@@ -1,11 +1,13 @@
-"""Quantises a Hugging Face folder to FP8 or NVFP4 with nvidia-modelopt: plans, calibrates, writes, measures.
+"""Quantises a Hugging Face folder: plans, calibrates, writes, measures.
 
-The same command resumes an interrupted start.
+FP8 and NVFP4 are nvidia-modelopt's. 8-bit floats with block scales ("fp8_block") need no calibration. The same
+command resumes an interrupted start.
 """
 
 import importlib.util
 import json
 import logging
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
@@ -18,14 +20,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_dppo.architectures.published_names import STACKS
+from megatron_dppo.architectures.published_names import STACKS, stays_float32
 from megatron_dppo.architectures.registry import QUANTIZED, family_of, read_hf_config
 from megatron_dppo.architectures.sizes import architecture_of, read_model_config
 from megatron_dppo.architectures.weight_map import OUTPUT
+from megatron_dppo.checkpoints.block_fp8 import FP8_BLOCK, BlockFP8, QuantizedFormat, fused
 from megatron_dppo.checkpoints.convert.unfinished import UnfinishedOutput, disk_errors, fingerprint
-from megatron_dppo.checkpoints.hf_folder import HFWeights
+from megatron_dppo.checkpoints.hf_folder import HFWeights, write_hf_checkpoint
 from megatron_dppo.checkpoints.model_files import copy_model_files
-from megatron_dppo.checkpoints.weight_formats import BLOCK, WeightFormat, fused_linears, is_linear
+from megatron_dppo.checkpoints.weight_formats import BLOCK, fused_linears, is_linear
 from megatron_dppo.data.prompts.templates import prompt_tokens
 from megatron_dppo.errors import ConfigError, ConversionError, DataError, Problem
 from megatron_dppo.run_folder.folder import json_values
@@ -44,16 +47,16 @@ class Quantization:
     Attributes:
         weight_format: Format of the linears' weights and inputs.
         excluded: Names of the linears' weights that stay bfloat16, in addition to router, embedding and
-            lm_head: the named ones, and the projections to and from attention's latents.
+            lm_head: the named ones, and for modelopt's formats the projections to and from attention's latents.
         ignored: All modules that stay bfloat16, as inference engines name them: a layer's experts are one.
     """
 
-    weight_format: WeightFormat
+    weight_format: QuantizedFormat
     excluded: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
 
 
-def plan(folder: Path, weight_format: WeightFormat, patterns: Sequence[str]) -> Quantization:
+def plan(folder: Path, weight_format: QuantizedFormat, patterns: Sequence[str]) -> Quantization:
     """Plan the quantisation of a folder, reading only headers.
 
     Args:
@@ -66,20 +69,22 @@ def plan(folder: Path, weight_format: WeightFormat, patterns: Sequence[str]) -> 
             already, or a pattern matches nothing or only some of the linears that inference engines fuse.
         ConversionError: The folder is torn, or NVFP4's blocks do not divide a linear.
     """
-    if importlib.util.find_spec("modelopt") is None:
+    is_modelopts = weight_format != FP8_BLOCK
+    if is_modelopts and importlib.util.find_spec("modelopt") is None:
         action = "Install it: pip install 'megatron_dppo[quantize]'."
         raise ConfigError(Problem("nvidia-modelopt", "no such package", "0.47 or later", action))
     if QUANTIZED in read_model_config(folder)[1]:
         found, action = f"{QUANTIZED} in config.json", "Name the original model, in bfloat16."
         raise ConfigError(Problem("--hf", found, "weights that are not quantised", action))
-    if family_of(read_hf_config(folder)).module_names:
+    if is_modelopts and family_of(read_hf_config(folder)).module_names:
         action = "Quantise it with nvidia-modelopt itself."
         expected = "a family whose checkpoints have the names of transformers' modules"
         raise ConfigError(Problem("--hf", architecture_of(read_hf_config(folder)), expected, action))
     shapes = HFWeights(folder).shapes()
-    excluded = _match_excluded([name for name in shapes if is_linear(name)], patterns)
+    is_quantised = is_linear if is_modelopts else BlockFP8().quantizes
+    excluded = _match_excluded([name for name in shapes if is_quantised(name)], patterns)
     excluded |= {
-        name for name in shapes if ".self_attn." in name and len(shapes[name]) > 1 and not is_linear(name)
+        name for name in shapes if ".self_attn." in name and len(shapes[name]) > 1 and not is_quantised(name)
     }
     for name, shape in shapes.items():
         if weight_format == "nvfp4" and is_linear(name) and name not in excluded and shape[-1] % BLOCK:
@@ -88,7 +93,7 @@ def plan(folder: Path, weight_format: WeightFormat, patterns: Sequence[str]) -> 
                 "Leave it out with --exclude, or use --format fp8."
             )
     matrices = {name for name, shape in shapes.items() if len(shape) > 1}
-    kept = {name for name in matrices if not is_linear(name)} | excluded | {OUTPUT.hf[0]}
+    kept = {name for name in matrices if not is_quantised(name)} | excluded | {OUTPUT.hf[0]}
     ignored = {_module_of(name) for name in kept}
     return Quantization(weight_format, tuple(sorted(excluded)), tuple(sorted(ignored)))
 
@@ -124,7 +129,7 @@ def _match_excluded(linears: Sequence[str], patterns: Sequence[str]) -> set[str]
 def _units(linears: Iterable[str]) -> dict[str, set[str]]:
     """Group weights that must be quantised together: fused linears, a layer's experts."""
     units: dict[str, set[str]] = {}
-    for group in fused_linears(linears):
+    for group in fused(linears):
         unit = _module_of(group[0]) if _EXPERTS in group[0] else group[0]
         units.setdefault(unit, set()).update(group)
     return units
@@ -145,7 +150,7 @@ def calibrate(
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export.quant_utils import preprocess_linear_fusion
 
-    settings = {"fp8": mtq.FP8_DEFAULT_CFG, "nvfp4": mtq.NVFP4_DEFAULT_CFG}[quantization.weight_format]
+    settings: Any = {"fp8": mtq.FP8_DEFAULT_CFG, "nvfp4": mtq.NVFP4_DEFAULT_CFG}[quantization.weight_format]
     disabled = [{"quantizer_name": name, "enable": False} for name in _quantizers(quantization.excluded)]
 
     def forward_all(quantized: Any) -> None:
@@ -309,26 +314,52 @@ def quantize(
     tokens: Sequence[torch.Tensor],
     device: torch.device,
 ) -> None:
-    """Calibrate a model, quantise it and write it.
+    """Calibrate a model unless its format needs no calibration, quantise it and write it.
 
     Raises:
         ConversionError: The folder's tensors do not match its config.json, or the disk is full.
     """
+    if quantization.weight_format == FP8_BLOCK:
+        _write_blocks(hf, output, BlockFP8(quantization.ignored), device)
+        return
     from transformers import AutoModelForCausalLM
 
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         hf, dtype=torch.bfloat16, trust_remote_code=False, output_loading_info=True
     )
     model, report = loaded
-    missing, extra = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+    missing, extra = report["missing_keys"], report["unexpected_keys"]
+    _require_complete(hf, missing, extra)
+    with tqdm(total=len(tokens), desc="calibrating", unit="prompt") as bar:
+        calibrate(model.to(device).eval(), quantization, tokens, bar.update)
+    export(model, hf, output, quantization)
+
+
+def _require_complete(hf: Path, missing: Iterable[str], extra: Iterable[str]) -> None:
+    missing, extra = sorted(missing), sorted(extra)
     if missing or extra:
         raise ConversionError(
             f"{hf}: {len(missing)} tensors are missing (first: {missing[:3]}) and {len(extra)} are left over "
             f"(first: {extra[:3]}). The weights are of another config.json."
         )
-    with tqdm(total=len(tokens), desc="calibrating", unit="prompt") as bar:
-        calibrate(model.to(device).eval(), quantization, tokens, bar.update)
-    export(model, hf, output, quantization)
+
+
+def _write_blocks(hf: Path, output: UnfinishedOutput, form: BlockFP8, device: torch.device) -> None:
+    """Write 8-bit floats with block scales, one tensor at a time; config.json last, as `export` does."""
+    weights, written, config = HFWeights(hf), output.file("written"), read_hf_config(hf)
+    expected = family_of(config).hf_shapes(config).keys()
+    _require_complete(hf, expected - weights.names, weights.names - expected)
+    tensors = ((name, weights.tensor(name).to(device)) for name in sorted(weights.names))
+    in_bfloat16 = ((name, t if stays_float32(name) else t.bfloat16()) for name, t in tensors)
+    shutil.rmtree(written, ignore_errors=True)
+    with disk_errors(output.folder):
+        write_hf_checkpoint(form.quantized(in_bfloat16), written, hf)
+        config = json.loads((written / "config.json").read_text())
+        (written / "config.json").unlink()
+        for file in written.iterdir():
+            file.rename(output.file(file.name))
+        written.rmdir()
+    output.write_json("config.json", {**config, QUANTIZED: form.described()}, indent=2)
 
 
 def _write_figures(

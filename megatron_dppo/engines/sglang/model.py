@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.architectures.registry import FAMILIES, QUANTIZED, family_of, is_block_fp8, read_model_sizes
+from megatron_dppo.architectures.registry import FAMILIES, family_of, read_model_sizes
 from megatron_dppo.architectures.sizes import ModelSizes, read_model_config, rope_kind
 from megatron_dppo.engines.sglang.protocol import ServedModel
 from megatron_dppo.errors import ConfigError, Problem
@@ -28,19 +28,14 @@ def served_model(folder: Path, end_tokens: Sequence[int]) -> ServedModel:
 def model_problems(folder: Path, hf: Mapping[str, Any], sizes: ModelSizes) -> Iterator[Problem]:
     """Yield the problems that make SGLang serve another model than the trainer trains.
 
-    These are 8-bit weights, which the trainer's weights cannot replace, heads and rotary frequencies that
-    SGLang does not support, dense layers that SGLang builds as sparse ones, and missing keys of config.json.
+    These are heads and rotary frequencies that SGLang does not support, dense layers that SGLang builds as
+    sparse ones, and missing keys of config.json.
 
     Args:
         folder: Folder of model.load.
         hf: Content of config.json.
         sizes: Sizes of the model.
     """
-    if is_block_fp8(hf.get(QUANTIZED)):
-        action = f"Run megatron-dppo convert to-megatron --hf {folder} --out NEW, and name NEW as model.load."
-        found = f"{folder} with weights in 8-bit floats with block scales"
-        expected = "weights in bfloat16: a server with 8-bit weights would drop the weights of a push"
-        yield Problem("model.load", found, expected, action)
     yield from _attention_problems(folder, hf, sizes)
     facts = FAMILIES[sizes.architecture].sglang
     keys = dict(facts.config_keys)

@@ -21,7 +21,6 @@ from megatron_dppo.errors import Problem
 
 SET: Mapping[str, str] = MappingProxyType(
     {
-        "model_path": "model.load",
         "random_seed": "run.seed",
         "weight_version": "the weight sync",
         "enable_return_routed_experts": "rollout.routing_replay",
@@ -83,6 +82,10 @@ REFUSED_VARIABLES: Mapping[str, Setting] = MappingProxyType(
         "SGLANG_MAX_NEW_TOKENS_LIMIT": Setting("responses would end before rollout.max_response_tokens", ("",)),
         "SGLANG_MAX_THINK_TOKENS": Setting(_OTHER_TOKENS, ("", "-1")),
         "SGLANG_NGRAM_FORCE_GREEDY_VERIFY": Setting(_OTHER_TOKENS, _OFF),
+        "SGLANG_FP8_IGNORED_LAYERS": Setting("other linears would be quantised than a push quantises", ("",)),
+        "SGLANG_FORCE_FP8_MARLIN": Setting(
+            "weights would be repacked, and a push could not replace them", _OFF
+        ),
         "SGLANG_USE_MLX": Setting("tokens would be chosen greedily", _OFF),
         "SGLANG_RUST_SERVER": Setting(_UNTRIED, _OFF),
         "SGLANG_HTTP_SERVER_APP_PATH": Setting(_UNTRIED, ("", "sglang.srt.entrypoints.http_server:app")),

@@ -24,6 +24,7 @@ from typing import Any
 from megatron_dppo.architectures.registry import family_of
 from megatron_dppo.architectures.sizes import read_model_config
 from megatron_dppo.config.schema import Config
+from megatron_dppo.engines.sglang import quantization
 from megatron_dppo.engines.sglang.client import Patience, SglangClient
 from megatron_dppo.engines.sglang.model import has_own_output, routes_problem, served_model
 from megatron_dppo.engines.sglang.options import (
@@ -100,7 +101,7 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
     Raises:
         ConfigError: sglang.python has no SGLang, one for CPUs or an unknown version; [sglang] has problems; an
             environment variable must not reach it; its NCCL has another version than the trainer's; or SGLang
-            cannot load the model, serve it correctly or return its routes.
+            cannot load the model, serve it correctly, take pushes or return its routes.
     """
     python, table = interpreter(config), dict(config.sglang)
     options = read_options(python)
@@ -111,6 +112,7 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
         action = "Run make sglang-venv SGLANG_FOR=gpu, or set sglang.device = 'cpu' to serve on a CPU."
         raise ConfigError(Problem("sglang.python", found, "one for GPUs, as sglang.device is not cpu", action))
     problems = [*argument_problems(table), *environment_problems(config), *option_problems(table, options)]
+    problems += quantization.quantization_problems(config)
     if problems := [*problems, *nccl_problems(config)]:
         raise ConfigError(problems)
     version = installed_version(python)
@@ -119,12 +121,12 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
     except ServerError as error:
         raise ConfigError(Problem("sglang.python", str(python), "a known version", str(error))) from None
     served_model(config.model.load, ())
-    file, hf = read_model_config(config.model.load)
-    model, family = file.parent, family_of(hf)
+    model = quantization.served_folder(config)
+    hf = read_model_config(model)[1]
+    family = family_of(hf)
     table = {**family.sglang.arguments, **table}
-    has_weights = (
-        any(model.glob("*.safetensors")) and table.get("load_format") != "dummy" and not has_own_output(hf)
-    )
+    has_weights = any(model.glob("*.safetensors")) and table.get("load_format") != "dummy"
+    has_weights = has_weights and quantization.MODEL_PATH not in table and not has_own_output(hf)
     if not has_weights:
         table.setdefault("load_format", "dummy")
         logger.info("the server starts with random weights until a push sends the model's weights")
@@ -136,8 +138,10 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
         table["base_gpu_id"] = int(table.get("base_gpu_id", 0)) + index * int(table.get("tp_size", 1))
     if replay and not is_on_cpu:
         table.setdefault("moe_runner_backend", "triton")  # others do not capture all choices
+    if not is_on_cpu:
+        table = {**quantization.kernel_arguments(config), **table}
     owned = {
-        "model_path": str(model.absolute()),
+        quantization.MODEL_PATH: str(model.absolute()),
         "random_seed": config.run.seed,
         "weight_version": "0" if has_weights else "-1",
         "enable_return_routed_experts": replay,

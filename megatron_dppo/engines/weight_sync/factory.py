@@ -1,12 +1,14 @@
 """Builds the weight sync for a run's engine."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
+from megatron_dppo.architectures.published_names import SCALES
 from megatron_dppo.architectures.registry import family_of, read_hf_config
+from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.architectures.weight_map import EMBEDDING, OUTPUT
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.checkpoints.megatron_folder import hf_files
@@ -15,6 +17,7 @@ from megatron_dppo.engines.base import RolloutEngine
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.model import has_own_output, served_model
 from megatron_dppo.engines.sglang.options import NCCL, nccl_settings
+from megatron_dppo.engines.sglang.quantization import served_folder, served_form
 from megatron_dppo.engines.sglang.server import API_KEY, read_records
 from megatron_dppo.engines.weight_sync.base import Transport, WeightOwner, WeightSync
 from megatron_dppo.engines.weight_sync.fleet import RunServers
@@ -42,8 +45,7 @@ def build_sync(config: Config, owner: WeightOwner, engine: RolloutEngine, runtim
         return InProcessSync(owner.weights, engine, runtime)
     options, folder, key = config.rollout.sglang, hf_files(config.model.load), os.environ.get(API_KEY)
     require_cover(owner.describe_weights(), folder)
-    if has_own_output(read_hf_config(config.model.load)):
-        owner = WithOwnOutput(owner)
+    owner = as_served(config, owner)
     probe, model = None, served_model(folder, ())
     if options.probe_every and owner.log_probs is not None:
         probe = Probe(
@@ -94,8 +96,8 @@ def release_servers(config: Config, runtime: Runtime) -> None:
 
 def served_dtype(config: Config) -> str:
     """Return the dtype that servers compute in."""
-    is_quantised = config.sglang.get("quantization") is not None
     dtype = config.sglang.get("dtype", "auto")
+    is_quantised = served_form(config) is not None
     return "bfloat16" if is_quantised else config.model.dtype if dtype == "auto" else str(dtype)
 
 
@@ -109,10 +111,10 @@ def build_transport(config: Config, owner: WeightOwner, runtime: Runtime) -> Tra
     described = owner.describe_weights(of_own_stage=options.weight_sync == "distributed")
     half = min(options.sync_bucket_bytes // 2, sum(tensor.nbytes for tensor in described.values()))
     if options.weight_sync == "disk":
-        folder, template = config.run.folder / "weights", hf_files(config.model.load)
+        folder, template = config.run.folder / "weights", served_folder(config)
         return DiskTransport(lambda: owner.weights(max_bytes=half), runtime, folder, template, half)
     hf = read_hf_config(config.model.load)
-    together = family_of(hf).travelling_together(hf)
+    together = travelling_together(hf)
     if options.weight_sync == "tensor":
         return TensorTransport(lambda: owner.weights(max_bytes=half), len(described), runtime, half, together)
     return DistributedTransport(
@@ -146,37 +148,55 @@ def require_cover(described: Mapping[str, Tensor], folder: Path) -> None:
         )
 
 
-(_EMBEDDING,), (_OUTPUT,) = EMBEDDING.hf, OUTPUT.hf
+def travelling_together(hf: HFConfig) -> dict[str, str]:
+    """Map each tensor that must share a bucket with others to its group's name; scales travel as weights do."""
+    together = family_of(hf).travelling_together(hf)
+    return together | {name + SCALES: f"scales of {group}" for name, group in together.items()}
 
 
-class WithOwnOutput:
-    """Weights of a tied model, with its output layer as an additional tensor; implements `base.WeightOwner`.
+def as_served(config: Config, owner: WeightOwner) -> WeightOwner:
+    """Return the owner of the tensors that servers load, in their form: an own output layer, 8-bit floats.
 
     SGLang builds an output layer for some architectures even if config.json ties it to the embedding
     (`SglangFacts.has_own_output`), and no checkpoint of such a model fills it.
     """
+    if has_own_output(read_hf_config(config.model.load)):
+        owner = ChangedWeights(owner, with_own_output)
+    form = served_form(config)
+    return owner if form is None else ChangedWeights(owner, form.quantized)
 
-    def __init__(self, owner: WeightOwner) -> None:
-        """Store the owner of weights without an output layer."""
-        self._owner = owner
+
+(_EMBEDDING,), (_OUTPUT,) = EMBEDDING.hf, OUTPUT.hf
+
+
+def with_own_output(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a tied model, and the embedding again as the output layer."""
+    for name, tensor in weights:
+        yield name, tensor
+        if name == _EMBEDDING:
+            yield _OUTPUT, tensor
+
+
+class ChangedWeights:
+    """Weights that a function changes on their way to servers; implements `base.WeightOwner`."""
+
+    def __init__(
+        self,
+        owner: WeightOwner,
+        change: Callable[[Iterable[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]],
+    ) -> None:
+        """Store the owner of the weights, and the function, which also gets tensors without data."""
+        self._owner, self._change = owner, change
 
     def weights(
         self, *, of_own_stage: bool = False, max_bytes: int | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the owner's weights, and the embedding again as the output layer."""
-        for name, tensor in self._owner.weights(of_own_stage=of_own_stage, max_bytes=max_bytes):
-            yield name, tensor
-            if name == _EMBEDDING:
-                yield _OUTPUT, tensor
+        """Return the owner's weights, changed; the owner is called at once, as all ranks call it together."""
+        return self._change(self._owner.weights(of_own_stage=of_own_stage, max_bytes=max_bytes))
 
     def describe_weights(self, *, of_own_stage: bool = False) -> dict[str, Tensor]:
         """Return the tensors of `weights`, without data."""
-        described: dict[str, Tensor] = {}
-        for name, tensor in self._owner.describe_weights(of_own_stage=of_own_stage).items():
-            described[name] = tensor
-            if name == _EMBEDDING:
-                described[_OUTPUT] = tensor
-        return described
+        return dict(self._change(self._owner.describe_weights(of_own_stage=of_own_stage).items()))
 
     @property
     def pipeline_place(self) -> tuple[int, int, bool]:

@@ -154,9 +154,12 @@ class Probe:
         return [first, *(self._ask(member, num) for member in members[1:])]
 
     def _ask(self, member: Member, num_sequences: int) -> Scores:
-        return asyncio.run(self._score(member, self._sequences[:num_sequences]))
+        answers = asyncio.run(self._score(member, self._sequences[:num_sequences]))
+        log_probs = torch.stack([log_probs for log_probs, _ in answers])
+        return Scores(log_probs, _find_chosen([routes for _, routes in answers if routes is not None]))
 
-    async def _score(self, member: Member, sequences: Tensor) -> Scores:
+    async def _score(self, member: Member, sequences: Tensor) -> list[tuple[Tensor, RoutedExperts | None]]:
+        """Return log-probs [L-1] and routes of each sequence."""
         async with SglangClient(member.url, api_key=self._api_key) as client:
             generation, facts = await client.connect()
             sequences = sequences[:, : facts.max_prompt_tokens]
@@ -169,9 +172,7 @@ class Probe:
                     answer = await client.generate(body)
                 return await generation.read_scores(answer, tokens, self._model, with_routes=with_routes)
 
-            answers = await asyncio.gather(*(score(index) for index in range(len(sequences))))
-        log_probs = torch.stack([log_probs for log_probs, _ in answers])
-        return Scores(log_probs, _find_chosen([routes for _, routes in answers if routes is not None]))
+            return await asyncio.gather(*(score(index) for index in range(len(sequences))))
 
 
 def require_temperature(urls: Sequence[str], model: ServedModel, api_key: str | None) -> None:

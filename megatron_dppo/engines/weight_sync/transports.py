@@ -105,7 +105,7 @@ class DistributedTransport:
         before = len(fleet.members)
         with fleet.telling(lambda member: member.calls.from_group(group.name, tensors, version)):
             try:
-                dist.broadcast(bucket.flat, group=group.handle, group_src=0)
+                dist.broadcast(bucket.flat.view(torch.uint8), group=group.handle, group_src=0)
             except RuntimeError as error:  # gloo raises nothing narrower
                 logger.warning("weights: the group broke (%s)", str(error).splitlines()[0])
                 self._leave()
@@ -210,7 +210,7 @@ class TensorTransport:
 class DiskTransport:
     """Rank 0 writes a Hugging Face folder, and each server loads it; implements `weight_sync.base.Transport`.
 
-    Servers load it like any checkpoint, and quantise it if they were started with quantisation.
+    Servers load it like any checkpoint.
     """
 
     needs_begin = False

@@ -141,6 +141,50 @@ def _hash_with_torch(module: ModuleType) -> None:
     module.murmur_hash32 = murmur_hash32  # type: ignore[attr-defined]
 
 
+def _multiply_dequantized(module: ModuleType) -> None:
+    """Linears of 8-bit floats with block scales multiply by kernels of a GPU; here by dequantised weights.
+
+    Inputs are not rounded to 8 bits, and float32 is allowed. The code that runs on a GPU creates, loads and
+    processes the weights.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    from types import SimpleNamespace
+
+    def linear(*, input: Any, weight: Any, block_size: Any, weight_scale: Any, bias: Any, **_: Any) -> Any:
+        return torch.nn.functional.linear(input, plain(weight, weight_scale, block_size, input.dtype), bias)
+
+    def plain(weight: Any, scale: Any, blocks: Any, dtype: Any) -> Any:
+        from sglang.srt.layers.quantization import fp8_utils  # type: ignore[import-not-found]
+
+        return fp8_utils.block_quant_dequant(weight, scale, blocks, dtype)
+
+    def apply_experts(method: Any, layer: Any, dispatch_output: Any) -> Any:
+        from sglang.srt.layers.moe import (  # type: ignore[import-not-found]
+            fused_moe_native,
+            token_dispatcher,
+        )
+
+        hidden, blocks = dispatch_output.hidden_states, method.weight_block_size
+        experts = SimpleNamespace(
+            num_experts=layer.num_experts,
+            w13_weight=plain(layer.w13_weight, layer.w13_weight_scale_inv, blocks, hidden.dtype),
+            w2_weight=plain(layer.w2_weight, layer.w2_weight_scale_inv, blocks, hidden.dtype),
+        )
+        output = fused_moe_native.moe_forward_native(
+            experts, hidden, dispatch_output.topk_output, method.moe_runner_config
+        )
+        return token_dispatcher.StandardCombineInput(hidden_states=output)
+
+    module._is_cpu = False  # type: ignore[attr-defined]
+    module.dispatch_w8a8_block_fp8_linear = lambda **_: linear  # type: ignore[attr-defined]
+    module.Fp8MoEMethod.apply = apply_experts
+    of_gpu = module.Fp8Config.get_supported_act_dtypes()
+    module.Fp8Config.get_supported_act_dtypes = classmethod(lambda _: [*of_gpu, torch.float32])
+
+
 _BEFORE: dict[str, Callable[[], None]] = {"torchvision": _declare_vision_ops}
 _AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.state_capturer.base": _leave_buffers_unpinned,
@@ -151,6 +195,7 @@ _AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.arg_groups.choices": _allow_determinism,
     "sglang.srt.batch_invariant_ops": _leave_kernels,
     "sglang.kernels.ops.sampling.murmur_hash": _hash_with_torch,
+    "sglang.srt.layers.quantization.fp8": _multiply_dequantized,
 }
 
 

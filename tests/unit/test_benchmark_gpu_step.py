@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,7 +79,11 @@ def test_the_plan_estimates_the_measured_steps_and_its_rates_are_fitted_to_them(
 
 
 def test_rates_are_found_again_from_steps_that_they_make(tmp_path: Path) -> None:
-    rates = {"layer_flops_per_s": 2e14, "output_flops_per_s": 7e14, "update_parameters_per_s": 5e10}
+    rates: dict[str, Any] = {
+        "layer_flops_per_s": 2e14,
+        "output_flops_per_s": 7e14,
+        "update_parameters_per_s": 5e10,
+    }
     steps = list[tuple[Job, float]]()
     for job, _ in measured_steps(tmp_path):
         own = replace(job, machine=replace(job.machine, rates=GpuRates(**rates)))

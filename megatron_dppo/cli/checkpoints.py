@@ -184,18 +184,14 @@ def upcycle(
 
         megatron-dppo convert upcycle --hf Qwen3-0.6B --out Qwen3-8x0.6B --experts 8 --top-k 2
 
-        megatron-dppo convert to-megatron --hf Qwen3-8x0.6B --out Qwen3-8x0.6B-megatron
-
-    Llama and Mistral become Mixtral, Qwen2 becomes Qwen2-MoE, and Qwen3 becomes Qwen3-MoE. Embedding,
-    attention, norms, tokenizer and chat template stay. Routers are small and random.
+    Llama and Mistral become Mixtral, Qwen2 becomes Qwen2-MoE, and Qwen3 becomes Qwen3-MoE. The other weights,
+    tokenizer and chat template stay. Routers are small and random.
 
     Without --noise and --reinit, the logits are the dense model's: the weights of the chosen experts sum to 1,
-    and all experts are equal. Such experts become different only by training on different tokens.
+    and all experts are equal. They become different only by training on different tokens.
 
     --noise 0.05 starts them a little different. --reinit 0.5 draws half of each expert's intermediate features
-    again, which pays in long training and harms the model until then (Drop-Upcycling, arXiv 2502.19261). The
-    output's README.md cites more.
-
+    again, which pays in long training and harms the model until then (Drop-Upcycling, arXiv 2502.19261).
     Memory: --shard-size per writer. The output is about --experts times as large as the input.
     """
     with _process() as this:
@@ -212,10 +208,8 @@ def upcycle(
             dense = upcycling.read_dense_config(hf)
         config = upcycling.moe_config(dense, how)
         source = upcycling.UpcycledSource(HFWeights(hf, 2 * writers), dense, how)
-        texts = {
-            "config.json": json.dumps(config, indent=2) + "\n",
-            "README.md": upcycling.model_card(hf, config, how),
-        }
+        card = upcycling.model_card(hf, config, how)
+        texts = {"config.json": json.dumps(config, indent=2) + "\n", "README.md": card}
         with _options(source, this, None, shard_size, writers) as options:
             write_hf(source, hf, out, options, this, texts)
         logger.info("wrote %s", out)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from megatron_dppo.errors import ConfigError, MegatronDppoError
+from megatron_dppo.plan.gpu_rates import RATES_FILE
 from megatron_dppo.runtime.files import full_disk_explained
 
 Configs = Annotated[
@@ -24,6 +25,23 @@ AcceptChanges = Annotated[
     typer.Option(
         "--accept-changes",
         help="Resume although settings changed that make it another experiment; metrics.jsonl records them.",
+    ),
+]
+Gpus = Annotated[int, typer.Option("--gpus", min=1, help="Number of GPUs, one process each, over all nodes.")]
+GpuMemory = Annotated[
+    str,
+    typer.Option("--gpu-memory", metavar="SIZE", help="Memory of each GPU: 80GB (80e9 bytes), 79.6GiB, ..."),
+]
+HostMemory = Annotated[
+    str | None,
+    typer.Option("--host-memory", metavar="SIZE", help="Host memory of each node. [default: not checked]"),
+]
+RatesFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--rates",
+        metavar="FILE",
+        help=f"Measured speeds of a GPU, by tools.gpu_machine. [default: {RATES_FILE} if it exists]",
     ),
 ]
 SplitGpus = Annotated[

@@ -27,8 +27,12 @@ from megatron_dppo.cli.options import (
     AcceptChanges,
     Assumptions,
     Configs,
+    GpuMemory,
+    Gpus,
+    HostMemory,
     MeasuredRun,
     Overrides,
+    RatesFile,
     SplitGpus,
     user_errors,
 )
@@ -50,7 +54,6 @@ from megatron_dppo.plan import (
     split_as_json,
     split_as_text,
 )
-from megatron_dppo.plan.gpu_rates import RATES_FILE
 from megatron_dppo.runtime.process import gpu_libraries, quiet_library_warnings, world_size_from_launcher
 
 app = typer.Typer()
@@ -156,29 +159,12 @@ def check(
 @app.command()
 def plan(
     configs: Configs,
-    gpus: Annotated[
-        int, typer.Option("--gpus", min=1, help="Number of GPUs, one process each, over all nodes.")
-    ],
-    gpu_memory: Annotated[
-        str,
-        typer.Option(
-            "--gpu-memory", metavar="SIZE", help="Memory of each GPU: 80GB (80e9 bytes), 79.6GiB, ..."
-        ),
-    ],
+    gpus: Gpus,
+    gpu_memory: GpuMemory,
     overrides: Overrides = None,
-    host_memory: Annotated[
-        str | None,
-        typer.Option("--host-memory", metavar="SIZE", help="Host memory of each node. [default: not checked]"),
-    ] = None,
+    host_memory: HostMemory = None,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs per node, connected by NVLink.")] = 8,
-    rates: Annotated[
-        Path | None,
-        typer.Option(
-            "--rates",
-            metavar="FILE",
-            help=f"Measured speeds of a GPU, by tools.gpu_machine. [default: {RATES_FILE} if it exists]",
-        ),
-    ] = None,
+    rates: RatesFile = None,
     proposals: Annotated[int, typer.Option(min=0, help="Maximum number of fitting layouts to show.")] = 5,
     is_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, bytes throughout.")] = False,
     is_traced: Annotated[

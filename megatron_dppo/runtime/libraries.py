@@ -7,10 +7,12 @@ module hides unusable packages from Megatron, and must be called before Megatron
 
 import functools
 import importlib
+import os
 import platform
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from types import MappingProxyType
@@ -202,3 +204,17 @@ def untested_versions(found: Mapping[str, str | None]) -> list[str]:
         for name, versions in TESTED.items()
         if found.get(name) is not None and found[name] not in versions
     ]
+
+
+def gpus_of_machine() -> str:
+    """Describe the GPUs that the driver or SLURM gives this process; empty if there are none."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        lines = subprocess.run(
+            query, capture_output=True, text=True, timeout=60, check=True
+        ).stdout.splitlines()
+        if lines:
+            name, _, driver = lines[0].partition(", ")
+            return f"{len(lines)} GPUs ({name}) with driver {driver}"
+    of_job = os.environ.get("SLURM_GPUS_ON_NODE", "0")
+    return "" if of_job == "0" else f"{of_job} GPUs of SLURM's job (SLURM_GPUS_ON_NODE), without a driver here,"

@@ -5,11 +5,9 @@ import os
 import pickle
 import resource
 import socket
-import subprocess
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -22,7 +20,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from megatron_dppo.errors import ConfigError, LaunchError, Problem
 from megatron_dppo.runtime.gpu_ledger import GpuLedger
-from megatron_dppo.runtime.libraries import Libraries, nccl_version, usable_libraries
+from megatron_dppo.runtime.libraries import Libraries, gpus_of_machine, nccl_version, usable_libraries
 
 T = TypeVar("T")
 logger = logging.getLogger("megatron_dppo")
@@ -189,7 +187,7 @@ def unusable_gpus() -> Problem | None:
     An empty CUDA_VISIBLE_DEVICES hides them on purpose.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
-    if has_gpu() or hidden or not (gpus := _gpus_of_machine()):
+    if has_gpu() or hidden or not (gpus := gpus_of_machine()):
         return None
     try:
         torch.cuda.init()
@@ -204,20 +202,6 @@ def unusable_gpus() -> Problem | None:
         "Update the driver, install torch for the driver's CUDA, or start the container with its GPUs. "
         "To compute on the CPU on purpose, set CUDA_VISIBLE_DEVICES='' in the environment.",
     )
-
-
-def _gpus_of_machine() -> str:
-    """Describe the GPUs that the driver or SLURM gives this process; empty if there are none."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    with suppress(OSError, subprocess.SubprocessError):
-        lines = subprocess.run(
-            query, capture_output=True, text=True, timeout=60, check=True
-        ).stdout.splitlines()
-        if lines:
-            name, _, driver = lines[0].partition(", ")
-            return f"{len(lines)} GPUs ({name}) with driver {driver}"
-    of_job = os.environ.get("SLURM_GPUS_ON_NODE", "0")
-    return "" if of_job == "0" else f"{of_job} GPUs of SLURM's job (SLURM_GPUS_ON_NODE), without a driver here,"
 
 
 def gpu_libraries() -> Libraries:

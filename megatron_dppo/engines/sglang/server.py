@@ -108,12 +108,11 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
     if options is None:
         raise ConfigError(_unusable(python))
     if table.get("device") != "cpu" and is_for_cpu(python):
-        found = f"{python}, an environment for CPUs (make sglang-venv SGLANG_FOR=cpu)"
+        found, expected = f"{python}, an environment for CPUs", "one for GPUs, as sglang.device is not cpu"
         action = "Run make sglang-venv SGLANG_FOR=gpu, or set sglang.device = 'cpu' to serve on a CPU."
-        raise ConfigError(Problem("sglang.python", found, "one for GPUs, as sglang.device is not cpu", action))
+        raise ConfigError(Problem("sglang.python", found, expected, action))
     problems = [*argument_problems(table), *environment_problems(config), *option_problems(table, options)]
-    problems += quantization.quantization_problems(config)
-    if problems := [*problems, *nccl_problems(config)]:
+    if problems := [*problems, *quantization.quantization_problems(config), *nccl_problems(config)]:
         raise ConfigError(problems)
     version = installed_version(python)
     try:
@@ -126,8 +125,7 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
     family = family_of(hf)
     table = {**family.sglang.arguments, **table}
     has_weights = any(model.glob("*.safetensors")) and table.get("load_format") != "dummy"
-    has_weights = has_weights and quantization.MODEL_PATH not in table and not has_own_output(hf)
-    if not has_weights:
+    if not has_weights or quantization.MODEL_PATH in table or has_own_output(hf):
         table.setdefault("load_format", "dummy")
         logger.info("the server starts with random weights until a push sends the model's weights")
     is_on_cpu, replay = table.get("device") == "cpu", config.rollout.routing_replay != "off"

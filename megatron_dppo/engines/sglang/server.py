@@ -121,11 +121,11 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
         raise ConfigError(Problem("sglang.python", str(python), "a known version", str(error))) from None
     served_model(config.model.load, ())
     model = quantization.served_folder(config)
-    hf = read_model_config(model)[1]
-    family = family_of(hf)
+    family = family_of(hf := read_model_config(model)[1])
     table = {**family.sglang.arguments, **table}
-    has_weights = any(model.glob("*.safetensors")) and table.get("load_format") != "dummy"
-    if not has_weights or quantization.MODEL_PATH in table or has_own_output(hf):
+    is_dummy = quantization.MODEL_PATH in table or has_own_output(hf) or table.get("load_format") == "dummy"
+    has_weights = any(model.glob("*.safetensors")) and not is_dummy
+    if not has_weights:
         table.setdefault("load_format", "dummy")
         logger.info("the server starts with random weights until a push sends the model's weights")
     is_on_cpu, replay = table.get("device") == "cpu", config.rollout.routing_replay != "off"

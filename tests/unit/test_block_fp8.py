@@ -81,8 +81,8 @@ def test_linears_are_quantised_unless_the_folder_names_them(
 def test_the_form_is_read_from_config_json(key: str) -> None:
     table: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
     form = BlockFP8.of({"quantization_config": table | {key: ["a", "b"]}})
-    assert form == BlockFP8(("a", "b"), is_power_of_two=True)
-    assert BlockFP8.of({"quantization_config": form.described()}) == form
+    expected = BlockFP8(("a", "b"), is_power_of_two=True)
+    assert form == BlockFP8.of({"quantization_config": expected.described()}) == expected
     assert BlockFP8.of({"quantization_config": table | {"weight_block_size": [1, 32]}}) is None
     assert BlockFP8.of({}) is None
 

@@ -135,7 +135,7 @@ class Probe:
                 "fills: see its log, or use rollout.engine = 'transformers' for this model, and report it."
             )
         raise WeightSyncError(
-            f"{where}, or computes differently: compare dtype and quantization of [sglang] with model.dtype, "
+            f"{where}, or computes differently: compare dtype and model_path of [sglang] with model.dtype, "
             "and see its log."
         )
 

@@ -45,7 +45,7 @@ def main() -> None:
 def new_model(read: Any) -> LlamaForCausalLM:
     """Return a model in bfloat16 with the weights of one that was read from GGUF."""
     config = {key: value for key, value in read.config.to_dict().items() if key not in _OF_FILE}
-    model = LlamaForCausalLM(LlamaConfig(**config))
+    model: Any = LlamaForCausalLM(LlamaConfig(**config))
     model.load_state_dict(read.state_dict())
     model.tie_weights()
     model.generation_config = GenerationConfig(eos_token_id=config["eos_token_id"])

@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megatron_dppo.rollout.evaluation import responses_file
 from megatron_dppo.run_folder.reader import MetricsRow, read_run
@@ -52,6 +53,7 @@ def score_of(row: MetricsRow) -> tuple[float, float, float]:
 
 def first_answers(run: Path, rollout: int) -> Iterator[tuple[int, tuple[str, str, str]]]:
     """Yield the index, problem, answer and first response of each prompt."""
+    row: Any
     for _, row in read_jsonl(responses_file(run / "evaluations", SET, rollout)):
         if row["sample"] == 0:
             problem = row["prompt"].rpartition("<|im_start|>user\n")[2].partition("\n")[0]

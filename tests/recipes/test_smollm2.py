@@ -42,7 +42,7 @@ def test_it_trains_on_prompts_of_the_chat_template(out: Path) -> None:
     for row in evaluations:
         low, score, high = (row[f"eval/held_out/avg_at_1{end}"] for end in ("_low", "", "_high"))
         assert 0 <= low <= score <= high <= 1
-    (first, *_) = (row for _, row in read_jsonl(run / "evaluations" / "held_out_000000.jsonl"))
+    first: Any = next(row for _, row in read_jsonl(run / "evaluations" / "held_out_000000.jsonl"))
     assert first["prompt"].startswith("<|im_start|>system\n")
     assert first["prompt"].endswith("Answer with the number alone.<|im_end|>\n<|im_start|>assistant\n")
 

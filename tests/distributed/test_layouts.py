@@ -125,13 +125,16 @@ def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:
         {"model": {"load": f"{models}/{case.reference.split('.')[0]}", "dtype": "float32"}, **tables}
     )
     actor = Actor(config, runtime)
-    groups = with_advantages(random_groups(8, routing=actor.routing), normalize_std=False)
+    groups = with_advantages(random_groups(8, routing=actor.routing, has_trees=True), normalize_std=False)
     own = [sample for group in groups[runtime.rank :: runtime.world_size] for sample in group.samples]
     routing = actor.routing
     if routing is None:
         own = [replace(sample, routed_experts=None) for sample in own]
-    shape = BatchShape("token_mean", 16, 60, topk_columns=4, routing=routing)
-    (batch,), _ = train_batches([own], shape, actor.data_parallel)
+    is_shared = case.features["prefixes"] == "shared"
+    shape = BatchShape("token_mean", 16, 60, topk_columns=4, routing=routing, shares_prefixes=is_shared)
+    (batch,), report = train_batches([own], shape, actor.data_parallel)
+    if is_shared:
+        assert report.num_forwarded_tokens < 0.85 * report.num_tokens, "trees are part of what is compared"
     log_probs = actor.with_old_log_probs(batch).microbatches
     before = {name: tensor.clone() for name, tensor in actor.weights()}
     result = actor.train_step(batch, is_first=True, weight_version=3)

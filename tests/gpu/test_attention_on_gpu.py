@@ -9,7 +9,7 @@ from megatron_dppo.data.batches.packing import zigzag
 from megatron_dppo.models.attention import PackedAttentionForm, attention_form
 from megatron_dppo.models.padded_attention import PaddedBatches
 from megatron_dppo.models.varlen_attention import VarlenSequences
-from tests.unit.test_packed_attention import PACKINGS, packed
+from tests.unit.test_packed_attention import PACKINGS, packed, spans_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +24,7 @@ def results(
     """A rank's output, and the gradients of queries, keys and values; the device never makes the host wait."""
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     own = [zigzag(starts, lengths, each, size).cuda() for each in range(size)]
-    attention = _move(form.of(cu_seqlens, rank, size), torch.device("cuda"))
+    attention = _move(form.of(spans_of(cu_seqlens, rank, size)), torch.device("cuda"))
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     query, key, value = leaves[0][own[rank]], *(x[torch.cat(own)] for x in leaves[1:])
     weights = torch.randn(query.shape, generator=torch.Generator().manual_seed(rank)).to(query)

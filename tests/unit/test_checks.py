@@ -340,6 +340,7 @@ EXAMPLES: dict[str, list[Example]] = {
         for where, changes, world_size in (
             ("lora.rank", {"lora.rank": 8}, 1),
             ("parallel.context", {"parallel.context": 2}, 2),
+            ("parallel.share_prefixes", {"parallel.share_prefixes": True}, 1),
         )
     ],
     "model_folder": [
@@ -451,6 +452,13 @@ EXAMPLES: dict[str, list[Example]] = {
     "sequence_positions": [Example("rollout.max_response_tokens", {"rollout.max_response_tokens": 60})],
     "sequence_budget": [
         Example("parallel.max_tokens_per_microbatch", {"parallel.max_tokens_per_microbatch": 40})
+    ],
+    "shared_prefixes": [
+        Example(
+            "parallel.share_prefixes",
+            {"parallel.share_prefixes": True, "parallel.context": 2},
+            world_size=2,
+        )
     ],
     "prompts_file": [
         Example("data.prompts", {"data.prompts": "none.jsonl"}),

@@ -94,9 +94,16 @@ def plan_minibatch(
         DataError: A sample is longer than a micro-batch may be.
     """
     _require_fit(lengths, max_tokens)
-    bundlings = _bundlings(lengths, shared or [0] * len(lengths), len(held), max_tokens, cost)
-    plans = [_plan_bundles(bundles, homes, held, max_tokens) for bundles in bundlings]
-    return min(plans, key=lambda plan: max(plan.work))
+    best, least = None, 0.0
+    for bundles in _bundlings(lengths, shared or [0] * len(lengths), len(held), max_tokens, cost):
+        plan = _plan_bundles(bundles, homes, held, max_tokens)
+        least = least or sum(plan.work) / len(held)  # of the largest bundles: smaller ones share less
+        if best is None or max(plan.work) < max(best.work):
+            best = plan
+        if max(best.work) <= NEAR_EVEN * least:
+            break
+    assert best is not None, "there is always a way"
+    return best
 
 
 def _plan_bundles(
@@ -126,7 +133,7 @@ def _plan_bundles(
 def _bundlings(
     lengths: Sequence[int], shared: Sequence[int], num_groups: int, max_tokens: int, cost: SampleCost
 ) -> Iterator[list[_Bundle]]:
-    """Yield ways to bundle samples: of at most an equal share of the work, then of halves of that."""
+    """Yield ways to bundle samples, each with less work in a bundle than the one before."""
 
     def bundle(samples: range) -> _Bundle:
         common = [0, *(shared[sample] for sample in samples[1:])]
@@ -137,7 +144,7 @@ def _bundlings(
     starts = [sample for sample, num in enumerate(shared) if not num]
     ends = [*starts[1:], len(lengths)] if starts else []
     bundles = [bundle(range(*each)) for each in zip(starts, ends, strict=True)]
-    most_work = sum(each.work for each in bundles) / num_groups
+    most_work, num_before = 2 * sum(each.work for each in bundles) / num_groups, -1
     while True:
         waiting, bundles = bundles[::-1], []
         while waiting:
@@ -148,10 +155,11 @@ def _bundlings(
             else:
                 cut = _cheapest_cut(each.samples, shared)
                 waiting += [bundle(range(cut, each.samples.stop)), bundle(range(each.samples.start, cut))]
-        yield bundles
-        if all(len(each.samples) == 1 for each in bundles):
+        if len(bundles) != num_before:
+            yield bundles
+        if len(bundles) == len(lengths):
             return
-        most_work /= 2
+        most_work, num_before = 0.75 * most_work, len(bundles)
 
 
 def _cheapest_cut(samples: range, shared: Sequence[int]) -> int:

@@ -64,7 +64,7 @@ def table(measured: list[tuple[Case, float]]) -> str:
             own = [pair for pair in measured if (pair[0].name, pair[0].world_size) == (name, world_size)]
             known, key = [case for case, _ in own], (name, str(world_size))
             if all(case in known for case in needed if case.name == name):
-                cells = [_cell([e for case, e in own if case.features[f] == value]) for f, value in VALUES]
+                cells = [_cell([e for case, e in own if case.features[f] == value], f) for f, value in VALUES]
                 lines.append(_line([*key, *cells]))
             elif key in kept:
                 lines.append(kept[key])
@@ -75,8 +75,9 @@ def _line(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _cell(errors: list[float]) -> str:
-    return f"{max(errors):.1e}" if errors else "no routes"
+def _cell(errors: list[float], feature: str) -> str:
+    absent = {"routes": "no routes", "prefixes": "refused"}
+    return f"{max(errors):.1e}" if errors else absent[feature]
 
 
 def rows() -> Iterator[tuple[str, str]]:

@@ -111,7 +111,7 @@ def test_gradients_of_repeated_rows_add_up(rows: list[int], num_rows: int) -> No
     torch.testing.assert_close(repeated.summed(weights), expected)
 
 
-def spans_of(m: Microbatch) -> tuple[Spans, Tensor]:
+def spans_of_prefixes(m: Microbatch) -> tuple[Spans, Tensor]:
     """What attends to what, and the forwarded token of each token."""
     prefixes = SharedPrefixes.of(m)
     if prefixes is None:
@@ -125,7 +125,7 @@ def spans_of(m: Microbatch) -> tuple[Spans, Tensor]:
 @pytest.mark.parametrize("case", CASES)
 def test_attention_equals_attention_of_each_sequence(case: str, form: PackedAttentionForm) -> None:
     m = alone(CASES[case])
-    spans, sources = spans_of(m)
+    spans, sources = spans_of_prefixes(m)
     num_tokens = int(sources.max()) + 1
     shapes = [(num_tokens, heads, dim) for heads, dim in ((4, 8), (2, 8), (2, 6))]  # values differ in size
     tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]

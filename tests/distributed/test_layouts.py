@@ -100,7 +100,7 @@ LIMIT = 1e-5
 # Adam with so large an epsilon is smooth in the gradient: equal gradients, clipped by equal norms, give equal
 # updates; with so large a rate they are not lost in the rounding of weights.
 _SMOOTH = {"lr": 1.0, "eps": 0.03, "clip_grad": 0.5}
-_SMOOTHER = _SMOOTH | {"eps": 0.003}  # experts that routers hardly weigh have gradients of 1e-5
+_SMOOTHER = _SMOOTH | {"eps": 0.002}  # experts that routers hardly weigh have gradients of 1e-5
 
 
 def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:

@@ -56,10 +56,8 @@ class Forwarding:
                 split over context-parallel ranks.
         """
         prefixes = SharedPrefixes.of(microbatch) if shares_prefixes else None
-        rank, size = (
-            parallel_state.get_context_parallel_rank(),
-            parallel_state.get_context_parallel_world_size(),
-        )
+        rank = parallel_state.get_context_parallel_rank()
+        size = parallel_state.get_context_parallel_world_size()
         tensor = parallel_state.get_tensor_model_parallel_world_size()
         if prefixes is None:
             own = token_slice(microbatch, rank, size, tensor)

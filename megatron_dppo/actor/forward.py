@@ -326,7 +326,7 @@ class OutputHead:
 
     def _of_rows(
         self, output: Float[Tensor, "tokens columns"], rows: RepeatedRows | None
-    ) -> tuple[Float[Tensor, "rows columns"], "_Layer | None"]:
+    ) -> tuple[Float[Tensor, "rows columns"], _Layer | None]:
         """Return the output of each row of the loss, and how the output layer is applied to it."""
         layer = self._layer
         if rows is None:
@@ -337,7 +337,8 @@ class OutputHead:
             output = gather_from_sequence_parallel_region(
                 output, tensor_parallel_output_grad=False, group=group
             )
-            layer = {**layer, "sequence_parallel": False}
+            layer = layer.copy()
+            layer["sequence_parallel"] = False
         return rows.take(output), layer
 
     def nothing(self, output: Float[Tensor, "rows columns"]) -> Float[Tensor, ""]:

@@ -75,7 +75,7 @@ def measure(runtime: Runtime, folder: Path, tables: dict[str, dict[str, Any]]) -
         if actor.objective.anchor == "recomputed":
             batch = actor.with_old_log_probs(batch)
         step = actor.accumulate_gradients(batch, is_first=True, weight_version=3)
-        parameters = [p for chunk in actor.chunks for p in chunk.parameters() if p.requires_grad]
+        parameters: list[Any] = [p for chunk in actor.chunks for p in chunk.parameters() if p.requires_grad]
         tokens = actor.token_log_probs(batch, step.metrics, is_replaying=False, has_score_norms=True)
         paired = {}
         if actor.captured_routing is not None:

@@ -134,7 +134,8 @@ def test_attention_equals_attention_of_each_sequence(case: str, form: PackedAtte
         q, k, v = (x[rows].transpose(0, 1) for x in tensors)
         parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1))
     expected = torch.cat(parts)
-    output = form.of(spans).attend(*tensors, None)[sources]
+    query, key, value = tensors
+    output = form.of(spans).attend(query, key, value, None)[sources]
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
     weights = torch.randn_like(expected)
     gradients = [torch.autograd.grad(each, tensors, weights, retain_graph=True) for each in (output, expected)]

@@ -146,7 +146,7 @@ def _bundlings(
     bundles = [bundle(range(*each)) for each in zip(starts, ends, strict=True)]
     most_work, num_before = 2 * sum(each.work for each in bundles) / num_groups, -1
     while True:
-        waiting, bundles = bundles[::-1], []
+        waiting, bundles = bundles[::-1], list[_Bundle]()
         while waiting:
             each = waiting.pop()
             is_small = each.work <= most_work and each.num_distinct <= max_tokens

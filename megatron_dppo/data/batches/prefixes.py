@@ -36,7 +36,8 @@ class RepeatedRows:
 
     def take(self, values: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "N ..."]:
         """Select the rows."""
-        return _Taken.apply(values, self.rows, self.places, self.starts)
+        function: Any = _Taken
+        return function.apply(values, self.rows, self.places, self.starts)
 
     def summed(self, values: Shaped[Tensor, "N ..."]) -> Shaped[Tensor, "M ..."]:
         """Sum the values of each row, in float32 or wider, in the order of `rows`."""
@@ -121,23 +122,23 @@ class SharedPrefixes:
         """Return the distinct tokens of a micro-batch on the host, or None if all of them are distinct."""
         tokens, routes = microbatch.tokens.numpy(), microbatch.routed_experts
         indices = None if routes is None else routes.indices.numpy()
-        starts = microbatch.cu_seqlens.tolist()
-        spans = [slice(*ends) for ends in pairwise(starts)]
+        starts: list[int] = microbatch.cu_seqlens.tolist()
+        spans = [slice(start, stop) for start, stop in pairwise(starts)]
         found = list(branches([Path(tokens[s], None if indices is None else indices[s]) for s in spans]))
-        num_shared = np.zeros(len(spans), dtype=np.int64)
+        num_shared = torch.zeros(len(spans), dtype=torch.int64)
         for branch in found:
             num_shared[branch.sequence] = branch.num_shared
         if not num_shared.any():
             return None
-        lengths = np.diff(starts)
-        is_own = np.concatenate([np.arange(n) >= m for n, m in zip(lengths, num_shared, strict=True)])
-        sources = is_own.cumsum() - 1
+        lengths = microbatch.cu_seqlens.diff().long()
+        is_own = microbatch.position_ids >= num_shared.repeat_interleave(lengths)
+        sources = is_own.cumsum(0) - 1
         for branch in found:  # a parent comes before the sequences that follow it
             own, length = spans[branch.sequence].start, branch.num_shared
             if length:
                 followed = spans[branch.parent].start
                 sources[own : own + length] = sources[followed : followed + length]
-        return cls(*map(torch.from_numpy, (is_own.nonzero()[0], sources, lengths - num_shared)))
+        return cls(is_own.nonzero()[:, 0], sources, lengths - num_shared)
 
     def distinct(self, microbatch: Microbatch) -> Microbatch:
         """Return the distinct tokens as a micro-batch of the parts of sequences that they are."""

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megatron_dppo.actor.forward import LossFunction, OutputHead, run_microbatches
+from megatron_dppo.actor.forward import Forwarding, LossFunction, OutputHead, run_microbatches
 from megatron_dppo.actor.observation import Observer, Step
 from megatron_dppo.actor.offload import TrainerMemory
 from megatron_dppo.actor.optimizer import (
@@ -35,14 +35,7 @@ from megatron_dppo.checkpoints.megatron_weights import describe_hf_weights, expo
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.balance import SampleCost
 from megatron_dppo.data.batches.exchange import DataParallel
-from megatron_dppo.data.batches.packing import (
-    TokenSlice,
-    filled_up,
-    measured_part,
-    microbatches_of,
-    placeholder,
-    token_slice,
-)
+from megatron_dppo.data.batches.packing import filled_up, measured_part, microbatches_of, placeholder
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.kernels.ops import kernels_for
 from megatron_dppo.mcore import cpu, fixes
@@ -230,10 +223,11 @@ class Actor:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        def loss(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        def loss(output: Tensor, forwarding: Forwarding) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            microbatch = forwarding.scored
             num_tokens = microbatch.loss_mask.sum().int()
             try:
-                out = self._head.policy_loss(output, microbatch)
+                out = self._head.policy_loss(output, microbatch, forwarding.rows)
             except ConfigError as error:  # the config was checked: these are values that no loss may be made of
                 faults.append(str(error))
                 return self._head.nothing(output), num_tokens, {}
@@ -335,24 +329,25 @@ class Actor:
         """Forward as `token_log_probs` does, with options of `OutputHead.log_probs`; no Top-K: K is 0."""
         collected: list[Tensor] = []
 
-        def keep(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        def keep(output: Tensor, forwarding: Forwarding) -> tuple[Tensor, Tensor, dict[str, Any]]:
             found = self._head.log_probs(
                 output,
-                microbatch,
+                forwarding.scored,
+                forwarding.rows,
                 has_topk=has_topk,
                 has_score_norms=has_score_norms,
                 temperature=temperature,
             )
             collected.append(found.columns)
-            return found.log_probs.sum(), microbatch.loss_mask.sum().int(), {}
+            return found.log_probs.sum(), forwarding.scored.loss_mask.sum().int(), {}
 
-        self._run(microbatches, keep, replay, forward_only=True)
+        forwardings = self._run(microbatches, keep, replay, forward_only=True)
         whole: list[Tensor] = []
         for index, m in enumerate(microbatches):
             num_topk = m.topk.ids.shape[1] if has_topk and m.topk is not None else 0
             values = torch.zeros((m.tokens.numel(), 1 + num_topk + has_score_norms))
             if collected:
-                values = self._slice(m).scattered(collected[index].cpu())
+                values = forwardings[index].of_tokens(collected[index].cpu())
             whole.append(sum_over_tokens_and_stages(values.to(self._runtime.device)).cpu())
         return whole
 
@@ -361,10 +356,6 @@ class Actor:
             return nullcontext()
         return replaying(self.chunks, is_replaying, is_measuring)
 
-    def _slice(self, microbatch: Microbatch) -> TokenSlice:
-        rank = parallel_state.get_context_parallel_rank()
-        return token_slice(microbatch, rank, self.layout.context, self.layout.tensor)
-
     def _run(
         self,
         microbatches: Sequence[Microbatch],
@@ -372,25 +363,29 @@ class Actor:
         replay: Replay | None,
         *,
         forward_only: bool = False,
-    ) -> None:
+    ) -> list[Forwarding]:
+        """Run the micro-batches, and return what this rank forwarded of each."""
         assert not self.memory.is_away, "the trainer computes when it is on its GPU"
 
-        def follow(chunk: int, microbatch: Microbatch) -> None:
-            self._router_losses.follow(microbatch, chunk)
+        def follow(chunk: int, forwarding: Forwarding) -> None:
+            self._router_losses.follow(forwarding, chunk)
             if replay is not None:
-                assert microbatch.routed_experts is not None, "the checks require routes for replay"
-                routes, counted = microbatch.routed_experts, microbatch.loss_mask
+                routes, counted = forwarding.tokens.routed_experts, forwarding.num_learning()
+                assert routes is not None, "the checks require routes for replay"
                 rows = sequence_parallel_rows(counted.numel())
                 replay.follow(replace(routes, indices=routes.indices[rows]), counted[rows], chunk)
 
         # interleaving needs a multiple of the number of stages
         multiple = self.layout.pipeline if self.layout.virtual_pipeline > 1 else 1
-        own = [self._slice(m).local(m) for m in filled_up(microbatches, multiple, self.routing)]
+        shares_prefixes = self._config.parallel.share_prefixes
+        complete = filled_up(microbatches, multiple, self.routing)
+        forwardings = [Forwarding.of(microbatch, shares_prefixes) for microbatch in complete]
         run_microbatches(
             self._ddp,
-            own,
+            forwardings,
             loss,
             device=self._runtime.device,
             before_forward=follow,
             forward_only=forward_only,
         )
+        return forwardings

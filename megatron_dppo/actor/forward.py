@@ -1,21 +1,23 @@
 """Runs micro-batches through the model and its output head: forward, loss or log-probs, and backward."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Integer, Shaped
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_dppo.algorithms import Objective
 from megatron_dppo.config.schema import AlgorithmConfig
-from megatron_dppo.data.batches.packing import zigzag
+from megatron_dppo.data.batches.packing import TokenSlice, token_slice, zigzag
+from megatron_dppo.data.batches.prefixes import RepeatedRows, SharedPrefixes
 from megatron_dppo.kernels import (
     FusedPolicyLoss,
     fused_log_probs,
@@ -30,28 +32,88 @@ from megatron_dppo.kernels.reference import TokenLogProbs
 from megatron_dppo.mcore.fixes import release_last_microbatch
 from megatron_dppo.mcore.groups import context_parallel_group, vocab_shard
 from megatron_dppo.models.attention import PackedSequences, attention_form, head_dim_of
+from megatron_dppo.models.spans import Spans
 from megatron_dppo.types import Microbatch, each_token
 
+
+@dataclass(frozen=True, eq=False)
+class Forwarding:
+    """The tokens of a micro-batch that this rank forwards, and the rows of its loss."""
+
+    tokens: Microbatch  # what the model gets, with the `cu_seqlens` of all context-parallel ranks
+    scored: Microbatch  # the rows of the loss
+    rows: RepeatedRows | None  # forwarded token of each row; None: they are the same
+    spans: Spans  # what attends to what
+    slice: TokenSlice  # this rank's part of the tokens
+
+    @classmethod
+    def of(cls, microbatch: Microbatch, shares_prefixes: bool = False) -> "Forwarding":
+        """Return this rank's part of a complete micro-batch, on the host.
+
+        Args:
+            microbatch: Complete micro-batch.
+            shares_prefixes: Forward each prefix once that several sequences begin with. Sequences must not be
+                split over context-parallel ranks.
+        """
+        prefixes = SharedPrefixes.of(microbatch) if shares_prefixes else None
+        rank = parallel_state.get_context_parallel_rank()
+        size = parallel_state.get_context_parallel_world_size()
+        tensor = parallel_state.get_tensor_model_parallel_world_size()
+        if prefixes is None:
+            own = token_slice(microbatch, rank, size, tensor)
+            local = own.local(microbatch)
+            cu_seqlens = local.cu_seqlens.cpu()
+            is_split = size > 1
+            spans = Spans.of_pieces(cu_seqlens, rank, size) if is_split else Spans.of_sequences(cu_seqlens)
+            return cls(local, local, None, spans, own)
+        assert size == 1, "the checks refuse shared prefixes with context parallelism"
+        distinct = prefixes.distinct(microbatch)
+        own = token_slice(distinct, rank, size, tensor)
+        local = own.local(distinct)
+        num_tokens, num_queries = local.tokens.numel(), local.cu_seqlens.diff().long()
+        padding = torch.arange(distinct.tokens.numel(), num_tokens)  # follows the last part, which has queries
+        num_keys = prefixes.num_keys(microbatch)
+        num_keys[-1] += padding.numel()
+        keys = RepeatedRows.of(torch.cat([prefixes.keys(microbatch), padding]), num_tokens)
+        rows = RepeatedRows.of(prefixes.sources, num_tokens)
+        return cls(local, microbatch, rows, Spans(num_queries, num_keys, keys), own)
+
+    def to(self, device: torch.device) -> "Forwarding":
+        """Return it with the tokens and the rows of the loss on `device`."""
+        tokens = to_device(self.tokens, device)
+        scored = tokens if self.rows is None else to_device(self.scored, device)
+        return replace(self, tokens=tokens, scored=scored, rows=_move(self.rows, device))
+
+    def of_tokens(self, values: Shaped[Tensor, "rows ..."]) -> Shaped[Tensor, "T ..."]:
+        """Return values of the rows of the loss for the tokens of the complete micro-batch, 0 elsewhere."""
+        return self.slice.scattered(values) if self.rows is None else values
+
+    def num_learning(self) -> Integer[Tensor, " tokens"]:
+        """Return the number of rows of the loss in which each forwarded token learns."""
+        mask = self.scored.loss_mask
+        return mask.long() if self.rows is None else self.rows.summed(mask.float()).long()
+
+
 LossFunction = Callable[
-    [Float[Tensor, "rows columns"], Microbatch], tuple[Float[Tensor, ""], Int[Tensor, ""], dict[str, Any]]
+    [Float[Tensor, "rows columns"], Forwarding], tuple[Float[Tensor, ""], Int[Tensor, ""], dict[str, Any]]
 ]
 """From the output of a micro-batch: (sum of the loss, number of learning tokens, what to report)."""
 
 
 def run_microbatches(
     chunks: Sequence[torch.nn.Module],
-    microbatches: Sequence[Microbatch],
+    forwardings: Sequence[Forwarding],
     loss_function: LossFunction,
     *,
     device: torch.device,
-    before_forward: Callable[[int, Microbatch], None] | None = None,
+    before_forward: Callable[[int, Forwarding], None] | None = None,
     forward_only: bool = False,
 ) -> None:
     """Accumulate gradients over the micro-batches; Megatron divides by the global number of learning tokens.
 
     Args:
         chunks: This rank's part of the Megatron model, wrapped for data parallelism: one per virtual stage.
-        microbatches: This rank's tokens of each, on the host; every rank has the same number.
+        forwardings: This rank's part of each micro-batch, on the host; every rank has the same number.
         loss_function: Called with the logits of each micro-batch, on the last pipeline stage.
         device: The model's.
         before_forward: Called with a chunk's index and a micro-batch before that chunk forwards it.
@@ -59,41 +121,41 @@ def run_microbatches(
     """
 
     def forward_step(
-        data: Iterator[tuple[int, Microbatch, PackedSequences]], chunk: torch.nn.Module
+        data: Iterator[tuple[int, Forwarding, PackedSequences]], chunk: torch.nn.Module
     ) -> tuple[Tensor, Callable[..., Any]]:
-        index, microbatch, packing = next(data)
+        index, forwarding, packing = next(data)
         if before_forward is not None:
-            before_forward(index, microbatch)
-        return forward_packed(chunk, microbatch, packing), lambda output: loss_function(
-            output.squeeze(0), microbatch
-        )
+            before_forward(index, forwarding)
+        output = forward_packed(chunk, forwarding.tokens, packing)
+        return output, lambda output: loss_function(output.squeeze(0), forwarding)
 
-    moved = [(to_device(m, device), packing_of(m, chunks[0], device)) for m in microbatches]
+    moved = [(each.to(device), packing_of(each, chunks[0], device)) for each in forwardings]
     iterators = [iter([(index, *each) for each in moved]) for index in range(len(chunks))]
     get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
-        num_microbatches=len(microbatches),
-        seq_length=max(m.tokens.numel() for m in microbatches),
+        num_microbatches=len(forwardings),
+        seq_length=max(each.tokens.tokens.numel() for each in forwardings),
         micro_batch_size=1,
         forward_only=forward_only,
     )
     release_last_microbatch(chunks)
 
 
-def packing_of(microbatch: Microbatch, chunk: torch.nn.Module, device: torch.device) -> PackedSequences:
+def packing_of(forwarding: Forwarding, chunk: torch.nn.Module, device: torch.device) -> PackedSequences:
     """Build the packing parameters that the layers need, on the host, and move them to `device`.
 
     Args:
-        microbatch: Micro-batch with the `cu_seqlens` of all context-parallel ranks.
+        forwarding: This rank's part of a micro-batch, on the host.
         chunk: Chunk of the model; its dtype and head size decide how attention is computed.
         device: The model's.
     """
-    rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
-    config = get_model_config(chunk)
+    config, tokens = get_model_config(chunk), forwarding.tokens
     form = attention_form(device.type, config.params_dtype, head_dim_of(config))
-    return _move(PackedSequences.of(microbatch, rank, size, form), device)
+    longest = max(tokens.max_seqlen, forwarding.scored.max_seqlen)
+    is_split = parallel_state.get_context_parallel_world_size() > 1
+    return _move(PackedSequences.of(tokens, forwarding.spans, longest, form, is_split=is_split), device)
 
 
 def forward_packed(
@@ -101,9 +163,9 @@ def forward_packed(
 ) -> Tensor:
     """Return [1, T, V] logits of packed sequences (this rank's columns), or the next stage's hidden states.
 
-    `packing` is the result of `packing_of`, which is called here if `packing` is None.
+    `packing` is the result of `packing_of`, which is called here, for complete sequences, if `packing` is None.
     """
-    packing = packing or packing_of(microbatch, chunk, microbatch.tokens.device)
+    packing = packing or packing_of(Forwarding.of(microbatch), chunk, microbatch.tokens.device)
     output: Tensor = chunk(
         microbatch.tokens[None], microbatch.position_ids[None], None, packed_seq_params=packing
     )
@@ -185,13 +247,19 @@ class OutputHead:
             if self._last.post_process:
                 self._last.output_layer.forward = _hand_over
 
-    def policy_loss(self, output: Float[Tensor, "rows columns"], microbatch: Microbatch) -> FusedPolicyLoss:
+    def policy_loss(
+        self,
+        output: Float[Tensor, "tokens columns"],
+        microbatch: Microbatch,
+        rows: RepeatedRows | None = None,
+    ) -> FusedPolicyLoss:
         """Compute the loss of a micro-batch; one backward pass must follow if gradients are enabled.
 
         Args:
-            output: [T, V/tp] logits, or the hidden states before them: [T, H], [T/tp, H] with sequence
-                parallelism.
-            microbatch: This rank's T tokens.
+            output: [tokens, V/tp] logits, or the hidden states before them: [tokens, H], [tokens/tp, H] with
+                sequence parallelism.
+            microbatch: The T rows of the loss.
+            rows: Token of each row, if some tokens have several; None: one row for each token.
 
         Raises:
             ConfigError: A learning token has an invalid value.
@@ -201,7 +269,8 @@ class OutputHead:
         if topk is not None and not self._objective.needs_topk:
             topk = each_token(topk, lambda columns, _: columns[:, : self._reported_topk])
         tokens = replace(microbatch, topk=topk)
-        if self._layer is not None:
+        output, layer = self._of_rows(output, rows)
+        if layer is not None:
             return packed_linear_policy_loss(
                 output,
                 self._weight,
@@ -210,7 +279,7 @@ class OutputHead:
                 responses=responses,
                 loss_scale=self._loss_scale(output.device),
                 **self._vocabulary,
-                **self._layer,
+                **layer,
             )
         return packed_policy_loss(
             output,
@@ -223,8 +292,9 @@ class OutputHead:
 
     def log_probs(
         self,
-        output: Float[Tensor, "rows columns"],
+        output: Float[Tensor, "tokens columns"],
         microbatch: Microbatch,
+        rows: RepeatedRows | None = None,
         *,
         has_topk: bool = False,
         has_score_norms: bool = False,
@@ -236,7 +306,8 @@ class OutputHead:
         for each target (h: the output layer's input). Logits are divided by `temperature`, or by the sampler's.
         The other arguments are as for `policy_loss`.
         """
-        m, mask, layer = microbatch, microbatch.loss_mask, self._layer
+        m, mask = microbatch, microbatch.loss_mask
+        output, layer = self._of_rows(output, rows)
         vocabulary = self._vocabulary.copy()
         if temperature is not None:
             vocabulary["temperature"] = temperature
@@ -252,6 +323,23 @@ class OutputHead:
             if has_score_norms:
                 norms = linear_score_norms(*inputs, loss_mask=mask, **vocabulary, **layer)
         return replace(found, score_norms=norms)
+
+    def _of_rows(
+        self, output: Float[Tensor, "tokens columns"], rows: RepeatedRows | None
+    ) -> tuple[Float[Tensor, "rows columns"], _Layer | None]:
+        """Return the output of each row of the loss, and how the output layer is applied to it."""
+        layer = self._layer
+        if rows is None:
+            return output, layer
+        if layer is not None and layer["sequence_parallel"]:
+            # The loss sums the gradient over ranks, so that each rank only takes its own tokens' part of it.
+            group = self._vocabulary["tp_group"]
+            output = gather_from_sequence_parallel_region(
+                output, tensor_parallel_output_grad=False, group=group
+            )
+            layer = layer.copy()
+            layer["sequence_parallel"] = False
+        return rows.take(output), layer
 
     def nothing(self, output: Float[Tensor, "rows columns"]) -> Float[Tensor, ""]:
         """Return a loss of 0 that reaches every parameter which a real one would."""

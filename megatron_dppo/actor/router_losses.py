@@ -13,35 +13,59 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Float, Int64
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
+from megatron_dppo.actor.forward import Forwarding
 from megatron_dppo.architectures.megatron_options import RouterCoefficients
+from megatron_dppo.data.batches.prefixes import RepeatedRows
 from megatron_dppo.mcore.groups import sequence_parallel_rows
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.routing_replay.replay import is_in_backward, routers
-from megatron_dppo.types import Microbatch, TrainBatch
+from megatron_dppo.types import TrainBatch
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Tokens of a micro-batch that this rank's routers see."""
+    """Tokens of a micro-batch that this rank's routers see, and the sequences in which they learn."""
 
-    is_learning: Bool[Tensor, " T"]
-    sequence: Int64[Tensor, " T"]  # index of each token's sequence
+    num_learning: Int64[Tensor, " T"]  # number of those sequences
+    is_learning: Bool[Tensor, " rows"]  # of each row of the loss
+    sequence: Int64[Tensor, " rows"]  # index of each row's sequence
     num_sequences: int  # S
+    rows: RepeatedRows | None  # token of each row, on all tensor-parallel ranks; None: row t is token t
+    own: slice  # this rank's tokens among them
 
     @classmethod
-    def of(cls, microbatch: Microbatch) -> "_Tokens":
+    def of(cls, forwarding: Forwarding) -> "_Tokens":
         """Return them for the tokens of this context-parallel rank, whose `cu_seqlens` are of all ranks'."""
-        num_tokens, lengths = microbatch.loss_mask.numel(), microbatch.cu_seqlens.diff().long()
+        scored, is_learning = forwarding.scored, forwarding.scored.loss_mask
+        lengths = scored.cu_seqlens.diff().long()
         sequence = torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(
-            lengths // parallel_state.get_context_parallel_world_size(), output_size=num_tokens
+            lengths // parallel_state.get_context_parallel_world_size(), output_size=is_learning.numel()
         )
-        rows = sequence_parallel_rows(num_tokens)
-        return cls(microbatch.loss_mask[rows], sequence[rows], lengths.numel())
+        own = sequence_parallel_rows(forwarding.tokens.tokens.numel())
+        if forwarding.rows is None:
+            is_learning, sequence = is_learning[own], sequence[own]
+        num_learning = forwarding.num_learning()[own]
+        return cls(num_learning, is_learning, sequence, lengths.numel(), forwarding.rows, own)
+
+    def counts(self, chosen: Float[Tensor, "T experts"]) -> Float[Tensor, "S experts"]:
+        """Sum over the tokens that learn in each sequence."""
+        if self.rows is None:
+            of_rows = chosen * self.is_learning[:, None]
+        else:
+            place = self.rows.rows - self.own.start
+            is_counted = self.is_learning & (place >= 0) & (place < chosen.shape[0])
+            of_rows = chosen[place.clamp(0, chosen.shape[0] - 1)] * is_counted[:, None]
+        return chosen.new_zeros((self.num_sequences, chosen.shape[1])).index_add_(0, self.sequence, of_rows)
+
+    def weights(self, of_sequence: Float[Tensor, "S experts"]) -> Float[Tensor, "T experts"]:
+        """Sum over the sequences in which each token learns."""
+        of_rows = torch.where(self.is_learning[:, None], of_sequence[self.sequence], 0.0)
+        return of_rows if self.rows is None else self.rows.summed(of_rows)[self.own]
 
 
 class _RouterTap:
@@ -72,7 +96,7 @@ class _RouterTap:
             weight = self._coefficients.balance * self._sequence_weight
             probs = self._attach(probs, 1, weight * self._balance_loss(logits, tokens))
         if _moves_bias(self.router):
-            self.num_tokens += (routing_map & tokens.is_learning[:, None]).sum(0)
+            self.num_tokens += (routing_map * tokens.num_learning[:, None]).sum(0)
         return probs, routing_map
 
     def _attach(self, output: Tensor, column: int, loss: Tensor) -> Tensor:
@@ -84,23 +108,23 @@ class _RouterTap:
     def _z_loss(self, logits: Tensor, tokens: _Tokens) -> Tensor:
         """Return the sum of the squared log-sum-exp of the logits, over this rank's learning tokens."""
         squares = logits.flatten(0, -2).float().logsumexp(-1).square()
-        return torch.where(tokens.is_learning, squares, 0.0).sum()
+        return torch.where(tokens.num_learning > 0, squares * tokens.num_learning, 0.0).sum()
 
     def _balance_loss(self, logits: Tensor, tokens: _Tokens) -> Tensor:
         """Return this rank's part of the sum over sequences of E sum_i f_i P_i, over learning tokens."""
-        router, learning = self.router, tokens.is_learning[:, None]
+        router = self.router
         flat = logits.flatten(0, -2).float()
         scores = flat.sigmoid() if router.score_function == "sigmoid" else flat.softmax(-1)
         scores = scores / scores.sum(-1, keepdim=True)
         with torch.no_grad():
             chosen = torch.zeros_like(scores).scatter_(1, scores.topk(router.topk, dim=1).indices, 1.0)
-            counts = scores.new_zeros((tokens.num_sequences, scores.shape[1]))
-            counts.index_add_(0, tokens.sequence, chosen * learning)
+            counts = tokens.counts(chosen)
             if router.tp_cp_group.size() > 1:
                 dist.all_reduce(counts, group=router.tp_cp_group)
             num_choices = counts.sum(1, keepdim=True).clamp(min=1)  # k T
-            weights = counts * (scores.shape[1] * router.topk) / num_choices.square()  # E f_i / T
-        return torch.where(learning, scores * weights[tokens.sequence], 0.0).sum()
+            of_sequence = counts * (scores.shape[1] * router.topk) / num_choices.square()  # E f_i / T
+            weights = tokens.weights(of_sequence)
+        return torch.where(tokens.num_learning[:, None] > 0, scores * weights, 0.0).sum()
 
 
 class RouterLosses:
@@ -135,10 +159,10 @@ class RouterLosses:
                 del tap.router.routing
             self._taps = []
 
-    def follow(self, microbatch: Microbatch, chunk: int) -> None:
+    def follow(self, forwarding: Forwarding, chunk: int) -> None:
         """Set the tokens of a chunk's next forward pass."""
         if self._taps:
-            tokens = _Tokens.of(microbatch)
+            tokens = _Tokens.of(forwarding)
             for tap in self._taps[chunk]:
                 tap.tokens = tokens
 

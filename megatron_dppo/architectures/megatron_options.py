@@ -66,6 +66,10 @@ def transformer_engine_limits(config: Config, sizes: ModelSizes | None = None) -
         found = f"{config.lora.rank} with Transformer Engine's layers"
         expected = "0: adapters need the linears and stacked experts of the torch spec"
         yield Problem("lora.rank", found, expected, f"Set it to 0, {use_torch}")
+    if config.parallel.share_prefixes:
+        found = "true with Transformer Engine's layers"
+        expected = "false: its attention cannot read the keys of another sequence's prefix"
+        yield Problem("parallel.share_prefixes", found, expected, f"Set it to false, {use_torch}")
     if config.parallel.context > 1:
         found = f"{config.parallel.context} with Transformer Engine's layers"
         expected = "1: its ring of ranks, on separate CUDA streams, has not been tested yet"

@@ -243,6 +243,16 @@ def _sequence_budget(config: Config, facts: Facts) -> Iterator[Problem]:
         yield Problem("parallel.max_tokens_per_microbatch", str(budget), expected, action)
 
 
+@rule("shared_prefixes")
+def _shared_prefixes(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Prefixes are shared only if a sequence is not split over ranks."""
+    if config.parallel.share_prefixes and config.parallel.context > 1:
+        found = f"true with parallel.context = {config.parallel.context}"
+        expected = "false: context-parallel ranks each have pieces of every sequence, and not its prefix"
+        action = "Set it to false, or set parallel.context = 1."
+        yield Problem("parallel.share_prefixes", found, expected, action)
+
+
 @rule("expert_rows")
 def _expert_rows(config: Config, facts: Facts) -> Iterator[Problem]:
     """Grouped products of experts get rows of a multiple of 16 bytes."""

@@ -51,6 +51,7 @@ EFFECTS: Mapping[str, Effect] = {
     "parallel.expert": _LAYOUT,
     "parallel.expert_tensor": _LAYOUT,
     "parallel.max_tokens_per_microbatch": _LAYOUT,
+    "parallel.share_prefixes": _LAYOUT,
     "parallel.overlap_grad_reduce": _LAYOUT,
     "parallel.overlap_param_gather": _LAYOUT,
     "data.prompts": _EXPERIMENT,

@@ -16,6 +16,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from megatron_dppo.models.padded_attention import PaddedBatches
+from megatron_dppo.models.spans import Spans
 from megatron_dppo.models.varlen_attention import VarlenSequences
 from megatron_dppo.runtime.process import compute_capability
 from megatron_dppo.types import Microbatch
@@ -105,18 +106,21 @@ class PackedSequences(PackedSeqParams):
     rotary_table: Tensor | None = None  # of latent attention, computed by the first layer
 
     @classmethod
-    def of(cls, microbatch: Microbatch, rank: int, size: int, form: PackedAttentionForm) -> "PackedSequences":
+    def of(
+        cls, microbatch: Microbatch, spans: Spans, longest: int, form: PackedAttentionForm, *, is_split: bool
+    ) -> "PackedSequences":
         """Return the packing of this rank's part of a micro-batch, on the host.
 
         Args:
-            microbatch: Micro-batch with the `cu_seqlens` of all context-parallel ranks.
-            rank: Index of this rank in its context-parallel group.
-            size: Number of ranks in that group.
+            microbatch: Tokens to forward, with the `cu_seqlens` of all context-parallel ranks.
+            spans: What attends to what.
+            longest: Upper bound on the positions.
             form: Form of attention, see `attention_form`.
+            is_split: Whether context-parallel ranks share the sequences.
         """
-        cu_seqlens, longest = microbatch.cu_seqlens.cpu(), microbatch.max_seqlen
+        cu_seqlens = microbatch.cu_seqlens.cpu()
         # Transformer Engine's attention over several ranks needs it, though there is no gap between sequences.
-        padded = cu_seqlens if size > 1 else None
+        padded = cu_seqlens if is_split else None
         return cls(
             qkv_format="thd",
             cu_seqlens_q_padded=padded,  # type: ignore[arg-type]  # none by default
@@ -126,7 +130,7 @@ class PackedSequences(PackedSeqParams):
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             position_ids=microbatch.position_ids,
-            attention=form.of(cu_seqlens, rank, size),
+            attention=form.of(spans),
         )
 
 

@@ -1,7 +1,8 @@
 """Causal attention over packed sequences in padded batches, by PyTorch's scaled dot product.
 
-Sequences of similar length share one batch, so the work is at most four times the minimum. A `PaddedBatches`
-contains everything that depends only on the lengths. It is built once for a micro-batch, on the host.
+Spans with similar numbers of queries and keys share one batch, so the work is at most four times the minimum. A
+`PaddedBatches` contains everything that depends only on these numbers. It is built once for a micro-batch, on
+the host.
 """
 
 from dataclasses import dataclass
@@ -11,19 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_dppo.data.batches.packing import zigzag
+from megatron_dppo.data.batches.prefixes import RepeatedRows
+from megatron_dppo.models.spans import Spans
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of similar length, padded to the longest of them."""
+    """Spans of similar length, padded to the longest of them."""
 
-    num_sequences: int
-    width: int  # keys of each
-    own_width: int  # queries of each
-    places: (
-        Tensor | None
-    )  # [sequences, 1, own_width, 1] int64 position of each query in its sequence; None if all are in order
+    num_spans: int
+    num_queries: int  # of each
+    num_keys: int  # of each
+    places: Tensor | None
+    """[spans, 1, queries, 1] int64 place of each query among its keys; None if there are as many of both."""
 
 
 @dataclass(frozen=True)
@@ -31,47 +32,38 @@ class PaddedBatches:
     """Positions of a micro-batch's tokens in its padded batches, which are concatenated."""
 
     batches: tuple[Batch, ...]
-    rows: Tensor  # [T] int64 of all keys, in the order in which context-parallel ranks gather them
-    own_rows: Tensor  # [T'] int64 of this rank's queries
+    query_rows: Tensor  # [T'] int64 of this rank's queries
+    key_rows: Tensor  # [K] int64 of all spans' keys
+    keys: RepeatedRows | None  # None: the keys in their order, each once
     columns: Tensor  # [longest] int64, from 0
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor, rank: int = 0, size: int = 1) -> "PaddedBatches":
-        """Return the batches of packed sequences.
-
-        Args:
-            cu_seqlens: [S+1] int32 on the host, first token of each sequence, and T.
-            rank: Index of this rank in its context-parallel group, which decides its queries.
-            size: Number of ranks in that group.
-        """
-        starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
-        kinds = torch.ceil(torch.log2(lengths.double().clamp(min=1))).long()
-        first, own_first = torch.zeros_like(lengths), torch.zeros_like(lengths)  # row of each sequence
-        shapes: list[tuple[int, int]] = []
-        for kind in kinds.unique():
-            members = (kinds == kind).nonzero()[:, 0]
-            width, count = int(lengths[members].max()), torch.arange(len(members))
-            num_rows = sum(num * wide for num, wide in shapes)
-            first[members] = num_rows + count * width
-            own_first[members] = num_rows // size + count * (width // size)
-            shapes.append((len(members), width))
-        gathered = torch.cat([zigzag(starts, lengths, each, size) for each in range(size)])
-        place = torch.arange(int(cu_seqlens[-1])) - starts.repeat_interleave(lengths)
-        rows = first.repeat_interleave(lengths) + place
-        own_lengths = lengths // size
-        within = torch.arange(int(own_lengths.sum()))
-        within -= (own_lengths.cumsum(0) - own_lengths).repeat_interleave(own_lengths)
-        own_rows = own_first.repeat_interleave(own_lengths) + within
-        own_places = place[zigzag(starts, lengths, rank, size)]
-        return cls(
-            _batches(shapes, size, own_rows, own_places if size > 1 else None),
-            rows[gathered],
-            own_rows,
-            torch.arange(max(width for _, width in shapes)),
+    def of(cls, spans: Spans) -> "PaddedBatches":
+        """Return the batches of the spans, on the host."""
+        sizes = torch.stack([spans.num_queries, spans.num_keys], dim=1)  # [P, 2]
+        kinds, kind_of_span = torch.ceil(torch.log2(sizes.double())).unique(dim=0, return_inverse=True)
+        first = torch.zeros_like(sizes)  # row of each span's first query, and of its first key
+        shapes, num_rows = list[tuple[int, int, int]](), sizes.new_zeros(2)
+        for kind in range(len(kinds)):
+            members = (kind_of_span == kind).nonzero()[:, 0]
+            widths = sizes[members].amax(0)
+            first[members] = num_rows + torch.arange(len(members))[:, None] * widths
+            num_rows = num_rows + len(members) * widths
+            shapes.append((len(members), *widths.tolist()))
+        query_rows, key_rows = (_rows(*column) for column in zip(first.T, sizes.T, strict=True))
+        places = _within(spans.num_queries) + (sizes[:, 1] - sizes[:, 0]).repeat_interleave(sizes[:, 0])
+        padded = places.new_zeros(int(num_rows[0])).index_copy(0, query_rows, places)
+        parts = padded.split([num * queries for num, queries, _ in shapes])
+        is_square = [bool((sizes[kind_of_span == kind].diff() == 0).all()) for kind in range(len(kinds))]
+        batches = tuple(
+            Batch(*shape, None if square else part.view(shape[0], 1, -1, 1))
+            for shape, part, square in zip(shapes, parts, is_square, strict=True)
         )
+        longest = torch.arange(max(batch.num_keys for batch in batches))
+        return cls(batches, query_rows, key_rows, spans.keys, longest)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Compute causal attention inside each of the packed sequences.
+        """Compute causal attention of each span's queries to its keys.
 
         Args:
             query: [T', heads, D].
@@ -82,38 +74,35 @@ class PaddedBatches:
         Returns:
             [T', heads, D of values].
         """
-        sizes = [batch.num_sequences * batch.width for batch in self.batches]
-        own_sizes = [batch.num_sequences * batch.own_width for batch in self.batches]
-        queries = _Padded.apply(query, self.own_rows, sum(own_sizes)).split(own_sizes)
-        keys, values = (_Padded.apply(x, self.rows, sum(sizes)).split(sizes) for x in (key, value))
+        if self.keys is not None:
+            key, value = self.keys.take(key), self.keys.take(value)
+        sizes = [batch.num_spans * batch.num_keys for batch in self.batches]
+        own_sizes = [batch.num_spans * batch.num_queries for batch in self.batches]
+        queries = _Padded.apply(query, self.query_rows, sum(own_sizes)).split(own_sizes)
+        keys, values = (_Padded.apply(x, self.key_rows, sum(sizes)).split(sizes) for x in (key, value))
         attended = [
             self._attend(batch, q, k, v, scale)
             for batch, q, k, v in zip(self.batches, queries, keys, values, strict=True)
         ]
-        return _Unpadded.apply(torch.cat(attended), self.own_rows)
+        return _Unpadded.apply(torch.cat(attended), self.query_rows)
 
     def _attend(self, batch: Batch, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Compute the attention of one padded batch, [sequences * width, heads, D] each."""
-        q, k, v = (x.view(batch.num_sequences, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
-        is_seen = None if batch.places is None else self.columns[: batch.width] <= batch.places
+        """Compute the attention of one padded batch, [spans * width, heads, D] each."""
+        q, k, v = (x.view(batch.num_spans, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
+        is_seen = None if batch.places is None else self.columns[: batch.num_keys] <= batch.places
         options: dict[str, Any] = dict(attn_mask=is_seen, is_causal=is_seen is None, scale=scale)
         attended = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
         return attended.transpose(1, 2).flatten(0, 1)
 
 
-def _batches(
-    shapes: list[tuple[int, int]], size: int, own_rows: Tensor, own_places: Tensor | None
-) -> tuple[Batch, ...]:
-    """Return the batches of (sequences, width), with the positions of queries if ranks share a sequence."""
-    if own_places is None:
-        return tuple(Batch(num, width, width, None) for num, width in shapes)
-    own = [(num, width // size) for num, width in shapes]
-    padded = own_places.new_zeros(sum(num * width for num, width in own)).index_copy(0, own_rows, own_places)
-    places = padded.split([num * width for num, width in own])
-    return tuple(
-        Batch(num, width, width // size, each.view(num, 1, -1, 1))
-        for (num, width), each in zip(shapes, places, strict=True)
-    )
+def _within(lengths: Tensor) -> Tensor:
+    """Return the index of each row in its span, [rows]."""
+    return torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+
+
+def _rows(first: Tensor, lengths: Tensor) -> Tensor:
+    """Return the padded rows of all spans, whose first rows these are, [rows]."""
+    return first.repeat_interleave(lengths) + _within(lengths)
 
 
 class _Padded(torch.autograd.Function):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float, Int64
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
@@ -32,7 +32,7 @@ class _RouterTap:
     is_replaying: bool
     is_measuring: bool
     rollout: Float[Tensor, "T top_k"] | None = None  # of the next forward pass
-    counted: Bool[Tensor, " T"] | None = None  # positions that enter the agreement
+    counted: Int64[Tensor, " T"] | None = None  # times that each position enters the agreement
     forwarded: deque[Tensor] = field(default_factory=deque[Tensor])  # `rollout` of passes not yet recomputed
     totals: Int64[Tensor, " 2"] | None = None  # so far: experts in common, and positions
 
@@ -69,9 +69,8 @@ class _RouterTap:
     def _measure(self, own: Tensor, rollout: Tensor) -> None:
         """Add to the totals, on the device: reading them here would make the host wait in each layer."""
         assert self.counted is not None
-        counted = self.counted.long()
-        shared = num_shared(own, rollout, self.num_experts) * counted
-        added = torch.stack([shared.sum(), counted.sum()])
+        shared = num_shared(own, rollout, self.num_experts) * self.counted
+        added = torch.stack([shared.sum(), self.counted.sum()])
         self.totals = added if self.totals is None else self.totals + added
 
 
@@ -91,7 +90,7 @@ class Replay:
 
         Args:
             routes: Indices [T, layers, top_k] for the tokens of the pass that this rank's routers see.
-            counted: [T] bool, the positions whose agreement is measured.
+            counted: [T] int64, times that the agreement of each position counts.
             chunk: Which of the model's chunks comes next.
 
         Raises:

@@ -222,6 +222,7 @@ class RunLogger:
         metrics.add_max("batch/imbalance", report.imbalance)
         metrics.add_mean("batch/moved_fraction", report.num_moved, report.num_samples)
         metrics.add_mean("batch/padding_fraction", report.num_padding_tokens, report.num_tokens)
+        metrics.add_mean("batch/forwarded_fraction", report.num_forwarded_tokens, report.num_tokens)
         metrics.add_max("batch/max_bytes_per_rank", report.max_bytes)
         return self._merge(metrics)
 

@@ -120,8 +120,9 @@ class DotProductAttention(_Module):
         self, query: Tensor, key: Tensor, value: Tensor, mask: None, cu_seqlens_q: Tensor, **_: Any
     ) -> Tensor:
         from megatron_dppo.models.padded_attention import PaddedBatches
+        from megatron_dppo.models.spans import Spans
 
-        return PaddedBatches.of(cu_seqlens_q).attend(query, key, value, None).flatten(1)
+        return PaddedBatches.of(Spans.of_sequences(cu_seqlens_q)).attend(query, key, value, None).flatten(1)
 
 
 def install() -> None:

@@ -44,6 +44,8 @@ _AS_IT_IS = {
         model.load  actor.actor:load_weights  folder
         model.load  run.checkpoints:Checkpoints.__init__  model_folder
         parallel.max_tokens_per_microbatch  data.batches.gradient_steps:plan_minibatch  max_tokens
+        parallel.share_prefixes  actor.forward:Forwarding.of  shares_prefixes
+        parallel.share_prefixes  data.batches.gradient_steps:train_batches  shape.shares_prefixes
         data.prompts  rollout.rollouts:load_prompts  path
         data.{prompt_column,answer_column}  rollout.rollouts:load_prompts  *
         data.{prompt_column,answer_column}  rollout.evaluation:load_prompts  *

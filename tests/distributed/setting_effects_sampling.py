@@ -84,6 +84,12 @@ _MODEL = [
         rises(lambda left: len(_tensors(left))),
         {"tracking.batches_every": 1},
     ),
+    Effect(
+        "parallel.share_prefixes",
+        (False, True),
+        ANY,
+        lambda a, b: a.rollouts("batch/forwarded_fraction") == [1.0] > b.rollouts("batch/forwarded_fraction"),
+    ),
 ]
 
 _DATA = [

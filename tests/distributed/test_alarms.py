@@ -83,7 +83,13 @@ def describe_batches(runtime: Runtime, folder: Path) -> dict[str, float]:
     from megatron_dppo.run.logger import RunLogger
 
     report = BatchReport(
-        imbalance=1.25, num_samples=40, num_moved=10, num_tokens=300, num_padding_tokens=30, max_bytes=4096
+        imbalance=1.25,
+        num_samples=40,
+        num_moved=10,
+        num_tokens=300,
+        num_padding_tokens=30,
+        num_forwarded_tokens=240,
+        max_bytes=4096,
     )
     with RunLogger.open(Config.model_validate({"run": {"folder": folder}}), runtime) as logger:
         logger.start_at(0)
@@ -98,6 +104,7 @@ def test_a_row_has_the_report_of_batches_and_memory(tmp_path: Path) -> None:
         "batch/imbalance": 1.25,
         "batch/moved_fraction": 0.25,
         "batch/padding_fraction": 0.1,
+        "batch/forwarded_fraction": 0.8,
         "batch/max_bytes_per_rank": 4096,
         "time/rollout_s": 0.0,
         "time/sync_s": 0.1,

@@ -113,16 +113,29 @@ def _place() -> str:
 
 
 LENGTHS = (3, 3, 7, 12, 20, 31, 50)  # five padded batches
-LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}),
     "context 2": (2, {"context": 2}),
     "expert 2": (2, {"expert": 2}),
     "tensor 2": (2, {"tensor": 2, "expert_tensor": 1}),
+    "shared prefixes": (1, {"share_prefixes": True}),
 }
 # Operators of a layer, forward and backward; on a GPU an RMSNorm is one, not some twenty.
 BUDGET = {
-    "padded": {"one process": 215, "context 2": 245, "expert 2": 230, "tensor 2": 230},
-    "varlen": {"one process": 193, "context 2": 215, "expert 2": 206, "tensor 2": 206},
+    "padded": {
+        "one process": 215,
+        "context 2": 252,
+        "expert 2": 230,
+        "tensor 2": 230,
+        "shared prefixes": 260,
+    },
+    "varlen": {
+        "one process": 193,
+        "context 2": 215,
+        "expert 2": 206,
+        "tensor 2": 206,
+        "shared prefixes": 206,
+    },
 }
 
 
@@ -135,7 +148,7 @@ class Counts:
     is_repeatable: bool  # forward and backward again: the same gradients, bit for bit
 
 
-def count(runtime: Runtime, model: str, num_layers: int, parallel: Mapping[str, int]) -> Counts:
+def count(runtime: Runtime, model: str, num_layers: int, parallel: Mapping[str, Any]) -> Counts:
     """On one rank: the counts of one gradient's accumulation over one micro-batch, with routes replayed."""
     from megatron_dppo.actor import forward
     from megatron_dppo.actor.actor import Actor
@@ -157,8 +170,11 @@ def count(runtime: Runtime, model: str, num_layers: int, parallel: Mapping[str, 
     actor = Actor(config, runtime)
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(0, VOCAB, (length,), generator=generator) for length in LENGTHS]
-    (scored,) = microbatches_of(sequences, sum(LENGTHS))
     scores = torch.rand(sum(LENGTHS), num_layers, EXPERTS, generator=generator)
+    for sequence, of_sequence in zip(sequences, scores.split(LENGTHS), strict=True):
+        common = len(sequence) // 2  # with the last one, in tokens and routes
+        sequence[:common], of_sequence[:common] = sequences[-1][:common], scores[-LENGTHS[-1] :][:common]
+    (scored,) = microbatches_of(sequences, sum(LENGTHS))
     routes = RoutedExperts(scores.topk(TOP_K).indices.to(torch.uint8), tuple(range(num_layers)), EXPERTS)
     ones = torch.ones(sum(LENGTHS))
     microbatch = replace(scored, routed_experts=routes, advantages=ones, token_weights=ones)

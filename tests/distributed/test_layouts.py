@@ -64,7 +64,7 @@ def table(measured: list[tuple[Case, float]]) -> str:
             own = [pair for pair in measured if (pair[0].name, pair[0].world_size) == (name, world_size)]
             known, key = [case for case, _ in own], (name, str(world_size))
             if all(case in known for case in needed if case.name == name):
-                cells = [_cell([e for case, e in own if case.features[f] == value]) for f, value in VALUES]
+                cells = [_cell([e for case, e in own if case.features[f] == value], f) for f, value in VALUES]
                 lines.append(_line([*key, *cells]))
             elif key in kept:
                 lines.append(kept[key])
@@ -75,8 +75,9 @@ def _line(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _cell(errors: list[float]) -> str:
-    return f"{max(errors):.1e}" if errors else "no routes"
+def _cell(errors: list[float], feature: str) -> str:
+    absent = {"routes": "no routes", "prefixes": "refused"}
+    return f"{max(errors):.1e}" if errors else absent[feature]
 
 
 def rows() -> Iterator[tuple[str, str]]:
@@ -99,7 +100,7 @@ LIMIT = 1e-5
 # Adam with so large an epsilon is smooth in the gradient: equal gradients, clipped by equal norms, give equal
 # updates; with so large a rate they are not lost in the rounding of weights.
 _SMOOTH = {"lr": 1.0, "eps": 0.03, "clip_grad": 0.5}
-_SMOOTHER = _SMOOTH | {"eps": 0.003}  # experts that routers hardly weigh have gradients of 1e-5
+_SMOOTHER = _SMOOTH | {"eps": 0.002}  # experts that routers hardly weigh have gradients of 1e-5
 
 
 def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:
@@ -125,13 +126,18 @@ def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:
         {"model": {"load": f"{models}/{case.reference.split('.')[0]}", "dtype": "float32"}, **tables}
     )
     actor = Actor(config, runtime)
-    groups = with_advantages(random_groups(8, routing=actor.routing), normalize_std=False)
+    groups = with_advantages(random_groups(8, routing=actor.routing, has_trees=True), normalize_std=False)
     own = [sample for group in groups[runtime.rank :: runtime.world_size] for sample in group.samples]
     routing = actor.routing
     if routing is None:
         own = [replace(sample, routed_experts=None) for sample in own]
-    shape = BatchShape("token_mean", 16, 60, topk_columns=4, routing=routing)
-    (batch,), _ = train_batches([own], shape, actor.data_parallel)
+    is_shared = case.features["prefixes"] == "shared"
+    shape = BatchShape("token_mean", 16, 60, topk_columns=4, routing=routing, shares_prefixes=is_shared)
+    (batch,), report = train_batches([own], shape, actor.data_parallel)
+    if is_shared:
+        counts = runtime.all_gather((report.num_forwarded_tokens, report.num_tokens))
+        forwarded, total = map(sum, zip(*counts, strict=True))
+        assert forwarded < 0.9 * total, "trees are part of what is compared"
     log_probs = actor.with_old_log_probs(batch).microbatches
     before = {name: tensor.clone() for name, tensor in actor.weights()}
     result = actor.train_step(batch, is_first=True, weight_version=3)

@@ -55,7 +55,7 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int]) -> dict[str,
     microbatch = batch.microbatches[0]
     own = logits_of(actor, microbatch)
     with replaying(actor.chunks) as replay:
-        replay.follow(other_routes(microbatch.routed_experts), microbatch.loss_mask)
+        replay.follow(other_routes(microbatch.routed_experts), microbatch.loss_mask.long())
         results["other experts change the output"] = float((logits_of(actor, microbatch) - own).abs().max())
     results["restored output"] = bool(torch.equal(logits_of(actor, microbatch), own))
     after = [router.router_replay for router in routers(actor.chunks[0]).values()]
@@ -111,7 +111,7 @@ def router_gradient_error(actor: Any, microbatch: Any) -> float:
     direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
 
     def loss() -> torch.Tensor:
-        replay.follow(microbatch.routed_experts, microbatch.loss_mask)
+        replay.follow(microbatch.routed_experts, microbatch.loss_mask.long())
         logits = forward_packed(actor.chunks[0], microbatch)[0] @ output_weight(actor.chunks[0]).T
         return logits.double().log_softmax(-1)[:, 3].mean()
 

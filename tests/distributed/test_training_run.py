@@ -134,8 +134,9 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(
 ) -> None:
     """Stopped after an odd number of steps it stands in the middle of a rollout, else between two."""
     whole_name, halved_name = (f"{name}_{tmp_path.name}" for name in ("whole", "halved"))  # no other case's
-    changes: Any = {"model": {"dtype": dtype}, "parallel": {"expert": world_size}, "rollout": rollout}
     has_kl = stop_after == 3
+    parallel = {"expert": world_size, "share_prefixes": has_kl}
+    changes: Any = {"model": {"dtype": dtype}, "parallel": parallel, "rollout": rollout}
     if has_kl:
         changes["algorithm"] = {"ref_kl_coef": 0.2, "ref_kl": "k3" if world_size == 1 else "k1"}
     whole = run_ranks(train, world_size, tmp_path, with_data(task, whole_name, **changes))[0]

@@ -16,6 +16,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "optimizer": ("plain", "distributed", "distributed, overlapped"),
     "loss from": ("hidden states", "logits"),
     "attention": ("padded", "varlen"),
+    "prefixes": ("alone", "shared"),
 }
 
 
@@ -62,7 +63,11 @@ class Case:
             },
         }
         return {
-            "parallel": {**self.parallel, **(overlap if "overlapped" in of["optimizer"] else {})},
+            "parallel": {
+                **self.parallel,
+                **(overlap if "overlapped" in of["optimizer"] else {}),
+                "share_prefixes": of["prefixes"] == "shared",
+            },
             "algorithm": {
                 "preset": of["objective"],
                 "loss_from": of["loss from"].replace(" ", "_"),
@@ -225,6 +230,8 @@ def cases(world_size: int, at_most: int | None = None, of_others: int | None = N
 def _covering(
     name: str, world_size: int, parallel: dict[str, int], rows: list[dict[str, str]], index: int
 ) -> Iterator[Case]:
+    if "context" in parallel:
+        rows = [{**row, "prefixes": "alone"} for row in rows]
     missing = {item for row in rows for item in row.items()}
     first = [row for row in rows if (row["routes"], row["recompute"]) == ("replay", "full")][:1]
     for row in (*(first if "pipeline" in parallel else ()), *rows[index % len(rows) :], *rows):

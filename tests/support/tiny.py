@@ -58,25 +58,38 @@ def random_groups(
     moe_layers: int = LAYERS,
     response_lengths: Sequence[int] = (),
     routing: ModelRouting | None = None,
+    has_trees: bool = False,
 ) -> list[SampleGroup]:
     """Samples with random routes, top-K and rewards; the same on every rank.
 
     Responses are up to 13 tokens long, or as long as `response_lengths` say, over and over. Routes are of the
-    tiny Qwen3-MoE with so many layers, or of `routing`.
+    tiny Qwen3-MoE with so many layers, or of `routing`. If `has_trees` is set, a sample begins with tokens and
+    routes of the sample before it, and has its prompt.
     """
     routing = routing or ModelRouting(tuple(range(moe_layers)), EXPERTS, TOP_K)
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(6 if has_trees else 5)  # sums that do not cancel
+
+    before: list[Sample] = []
 
     def sample(group: int, index: int) -> Sample:
         prompt, response = (int(torch.randint(low, 14, (), generator=generator)) for low in (2, 1))
+        if has_trees and index:
+            prompt = before[-1].prompt_length
         if response_lengths:
             response = response_lengths[(group * samples_per_group + index) % len(response_lengths)]
         tokens = torch.randint(0, VOCAB, (prompt + response,), generator=generator)
         shape = prompt + response - 1, len(routing.layer_numbers), routing.num_experts
-        scores = torch.rand(shape, generator=generator)
+        routes = torch.rand(shape, generator=generator).topk(routing.top_k).indices.to(torch.uint8)
+        if has_trees and index:
+            most, routed = min(len(tokens), len(before[-1].tokens)), before[-1].routed_experts
+            num = int(torch.randint(2, most + 1, (), generator=generator))
+            tokens[:num] = before[-1].tokens[:num]
+            num -= int(torch.randint(0, 2, (), generator=generator))  # its routes may differ
+            assert routed is not None
+            routes[: num - 1] = routed.indices[: num - 1]
         mu = torch.randn(response, VOCAB, generator=generator).mul(2).log_softmax(-1)
         best = mu.topk(topk)
-        return Sample(
+        made = Sample(
             id=f"{group}+{index}",
             group_id=str(group),
             tokens=tokens,
@@ -85,15 +98,15 @@ def random_groups(
             rollout_log_probs=mu.gather(1, tokens[prompt:, None])[:, 0],
             finish_reason="stop",
             topk=RolloutTopK(best.indices.int(), best.values),
-            routed_experts=RoutedExperts(
-                scores.topk(routing.top_k).indices.to(torch.uint8), routing.layer_numbers, routing.num_experts
-            ),
+            routed_experts=RoutedExperts(routes, routing.layer_numbers, routing.num_experts),
             weight_versions=(
                 WeightVersionSpan(0, response // 2, index),
                 WeightVersionSpan(response // 2, response, samples_per_group),
             ),
             reward=float(torch.rand((), generator=generator)),
         )
+        before.append(made)
+        return made
 
     return [
         SampleGroup(

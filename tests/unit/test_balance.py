@@ -125,6 +125,47 @@ def test_the_order_of_samples_changes_no_length_of_any_micro_batch(
     assert lengths_of(first, lengths) == lengths_of(second, arguments["lengths"])
 
 
+@st.composite
+def trees(draw: Any) -> dict[str, Any]:
+    """Arguments of `plan_minibatch` with prefixes in common, of samples of the same home."""
+    arguments = draw(minibatches())
+    lengths, homes = arguments["lengths"], sorted(arguments["homes"])
+    shared = [
+        draw(st.integers(0, min(lengths[i - 1 : i + 1]))) if i and homes[i - 1] == homes[i] else 0
+        for i in range(len(lengths))
+    ]
+    return arguments | {"homes": homes, "shared": shared}
+
+
+def num_distinct(chosen: tuple[int, ...], lengths: list[int], shared: list[int]) -> int:
+    return sum(lengths[place] - shared[place] * (place - 1 in chosen) for place in chosen)
+
+
+@given(trees())
+def test_prefixes_that_are_computed_once_fit_micro_batches_and_leave_no_group_busier(
+    arguments: dict[str, Any],
+) -> None:
+    plan, lengths, shared = plan_minibatch(**arguments), arguments["lengths"], arguments["shared"]
+    chosen = [each for group in plan.microbatches for each in group]
+    assert sorted(place for each in chosen for place in each) == list(range(len(lengths)))
+    assert all(num_distinct(each, lengths, shared) <= arguments["max_tokens"] for each in chosen)
+    assert sum(plan.tokens) == sum(lengths)
+    arguments["shared"] = None
+    assert max(plan.work) <= max(plan_minibatch(**arguments).work)
+
+
+def test_a_tree_that_is_too_large_is_cut_where_the_least_is_shared() -> None:
+    lengths, shared = [10, 10, 10, 10, 10, 10], [0, 8, 8, 3, 8, 8]
+    plan = plan_minibatch(lengths, [0] * 6, [0], max_tokens=20, cost=SampleCost(1.0, 0.0), shared=shared)
+    assert sorted(plan.microbatches[0]) == [(0, 1, 2), (3, 4, 5)]
+    assert plan.work == (28.0,)
+
+
+def test_a_tree_is_spread_over_groups_that_would_have_nothing_else() -> None:
+    plan = plan_minibatch([10] * 4, [0] * 4, [0, 0], max_tokens=40, cost=BY_TOKENS, shared=[0, 5, 5, 5])
+    assert plan.group_of_sample in ((0, 0, 1, 1), (1, 1, 0, 0)) and plan.work == (15.0, 15.0)
+
+
 def lengths_of(plan: Plan, lengths: list[int]) -> list[list[list[int]]]:
     return [[sorted(lengths[place] for place in chosen) for chosen in group] for group in plan.microbatches]
 

@@ -18,6 +18,7 @@ from megatron_dppo.data.batches.gradient_steps import (
     train_batches,
     with_advantages,
 )
+from megatron_dppo.data.batches.prefixes import num_distinct_tokens
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import Sample, SampleGroup, TrainBatch
 from tests.support.ranks_on_threads import Peer, alone, on_ranks
@@ -80,6 +81,25 @@ def contents(batch: TrainBatch) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("group_of_rank", LAYOUTS, ids=str)
+def test_micro_batches_are_full_of_distinct_tokens_if_prefixes_are_shared(
+    group_of_rank: tuple[int, ...],
+) -> None:
+    samples = [
+        make_sample([1, 2, *rest], 2, group=g) for g in "ab" for rest in ([3], [3, 4], [3, 5], [6, 7, 8])
+    ]
+    shape = BatchShape("token_mean", 16, max_tokens=9, routing=ROUTING, shares_prefixes=True)
+    ranks = steps_of(samples, shape, group_of_rank)
+    assert_same(ranks, steps_of(samples, shape, group_of_rank))
+    groups = one_of_each_group(ranks, group_of_rank)
+    microbatches = [m for step in groups for m in step.microbatches]
+    trained = sorted(name for m in microbatches for name in m.sample_ids)
+    assert trained == sorted(sample.id for sample in samples)
+    assert max(num_distinct_tokens(m) for m in microbatches) <= 9
+    if len(group_of_rank) == 1:
+        assert max(m.tokens.numel() for m in microbatches) > 9, "tokens that are counted once"
+
+
+@pytest.mark.parametrize("group_of_rank", LAYOUTS, ids=str)
 def test_ranks_of_a_group_train_on_the_same_and_groups_share_all(group_of_rank: tuple[int, ...]) -> None:
     shape = BatchShape("token_mean", 16, max_tokens=11, topk_columns=2, routing=ROUTING)
     ranks = steps_of(SAMPLES, shape, group_of_rank)
@@ -100,9 +120,10 @@ def test_a_group_without_samples_keeps_in_step_with_placeholders() -> None:
     assert sorted(step.microbatches[0].num_loss_tokens for step in ranks) == [0, 0, SAMPLES[-1].loss_mask.sum()]
 
 
+@pytest.mark.parametrize("shares_prefixes", [False, True])
 @pytest.mark.parametrize("group_of_rank", [(0,), (0, 0), (0, 1, 0, 1)], ids=str)
-def test_the_order_of_samples_changes_nothing(group_of_rank: tuple[int, ...]) -> None:
-    shape = BatchShape("seq_mean_token_mean", 16, max_tokens=11)
+def test_the_order_of_samples_changes_nothing(group_of_rank: tuple[int, ...], shares_prefixes: bool) -> None:
+    shape = BatchShape("seq_mean_token_mean", 16, max_tokens=11, shares_prefixes=shares_prefixes)
     size = len(group_of_rank)
 
     def work(data_parallel: DataParallel, seed: int) -> list[TrainBatch]:

@@ -358,6 +358,7 @@ EXAMPLES: dict[str, list[Example]] = {
         for where, changes, world_size in (
             ("lora.rank", {"lora.rank": 8}, 1),
             ("parallel.context", {"parallel.context": 2}, 2),
+            ("parallel.share_prefixes", {"parallel.share_prefixes": True}, 1),
         )
     ],
     "model_folder": [
@@ -469,6 +470,13 @@ EXAMPLES: dict[str, list[Example]] = {
     "sequence_positions": [Example("rollout.max_response_tokens", {"rollout.max_response_tokens": 60})],
     "sequence_budget": [
         Example("parallel.max_tokens_per_microbatch", {"parallel.max_tokens_per_microbatch": 40})
+    ],
+    "shared_prefixes": [
+        Example(
+            "parallel.share_prefixes",
+            {"parallel.share_prefixes": True, "parallel.context": 2},
+            world_size=2,
+        )
     ],
     "prompts_file": [
         Example("data.prompts", {"data.prompts": "none.jsonl"}),
@@ -945,6 +953,11 @@ def test_another_aggregation_than_the_papers_is_remarked_on(world: Path) -> None
     assert remarks(_config({"algorithm.preset": "trm"})) == []
     own = {"algorithm.preset": "gspo", "algorithm.aggregation": "seq_mean_token_mean"}
     assert remarks(_config(own)) == []
+
+
+def test_a_note_says_that_plan_assumes_no_shared_prefix() -> None:
+    (remark,) = remarks(_config({"algorithm.preset": "trm", "parallel.share_prefixes": True}))
+    assert remark.startswith("parallel.share_prefixes: plan")
 
 
 @pytest.mark.parametrize(

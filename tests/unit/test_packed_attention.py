@@ -23,6 +23,7 @@ from megatron_dppo.models.attention import (
     choose_flash_attention,
 )
 from megatron_dppo.models.padded_attention import PaddedBatches
+from megatron_dppo.models.spans import Spans
 from megatron_dppo.models.varlen_attention import VarlenSequences
 from tests.support import varlen_reference
 
@@ -52,6 +53,10 @@ def packed(packing: str, size: int = 1, dim: int = DIM) -> tuple[Tensor, list[Te
     return torch.cat([ends.new_zeros(1), ends]).int(), [tensor.requires_grad_() for tensor in tensors]
 
 
+def spans_of(cu_seqlens: Tensor, rank: int, size: int) -> Spans:
+    return Spans.of_pieces(cu_seqlens, rank, size) if size > 1 else Spans.of_sequences(cu_seqlens)
+
+
 def attention_of_each(cu_seqlens: Tensor, tensors: list[Tensor], scale: float | None) -> Tensor:
     """[T, heads, D], sequence by sequence."""
     parts: list[Tensor] = []
@@ -76,7 +81,9 @@ def test_it_equals_attention_of_each_sequence(packing: str, size: int, form: Pac
     query, key, value = tensors
     gathered = torch.cat(own)
     outputs = [
-        form.of(cu_seqlens, rank, size).attend(query[own[rank]], key[gathered], value[gathered], scale)
+        form.of(spans_of(cu_seqlens, rank, size)).attend(
+            query[own[rank]], key[gathered], value[gathered], scale
+        )
         for rank in range(size)
     ]
     output = torch.cat(outputs).index_select(0, gathered.argsort())
@@ -88,28 +95,28 @@ def test_it_equals_attention_of_each_sequence(packing: str, size: int, form: Pac
 
 def test_batches_hold_sequences_of_similar_length() -> None:
     cu_seqlens, _ = packed("out of order")
-    batches = PaddedBatches.of(cu_seqlens)
-    assert [(batch.num_sequences, batch.width) for batch in batches.batches] == [
+    batches = PaddedBatches.of(Spans.of_sequences(cu_seqlens))
+    assert all(batch.places is None and batch.num_queries == batch.num_keys for batch in batches.batches)
+    assert [(batch.num_spans, batch.num_keys) for batch in batches.batches] == [
         (2, 1),
         (1, 2),
         (1, 9),
         (1, 25),
     ]
-    assert batches.rows is not None and torch.equal(batches.rows, batches.own_rows)
-    assert len(batches.rows.unique()) == int(cu_seqlens[-1]), "a row for each token"
+    assert torch.equal(batches.key_rows, batches.query_rows)
+    assert len(batches.key_rows.unique()) == int(cu_seqlens[-1]), "a row for each token"
 
 
 def test_flash_attention_gets_keys_as_they_lie_on_one_rank_and_those_of_both_pieces_on_several() -> None:
     cu_seqlens, _ = packed("five batches", 2)
     num_tokens = int(cu_seqlens[-1])
-    alone = VarlenSequences.of(cu_seqlens)
+    alone = VarlenSequences.of(Spans.of_sequences(cu_seqlens))
     assert alone.keys is None and torch.equal(alone.cu_seqlens_k, cu_seqlens) and alone.max_k == 100
     for rank in (0, 1):
-        pieces = VarlenSequences.of(cu_seqlens, rank, 2)
+        pieces = VarlenSequences.of(Spans.of_pieces(cu_seqlens, rank, 2))
         assert pieces.keys is not None and (pieces.max_q, pieces.max_k) == (25, 25 * (4 - rank))
         assert pieces.keys.rows.numel() == pieces.cu_seqlens_k[-1] == num_tokens * 5 / 4
         assert pieces.cu_seqlens_q[-1] == num_tokens / 2
-        assert len(pieces.keys.seen.unique()) == pieces.keys.seen.numel(), "no sum in any order"
 
 
 def test_the_reference_aligns_masks_as_pytorch_does() -> None:

@@ -30,7 +30,7 @@ KEYS = sorted(flat(DEFAULTS))
 FREE = """
 run: folder num_rollouts num_threads timeout_s
 parallel: tensor pipeline virtual_pipeline context expert expert_tensor max_tokens_per_microbatch
-    overlap_grad_reduce overlap_param_gather
+    share_prefixes overlap_grad_reduce overlap_param_gather
 data: reward_workers reward_timeout_s reward_retries reward_memory_mb
 rollout: max_dropped_fraction max_data_gib release_trainer
 rollout.transformers: batch_size

@@ -5,7 +5,7 @@ communication.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_dppo.architectures.parameters import ModelShape
@@ -39,6 +39,16 @@ class SampleCost:
 
 
 @dataclass(frozen=True)
+class _Bundle:
+    """Samples that stay together: their prefixes are computed once."""
+
+    samples: range
+    num_tokens: int  # of the samples
+    num_distinct: int  # tokens that are computed
+    work: float  # cost of these
+
+
+@dataclass(frozen=True)
 class Plan:
     """Assignment of samples to data-parallel groups and micro-batches in one gradient step."""
 
@@ -59,6 +69,7 @@ def plan_minibatch(
     *,
     max_tokens: int,
     cost: SampleCost,
+    shared: Sequence[int] | None = None,
 ) -> Plan:
     """Assign a mini-batch's samples to groups and micro-batches.
 
@@ -66,30 +77,95 @@ def plan_minibatch(
     an equal share plus one sample, counted over this and earlier mini-batches. Samples leave their home group
     only as needed to bring the busiest group's work within 2 % of the lower bound.
 
+    Samples that share a prefix stay together, so that it is computed once: in bundles of consecutive samples
+    that fill a micro-batch at most, or of fewer samples if the busiest group then has less work. A bundle is
+    cut where the least is shared.
+
     Args:
         lengths: Number of tokens of each sample.
         homes: Group of the rank that sampled each sample.
         held: [group] tokens assigned by earlier mini-batches of the rollout.
-        max_tokens: Maximum number of tokens in a micro-batch.
+        max_tokens: Maximum number of tokens in a micro-batch; a prefix that is computed once counts once.
         cost: Cost of training on a sample.
+        shared: Number of tokens that each sample has in common with the one before it, which has the same home,
+            or None if each sample is computed alone.
 
     Raises:
         DataError: A sample is longer than a micro-batch may be.
     """
     _require_fit(lengths, max_tokens)
-    work = [cost.of(length) for length in lengths]
-    groups = _assign(lengths, work, homes, held)
-    group_of_sample = [0] * len(lengths)
+    best, least = None, 0.0
+    for bundles in _bundlings(lengths, shared or [0] * len(lengths), len(held), max_tokens, cost):
+        plan = _plan_bundles(bundles, homes, held, max_tokens)
+        least = least or sum(plan.work) / len(held)  # of the largest bundles: smaller ones share less
+        if best is None or max(plan.work) < max(best.work):
+            best = plan
+        if max(best.work) <= NEAR_EVEN * least:
+            break
+    assert best is not None, "there is always a way"
+    return best
+
+
+def _plan_bundles(
+    bundles: Sequence[_Bundle], homes: Sequence[int], held: Sequence[int], max_tokens: int
+) -> Plan:
+    lengths, work = [bundle.num_tokens for bundle in bundles], [bundle.work for bundle in bundles]
+    groups = _assign(lengths, work, [homes[bundle.samples[0]] for bundle in bundles], held)
+    group_of_sample = [0] * len(homes)
     for group, items in enumerate(groups):
         for item in items:
-            group_of_sample[item] = group
+            for sample in bundles[item].samples:
+                group_of_sample[sample] = group
+    distinct = [bundle.num_distinct for bundle in bundles]
+    microbatches = tuple(
+        tuple(tuple(sample for item in chosen for sample in bundles[item].samples) for chosen in of_group)
+        for of_group in _split(groups, distinct, work, max_tokens)
+    )
     return Plan(
-        microbatches=_split(groups, lengths, work, max_tokens),
+        microbatches=microbatches,
         group_of_sample=tuple(group_of_sample),
         num_moved=sum(group != home for group, home in zip(group_of_sample, homes, strict=True)),
         tokens=tuple(sum(lengths[item] for item in items) for items in groups),
         work=tuple(sum(work[item] for item in items) for items in groups),
     )
+
+
+def _bundlings(
+    lengths: Sequence[int], shared: Sequence[int], num_groups: int, max_tokens: int, cost: SampleCost
+) -> Iterator[list[_Bundle]]:
+    """Yield ways to bundle samples, each with less work in a bundle than the one before."""
+
+    def bundle(samples: range) -> _Bundle:
+        common = [0, *(shared[sample] for sample in samples[1:])]
+        num_tokens = sum(lengths[sample] for sample in samples)
+        work = sum(cost.of(lengths[s]) - cost.of(num) for s, num in zip(samples, common, strict=True))
+        return _Bundle(samples, num_tokens, num_tokens - sum(common), work)
+
+    starts = [sample for sample, num in enumerate(shared) if not num]
+    ends = [*starts[1:], len(lengths)] if starts else []
+    bundles = [bundle(range(*each)) for each in zip(starts, ends, strict=True)]
+    most_work, num_before = 2 * sum(each.work for each in bundles) / num_groups, -1
+    while True:
+        waiting, bundles = bundles[::-1], list[_Bundle]()
+        while waiting:
+            each = waiting.pop()
+            is_small = each.work <= most_work and each.num_distinct <= max_tokens
+            if is_small or len(each.samples) == 1:
+                bundles.append(each)
+            else:
+                cut = _cheapest_cut(each.samples, shared)
+                waiting += [bundle(range(cut, each.samples.stop)), bundle(range(each.samples.start, cut))]
+        if len(bundles) != num_before:
+            yield bundles
+        if len(bundles) == len(lengths):
+            return
+        most_work, num_before = 0.75 * most_work, len(bundles)
+
+
+def _cheapest_cut(samples: range, shared: Sequence[int]) -> int:
+    """Return the sample to begin another bundle with: where the least is shared, close to the middle."""
+    middle = (samples.start + samples.stop) / 2
+    return min(samples[1:], key=lambda sample: (shared[sample], abs(sample - middle)))
 
 
 def least_work(work: Sequence[float], num_groups: int) -> float:

@@ -14,6 +14,7 @@ from megatron_dppo.data.batches.balance import Plan, plan_minibatch
 from megatron_dppo.data.batches.exchange import DataParallel, exchange_samples
 from megatron_dppo.data.batches.memory import bytes_of_routes_and_topk
 from megatron_dppo.data.batches.packing import pack, placeholder
+from megatron_dppo.data.batches.prefixes import Path, branches, num_distinct_tokens
 from megatron_dppo.types import ModelRouting, Sample, SampleGroup, TrainBatch
 
 
@@ -45,6 +46,7 @@ class BatchReport:
     num_moved: int  # samples trained on by another group than the group that sampled them
     num_tokens: int  # tokens in this rank's micro-batches
     num_padding_tokens: int  # tokens in this rank's micro-batches that belong to no sample
+    num_forwarded_tokens: int  # tokens in this rank's micro-batches, each shared prefix counted once
     max_bytes: int  # peak bytes of routes and top-K on this rank
 
 
@@ -78,6 +80,7 @@ def gradient_steps(
         topk_columns=config.rollout.num_topk_log_probs,
         routing=routing,
         measured_share=config.tracking.mismatch_share,
+        shares_prefixes=config.parallel.share_prefixes,
     )
     num_prompts, num_minibatches = config.rollout.prompts_per_rollout, config.algorithm.minibatches_per_rollout
     minibatches: list[list[Sample]] = []
@@ -117,10 +120,11 @@ class BatchShape:
 
     aggregation: str  # aggregation of token losses into one number
     response_length: int  # the L of seq_mean_token_sum_norm
-    max_tokens: int  # maximum tokens of a micro-batch
+    max_tokens: int  # maximum tokens that a micro-batch forwards
     topk_columns: int = 0  # K of the rollout's top-K; 0 without top-K
     routing: ModelRouting | None = None  # routing of the model; None if samples carry no routes
     measured_share: float = 1.0  # share of the samples that mismatch metrics are computed on
+    shares_prefixes: bool = False  # a prefix of several samples in a micro-batch is forwarded once
 
 
 def train_batches(
@@ -142,7 +146,8 @@ def train_batches(
     """
     for minibatch in minibatches:
         minibatch.sort(key=lambda sample: sample.id)
-    sizes_by_rank = data_parallel.peers.all_gather([[_Size.of(s) for s in own] for own in minibatches])
+    own_sizes = [_sizes(minibatch, shape.shares_prefixes) for minibatch in minibatches]
+    sizes_by_rank = data_parallel.peers.all_gather(own_sizes)
     steps, plans, max_bytes = list[TrainBatch](), list[Plan](), 0
     held = [0] * data_parallel.num_groups
     for of_ranks in zip(*sizes_by_rank, strict=True):
@@ -154,6 +159,7 @@ def train_batches(
             held,
             max_tokens=shape.max_tokens,
             cost=data_parallel.cost,
+            shared=[size.num_shared_tokens for size in sizes],
         )
         samples = exchange_samples(minibatches.pop(0), owners, plan.group_of_sample, data_parallel)
         steps.append(_train_batch(samples, sizes, plan.microbatches[data_parallel.group], shape))
@@ -161,7 +167,7 @@ def train_batches(
         held = [before + added for before, added in zip(held, plan.tokens, strict=True)]
         max_bytes = max(max_bytes, _bytes_held([samples.values(), *minibatches], steps))
         del samples  # free them before the next mini-batch
-    return steps, _report(steps, plans, data_parallel.group, max_bytes)
+    return steps, _report(steps, plans, data_parallel.group, max_bytes, shape.shares_prefixes)
 
 
 class _Size(NamedTuple):
@@ -169,10 +175,23 @@ class _Size(NamedTuple):
 
     num_tokens: int
     num_loss_tokens: int
+    num_shared_tokens: int  # in common with the sample before it
 
-    @classmethod
-    def of(cls, sample: Sample) -> "_Size":
-        return cls(sample.tokens.numel(), int(sample.loss_mask.sum()))
+
+def _sizes(samples: list[Sample], shares_prefixes: bool) -> list[_Size]:
+    """Return the sizes of a rank's samples, after putting samples of a group with a common prefix together."""
+    shared = [0] * len(samples)
+    if shares_prefixes:
+        groups: dict[str, list[Sample]] = {}
+        for sample in samples:
+            groups.setdefault(sample.group_id, []).append(sample)
+        found = [(group, branches([Path.of(sample) for sample in group])) for group in groups.values()]
+        pairs = [(group[each.sequence], each.num_shared) for group, tree in found for each in tree]
+        samples[:], shared = [sample for sample, _ in pairs], [num for _, num in pairs]
+    return [
+        _Size(sample.tokens.numel(), int(sample.loss_mask.sum()), num)
+        for sample, num in zip(samples, shared, strict=True)
+    ]
 
 
 def _train_batch(
@@ -210,14 +229,20 @@ def _bytes_held(samples: Sequence[Iterable[Sample]], steps: Sequence[TrainBatch]
     return sum(map(bytes_of_routes_and_topk, (*distinct.values(), *microbatches)))
 
 
-def _report(steps: Sequence[TrainBatch], plans: Sequence[Plan], group: int, max_bytes: int) -> BatchReport:
+def _report(
+    steps: Sequence[TrainBatch], plans: Sequence[Plan], group: int, max_bytes: int, shares_prefixes: bool
+) -> BatchReport:
     mean = sum(sum(plan.work) / len(plan.work) for plan in plans)
-    num_tokens = sum(microbatch.tokens.numel() for step in steps for microbatch in step.microbatches)
+    microbatches = [microbatch for step in steps for microbatch in step.microbatches]
+    num_tokens = num_forwarded = sum(microbatch.tokens.numel() for microbatch in microbatches)
+    if shares_prefixes:
+        num_forwarded = sum(map(num_distinct_tokens, microbatches))
     return BatchReport(
         imbalance=sum(max(plan.work) for plan in plans) / mean if mean else 1.0,
         num_samples=sum(len(plan.group_of_sample) for plan in plans),
         num_moved=sum(plan.num_moved for plan in plans),
         num_tokens=num_tokens,
         num_padding_tokens=num_tokens - sum(plan.tokens[group] for plan in plans),
+        num_forwarded_tokens=num_forwarded,
         max_bytes=max_bytes,
     )

@@ -13,7 +13,8 @@ def rollout_bytes_bound(config: Config, world_size: int, num_groups: int, routin
 
     The bound is the sum of: the samples that the rank sampled; the samples of one mini-batch that it sends and
     receives; and the data-parallel group's micro-batches, once per epoch, each with up to one sample more
-    than an equal share. Rollouts sampled ahead (rollout.lag) are kept only as micro-batches.
+    than an equal share, or with up to one prompt's samples more if prefixes are shared. Rollouts sampled ahead
+    (rollout.lag) are kept only as micro-batches.
 
     Args:
         config: Config of the run.
@@ -38,7 +39,8 @@ def rollout_bytes_bound(config: Config, world_size: int, num_groups: int, routin
     held = _share(num_begun, world_size) * options.samples_per_prompt * sample
     num_trained = algorithm.epochs_per_rollout * options.prompts_per_rollout * options.samples_per_prompt
     num_at_once = 1 + min(options.lag, config.run.num_rollouts - 1)
-    trained = num_at_once * (_share(num_trained, num_groups) + (num_groups > 1)) * packed
+    num_together = options.samples_per_prompt if config.parallel.share_prefixes else 1
+    trained = num_at_once * (_share(num_trained, num_groups) + (num_groups > 1) * num_together) * packed
     if world_size == 1:
         return held + trained
     minibatch = _share(options.prompts_per_rollout, algorithm.minibatches_per_rollout)
@@ -46,7 +48,7 @@ def rollout_bytes_bound(config: Config, world_size: int, num_groups: int, routin
         _share(minibatch, world_size) if algorithm.epochs_per_rollout == 1 else minibatch
     )  # later epochs: any prompts of the rank may be in one mini-batch
     sent = min(sent, _share(options.prompts_per_rollout, world_size)) * (world_size // num_groups)
-    came = _share(minibatch * options.samples_per_prompt, num_groups) + 1
+    came = _share(minibatch * options.samples_per_prompt, num_groups) + num_together
     return held + trained + (sent * options.samples_per_prompt + came) * sample
 
 

@@ -239,9 +239,10 @@ class TokenSlice:
             last = routes.indices.shape[0] - 1
             rows = torch.where(is_padding, last, source)
             routes = replace(routes, indices=routes.indices.index_select(0, rows))
+        local = each_token(microbatch, take)
         return replace(
-            each_token(microbatch, take),
-            position_ids=self.own - starts[self.own],
+            local,
+            position_ids=torch.where(is_padding, self.own - starts[self.own], local.position_ids),
             cu_seqlens=self.padded_cu_seqlens,
             routed_experts=routes,
         )

@@ -1,0 +1,143 @@
+"""Prefixes that sequences share: each distinct token once, attention and loss as of every sequence alone."""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_dppo.data.batches.packing import microbatches_of
+from megatron_dppo.data.batches.prefixes import Path, RepeatedRows, SharedPrefixes, branches
+from megatron_dppo.models.attention import PackedAttentionForm
+from megatron_dppo.models.padded_attention import PaddedBatches
+from megatron_dppo.models.spans import Spans
+from megatron_dppo.models.varlen_attention import VarlenSequences
+from megatron_dppo.types import Microbatch, RoutedExperts
+from tests.support import varlen_reference
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _varlen_on_cpus() -> None:
+    varlen_reference.install()
+
+
+# Few tokens and few routes: siblings, sequences that begin others, and branches of one token are common.
+SEQUENCES = st.lists(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 8)), min_size=2, max_size=9), min_size=1
+)
+CASES: dict[str, list[list[int]]] = {
+    "nothing in common": [[1, 2], [3, 4, 5]],
+    "identical siblings": [[1, 2, 3], [1, 2, 3], [1, 2, 3]],
+    "a sequence that begins others": [[1, 2], [1, 2, 3, 4], [1, 2, 3, 5, 6]],
+    "others begin it": [[1, 2, 3, 5, 6], [1, 2, 3, 4], [1, 2]],
+    "three levels": [[1, 2, 3, 4, 5], [1, 2, 9], [1, 2, 3, 4, 7, 7], [1, 2, 3, 6], [8, 8], [8, 9, 9]],
+    "a token alone": [[1, 2, 3], [1, 4]],
+}
+
+
+def microbatch_of(sequences: list[list[tuple[int, int]]]) -> Microbatch:
+    """Tokens and the routes of each, of one layer and one expert."""
+    (packed,) = microbatches_of([torch.tensor(s)[:, 0] for s in sequences], 10_000)
+    routes = torch.cat([torch.tensor(s)[:, 1] for s in sequences]).div(8, rounding_mode="floor")
+    return replace(packed, routed_experts=RoutedExperts(routes.to(torch.uint8).view(-1, 1, 1), (0,), 2))
+
+
+def alone(tokens: list[list[int]]) -> Microbatch:
+    return microbatch_of([[(token, 0) for token in sequence] for sequence in tokens])
+
+
+def distinct_prefixes(m: Microbatch) -> set[tuple[Any, ...]]:
+    """Every prefix of a sequence, with its routes."""
+    assert m.routed_experts is not None
+    pairs = list(zip(m.tokens.tolist(), m.routed_experts.indices.flatten().tolist(), strict=True))
+    starts = m.cu_seqlens.tolist()
+    return {tuple(pairs[start:end]) for start, stop in pairwise(starts) for end in range(start + 1, stop + 1)}
+
+
+@given(SEQUENCES)
+def test_each_distinct_token_is_forwarded_once_and_each_sequence_finds_its_own(
+    sequences: list[list[tuple[int, int]]],
+) -> None:
+    m = microbatch_of(sequences)
+    assert m.routed_experts is not None
+    prefixes = SharedPrefixes.of(m)
+    if prefixes is None:
+        assert len(distinct_prefixes(m)) == m.tokens.numel()
+        return
+    tokens, sources = prefixes.tokens, prefixes.sources
+    assert tokens.numel() == len(distinct_prefixes(m)) == int(prefixes.num_own.sum())
+    for values in (m.tokens, m.position_ids, m.routed_experts.indices):
+        assert torch.equal(values[tokens][sources], values)
+    distinct = prefixes.distinct(m)
+    starts, lengths = m.cu_seqlens[:-1].long(), m.cu_seqlens.diff().long()
+    own = [sources[s + n - k : s + n] for s, n, k in zip(starts, lengths, prefixes.num_own, strict=True)]
+    assert torch.equal(torch.cat(own), torch.arange(len(tokens))), (
+        "queries are in order, and the last of the keys"
+    )
+    assert torch.equal(distinct.cu_seqlens.diff(), prefixes.num_own[prefixes.num_own > 0])
+
+
+@given(SEQUENCES)
+def test_branches_come_after_their_parents_and_share_as_much_with_the_one_before(
+    sequences: list[list[tuple[int, int]]],
+) -> None:
+    paths = [Path(np.array(s)[:, 0], np.array(s)[:, 1:]) for s in sequences]
+    found = list(branches(paths))
+    assert sorted(each.sequence for each in found) == list(range(len(paths)))
+    for place, branch in enumerate(found):
+        before = [each.sequence for each in found[:place]]
+        common = [paths[branch.sequence].num_in_common(paths[other], 0) for other in before]
+        assert branch.num_shared == max(common, default=0) == (common[-1] if common else 0)
+        assert branch.parent in (before if branch.num_shared else [-1, *before])
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=20), st.integers(6, 8))
+def test_gradients_of_repeated_rows_add_up(rows: list[int], num_rows: int) -> None:
+    values = torch.randn(num_rows, 2, 3, dtype=torch.float64, requires_grad=True)
+    index = torch.tensor(rows, dtype=torch.int64)
+    repeated = RepeatedRows.of(index, num_rows)
+    weights = torch.randn(len(rows), 2, 3, dtype=torch.float64)
+    taken = repeated.take(values)
+    assert torch.equal(taken, values[index])
+    (expected,) = torch.autograd.grad(values[index], values, weights)
+    (found,) = torch.autograd.grad(taken, values, weights)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(repeated.summed(weights), expected)
+
+
+def spans_of_prefixes(m: Microbatch) -> tuple[Spans, Tensor]:
+    """What attends to what, and the forwarded token of each token."""
+    prefixes = SharedPrefixes.of(m)
+    if prefixes is None:
+        return Spans.of_sequences(m.cu_seqlens), torch.arange(m.tokens.numel())
+    keys = RepeatedRows.of(prefixes.keys(m), len(prefixes.tokens))
+    own = prefixes.num_own[prefixes.num_own > 0]
+    return Spans(own, prefixes.num_keys(m), keys), prefixes.sources
+
+
+@pytest.mark.parametrize("form", [PaddedBatches, VarlenSequences])
+@pytest.mark.parametrize("case", CASES)
+def test_attention_equals_attention_of_each_sequence(case: str, form: PackedAttentionForm) -> None:
+    m = alone(CASES[case])
+    spans, sources = spans_of_prefixes(m)
+    num_tokens = int(sources.max()) + 1
+    shapes = [(num_tokens, heads, dim) for heads, dim in ((4, 8), (2, 8), (2, 6))]  # values differ in size
+    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    parts: list[Tensor] = []
+    for rows in sources.split(m.cu_seqlens.diff().tolist()):
+        q, k, v = (x[rows].transpose(0, 1) for x in tensors)
+        parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1))
+    expected = torch.cat(parts)
+    query, key, value = tensors
+    output = form.of(spans).attend(query, key, value, None)[sources]
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+    weights = torch.randn_like(expected)
+    gradients = [torch.autograd.grad(each, tensors, weights, retain_graph=True) for each in (output, expected)]
+    for found, reference in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, reference, rtol=1e-11, atol=1e-12)

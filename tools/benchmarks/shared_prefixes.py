@@ -1,0 +1,109 @@
+"""Measures a gradient step with shared prefixes (`parallel.share_prefixes`) and without, interleaved.
+
+    python -m tools.benchmarks.shared_prefixes
+    python -m tools.benchmarks.shared_prefixes --short     one round on a tiny model; its figures mean nothing
+
+One process with one thread trains the random Qwen3-MoE of the `layouts` benchmark in float32, with the real
+actor. Samples are like those of the quickstart, like responses to word problems, and like a conversation of
+eight turns with a branch at each. Both actors get the same samples, and take turns at every step.
+
+Figures are also written to runs/bench/shared_prefixes.json. Other busy programs distort them; the tool warns of
+them.
+"""
+
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches
+from megatron_dppo.runtime.process import Runtime
+from megatron_dppo.runtime.tables import show_table
+from megatron_dppo.types import Sample
+from tools.benchmarks.benchmarking import OUT, ROOT, OtherPrograms, Out, cli, warn_if_busy, write_json
+from tools.benchmarks.jobs import build_actor, random_samples, step_seconds, write_model
+from tools.benchmarks.layouts import FULL, SHORT
+
+TURN = 96
+# Groups, and for each sample of a group: its tokens, and those that it has in common with the one before it.
+WORKLOADS: dict[str, tuple[int, list[tuple[int, int]]]] = {
+    "quickstart": (16, [(24, 7)] * 8),
+    "word problems": (4, [(240, 140)] * 8),
+    "eight turns with branches": (1, [(8 * TURN, turn * TURN) for turn in range(8, 0, -1)]),
+}
+
+
+def main(
+    rounds: Annotated[int, typer.Option(min=1, help="Steps of each actor, after one warm-up step.")] = 7,
+    short: Annotated[bool, typer.Option(help="One round on a tiny model, to test that it runs.")] = False,
+    out: Out = OUT / "shared_prefixes.json",
+) -> None:
+    """Print the seconds of a step with and without sharing."""
+    os.chdir(ROOT)
+    from tests.support.ranks import run_ranks
+
+    sizes, others = (SHORT if short else FULL)[0], OtherPrograms()
+    with tempfile.TemporaryDirectory() as name:
+        run_ranks(write_model, 1, Path(name), f"{name}/model", sizes | {"max_position_embeddings": 4096})
+        arguments = (f"{name}/model", WORKLOADS, 1 if short else rounds)
+        found = run_ranks(measure, 1, Path(name), *arguments, timeout_s=1800)[0]
+    rows: list[list[str]] = []
+    for title, row in found.items():
+        ratios = [one / shared for one, shared in zip(row["alone_s"], row["shared_s"], strict=True)]
+        medians = [f"{statistics.median(row[key]):.2f}" for key in ("alone_s", "shared_s")]
+        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        rows.append([title, f"{row['num_tokens']:,}", f"{row['num_forwarded']:,}", *medians, spread])
+    show_table("a gradient step", ("", "tokens", "distinct", "alone, s", "shared, s", "ratio"), rows)
+    other_cores = others.cores()
+    warn_if_busy("shared prefixes", other_cores)
+    write_json(out, {"other_cores": other_cores, "workloads": found})
+
+
+def measure(
+    runtime: Runtime, model: str, workloads: dict[str, tuple[int, list[tuple[int, int]]]], rounds: int
+) -> dict[str, dict[str, Any]]:
+    """Time gradient steps of two actors on the same samples, one after the other."""
+    found: dict[str, dict[str, Any]] = {}
+    for title, (num_groups, group) in workloads.items():
+        steps: dict[bool, Any] = {}
+        for is_shared in (False, True):
+            parallel: dict[str, Any] = {"max_tokens_per_microbatch": 1024, "share_prefixes": is_shared}
+            actor = build_actor(runtime, model, parallel)
+            samples = tree_samples(num_groups, group, actor.hf["vocab_size"])
+            shape = BatchShape("token_mean", 1024, 1024, shares_prefixes=is_shared)
+            (batch,), report = train_batches([samples], shape, actor.data_parallel)
+            steps[is_shared] = actor, batch, report
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(rounds + 1):
+            for is_shared, (actor, batch, _) in steps.items():
+                seconds[is_shared].append(step_seconds(runtime, actor, batch))
+        found[title] = {
+            "num_tokens": steps[True][2].num_tokens,
+            "num_forwarded": steps[True][2].num_forwarded_tokens,
+            "alone_s": seconds[False][1:],
+            "shared_s": seconds[True][1:],
+        }
+    return found
+
+
+def tree_samples(num_groups: int, group: Sequence[tuple[int, int]], vocab_size: int) -> list[Sample]:
+    """Return samples of groups, each with tokens of the one before it; only its other tokens learn."""
+    samples = random_samples([length for length, _ in group] * num_groups, vocab_size)
+    for index, sample in enumerate(samples):
+        place, of_group = index % len(group), index // len(group)
+        common = group[place][1]
+        if place:
+            sample.tokens[:common] = samples[index - 1].tokens[:common]
+        is_own = torch.arange(sample.prompt_length, sample.tokens.numel()) >= common
+        samples[index] = replace(sample, group_id=str(of_group), loss_mask=is_own)
+    return samples
+
+
+if __name__ == "__main__":
+    cli(main, __doc__)

@@ -30,7 +30,7 @@ from tools.benchmarks.benchmarking import OUT, ROOT, OtherPrograms, Out, cli, wa
 from tools.benchmarks.jobs import build_actor, random_samples, step_seconds, write_model
 from tools.benchmarks.layouts import FULL, SHORT
 
-TURN = 96
+TURN, MAX_TOKENS = 96, 4096
 # Groups, and for each sample of a group: its tokens, and those that it has in common with the one before it.
 WORKLOADS: dict[str, tuple[int, list[tuple[int, int]]]] = {
     "quickstart": (16, [(24, 7)] * 8),
@@ -73,10 +73,10 @@ def measure(
     for title, (num_groups, group) in workloads.items():
         steps: dict[bool, Any] = {}
         for is_shared in (False, True):
-            parallel: dict[str, Any] = {"max_tokens_per_microbatch": 1024, "share_prefixes": is_shared}
+            parallel: dict[str, Any] = {"max_tokens_per_microbatch": MAX_TOKENS, "share_prefixes": is_shared}
             actor = build_actor(runtime, model, parallel)
             samples = tree_samples(num_groups, group, actor.hf["vocab_size"])
-            shape = BatchShape("token_mean", 1024, 1024, shares_prefixes=is_shared)
+            shape = BatchShape("token_mean", MAX_TOKENS, MAX_TOKENS, shares_prefixes=is_shared)
             (batch,), report = train_batches([samples], shape, actor.data_parallel)
             steps[is_shared] = actor, batch, report
         seconds: dict[bool, list[float]] = {False: [], True: []}

@@ -122,7 +122,7 @@ class SharedPrefixes:
         """Return the distinct tokens of a micro-batch on the host, or None if all of them are distinct."""
         tokens, routes = microbatch.tokens.numpy(), microbatch.routed_experts
         indices = None if routes is None else routes.indices.numpy()
-        starts: list[int] = microbatch.cu_seqlens.tolist()
+        starts = [int(start) for start in microbatch.cu_seqlens]
         spans = [slice(start, stop) for start, stop in pairwise(starts)]
         found = list(branches([Path(tokens[s], None if indices is None else indices[s]) for s in spans]))
         num_shared = torch.zeros(len(spans), dtype=torch.int64)

@@ -100,7 +100,8 @@ LIMIT = 1e-5
 # Adam with so large an epsilon is smooth in the gradient: equal gradients, clipped by equal norms, give equal
 # updates; with so large a rate they are not lost in the rounding of weights.
 _SMOOTH = {"lr": 1.0, "eps": 0.03, "clip_grad": 0.5}
-_SMOOTHER = _SMOOTH | {"eps": 0.002}  # experts that routers hardly weigh have gradients of 1e-5
+_SMOOTHER = _SMOOTH | {"eps": 0.003}  # experts that routers hardly weigh have gradients of 1e-5
+_SMOOTHEST = _SMOOTH | {"eps": 0.002}  # of samples that begin alike, fewer reach such an expert
 
 
 def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:
@@ -121,12 +122,13 @@ def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:
     forward.attention_form = lambda *_: forms[case.features["attention"]]
     tables = case.tables()
     tables["parallel"]["max_tokens_per_microbatch"] = 60
-    tables["optimizer"] |= _SMOOTHER if case.model in OTHER_LAYOUTS else _SMOOTH
+    smoother = _SMOOTHEST if case.has_trees else _SMOOTHER
+    tables["optimizer"] |= smoother if case.model in OTHER_LAYOUTS else _SMOOTH
     config = Config.model_validate(
         {"model": {"load": f"{models}/{case.reference.split('.')[0]}", "dtype": "float32"}, **tables}
     )
     actor = Actor(config, runtime)
-    groups = with_advantages(random_groups(8, routing=actor.routing, has_trees=True), normalize_std=False)
+    groups = with_advantages(random_groups(8, routing=actor.routing, has_trees=case.has_trees), normalize_std=False)
     own = [sample for group in groups[runtime.rank :: runtime.world_size] for sample in group.samples]
     routing = actor.routing
     if routing is None:

@@ -43,8 +43,14 @@ class Case:
 
     @property
     def reference(self) -> str:
-        """The name of what one process gives: the rest may not change that."""
-        return f"{self.model}.{self.features['objective']}.{self.features['routes']}"
+        """The name of what one process gives, for each sample alone: the rest may not change that."""
+        samples = ".trees" if self.has_trees else ""
+        return f"{self.model}.{self.features['objective']}.{self.features['routes']}{samples}"
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether samples begin alike."""
+        return self.features["prefixes"] != "alone"
 
     def tables(self) -> dict[str, dict[str, Any]]:
         """The case as tables of a config."""
@@ -250,3 +256,4 @@ def references() -> Iterator[Case]:
             features = {name: values[0] for name, values in FEATURES.items()}
             features |= {"objective": objective, "routes": routes, "loss from": "logits"}
             yield Case(model, 1, {}, features)
+            yield Case(model, 1, {}, features | {"prefixes": "alone, in trees"})

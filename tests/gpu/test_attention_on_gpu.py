@@ -10,8 +10,8 @@ from megatron_dppo.models.attention import PackedAttentionForm, attention_form
 from megatron_dppo.models.padded_attention import PaddedBatches
 from megatron_dppo.models.spans import Spans
 from megatron_dppo.models.varlen_attention import VarlenSequences
+from tests.support.shared_prefixes import CASES, alone, spans_of_prefixes
 from tests.unit.test_packed_attention import PACKINGS, packed, spans_of
-from tests.unit.test_prefixes import CASES, alone, spans_of_prefixes
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,6 +1,5 @@
 """Prefixes that sequences share: each distinct token once, attention and loss as of every sequence alone."""
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,14 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_dppo.data.batches.packing import microbatches_of
 from megatron_dppo.data.batches.prefixes import Path, RepeatedRows, SharedPrefixes, branches
 from megatron_dppo.models.attention import PackedAttentionForm
 from megatron_dppo.models.padded_attention import PaddedBatches
-from megatron_dppo.models.spans import Spans
 from megatron_dppo.models.varlen_attention import VarlenSequences
-from megatron_dppo.types import Microbatch, RoutedExperts
+from megatron_dppo.types import Microbatch
 from tests.support import varlen_reference
+from tests.support.shared_prefixes import CASES, alone, microbatch_of, spans_of_prefixes
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,25 +29,6 @@ def _varlen_on_cpus() -> None:
 SEQUENCES = st.lists(
     st.lists(st.tuples(st.integers(0, 2), st.integers(0, 8)), min_size=2, max_size=9), min_size=1
 )
-CASES: dict[str, list[list[int]]] = {
-    "nothing in common": [[1, 2], [3, 4, 5]],
-    "identical siblings": [[1, 2, 3], [1, 2, 3], [1, 2, 3]],
-    "a sequence that begins others": [[1, 2], [1, 2, 3, 4], [1, 2, 3, 5, 6]],
-    "others begin it": [[1, 2, 3, 5, 6], [1, 2, 3, 4], [1, 2]],
-    "three levels": [[1, 2, 3, 4, 5], [1, 2, 9], [1, 2, 3, 4, 7, 7], [1, 2, 3, 6], [8, 8], [8, 9, 9]],
-    "a token alone": [[1, 2, 3], [1, 4]],
-}
-
-
-def microbatch_of(sequences: list[list[tuple[int, int]]]) -> Microbatch:
-    """Tokens and the routes of each, of one layer and one expert."""
-    (packed,) = microbatches_of([torch.tensor(s)[:, 0] for s in sequences], 10_000)
-    routes = torch.cat([torch.tensor(s)[:, 1] for s in sequences]).div(8, rounding_mode="floor")
-    return replace(packed, routed_experts=RoutedExperts(routes.to(torch.uint8).view(-1, 1, 1), (0,), 2))
-
-
-def alone(tokens: list[list[int]]) -> Microbatch:
-    return microbatch_of([[(token, 0) for token in sequence] for sequence in tokens])
 
 
 def distinct_prefixes(m: Microbatch) -> set[tuple[Any, ...]]:
@@ -109,16 +88,6 @@ def test_gradients_of_repeated_rows_add_up(rows: list[int], num_rows: int) -> No
     (found,) = torch.autograd.grad(taken, values, weights)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(repeated.summed(weights), expected)
-
-
-def spans_of_prefixes(m: Microbatch) -> tuple[Spans, Tensor]:
-    """What attends to what, and the forwarded token of each token."""
-    prefixes = SharedPrefixes.of(m)
-    if prefixes is None:
-        return Spans.of_sequences(m.cu_seqlens), torch.arange(m.tokens.numel())
-    keys = RepeatedRows.of(prefixes.keys(m), len(prefixes.tokens))
-    own = prefixes.num_own[prefixes.num_own > 0]
-    return Spans(own, prefixes.num_keys(m), keys), prefixes.sources
 
 
 @pytest.mark.parametrize("form", [PaddedBatches, VarlenSequences])

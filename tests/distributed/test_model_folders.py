@@ -376,12 +376,13 @@ def test_a_merged_adapter_of_either_kind_of_run_is_the_runs_weights(models: Mode
         assert differences(merged, models.folder / HF) != []
 
 
-SERVED_ELSEWHERE = {"serve"}
-"""Needs SGLang: in tests/sglang both kinds of folder are served, by test_serve.py and test_mismatch.py."""
+RUN_ELSEWHERE = {"serve", "grid"}
+"""`serve` needs SGLang: in tests/sglang both kinds of folder are served, by test_serve.py and test_mismatch.py.
+`grid` runs `train`: tests/recipes/test_grid.py compares them."""
 
 
 def test_every_command_has_a_row() -> None:
-    rows = {row.partition(",")[0] for row in (*EQUAL, *REFUSED)} | SERVED_ELSEWHERE
+    rows = {row.partition(",")[0] for row in (*EQUAL, *REFUSED)} | RUN_ELSEWHERE
     assert rows == set(commands_of(typer.main.get_command(app)))
 
 

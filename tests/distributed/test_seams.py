@@ -155,6 +155,7 @@ METRICS_ELSEWHERE = {
     "clipped/pi_mean_negative": "unit/test_metrics.py",
     "clipped/entropy_mean_positive": "unit/test_metrics.py",
     "clipped/entropy_mean_negative": "unit/test_metrics.py",
+    "memory/outside_bytes": "unit/test_plan_split.py",
     "trust_region/weight_positive": "distributed/test_rule_runs.py",
     "trust_region/weight_negative": "distributed/test_rule_runs.py",
 }

@@ -79,8 +79,8 @@ def grid(
     starts what was added. A failed run does not stop the others. Ctrl-C lets the running ones save. The first
     combination is the baseline in DIR/report.html, numbers.json, numbers.csv and table.tex.
 
-    On a cluster each combination becomes a job array of its unfinished seeds, and a last job writes the report.
-    Arguments are those of the script, so its algorithm comes first:
+    On a cluster each combination becomes a job array for unfinished seeds, and a last job writes the report.
+    The script gets the arguments, so its algorithm comes first:
 
         megatron-dppo grid --variant grpo.toml --variant dppo_binary_tv.toml --seeds 0-2
         --sbatch examples/moe_base/train.sbatch -o runs/study

@@ -77,7 +77,7 @@ def train_all(runs: Sequence[GridRun], num_jobs: int, gpus: Sequence[str] = ()) 
         gpus: Names of the GPUs, which the jobs divide; none on a machine without.
 
     Returns:
-        Runs with a failed process. The end of its log shows the reason.
+        Runs with a failed process. The end of the log shows the reason.
     """
     opened = [run for run in runs if not run.is_finished]
     share = len(gpus) // num_jobs

@@ -309,7 +309,7 @@ def evaluate(
 
 
 def _refuse_rates_of_split(measured: Path | None, given: Mapping[str, float]) -> None:
-    """Refuse options that only --split reads; without it, a measured run needs the residue of its servers."""
+    """Refuse options that only --split reads; without it, a measured run needs a residue of servers."""
     if set(given) - {"response_tokens"} or (measured is not None and measured_residue(measured) is None):
         option = "--assume" if measured is None else "--measured"
         raise ConfigError(Problem(option, "no --split", "one", "Add --split 32, the number of all GPUs."))

@@ -21,7 +21,7 @@ from megatron_dppo.run_folder.reader import read_run
 from megatron_dppo.runtime.gpu_ledger import ENGINE_RESIDUE_BYTES, OUTSIDE, RESERVE_BYTES
 
 ASSUMED_GPU_BYTES = 80 * 10**9
-"""Memory of a GPU for remarks of `check`, which is not told any."""
+"""Memory of a GPU that remarks of `check` assume."""
 FRAGMENTATION = 0.05
 """Share of activations and logits that the allocator cannot use; an assumption."""
 PROCESS_HOST_BYTES = 4 * GIB

@@ -1,4 +1,4 @@
-"""Estimates the share of responses that a run's SGLang servers retract, and says what to set against it.
+"""Estimates the share of responses that a run's SGLang servers retract, and the settings that help.
 
 A retracted response loses its place in a full cache, and the server computes it again later (`scheduler`).
 """

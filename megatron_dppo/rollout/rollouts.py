@@ -168,7 +168,7 @@ class Rollouts:
     ) -> tuple[list[SampleGroup], RolloutCounts, Metrics] | None:
         """Return this rank's share of the next rollout; every rank calls it together.
 
-        With `rollout.max_staleness` it waits until a rollout may be trained on. Otherwise it samples one.
+        If `rollout.max_staleness` is set, it waits until a rollout may be trained on. Otherwise it samples one.
 
         Args:
             rollout: Index of the rollout.

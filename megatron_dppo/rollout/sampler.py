@@ -1,7 +1,7 @@
 """Samples and scores the responses of groups. Every response is a separate task of one event loop.
 
 A response waits until sampling is on, and sends its request. If a hold interrupts it, it keeps its tokens, and
-requests the rest once sampling goes on, possibly from other weights. It is scored as soon as it ends.
+requests the rest once sampling resumes, possibly from other weights. It is scored as soon as it ends.
 """
 
 import asyncio
@@ -258,7 +258,7 @@ class GroupSampler:
 
 
 def _check(request: Request, completion: Completion, params: SamplingParams) -> Completion:
-    """Return a completion after checking that it answers the request, with one log-prob per token."""
+    """Return a completion after checking that it fits the request, with one log-prob per token."""
     if completion.request_id != request.id:
         raise RolloutError(
             f"engine's completions: found {completion.request_id!r} in place of {request.id!r}; expected one "

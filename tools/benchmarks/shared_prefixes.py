@@ -4,7 +4,7 @@
     python -m tools.benchmarks.shared_prefixes --short     one round on a tiny model; its figures mean nothing
 
 One process with one thread trains the random Qwen3-MoE of the `layouts` benchmark in float32, with the real
-actor. Samples are like those of the quickstart, like responses to word problems, and like a conversation of
+actor. Samples are like the quickstart's, like responses to word problems, and like a conversation of
 eight turns with a branch at each. Both actors get the same samples, and take turns at every step.
 
 Figures are also written to runs/bench/shared_prefixes.json. Other busy programs distort them; the tool warns of

@@ -40,7 +40,7 @@ def measure(
 ) -> dict[str, float]:
     """Measure the distance of the original, pi, from the quantised model, mu, on mu's samples.
 
-    mu is read back from its files: dequantised weights, and inputs of linears rounded as its format says.
+    mu is read back from its files: dequantised weights, and inputs of linears rounded to its format.
     Both multiply in bfloat16, so that equal weights are no distance apart.
 
     Args:

@@ -155,7 +155,7 @@ def _comparisons(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]
 
 
 def why_not_compared(runs: Sequence[Run], names: Sequence[str]) -> str | None:
-    """Return why no number of these runs says which setting is better, or None."""
+    """Return why no number of these runs shows which setting is better, or None."""
     if keys := incomparable_keys(runs):
         return f"The runs differ in {', '.join(keys)}, so reward, length and mismatch are not compared."
     if mixed := [name for run, name in zip(runs, names, strict=True) if run.changes]:

@@ -80,8 +80,8 @@ class Numbers:
 def numbers(runs: Sequence[Run], names: Sequence[str]) -> Numbers:
     """Return the numbers of each line, over the rollouts that all runs have.
 
-    Lines have no differences where the runs' data or models differ, or a setting changed on the way. Seconds
-    are left out where they may not be compared.
+    Lines have no differences if the runs' data or models differ, or a setting changed on the way. Seconds that
+    may not be compared are left out.
     """
     shared = up_to_shared(runs)
     num_rollouts = min(len(run.rollouts) for run in shared)

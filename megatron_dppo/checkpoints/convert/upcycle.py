@@ -137,7 +137,7 @@ class UpcycledSource(HuggingFaceSource):
     """The tensors of the model with experts, made of a dense model's folder when they are read.
 
     Weights of the chosen experts sum to 1, so equal experts give the dense layer's output for any router. A
-    Qwen2-MoE also has a shared expert: a copy whose gate is 0, so that it counts half, beside experts with half
+    Qwen2-MoE also has a shared expert: a copy whose gate is 0, so that it counts half, and experts with half
     the output.
     """
 
@@ -253,7 +253,7 @@ def model_card(folder: Path, config: HFConfig, how: Upcycling) -> str:
     options = f"--experts {how.num_experts} --top-k {how.experts_per_token}"
     options += f" --noise {how.noise:g} --reinit {how.reinit:g} --seed {how.seed}"
     function = (
-        f"Its logits are those of {name}, up to rounding: nothing was trained yet."
+        f"Its logits equal {name}'s, up to rounding: nothing was trained yet."
         if how.is_exact
         else f"Its logits differ from those of {name}: it is to be trained before it is used."
     )

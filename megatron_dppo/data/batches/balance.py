@@ -79,7 +79,7 @@ def plan_minibatch(
 
     Samples that share a prefix stay together, so that it is computed once: in bundles of consecutive samples
     that fill a micro-batch at most, or of fewer samples if the busiest group then has less work. A bundle is
-    cut where the least is shared.
+    cut at the least shared place.
 
     Args:
         lengths: Number of tokens of each sample.
@@ -163,7 +163,7 @@ def _bundlings(
 
 
 def _cheapest_cut(samples: range, shared: Sequence[int]) -> int:
-    """Return the sample to begin another bundle with: where the least is shared, close to the middle."""
+    """Return the sample to begin another bundle with: the one that shares least, close to the middle."""
     middle = (samples.start + samples.stop) / 2
     return min(samples[1:], key=lambda sample: (shared[sample], abs(sample - middle)))
 

@@ -215,7 +215,7 @@ class Drawn:
 class PromptStream:
     """Endless sequence of prompts, epoch after epoch, by index; the same on every rank.
 
-    An epoch's order depends only on (seed, epoch). `rollout.staleness.Places` says which indices a rank takes.
+    An epoch's order depends only on (seed, epoch). `rollout.staleness.Places` chooses the indices of a rank.
 
     Attributes:
         upcoming: First index that was never taken, and the indices to take again before it.

@@ -153,7 +153,7 @@ def _kernel_problems(table: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def served_tensors(family: ModelFamily, sizes: ModelSizes) -> Iterator[tuple[str, Shape, int]]:
-    """Yield name, shape and number of copies of each tensor; one name stands for a layer's experts."""
+    """Yield name, shape and number of copies of each tensor; a layer's experts have one name."""
     for entry in family.entries(sizes):
         is_expert = entry.rule.is_expert
         names = entry.hf_names(0 if is_expert else None)

@@ -167,7 +167,7 @@ def _read_reply(content: Content, expected: Expected, decode_topk: _DecodeTopK) 
     _require(meta, {"id": expected.request_id, "completion_tokens": len(ids)}, where)
     finish = _finish_reason(meta, ids, expected)
     if finish == "abort" and (not ids or "prompt_tokens" not in meta):
-        # Aborted in the queue, where a retracted request returns to: such a response has few other fields, and
+        # Aborted in the queue, to which a retracted request returns: such a response has few other fields, and
         # lacks its last tokens.
         return Reply(finish, np.zeros(0, np.int64), np.zeros(0, np.float32))
     _require(meta, {"prompt_tokens": expected.num_prompt_tokens}, where)

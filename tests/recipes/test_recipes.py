@@ -148,6 +148,14 @@ SMALL = (
     ("smollm2/base",),
 )
 """Configs of the examples without a job script."""
+FITTED = {
+    "smollm2/base": {
+        "data.max_prompt_tokens": "16",
+        "rollout.max_response_tokens": "24",
+        "evaluation.sets.held_out.prompts": "small.jsonl",
+    }
+}
+"""What the tiny model and the folder here need of them."""
 
 
 def test_the_small_examples_are_all_of_them() -> None:
@@ -166,6 +174,8 @@ def test_a_small_example_is_checked_alike_with_both_kinds_of_folder(
     for kind in ("", CONVERTED):
         model, log = f"runs/tiny/qwen3_moe{kind}", folder / f"{layers[-1].replace('/', '_')}{kind}.log"
         options = ["--world-size", "2", "--set", "data.prompts=small.jsonl", "--set", f"model.load={model}"]
+        fitted = FITTED.get(layers[-1], {}).items()
+        options += [word for key, value in fitted for word in ("--set", f"{key}={value}")]
         status = command(["check", *files, *options], folder, log)
         assert status == 0, log.read_text()
         text = re.sub(r"[\d.]+ GiB free", "FREE", log.read_text())  # others write to the disk meanwhile

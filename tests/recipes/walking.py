@@ -17,7 +17,9 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 _CLIENT = r"""#!{python} -SE
@@ -149,8 +151,17 @@ def _serve(server: socket.socket) -> None:
         connection.sendall(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])).encode())
 
 
+def _forget_forkserver() -> None:
+    """Forget the server of the tests, which is no child of this process: a command starts its own."""
+    server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
+    preloaded = server._preload_modules
+    server.__init__()
+    server._preload_modules = preloaded
+
+
 def _become(words: list[str], descriptors: Sequence[int]) -> None:
     status = 1
+    _forget_forkserver()
     try:
         folder, program, *arguments = words
         os.chdir(folder)

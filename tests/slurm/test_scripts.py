@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.jobs import ROOT
 
-_ON_A_CPU = {"miniature_study", "quickstart", "sudoku"}
+_ON_A_CPU = {"miniature_study", "quickstart", "smollm2", "sudoku"}
 EXPERIMENTS = sorted({path.parent.name for path in (ROOT / "examples").glob("*/base.toml")} - _ON_A_CPU)
 _SCRIPTS = sorted([*(ROOT / "examples").glob("*/*.sbatch"), *(ROOT / "examples" / "slurm").glob("*.sh")])
 

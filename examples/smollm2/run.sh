@@ -5,7 +5,7 @@
 #   make smollm2 SHORT=1            # the same steps with few samples, to see that they work
 #   make smollm2 ENGINE=sglang      # a real SGLang server samples, on the CPU
 #
-# The same command resumes: a finished step is kept, and a run goes on from its last checkpoint. Variables:
+# The same command resumes: a finished step is kept, and a run continues from its last checkpoint. Variables:
 # SHORT, ENGINE (transformers or sglang), OUT (folder to write), PYTHON (interpreter).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

@@ -1,6 +1,7 @@
 """`megatron-dppo grid`: every combination of config files, settings and seeds, and a comparison."""
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -8,7 +9,7 @@ import subprocess
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from types import FrameType
@@ -80,7 +81,7 @@ def grid(
     combination is the baseline in DIR/report.html, numbers.json, numbers.csv and table.tex.
 
     On a cluster each combination becomes a job array for unfinished seeds, and a last job writes the report.
-    The script gets the arguments, so its algorithm comes first:
+    The script gets the arguments, so its algorithm, a file in its folder, comes first:
 
         megatron-dppo grid --variant grpo.toml --variant dppo_binary_tv.toml --seeds 0-2
         --sbatch examples/moe_base/train.sbatch -o runs/study
@@ -186,9 +187,9 @@ def _train(cells: Sequence[Cell], seeds: Sequence[int], out: Path, jobs: int, pr
     by_seed = [runs[place * len(seeds) + n] for n in range(len(seeds)) for place in range(len(cells))]
     with _interruptible():
         try:
-            return train_all(by_seed, jobs, _gpus(jobs, processes))
+            return train_all(by_seed, jobs, gpus_for(jobs, processes))
         except KeyboardInterrupt:
-            typer.echo("stopped: the runs were saved; the same command goes on", err=True)
+            typer.echo("stopped: the runs were saved; the same command resumes them", err=True)
             raise typer.Exit(75) from None
 
 
@@ -210,7 +211,12 @@ def _config_of(run: GridRun) -> Any:
     return load_config(run.configs, [*run.overrides, f"run.folder={str(run.folder)!r}"])
 
 
-def _gpus(jobs: int, processes: int) -> list[str]:
+def gpus_for(jobs: int, processes: int) -> list[str]:
+    """Return the names of the GPUs that jobs of so many processes divide; none on a machine without.
+
+    Raises:
+        ConfigError: There are GPUs, and fewer than processes.
+    """
     import torch
 
     count = torch.accelerator.device_count()
@@ -219,7 +225,8 @@ def _gpus(jobs: int, processes: int) -> list[str]:
         raise ConfigError(
             Problem("--jobs", found, f"at most {count} processes, one per GPU", "Run fewer at once.")
         )
-    return [str(index) for index in range(count)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[:count] if visible else [str(index) for index in range(count)]
 
 
 @contextmanager
@@ -254,34 +261,31 @@ def _compare(folders: Sequence[Path], out: Path) -> None:
 
 def _submit(script: Path, cells: Sequence[Cell], seeds: Sequence[int], out: Path) -> None:
     """Submit a job array for each combination with unfinished seeds, and the report after them."""
-    report = script.parents[1] / "slurm/report.sbatch"
-    for file in (script, report):
+    folder, report = script.parent, script.parents[1] / "slurm/report.sbatch"
+    for file in (script, folder / "base.toml", report):
         if not file.is_file():
-            expected = "a train.sbatch of examples/, beside examples/slurm"
-            raise ConfigError(
-                Problem("--sbatch", f"{file}, no file", expected, "Run it in the repository's root.")
-            )
-    jobs: list[str] = []
+            expected, action = "a train.sbatch of examples/", "Run this in the repository's root."
+            raise ConfigError(Problem("--sbatch", f"{script}, and no file {file}", expected, action))
+    waiting: list[tuple[Cell, list[int]]] = []
+    for cell in cells:  # all are read before the first is submitted
+        files = (folder / "base.toml", *(folder / name for name in cell.configs[:1]), *cell.configs[1:])
+        runs = [(seed, _run_of(replace(cell, configs=files), seed, out, 1)) for seed in seeds]
+        waiting.append((cell, [seed for seed, run in runs if not run.is_finished]))
     out.mkdir(parents=True, exist_ok=True)
-    for cell in cells:
-        open_seeds = [seed for seed in seeds if not _has_ended(out / cell.name / f"seed_{seed}")]
-        if not open_seeds:
+    jobs: list[str] = []
+    for cell, left in waiting:
+        if not left:
             typer.echo(f"{cell.name}: finished")
             continue
-        options = [f"--array={','.join(map(str, open_seeds))}", f"--job-name={cell.name}"]
+        options = [f"--array={','.join(map(str, left))}", f"--job-name={cell.name}"]
         sets = [*cell.overrides, f"run.folder={_as_toml(str(out / cell.name))}"]
         arguments = [*map(str, cell.configs), *(part for text in sets for part in ("--set", text))]
         jobs.append(_sbatch([*options, f"--output={out}/slurm-%x-%A_%a.out", str(script), *arguments]))
-        typer.echo(f"{cell.name}: job {jobs[-1]}, seeds {', '.join(map(str, open_seeds))}")
+        typer.echo(f"{cell.name}: job {jobs[-1]}, seeds {', '.join(map(str, left))}")
     after = [f"--dependency=afterany:{':'.join(jobs)}"] if jobs else []
     folders = [str(out / cell.name) for cell in cells]
     job = _sbatch([*after, f"--output={out}/slurm-%x-%j.out", str(report), str(out / "report.html"), *folders])
     typer.echo(f"then job {job} writes {out / 'report.html'}")
-
-
-def _has_ended(folder: Path) -> bool:
-    run = _read(folder)
-    return run is not None and len(run.rollouts) >= int(run.option("run.num_rollouts") or 1)
 
 
 def _sbatch(arguments: Sequence[str]) -> str:

@@ -14,16 +14,8 @@ from tests.support.converting import converted
 from tests.support.hf_reference import backward, packed_logit_error, relative
 from tests.support.ranks import run_ranks
 from tests.support.tiny import gradients_of, logits_of, random_groups
-from tests.support.tiny_families import SIZES, YARN, write_family
+from tests.support.tiny_families import LLAMA3, SIZES, YARN, write_family
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in FAMILIES},
     **{f"{name}, tied": (name, {"tie_word_embeddings": True}) for name in FAMILIES},

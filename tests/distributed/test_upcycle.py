@@ -20,16 +20,8 @@ from tests.support.converting import convert, converted, differences
 from tests.support.hf_reference import packed_logit_error, relative
 from tests.support.ranks import run_ranks
 from tests.support.tiny import VOCAB, logits_of, random_groups
-from tests.support.tiny_families import SIZES, write_family
+from tests.support.tiny_families import LLAMA3, SIZES, write_family
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 ALL_HEADS = {"num_key_value_heads": 4, "rms_norm_eps": 1e-3}
 CASES: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "Llama": ("LlamaForCausalLM", {"rope_parameters": LLAMA3, **ALL_HEADS}, 3, 2),

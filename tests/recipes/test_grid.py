@@ -1,4 +1,4 @@
-"""`megatron-dppo grid` trains tiny models: its runs are those of `train`, and a second call does the rest."""
+"""`megatron-dppo grid` trains tiny models: its runs equal `train`'s, and a second call does the rest."""
 
 import json
 import os
@@ -24,7 +24,7 @@ SETS = ("--set", "run.num_rollouts=2", "--set", "evaluation.every=0")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a user would stand: beside examples/, with the tiny models made."""
+    """A working directory with examples/ and the tiny models."""
     folder = tmp_path_factory.mktemp("grid")
     (folder / "examples").symlink_to(ROOT / "examples")
     process = FORKS.Process(target=write_tiny, args=(folder / "runs" / "tiny",))
@@ -83,7 +83,7 @@ def test_an_interrupted_grid_saves_and_goes_on(folder: Path) -> None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     status, said = finished(process)
-    assert status == 75 and "the same command goes on" in said
+    assert status == 75 and "the same command resumes them" in said
     num_saved = len(metrics_of(metrics.parent, "rollout"))
     assert num_saved < 30 and (metrics.parent / "checkpoints" / "latest").is_file()
     status, said = finished(grid(folder, *FILES[2:], *arguments))

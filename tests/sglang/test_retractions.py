@@ -36,7 +36,7 @@ def patch() -> Iterator[pytest.MonkeyPatch]:
 
 @pytest.fixture(scope="module")
 def engine(served: Served, patch: pytest.MonkeyPatch) -> Iterator[SglangEngine]:
-    """Of a server beside the shared one, with the cache of one long response."""
+    """A second server, with the cache of one long response."""
     config = served_config(served.folder, served.run, **TIGHT)
     server = Server(plan_launch(config), served.run / "servers", "tight")
     try:

@@ -10,6 +10,32 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.plan.job import FULL, Job, Machine
 
 GB = 10**9
+ON_16_GPUS = """
+[model]
+load = "model"
+[parallel]
+tensor = 4
+context = 2
+expert = 8
+expert_tensor = 1
+max_tokens_per_microbatch = 20480
+[rollout]
+engine = "sglang"
+prompts_per_rollout = 256
+samples_per_prompt = 16
+max_response_tokens = 16384
+[rollout.sglang]
+colocated = true
+weight_sync = "tensor"
+[algorithm]
+minibatches_per_rollout = 8
+[optimizer]
+offload = true
+[sglang]
+tp_size = 8
+mem_fraction_static = 0.7
+"""
+"""A run of `QWEN3_30B` on 16 GPUs of 80 GB, as TOML."""
 QWEN3_30B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "hidden_size": 2048,

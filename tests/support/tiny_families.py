@@ -10,6 +10,14 @@ from examples.make_tiny import YARN as YARN
 from examples.make_tiny import tiny_config
 from tests.support.tiny import LAYERS, VOCAB
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 SIZES: dict[str, Any] = dict(
     vocab_size=VOCAB,
     hidden_size=32,

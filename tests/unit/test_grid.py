@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_dppo.cli import app
-from megatron_dppo.cli.grid import cells_of, parse_seeds
+from megatron_dppo.cli.grid import cells_of, gpus_for, parse_seeds
 from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
@@ -96,40 +96,84 @@ def test_finished_runs_of_other_settings_are_refused(tmp_path: Path) -> None:
     assert {"report.html", "numbers.json", "numbers.csv", "table.tex"} <= {path.name for path in out.iterdir()}
 
 
-def test_a_cluster_gets_an_array_of_the_unfinished_seeds_and_a_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls, out = tmp_path / "calls", tmp_path / "a folder"
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a stand-in for sbatch writes its arguments."""
+    calls = tmp_path / "calls"
     for folder in (calls, tmp_path / "bin"):
         folder.mkdir()
     (tmp_path / "bin/sbatch").write_text(SBATCH)
     (tmp_path / "bin/sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("CALLS", str(calls))
-    for preset, seed in (("grpo", 1), ("grpo", 5), ("grpo", 4), ("dppo_binary_tv", 4)):
-        finish(out / preset / f"seed_{seed}")
-    script = str(ROOT / "examples/moe_base/train.sbatch")
-    variants = ["--variant", "dppo_binary_tv.toml", "--variant", "grpo.toml"]
-    command = ["grid", *variants, "--seeds", "4-5,1", "--sbatch", script, "-o", str(out)]
-    done = CliRunner().invoke(app, [*command, "--set", "optimizer.lr=2e-6"])
+    return calls
+
+
+SCRIPT = ROOT / "examples/moe_base/train.sbatch"
+ON_CLUSTER = ["grid", "--sbatch", str(SCRIPT), "--set", "run.num_rollouts=2", "--set", "optimizer.lr=2e-6"]
+
+
+def finish_on_cluster(out: Path, variant: str, *seeds: int) -> None:
+    """Write the folders of finished runs of `ON_CLUSTER`."""
+    files = [SCRIPT.parent / name for name in ("base.toml", variant)]
+    config = load_config(files, ["run.num_rollouts=2", "optimizer.lr=2e-6"]).model_dump(exclude_none=True)
+    for seed in seeds:
+        finish(out / Path(variant).stem / f"seed_{seed}", **{k: v for k, v in config.items() if k != "run"})
+
+
+def test_a_cluster_gets_an_array_of_the_unfinished_seeds_and_a_report(tmp_path: Path, calls: Path) -> None:
+    out, grpo, dppo = tmp_path / "a folder", "grpo_clip_higher.toml", "dppo_binary_tv.toml"
+    finish_on_cluster(out, grpo, 1, 5, 4)
+    finish_on_cluster(out, dppo, 4)
+    variants = ["--variant", dppo, "--variant", grpo]
+    done = CliRunner().invoke(app, [*ON_CLUSTER, *variants, "--seeds", "4-5,1", "-o", str(out)])
     assert done.exit_code == 0, done.output
     array, report = ((calls / str(n)).read_text().splitlines() for n in range(2))
-    assert len(list(calls.iterdir())) == 2 and "grpo: finished" in done.output
+    assert len(list(calls.iterdir())) == 2 and "grpo_clip_higher: finished" in done.output
     assert array[0] == "--parsable" and "--array=5,1" in array and "--job-name=dppo_binary_tv" in array
-    folder = f'run.folder="{out / "dppo_binary_tv"}"'
-    assert array[array.index(script) :] == [
-        *(script, "dppo_binary_tv.toml", "--set", "optimizer.lr=2e-6", "--set", folder)
-    ]
+    sets = ["run.num_rollouts=2", "optimizer.lr=2e-6", f'run.folder="{out / "dppo_binary_tv"}"']
+    flags = [word for text in sets for word in ("--set", text)]
+    assert array[array.index(str(SCRIPT)) :] == [str(SCRIPT), dppo, *flags]
     assert "--dependency=afterany:71" in report and str(ROOT / "examples/slurm/report.sbatch") in report
-    assert report[-3:] == [str(out / "report.html"), str(out / "dppo_binary_tv"), str(out / "grpo")]
+    assert report[-3:] == [str(out / "report.html"), str(out / "dppo_binary_tv"), str(out / "grpo_clip_higher")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where"),
+    [
+        (["--variant", "dppo_binary_tv.toml", "--set", "optimizer.lrr=1"], "optimizer.lrr"),
+        (["--variant", "no_such.toml"], "no_such.toml"),
+        (["--variant", "dppo_binary_tv.toml", "--vary", "optimizer.lr=2e-6,3e-6", "--seeds", "7"], "--out"),
+    ],
+)
+def test_a_cluster_gets_nothing_if_one_combination_is_wrong(
+    arguments: list[str], where: str, tmp_path: Path, calls: Path
+) -> None:
+    out = tmp_path / "out"
+    finish_on_cluster(out, "dppo_binary_tv.toml", 7)
+    (out / "dppo_binary_tv").rename(out / "dppo_binary_tv-lr_3e-06")
+    done = CliRunner().invoke(app, [*ON_CLUSTER, *arguments, "-o", str(out)])
+    assert done.exit_code == 2 and where in done.output
+    assert list(calls.iterdir()) == []
+
+
+def test_jobs_divide_the_gpus_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
+    assert gpus_for(2, 1) == ["5", "3"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert gpus_for(1, 2) == ["0", "1"]
+    with pytest.raises(ConfigError) as error:
+        gpus_for(3, 1)
+    assert error.value.problems[0].where == "--jobs"
 
 
 def test_what_the_scheduler_refuses_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = ["--sbatch", str(ROOT / "examples/moe_base/train.sbatch"), "-o", str(tmp_path / "out")]
     monkeypatch.setenv("PATH", str(tmp_path))
-    done = CliRunner().invoke(app, ["grid", "--variant", "grpo.toml", *script])
+    done = CliRunner().invoke(app, ["grid", "--variant", "grpo_clip_higher.toml", *script])
     assert done.exit_code == 2 and "--sbatch" in done.output
     (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'no such account' >&2\nexit 1\n")
     (tmp_path / "sbatch").chmod(0o755)
-    done = CliRunner().invoke(app, ["grid", "--variant", "grpo.toml", *script])
+    done = CliRunner().invoke(app, ["grid", "--variant", "grpo_clip_higher.toml", *script])
     assert done.exit_code == 2 and "no such account" in done.output

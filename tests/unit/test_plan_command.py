@@ -17,35 +17,11 @@ from megatron_dppo.plan import Machine, make_plan
 from megatron_dppo.plan.cost import step_time
 from megatron_dppo.plan.memory import COMPONENTS, MOMENTS
 from megatron_dppo.plan.units import as_overrides, in_seconds
-from tests.support.plan_models import QWEN3_30B, RECOMPUTED
+from tests.support.plan_models import ON_16_GPUS, QWEN3_30B, RECOMPUTED
 
-BASE = """
-[model]
-load = "model"
-[parallel]
-tensor = 4
-context = 2
-expert = 8
-expert_tensor = 1
-max_tokens_per_microbatch = 20480
-[rollout]
-engine = "sglang"
-prompts_per_rollout = 256
-samples_per_prompt = 8
-max_response_tokens = 16384
-routing_replay = "replay"
-num_topk_log_probs = 20
-[rollout.sglang]
-colocated = true
-weight_sync = "tensor"
-[algorithm]
-minibatches_per_rollout = 8
-[optimizer]
-offload = true
-[sglang]
-tp_size = 8
-mem_fraction_static = 0.7
-"""
+BASE = ON_16_GPUS.replace(
+    "samples_per_prompt = 16", 'samples_per_prompt = 8\nrouting_replay = "replay"\nnum_topk_log_probs = 20'
+)
 MEMORY = ("--gpu-memory", "80GB")
 GPUS = ("--gpus", "16", *MEMORY)
 ALONE = "rollout.sglang.colocated=false"

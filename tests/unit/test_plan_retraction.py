@@ -22,36 +22,13 @@ from megatron_dppo.plan.retraction import (
     retraction_remarks,
 )
 from megatron_dppo.plan.scheduler import Policy, Server, simulate
-from tests.support.plan_models import QWEN3_30B
+from tests.support.plan_models import ON_16_GPUS, QWEN3_30B
 
-BASE = """
-[model]
-load = "model"
+BASE = f"""{ON_16_GPUS}
 [data]
 prompts = "prompts.jsonl"
 max_prompt_tokens = 1024
 reward = "dapo"
-[parallel]
-tensor = 4
-context = 2
-expert = 8
-expert_tensor = 1
-max_tokens_per_microbatch = 20480
-[rollout]
-engine = "sglang"
-prompts_per_rollout = 256
-samples_per_prompt = 16
-max_response_tokens = 16384
-[rollout.sglang]
-colocated = true
-weight_sync = "tensor"
-[algorithm]
-minibatches_per_rollout = 8
-[optimizer]
-offload = true
-[sglang]
-tp_size = 8
-mem_fraction_static = 0.7
 """
 SEPARATE = "rollout.sglang.colocated=false"
 GPUS = ("--gpus", "16", "--gpu-memory", "80GB")

@@ -80,7 +80,7 @@ def compare(
             action = f"Name a file, such as {file / 'report.html'}."
             raise ConfigError(Problem(f"--{form}", f"{file}, a folder", "the file to write", action))
         if [other.resolve() for other in files.values()].count(file.resolve()) > 1:
-            problem = Problem(f"--{form}", f"{file}, named twice", "a file of its own", "Name another.")
+            problem = Problem(f"--{form}", f"{file}, named twice", "another file for each", "Name another.")
             raise ConfigError(problem)
         with writing_to(f"--{form}", file):
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Makes a Mixture-of-Experts model of a dense one: each expert starts as a copy of its layer's feed-forward.
 
-The tensors are made while they are written, each with random numbers of its own name. So they depend neither on
-the files nor on the number of processes.
+The tensors are made while they are written, each with random numbers that its name seeds. So they depend
+neither on the files nor on the number of processes.
 """
 
 import hashlib
@@ -255,7 +255,7 @@ def model_card(folder: Path, config: HFConfig, how: Upcycling) -> str:
     function = (
         f"Its logits equal {name}'s, up to rounding: nothing was trained yet."
         if how.is_exact
-        else f"Its logits differ from those of {name}: it is to be trained before it is used."
+        else f"Its logits differ from {name}'s: it is to be trained before it is used."
     )
     notes = _SHARED if architecture == _QWEN2_MOE else ""
     notes += _TIED if config["tie_word_embeddings"] and family_of(config).sglang.has_own_output else ""

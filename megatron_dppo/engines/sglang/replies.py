@@ -326,7 +326,7 @@ def _routes(
     if expected.routing is None:
         return None, None
     if is_of_other_weights:
-        return None, f"{where}: retracted while weights changed, so its routes may be those of other weights"
+        return None, f"{where}: retracted while weights changed, so its routes may come from other weights"
     if expected.lacks_earlier_routes:
         return None, f"{where}: the earlier tokens of this resumed response have no routes"
     num_rows = expected.num_prompt_tokens + num_tokens - 1 - expected.first_route_row

@@ -1,5 +1,6 @@
-"""Fail skipped tests unless they need a GPU, and give slow tests a longer time limit."""
+"""Fail skipped tests unless they need a GPU, give slow tests more time, hide a `make` that started pytest."""
 
+import os
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,12 @@ from typing import Any
 import pytest
 
 SLOW_TIMEOUT_S = 7200
+
+
+def pytest_configure() -> None:
+    """Drop `make`'s variables: a `make` that a test starts would print the folders that it enters."""
+    for name in ("MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS"):
+        os.environ.pop(name, None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -41,7 +41,7 @@ def make(folder: Path, *programs: str, variables: tuple[str, ...] = (), status: 
             (folder / name).write_text(f"#!/bin/sh\nexit {int(name not in programs)}\n")
             (folder / name).chmod(0o755)
     flags = ["--dry-run"] if status == 0 else []
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "SGLANG"))}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG")}
     environment["PATH"] = f"{folder}:/usr/bin:/bin"
     command = ["make", *flags, "sglang-venv", f"SGLANG_VENV={folder / 'venv'}", *variables]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
@@ -80,10 +80,8 @@ def test_a_trainer_s_torch_for_gpus_gets_the_nccl_of_the_servers(
     _, *installs = log.read_text().splitlines()
     wanted = f"-m pip install --quiet --no-deps nvidia-nccl-cu13=={nccl}"
     assert installs == [wanted] * is_for_gpu
-    listed = subprocess.run(
-        [*command, "--dry-run", "venv"], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    assert "pip install" in listed.stdout and "nvidia-nccl" in listed.stdout.splitlines()[-2]
+    listed = run([*command, "--dry-run", "venv"]).stdout
+    assert "pip install" in listed and "nvidia-nccl" in listed.splitlines()[-2]
 
 
 @pytest.mark.parametrize(

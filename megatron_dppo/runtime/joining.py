@@ -1,5 +1,6 @@
 """Brings the processes of a job together; what stops one of them is the error of all, within one time limit."""
 
+import errno
 import json
 import os
 import socket
@@ -18,8 +19,10 @@ from megatron_dppo.errors import LaunchError
 from megatron_dppo.runtime.addresses import GlooAddress, gloo_address, is_loopback, network_interfaces
 
 T = TypeVar("T")
-_FAREWELL_S = 3.0  # the store's host waits so long for the other ranks to read an error
+_FAREWELL_S = 3.0, 30.0  # the store's host waits so long for the other ranks to read an error
 _MAX_PAUSE_S = 0.5
+_CONNECT_S = 30.0  # a host that does not answer may have lost its network for a moment
+_ATTEMPT_S = 3.0
 _MAX_LISTED = 8
 
 
@@ -158,7 +161,6 @@ class _Meeting:
         own = places[self._rank]
         for rank in first_of.values():
             if places[rank].network != own.network:
-                self._raise_if_told()
                 self._connect(own, rank, places[rank])
 
     def run(self, create_groups: Callable[[Store], T]) -> T:
@@ -197,9 +199,12 @@ class _Meeting:
             if self._store.add("failures", 1) == 1:
                 self._store.set("failed", message)
             self._store.add("told", 1)
-            deadline = time.monotonic() + _FAREWELL_S
+            deadline = time.monotonic() + min(max(self._left_s(), _FAREWELL_S[0]), _FAREWELL_S[1])
             while self._is_host and time.monotonic() < deadline:  # its end is the store's end
-                if self._store.add("told", 0) >= self._store.add("arrived", 0):
+                is_late = self._left_s() <= 0  # absent ranks do not come any more
+                if self._store.add("told", 0) >= (
+                    self._store.add("arrived", 0) if is_late else self._world_size
+                ):
                     break
                 time.sleep(0.05)
         except dist.DistError:
@@ -210,8 +215,8 @@ class _Meeting:
         waited_s = time.monotonic() - self._started
         return (
             f"expected {self._world_size} processes (WORLD_SIZE) to meet at {self._host}:{self._port} "
-            f"(MASTER_ADDR:MASTER_PORT); found {found} after {waited_s:.0f} s. See that each rank was started "
-            "on each node and is alive, that all were given the same address and a free port, and that no "
+            f"(MASTER_ADDR:MASTER_PORT); found {found} after {waited_s:.0f} s. See that the command was started "
+            "on every node and is alive, that all were given the same address and a free port, and that no "
             "firewall is in between."
         )
 
@@ -251,14 +256,21 @@ class _Meeting:
         return f"{self.not_met(found)} Those that are there run on {_listed(hosts)}."
 
     def _connect(self, own: _Place, rank: int, place: _Place) -> None:
-        try:  # half of the time: the error must reach the ranks that wait
-            socket.create_connection((place.address, place.port), timeout=max(1.0, self._left_s() / 2)).close()
-        except OSError as error:
-            raise LaunchError(
-                f"rank {self._rank} (host {own.host}): expected to reach rank {rank} (host {place.host}) at "
-                f"{place.address} ({place.origin}); found '{error}'. This rank's own address is {own}. "
-                f"{_choose_interface(place.host, place.interfaces)} All ports must be open between the nodes."
-            ) from error
+        # Half of the time: the error must reach the ranks that wait.
+        deadline = time.monotonic() + min(_CONNECT_S, self._left_s() / 2)
+        while True:
+            self._raise_if_told()
+            try:
+                socket.create_connection((place.address, place.port), timeout=_ATTEMPT_S).close()
+                return
+            except OSError as error:
+                is_final = error.errno in (errno.ECONNREFUSED, errno.ENETUNREACH)
+                if is_final or time.monotonic() > deadline:
+                    raise LaunchError(
+                        f"rank {self._rank} (host {own.host}): expected to reach rank {rank} (host {place.host}) "
+                        f"at {place.address} ({place.origin}); found '{error}'. This rank's own address is "
+                        f"{own}. {_choose_interface(place.host, place.interfaces)}"
+                    ) from error
 
     def _no_groups(self, found: str) -> str:
         places = [_Place(**json.loads(place)) for place in self._store.multi_get(self._keys("arrived"))]
@@ -267,7 +279,7 @@ class _Meeting:
         return (
             f"rank {self._rank} (host {own.host}) at {own}: expected to join gloo's process groups within "
             f"{self._timeout_s:.0f} s; found {found}. Ranks that have not joined either: {listed or 'none'}. "
-            f"{_choose_interface(own.host, own.interfaces)} All ports must be open between the nodes."
+            f"{_choose_interface(own.host, own.interfaces)}"
         )
 
 
@@ -306,7 +318,7 @@ def _require_shared_addresses(places: Sequence[_Place]) -> None:
 def _choose_interface(host: str, interfaces: str) -> str:
     return (
         "Set GLOO_SOCKET_IFNAME on each node to its interface in the nodes' network "
-        f"({host} has {interfaces or 'none'})."
+        f"({host} has {interfaces or 'none'}); between the nodes, all ports must be open."
     )
 
 

@@ -1,4 +1,4 @@
-"""Processes that meet: what stops one of them is the error of all, in time. Ranks are threads with one store."""
+"""Processes that meet: what stops one of them is the error of all, in time. Here ranks are threads."""
 
 import json
 import os
@@ -55,7 +55,8 @@ def join_all(creates: list[Create], timeout_s: float = LIMIT_S) -> tuple[list[An
             results[rank] = error
 
     threads = [
-        threading.Thread(target=run, args=each, name=f"host{each[0]}", daemon=True) for each in enumerate(creates)
+        threading.Thread(target=run, args=each, name=f"host{each[0]}", daemon=True)
+        for each in enumerate(creates)
     ]
     started = time.monotonic()
     for thread in threads:
@@ -107,7 +108,7 @@ def test_missing_ranks_are_named_and_the_hosts_that_are_there() -> None:
 def test_an_unknown_master_is_named_at_once(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
     started = time.monotonic()
-    with pytest.raises(LaunchError, match="^MASTER_ADDR: found 'no-such-host.invalid'"):
+    with pytest.raises(LaunchError, match=r"^MASTER_ADDR: found 'no-such-host\.invalid'"):
         joining.join(Groups, rank, 2, 600.0)
     assert time.monotonic() - started < 60
 

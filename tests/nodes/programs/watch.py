@@ -1,7 +1,7 @@
 """A rank under failure detection that makes progress, or stays silent, until its peer is lost.
 
-Arguments: "moving" or "static" progress, and seconds of `peer_timeout_s`. It prints "watches" once it is watched. The
-last lines on stderr name the lost peer.
+Arguments: "moving" or "static" progress, and seconds of `peer_timeout_s`. It prints "watches" once it is
+watched. The last lines on stderr name the lost peer.
 """
 
 import sys

@@ -5,6 +5,8 @@ import ipaddress
 import os
 import socket
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,12 +47,12 @@ def gloo_address() -> GlooAddress:
     """
     host = socket.gethostname()
     if name := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]:
-        if (address := _address_of(name)) is None:
+        if not (found := _addresses_of(name)):
             raise LaunchError(
                 f"GLOO_SOCKET_IFNAME: found {name!r}, which is no interface with an address on host {host}; "
                 f"expected one of {', '.join(network_interfaces())}. Correct it, or leave it out."
             )
-        return GlooAddress(address, f"GLOO_SOCKET_IFNAME={name}")
+        return GlooAddress(found[0], f"GLOO_SOCKET_IFNAME={name}")
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -67,7 +69,7 @@ def gloo_address() -> GlooAddress:
 
 def network_interfaces() -> list[str]:
     """Return the names of this host's interfaces that have an address, without loopback."""
-    return [name for _, name in socket.if_nameindex() if name != "lo" and _address_of(name) is not None]
+    return [name for _, name in socket.if_nameindex() if name != "lo" and _addresses_of(name)]
 
 
 def address_towards(host: str) -> str:
@@ -82,6 +84,23 @@ def address_towards(host: str) -> str:
         return str(route.getsockname()[0])
 
 
+@contextmanager
+def binding_gloo_to(ip: str) -> Iterator[None]:
+    """Let groups that are created in the body bind an address of this host, unless GLOO_SOCKET_IFNAME is set.
+
+    Gloo takes no address, and reads the variable when a group is created.
+    """
+    names = [name for name in network_interfaces() if ip in _addresses_of(name)]
+    if os.environ.get("GLOO_SOCKET_IFNAME") or not names:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = names[0]
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+
+
 def is_loopback(host: str) -> bool:
     """Return whether an address, or "localhost", means the host that uses it."""
     try:
@@ -90,17 +109,14 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _address_of(interface: str) -> str | None:
-    """Return the first IPv4 address of an interface, or its first IPv6 address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        try:
-            request = struct.pack("256s", interface.encode()[:15])
-            return socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24])
-        except OSError:
-            pass
-    try:
+def _addresses_of(interface: str) -> list[str]:
+    """Return the IPv4 address of an interface, then its IPv6 addresses, with link-local ones last."""
+    addresses: list[str] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket, suppress(OSError):
+        request = struct.pack("256s", interface.encode()[:15])
+        addresses.append(socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24]))
+    with suppress(OSError):  # a kernel without IPv6
         rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
-    except OSError:
-        return None
-    found = sorted((row[3] == _LINK_LOCAL, row[0]) for row in rows if row[5] == interface)
-    return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(found[0][1])) if found else None
+        found = sorted((row[3] == _LINK_LOCAL, row[0]) for row in rows if row[5] == interface)
+        addresses += [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)) for _, digits in found]
+    return addresses

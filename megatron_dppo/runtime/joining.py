@@ -201,10 +201,8 @@ class _Meeting:
             self._store.add("told", 1)
             deadline = time.monotonic() + min(max(self._left_s(), _FAREWELL_S[0]), _FAREWELL_S[1])
             while self._is_host and time.monotonic() < deadline:  # its end is the store's end
-                is_late = self._left_s() <= 0  # absent ranks do not come any more
-                if self._store.add("told", 0) >= (
-                    self._store.add("arrived", 0) if is_late else self._world_size
-                ):
+                num_ranks = self._world_size if self._left_s() > 0 else self._store.add("arrived", 0)
+                if self._store.add("told", 0) >= num_ranks:
                     break
                 time.sleep(0.05)
         except dist.DistError:
@@ -215,9 +213,9 @@ class _Meeting:
         waited_s = time.monotonic() - self._started
         return (
             f"expected {self._world_size} processes (WORLD_SIZE) to meet at {self._host}:{self._port} "
-            f"(MASTER_ADDR:MASTER_PORT); found {found} after {waited_s:.0f} s. See that the command was started "
-            "on every node and is alive, that all were given the same address and a free port, and that no "
-            "firewall is in between."
+            f"(MASTER_ADDR:MASTER_PORT); found {found} after {waited_s:.0f} s. See that the command was "
+            "started on every node and is alive, that all got the same address and a free port, and that "
+            "no firewall is in between."
         )
 
     def _left_s(self) -> float:
@@ -267,9 +265,9 @@ class _Meeting:
                 is_final = error.errno in (errno.ECONNREFUSED, errno.ENETUNREACH)
                 if is_final or time.monotonic() > deadline:
                     raise LaunchError(
-                        f"rank {self._rank} (host {own.host}): expected to reach rank {rank} (host {place.host}) "
-                        f"at {place.address} ({place.origin}); found '{error}'. This rank's own address is "
-                        f"{own}. {_choose_interface(place.host, place.interfaces)}"
+                        f"rank {self._rank} (host {own.host}): expected to reach rank {rank} (host "
+                        f"{place.host}) at {place}; found '{error}'. This rank's own address is {own}. "
+                        f"{_choose_interface(place.host, place.interfaces)}"
                     ) from error
 
     def _no_groups(self, found: str) -> str:

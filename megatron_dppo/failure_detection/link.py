@@ -104,10 +104,11 @@ class Link:
             return self._lose(Loss.of(None))
         self._silent_s = 0.0
         try:
-            messages = [json.loads(message) for message in self._reader.feed(data)]
+            messages: list[Message] = [json.loads(message) for message in self._reader.feed(data)]
+            are_messages = all(isinstance(message, dict) for message in messages)
         except (ValueError, RecursionError):
-            messages = [None]
-        if not all(isinstance(message, dict) for message in messages):
+            messages, are_messages = [], False
+        if not are_messages:
             return self._lose(Loss("garbled", "it sent what is no message"))
         return messages
 

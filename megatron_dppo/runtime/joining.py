@@ -115,19 +115,9 @@ class _Meeting:
         if not self._is_host:
             self._wait_for_listener()
         try:
-            store: Store = TCPStore(
-                self._host,
-                self._port,
-                world_size,
-                is_master=self._is_host,
-                timeout=timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-                multi_tenant=self._is_host,
-            )
+            self._store = self._open_store(self._is_host)
         except dist.DistError as error:
             raise LaunchError(self.not_met(f"'{_first_line(error)}'")) from error
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store over restarts
-        self._store = PrefixStore(f"megatron_dppo/{attempt}", store)
 
     def gather(self, stage: str, value: str) -> list[str]:
         """Publish this rank's value of a stage, and return all ranks' values once the last one is there.
@@ -172,7 +162,7 @@ class _Meeting:
         results: list[T] = []
         errors: list[Exception] = []
         # A wait blocks all calls of its connection, so this thread needs another one.
-        store, self._store = self._store, self._store.clone()
+        store, self._store = self._store, self._open_store(is_host=False)
 
         def create() -> None:
             try:
@@ -217,6 +207,19 @@ class _Meeting:
             "started on every node and is alive, that all got the same address and a free port, and that "
             "no firewall is in between."
         )
+
+    def _open_store(self, is_host: bool) -> Store:
+        store = TCPStore(
+            self._host,
+            self._port,
+            self._world_size,
+            is_master=is_host,
+            timeout=timedelta(seconds=self._timeout_s),
+            wait_for_workers=False,
+            multi_tenant=is_host,
+        )
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store over restarts
+        return PrefixStore(f"megatron_dppo/{attempt}", store)
 
     def _left_s(self) -> float:
         return self._started + self._timeout_s - time.monotonic()

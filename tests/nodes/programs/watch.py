@@ -25,4 +25,5 @@ def main(mode: str = "moving", peer_timeout_s: float = 60.0) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2])) if len(sys.argv) > 2 else main(*sys.argv[1:2])
+    given = dict(enumerate(sys.argv))
+    main(given.get(1, "moving"), float(given.get(2, 60.0)))

@@ -324,7 +324,7 @@ class Member:
             for message in messages:
                 self._answer(message, welcome)
             self._tell_progress()
-            if self._link.is_silent() and self._head:
+            if self._head and self._link.is_silent():
                 break
         self._link.close()
         if not self._is_leaving and not self._has_head_left:

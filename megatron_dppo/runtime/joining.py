@@ -297,7 +297,7 @@ def _require_known(host: str) -> None:
             raise LaunchError(
                 f"MASTER_ADDR: found {host!r}, which host {socket.gethostname()} cannot resolve "
                 f"({error.strerror}); expected a name or an address that every node knows. Set it to the "
-                "address of rank 0's node."
+                "address of rank 0's node; torchrun sets it from --local-addr or --master-addr."
             ) from error
 
 

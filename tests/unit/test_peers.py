@@ -236,6 +236,7 @@ def test_strangers_have_a_limited_time(
     monkeypatch.setattr(door, "_HELLO_S", 0.2)
     stranger = socket.create_connection(("127.0.0.1", port))
     assert is_closed(stranger)
+    monkeypatch.setattr(door, "_HELLO_S", 60.0)
     join(made, port, token).sendall(json_frame({"kind": "goodbye", "how": "a normal exit"}))
 
 

@@ -58,12 +58,12 @@ class End:
 LOST = {
     "died": End(
         "died",
-        "It reported no error: it was killed (out of memory?) or crashed; the launcher, or dmesg on that host, "
-        "may know by what.",
+        "It reported no error: it was killed (out of memory?) or crashed, or its host was restarted; the "
+        "launcher, or dmesg on that host, may know by what.",
     ),
     "unreachable": End(
         "cannot be reached",
-        "Its host is off, restarted or hangs, or the network is down between the hosts; its process may live.",
+        "Its host is off or hangs, or the network is down between the hosts; its process may live.",
     ),
     "silent": End(
         "is silent",

@@ -108,7 +108,7 @@ def test_an_owner_on_another_host_that_lives_is_respected(tmp_path: Path) -> Non
     thread.start()
     try:
         expected = pytest.raises(InUseError, match="process 1 on elsewhere")
-        with expected, locked(tmp_path, beat_s=0.2, patience_s=2.0):
+        with expected, locked(tmp_path, beat_s=1.0, patience_s=2.0):
             pass
     finally:
         ended.set()

@@ -7,8 +7,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,31 +15,7 @@ import pytest
 
 from megatron_dppo.errors import ConfigError, InUseError
 from megatron_dppo.run_folder.lock import LOCK, holder, locked
-
-_HOLD = """
-import socket, sys, time
-from pathlib import Path
-folder, host, hold_s = sys.argv[1:]
-if host:
-    socket.gethostname = lambda: host
-from megatron_dppo.run_folder.lock import locked
-with locked(Path(folder), beat_s=0.1, silent_s=1.0, patience_s=4.0):
-    print("held", flush=True)
-    time.sleep(float(hold_s))
-"""
-
-
-def begin_to_hold(folder: Path, host: str = "", hold_s: float = 60.0) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", _HOLD, str(folder), host, str(hold_s)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def hold_in_another_process(folder: Path, host: str = "", hold_s: float = 60.0) -> subprocess.Popen[str]:
-    process = begin_to_hold(folder, host, hold_s)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    time.sleep(0.3)
-    return process
+from tests.support.locks import begin_to_hold, hold_in_another_process
 
 
 def test_a_folder_is_free_again_after_use(tmp_path: Path) -> None:

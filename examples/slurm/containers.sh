@@ -12,8 +12,9 @@ is_for_apptainer() { # image: its file, a folder, or an address; pyxis takes .sq
     [[ $1 == *.sif || $1 == *://* || -d $1 ]]
 }
 
-linked() { # what links in the repository, and in its folders of models, data and runs, lead to outside of it
-    find . models/ data/ runs/ -maxdepth 1 -type l -exec realpath -e -- {} + 2>/dev/null | grep -v "^$(pwd -P)/" | sort -u
+linked() { # what links lead to outside of the repository, of its folders of models, data and runs, and in them
+    find models data runs models/ data/ runs/ -maxdepth 1 -type l -exec realpath -e -- {} + 2>/dev/null |
+        grep -v "^$(pwd -P)/" | sort -u
 }
 
 mounts() { # FOLDER:FOLDER, one a line
@@ -41,10 +42,13 @@ is_mounted() { # path
 }
 
 require_mounted() { # run folder: one that no mount contains would be gone with the container
-    local folder
-    folder=$(realpath -m -- "$1")
-    [[ -z $container_trainer$container_server ]] || is_mounted "$folder" || explain "run.folder = $1, which no mount contains" \
-        "one that the containers share" "Add $folder:$folder to CONTAINER_MOUNTS='$(mounts | paste -sd ,)'."
+    local place
+    [[ -n $container_trainer$container_server ]] || return 0
+    place=$(realpath -m -- "$1")
+    is_mounted "$place" && return 0
+    while [[ ! -e $place ]]; do place=$(dirname "$place"); done
+    explain "run.folder = $1, which no mount contains" "one that the containers share" \
+        "Set CONTAINER_MOUNTS=$(mounts | paste -sd ,),$place:$place"
 }
 
 require_containers() { # before anything starts: an image's file is there, and mounts are pairs of absolute paths
@@ -69,6 +73,6 @@ require_containers() { # before anything starts: an image's file is there, and m
     [[ -n $container_trainer$container_server ]] || return 0
     while IFS= read -r place; do
         is_mounted "$place" || explain "$place, of the repository or where a link in it leads, in no mount" \
-            "CONTAINER_MOUNTS to contain it" "Add $place:$place, or leave CONTAINER_MOUNTS empty: it is mounted then."
+            "CONTAINER_MOUNTS to contain it" "Add $place:$place, or set no CONTAINER_MOUNTS: it is mounted then."
     done < <(echo "$PWD" && linked)
 }

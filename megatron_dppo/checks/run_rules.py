@@ -332,8 +332,8 @@ def stop_remarks(config: Config, facts: Facts) -> list[str]:
     enough_s = 60 * math.ceil(1.25 * needed_s / 60)
     return [
         f"SAVE_SECONDS: a SLURM job that is asked to stop has {limit_s} s for a gradient step and a checkpoint "
-        f"of at least {num_bytes / _GIB:.1f} GiB, which takes {needed_s} s at 1 GB/s. This speed is assumed; the "
-        "disk's is not known. If the disk is not faster, submit with "
+        f"of at least {num_bytes / _GIB:.1f} GiB, which takes {needed_s} s at 1 GB/s. This speed is assumed: "
+        "that of the disk is not known. If the disk is not faster, submit with "
         f"SAVE_SECONDS={enough_s} and --signal=B:USR1@{enough_s + 120}, or the work since the checkpoint "
         "before is repeated."
     ]

@@ -32,7 +32,7 @@ retry() { # status, folder of logs of this attempt without its number: returns w
     ((num_tries <= ${RETRIES:-0})) || return 0
     touch "$2$attempt/retried"
     node=$(node_at_fault "$2$attempt")
-    nodes=$(ask sinfo --noheader --Node --partition="$SLURM_JOB_PARTITION" --format=%N | sort -u)
+    nodes=$(ask sinfo --noheader --Node --partition="$SLURM_JOB_PARTITION" --format=%N | sort -u) || nodes=''
     if ! grep -qxF -- "$node" <<<"$nodes" || (($(wc -l <<<"$nodes") <= SLURM_JOB_NUM_NODES)); then
         node='' # unknown, or there is no other
     fi

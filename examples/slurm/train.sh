@@ -67,7 +67,7 @@ end_timer
 [[ -z $engine ]] || end_engine "$engine" "$own_job.1" # step 0 looked at the config
 [[ ! -e $logs/stopped ]] || requeue "stopped and saved"
 ((status != 0)) || exit 0
-show_error "$status" "$logs"
 status=$(own_status "$status" "$logs")
+show_error "$status" "$logs"
 retry "$status" "${logs%"$attempt"}"
 exit "$status"

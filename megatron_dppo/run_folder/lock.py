@@ -80,7 +80,7 @@ def locked(
         finally:
             ended.set()
             beats.join()
-            if _is_owner(folder, me):
+            if _is_entry_of(_read(folder), me):
                 stream.truncate(0)  # an empty file is a free folder; removing it would race with the next owner
 
 
@@ -259,20 +259,29 @@ def _is_here(owner: dict[str, Any]) -> bool:
     return owner.get("host") == socket.gethostname() and owner.get("boot", _boot_id()) == _boot_id()
 
 
-def _is_owner(folder: Path, me: dict[str, Any]) -> bool:
-    """Return whether no other process has written its entry."""
-    owner = _read(folder)
-    return not owner or all(owner.get(name) == me[name] for name in ("host", "boot", "pid", "since"))
+def _is_entry_of(owner: dict[str, Any], me: dict[str, Any]) -> bool:
+    return all(owner.get(name) == me[name] for name in ("host", "boot", "pid", "since"))
 
 
 def _beat(stream: BinaryIO, folder: Path, me: dict[str, Any], ended: threading.Event, beat_s: float) -> None:
+    is_written = False
     while not ended.wait(beat_s):
-        if not _is_owner(folder, me):
-            new = _words(_read(folder))
-            logger.critical("%s: %s has taken over this run folder; this process ends at once", folder, new)
+        owner = _read(folder)
+        if _is_entry_of(owner, me):
+            is_written = True
+        elif owner or (is_written and _is_empty(folder)):
+            new = _words(owner) if owner else "a process that has released it"
+            logger.critical("%s: taken over by %s; this process ends at once", folder, new)
             os._exit(1)  # it must not write another row, nor save
         me["beat"] += 1
         _write(stream, me)
+
+
+def _is_empty(folder: Path) -> bool:
+    try:
+        return (folder / LOCK).stat().st_size == 0
+    except OSError:
+        return False
 
 
 def _write(stream: BinaryIO, owner: dict[str, Any]) -> None:

@@ -193,6 +193,7 @@ def test_an_asynchronous_job_has_nodes_for_servers_unless_it_is_told(commands: P
         status, said, calls = run_steps(commands, "moe_base_async", "dppo_binary_tv.toml", **job)
         assert status == 0, said
         settings, server, trainer = calls[-3:]
+        assert all(" --distribution=block " in step for step in (server, trainer))
         assert settings.endswith(f"--world-size {4 * (4 - expected)}")
         assert f"--nodes={expected} --relative={4 - expected} --ntasks={expected} " in server
         assert f"--nodes={4 - expected} --ntasks={4 - expected} --ntasks-per-node=1" in trainer

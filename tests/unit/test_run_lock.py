@@ -136,16 +136,25 @@ def test_a_lock_that_outlives_its_silent_owner_goes_to_one_process(tmp_path: Pat
             process.communicate()
 
 
-def test_an_owner_that_comes_back_ends_and_leaves_the_folder_to_the_new_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_released", [False, True])
+def test_an_owner_that_comes_back_ends_and_leaves_the_folder_to_the_new_one(
+    tmp_path: Path, is_released: bool
+) -> None:
+    """A job takes the folder over when it looks at its config, releases it, and locks it again to train."""
     silent = hold_in_another_process(tmp_path, "elsewhere")
     silent.send_signal(signal.SIGSTOP)
     try:
-        with locked(tmp_path, beat_s=0.1, silent_s=1.0):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(locked(tmp_path, beat_s=0.1, silent_s=1.0))
+            if is_released:
+                stack.close()
             silent.send_signal(signal.SIGCONT)
             _, said = silent.communicate(timeout=30)
             assert silent.returncode == 1
-            assert f"process {os.getpid()} on " in said
-            assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+            new = "a process that has released it" if is_released else f"process {os.getpid()} on "
+            assert f"taken over by {new}" in said
+            expected = [] if is_released else [os.getpid()]
+            assert [json.loads(line)["pid"] for line in (tmp_path / LOCK).read_text().splitlines()] == expected
     finally:
         silent.kill()
         silent.communicate()

@@ -7,7 +7,7 @@ trainer='' timer='' is_interrupted=0
 on_stop() { # the time limit is near, or a preemption
     is_interrupted=1
     [[ -n $trainer ]] || requeue "asked to stop before training began"
-    kill -USR1 "$trainer"
+    kill -USR1 "$trainer" 2>/dev/null || return 0 # it has just ended
     (sleep "${SAVE_SECONDS:-480}" && requeue "asked to stop, and not saved in ${SAVE_SECONDS:-480} s") &
     timer=$!
 }
@@ -21,7 +21,7 @@ outlast() { # pid: returns its status, however many signals interrupt the waitin
     while :; do
         is_interrupted=0 status=0
         wait "$1" || status=$?
-        ((is_interrupted)) || return "$status"
+        ((is_interrupted && status > 128)) || return "$status"
     done
 }
 

@@ -37,6 +37,7 @@ if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
 fi
 logs=$folder/slurm/$SLURM_JOB_ID-attempt_$attempt
 mkdir -p "$logs"
+rm -f "$logs"/{stopped,status,failed_on} # of a job of the same number, before the controller lost its state
 # Another port in each attempt: a node that was lost may still run the attempt before.
 export LOGS=$logs MASTER_PORT=${MASTER_PORT:-$((15000 + (SLURM_JOB_ID + 101 * attempt) % 10000))}
 mapfile -t trainer_nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n "$num_trainer_nodes")

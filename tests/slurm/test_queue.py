@@ -110,7 +110,8 @@ def test_servers_that_were_not_reached_are_killed_after_a_minute(calls: Path) ->
 def test_a_step_outlasts_signals_and_a_signal_outlasts_the_step(calls: Path) -> None:
     """The stop signal may interrupt the waiting, or come when the trainer has just ended."""
     wait = "bash -c 'trap : USR1; /bin/sleep 1; /bin/sleep 0.5; exit 7' & trainer=$!; trap on_stop USR1; "
-    wait += "status=0; (/bin/sleep 0.5; kill -USR1 $$) & outlast $trainer || status=$?; end_timer; on_stop; echo $status"
+    wait += "status=0; (/bin/sleep 0.5; kill -USR1 $$) & outlast $trainer || status=$?; "
+    wait += "end_timer; on_stop; echo $status"
     ended = in_a_job(calls, wait, SAVE_SECONDS="9", REFUSAL="denied")
     assert ended.stdout == "7\n" and ended.returncode == 0
     assert Path(f"{calls}.slept").read_text() == "sleep 9\n", "the time for saving began once"

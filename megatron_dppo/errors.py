@@ -61,6 +61,10 @@ class ConfigError(MegatronDppoError, ValueError):
         super().__init__(message if isinstance(message, str) else "\n".join(map(str, message)))
 
 
+class InUseError(ConfigError):
+    """A process that may end soon still holds the run folder: the same command may work later."""
+
+
 @contextmanager
 def writing_to(key: str, path: Path) -> Iterator[None]:
     """Convert a failure to write in the body into a ConfigError that names the user's path.

@@ -2,6 +2,10 @@
 # What the job scripts require, and how they say what is missing. To be sourced in the repository's root.
 
 . examples/slurm/containers.sh
+. examples/slurm/failure.sh
+. examples/slurm/network.sh
+. examples/slurm/queue.sh
+. examples/slurm/steps.sh
 PYTHON=$(python_in "$container_trainer")
 export PYTHON
 
@@ -28,12 +32,14 @@ split_arguments() { # ARGUMENT ...: adds to arguments, and to of_trainer what me
 }
 
 require_job() { # EXPERIMENT ...
-    local submit="Submit it in the repository's root: sbatch --account=NAME --time=24:00:00"
+    local limit config submit="Submit it in the repository's root: sbatch --account=NAME --time=24:00:00"
     submit+=" examples/$1/train.sbatch ALGORITHM.toml; or set SBATCH_ACCOUNT and SBATCH_TIMELIMIT once."
     [[ -n ${SLURM_JOB_ID:-} ]] || explain "no SLURM job" "to be started by one" "$submit"
-    [[ $(squeue --noheader --job "$SLURM_JOB_ID" --format=%l) != UNLIMITED ]] ||
+    limit=$(time_limit)
+    [[ $limit != UNLIMITED ]] ||
         explain "a job without a time limit" "one, before which the run is saved and requeued" "$submit"
-    [[ -n ${SLURM_JOB_ACCOUNT:-} ]] || ! scontrol show config | grep -q '^AccountingStorageType.*slurmdbd' ||
+    [[ -n ${SLURM_JOB_ACCOUNT:-} ]] || config=$(ask scontrol show config)
+    [[ -n ${SLURM_JOB_ACCOUNT:-} ]] || ! grep -q '^AccountingStorageType.*slurmdbd' <<<"$config" ||
         explain "a job without an account" "one, on a cluster that keeps accounts" "$submit"
 }
 
@@ -44,6 +50,10 @@ require_algorithm() { # EXPERIMENT ALGORITHM.toml ...
     done
     [[ " ${found[*]} " == *" $file "* ]] || explain "${file:-no algorithm}" "one of ${found[*]}" \
         "These are the TOML files in examples/$1; further files and --set go after it."
+}
+
+require_count() { # NAME of a variable, what it says
+    [[ ${!1:-0} =~ ^(0|[1-9][0-9]*)$ ]] || explain "$1='${!1}'" "a number" "It $2"
 }
 
 require_engine_nodes() { # num_engine_nodes, nodes of the job: before the config is read
@@ -60,20 +70,4 @@ require_place() { # engine_on, num_engine_nodes
         "NUM_ENGINE_NODES=N" "Or set rollout.sglang.colocated, or rollout.sglang.num_own_servers."
     [[ $1 != here || $2 == 0 ]] || explain "NUM_ENGINE_NODES=$2 and rollout.sglang.colocated" "one of them" \
         "Add --set rollout.sglang.colocated=false --set rollout.sglang.weight_sync=distributed."
-}
-
-wait_for_servers() { # pid of the step, folder, how many, log
-    until [[ $(find "$2" -name 'node-*.json' 2>/dev/null | wc -l) == "$3" ]]; do
-        kill -0 "$1" 2>/dev/null || {
-            tail -n 40 "$4"
-            explain "no $3 servers: the engine's step ended" "it to outlast training" "Fix what $4 says."
-        }
-        sleep 1
-    done
-}
-
-show_error() { # status, folder of logs
-    tail -n 40 "$2/trainer.log" >&2
-    grep -q 'ended with status' "$2/trainer.log" || tail -n 20 "$2"/torchrun-*.log >&2 # no rank failed first
-    echo "the trainer's step ended with $1; its logs: $2" >&2
 }

@@ -9,7 +9,7 @@ leave_job() { # EXPERIMENT: what is submitted from here on has this job's accoun
     local name
     [[ -n ${SLURM_JOB_ID:-} ]] || return 0
     require_job "$1"
-    SBATCH_TIMELIMIT=$(squeue --noheader --job "$SLURM_JOB_ID" --format=%l)
+    SBATCH_TIMELIMIT=$(time_limit)
     export SBATCH_TIMELIMIT SBATCH_PARTITION=$SLURM_JOB_PARTITION
     [[ -z ${SLURM_JOB_ACCOUNT:-} ]] || export SBATCH_ACCOUNT=$SLURM_JOB_ACCOUNT
     for name in ${!SLURM_@}; do # they describe this job, and would shape the others

@@ -19,7 +19,7 @@ from megatron_dppo.checks import (  # which registers their rules, in this order
 )
 from megatron_dppo.checks.facts import RULES, Facts, Need, Rule, gather_facts, model_facts
 from megatron_dppo.checks.notes import doubts, remarks
-from megatron_dppo.checks.run_rules import folder_remarks, period_remarks
+from megatron_dppo.checks.run_rules import folder_remarks, period_remarks, stop_remarks
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang.options import installed_version, interpreter, read_options
 from megatron_dppo.engines.sglang.protocol import GENERATIONS, NEWEST
@@ -51,6 +51,7 @@ __all__ = [
     "require_valid",
     "run_rules",
     "sampling_rules",
+    "stop_remarks",
     "version_notes",
 ]
 

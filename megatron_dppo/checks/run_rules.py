@@ -316,6 +316,29 @@ def checkpoint_bytes(config: Config, facts: Facts) -> int | None:
     return num_parameters * (_DTYPE_BYTES[config.model.dtype] + state_bytes)
 
 
+_ASSUMED_BYTES_PER_S = 1e9
+_DEFAULT_SAVE_S = 480  # as examples/slurm has it
+
+
+def stop_remarks(config: Config, facts: Facts) -> list[str]:
+    """Return a note if a SLURM job that is asked to stop has less time than a checkpoint takes to write."""
+    num_bytes, given = checkpoint_bytes(config, facts), os.environ.get("SAVE_SECONDS", "")
+    if num_bytes is None:
+        return []
+    limit_s = int(given) if given.isdecimal() else _DEFAULT_SAVE_S
+    needed_s = math.ceil(num_bytes / _ASSUMED_BYTES_PER_S)
+    if needed_s <= limit_s:
+        return []
+    enough_s = 60 * math.ceil(1.25 * needed_s / 60)
+    return [
+        f"SAVE_SECONDS: a SLURM job that is asked to stop has {limit_s} s for a gradient step and a checkpoint "
+        f"of at least {num_bytes / _GIB:.1f} GiB, which takes {needed_s} s at 1 GB/s. This speed is assumed: "
+        "that of the disk is not known. If the disk is not faster, submit with "
+        f"SAVE_SECONDS={enough_s} and --signal=B:USR1@{enough_s + 120}, or the work since the checkpoint "
+        "before is repeated."
+    ]
+
+
 @rule("evaluation_names")
 def _evaluation_names(config: Config, facts: Facts) -> Iterator[Problem]:
     """The name of a set can be part of a metric's name, and of a file's."""

@@ -20,6 +20,7 @@ from megatron_dppo.checks import (
     remarks,
     require_evaluable,
     require_valid,
+    stop_remarks,
     version_notes,
 )
 from megatron_dppo.checks.notes import lines_of, summary
@@ -148,7 +149,7 @@ def check(
     for note in version_notes(config):
         typer.echo(f"untested version: {note}", err=True)
     noted = [*remarks(config), *period_remarks(config), *doubts(config, facts), *folder_remarks(config)]
-    noted += [*offload_remarks(config, facts), *retraction_remarks(config, facts)]
+    noted += [*stop_remarks(config, facts), *offload_remarks(config, facts), *retraction_remarks(config, facts)]
     for remark in noted:
         typer.echo(f"note: {remark}", err=True)
     if problems:

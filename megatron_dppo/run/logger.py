@@ -32,7 +32,7 @@ from megatron_dppo.rollout.scoring import Tokenizer
 from megatron_dppo.run.history import PastRows, RunHistory, of_the_rollout
 from megatron_dppo.run.token_lists import OpenTokenLists, remove_undone
 from megatron_dppo.run_folder.folder import RunFolder
-from megatron_dppo.run_folder.lock import locked
+from megatron_dppo.run_folder.lock import PATIENCE_S, locked
 from megatron_dppo.run_folder.reader import read_run
 from megatron_dppo.runtime.gpu_ledger import OUTSIDE
 from megatron_dppo.runtime.process import Runtime, gpu_libraries
@@ -81,7 +81,8 @@ class RunLogger:
         with contextlib.ExitStack() as stack:
 
             def open_folder() -> None:
-                stack.enter_context(locked(config.run.folder))
+                patience_s = min(PATIENCE_S, config.run.timeout_s / 2)  # the other ranks wait for rank 0
+                stack.enter_context(locked(config.run.folder, patience_s=patience_s))
                 options = config.run.folder, config.model_dump(mode="json"), config.checkpoint.resume
                 is_there = config_file(config.model.load) is not None
                 sizes = read_model_sizes(config.model.load) if is_there else None

@@ -1,8 +1,9 @@
 """Starts a session: joins the job's processes, detects failures, checks the config and opens the run logger."""
 
+import logging
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +11,14 @@ from megatron_dppo.checkpoints import checkpoint_folder
 from megatron_dppo.checks import BEFORE_LOADING, require_valid
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang.options import nccl_settings
+from megatron_dppo.errors import InUseError
 from megatron_dppo.failure_detection import watching
 from megatron_dppo.run.logger import RunLogger
-from megatron_dppo.run.preemption import StopRequests
+from megatron_dppo.run.preemption import EXIT_CODE, StopRequests
 from megatron_dppo.runtime.files import full_disk_explained
 from megatron_dppo.runtime.process import Runtime, start, stop
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ def start_session(config: Config, *, accepts_changes: bool = False) -> Iterator[
     Raises:
         DiskError: The disk of the run folder is full.
         ConfigError: The configuration cannot work, or another process uses the run folder.
+        SystemExit: A process of another host, or of the job's attempt before, still uses the run folder: start
+            the same command again.
         LaunchError: The other processes did not start in time.
     """
     run, requests = config.run.folder, StopRequests()
@@ -44,7 +50,13 @@ def start_session(config: Config, *, accepts_changes: bool = False) -> Iterator[
     ):
         options = {"accepts_changes": accepts_changes, "needs": BEFORE_LOADING}
         runtime.on_main(lambda: require_valid(config, runtime.world_size, **options))
-        with RunLogger.open(config, runtime) as logger:
+        with ExitStack() as stack:
+            try:
+                logger = stack.enter_context(RunLogger.open(config, runtime))
+            except InUseError as error:
+                if runtime.is_main:
+                    log.error("%s", error)
+                raise SystemExit(EXIT_CODE) from error
             yield RunSession(runtime, logger, requests)
 
 

@@ -11,7 +11,7 @@ import shutil
 import stat
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -94,13 +94,15 @@ def cache_folder() -> Path:
 
 def write_json(path: Path, content: Any) -> None:
     """Write `content` to the cache, completely or not at all; a failure to write is ignored."""
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    # A random name: processes of several hosts share the cache, and may have the same process id.
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(content), encoding="utf-8")
         temporary.replace(path)
     except OSError:
-        return
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -157,7 +158,7 @@ def run_steps(commands: Path, experiment: str, algorithm: str, **variables: str)
         (commands / name).chmod(0o755)
     calls, script = commands / "calls", f"examples/{experiment}/train.sbatch"
     folders = {"CALLS": str(calls), "RUN": str(commands / "run")}
-    status, said = run(script, algorithm, path=commands, **JOB, **folders, **variables)
+    status, said = run(script, algorithm, path=commands, **JOB | folders | variables)
     return status, said, calls.read_text().splitlines() if calls.exists() else []
 
 
@@ -192,6 +193,7 @@ def test_an_asynchronous_job_has_nodes_for_servers_unless_it_is_told(commands: P
         status, said, calls = run_steps(commands, "moe_base_async", "dppo_binary_tv.toml", **job)
         assert status == 0, said
         settings, server, trainer = calls[-3:]
+        assert all(" --distribution=block " in step for step in (server, trainer))
         assert settings.endswith(f"--world-size {4 * (4 - expected)}")
         assert f"--nodes={expected} --relative={4 - expected} --ntasks={expected} " in server
         assert f"--nodes={4 - expected} --ntasks={4 - expected} --ntasks-per-node=1" in trainer
@@ -270,22 +272,82 @@ def test_accepted_changes_are_looked_for_in_the_seeds_own_folder(commands: Path,
         ({"CONTAINER": "both:1", "CONTAINER_SERVER": "nv#sglang:2"}, "both:1", "nv#sglang:2"),
         ({"CONTAINER_TRAINER": "trainer:3"}, "trainer:3", None),
         ({"CONTAINER": "both:1", "CONTAINER_TRAINER": ""}, None, "both:1"),
+        ({"CONTAINER": "docker://both:1"}, "docker://both:1", "docker://both:1"),
+        ({"CONTAINER": "trainer.sif", "CONTAINER_SERVER": "nv#sglang:2"}, "trainer.sif", "nv#sglang:2"),
     ],
 )
 def test_trainer_and_servers_run_in_images_of_their_own(
     commands: Path, images: dict[str, str], of_trainer: str | None, of_server: str | None
 ) -> None:
+    """Images for pyxis are options of srun. For Apptainer the step's command starts with its own."""
+    for name in ("apptainer", "trainer.sif"):
+        (commands / name).write_text("#!/bin/sh\n")
+        (commands / name).chmod(0o755)
+    images = {name: image.replace("trainer.sif", f"{commands}/trainer.sif") for name, image in images.items()}
+    mounts = {"CONTAINER_MOUNTS": f"/:/,{ROOT}:/elsewhere"} if images else {}
     nodes = {"SLURM_JOB_NUM_NODES": "2", "NUM_ENGINE_NODES": "1", "SLURM_GPUS_ON_NODE": "4"}
-    status, said, calls = run_steps(commands, "moe_base", "cispo.toml", **nodes, **images)
+    status, said, calls = run_steps(commands, "moe_base", "cispo.toml", **nodes, **images, **mounts)
     assert status == 0, said
-    steps = {name: line for name in ("settings.py", "server.sh", "node.sh") for line in calls if name in line}
+    first = {"settings.py": "python3", "server.sh": "bash", "node.sh": "bash"}
+    steps = {name: line for name in first for line in calls if f"{name} " in line}
     for name, image in {"settings.py": of_trainer, "node.sh": of_trainer, "server.sh": of_server}.items():
+        step, command = steps[name], f" {first[name]} examples/slurm/{name} "
         if image is None:
-            assert "--container" not in steps[name]
+            assert "container" not in step and "apptainer" not in step
+            continue
+        assert step.startswith("python3: ")
+        if image.startswith("docker:") or image.endswith(".sif"):
+            where = image.replace("trainer.sif", f"{commands}/trainer.sif")
+            words = f" apptainer exec --nv --pwd {ROOT} --bind=/:/ --bind={ROOT}:/elsewhere {where}{command}"
+            assert words in step and "--container" not in step
         else:
-            options = (f"--container-image={image}", f"--container-workdir={ROOT}")
-            assert all(option in steps[name] for option in (*options, f"--container-mounts={ROOT}:{ROOT}"))
-            assert steps[name].startswith("python3: ")
+            options = f" --container-image={image} --container-workdir={ROOT} "
+            options += f"--container-mounts=/:/,{ROOT}:/elsewhere "
+            assert options in step and command in step and "apptainer" not in step
+
+
+def test_mounts_cover_what_links_lead_to_and_the_run_folder(commands: Path, tmp_path: Path) -> None:
+    """In a checkout of its own: models, data and runs are often links to other disks, or contain some."""
+    checkout, disk = tmp_path / "checkout", tmp_path / "disk"
+    shutil.copytree(ROOT / "examples" / "slurm", checkout / "examples" / "slurm")
+    shutil.copytree(ROOT / "examples" / "moe_base", checkout / "examples" / "moe_base")
+    for name in ("models/qwen", "prompts", "runs"):
+        (disk / name).mkdir(parents=True)
+    (checkout / "models").symlink_to(disk / "models")
+    (disk / "models" / "other").symlink_to(disk / "prompts")
+    (checkout / "data").mkdir()
+    (checkout / "data" / "here").mkdir()
+    for name, target in {
+        "math": disk / "prompts",
+        "within": checkout / "data/here",
+        "broken": disk / "no",
+    }.items():
+        (checkout / "data" / name).symlink_to(target)
+    job = {
+        "CONTAINER": "both:1",
+        "SLURM_SUBMIT_DIR": str(checkout),
+        "SLURM_JOB_NUM_NODES": "1",
+        "PLACE": "nowhere",
+    }
+
+    def submit(run: Path, **variables: str) -> tuple[int, str, list[str]]:
+        return run_steps(commands, "moe_base", "cispo.toml", **job, **variables, RUN=str(run))
+
+    status, said, calls = submit(checkout / "runs" / "a")
+    assert status == 0, said
+    everything = ",".join(f"{place}:{place}" for place in (checkout, disk / "models", disk / "prompts"))
+    assert all(f" --container-mounts={everything} " in call for call in calls)
+    status, said, _ = submit(disk / "runs" / "new" / "a")
+    assert status == 2 and f"Set CONTAINER_MOUNTS={everything},{disk}/runs:{disk}/runs" in said
+    assert submit(disk / "runs" / "a", CONTAINER_MOUNTS=f"{everything},{disk}:{disk}")[0] == 0
+    for place in (checkout, disk / "prompts"):
+        others = ",".join(
+            f"{other}:{other}" for other in (checkout, disk / "models", disk / "prompts") if other != place
+        )
+        status, said, _ = submit(checkout / "runs" / "a", CONTAINER_MOUNTS=others)
+        assert (
+            status == 2 and f"found {place}, of the repository or where a link in it leads, in no mount" in said
+        )
 
 
 @pytest.mark.parametrize(
@@ -294,6 +356,8 @@ def test_trainer_and_servers_run_in_images_of_their_own(
         ({"CONTAINER": "my image"}, "CONTAINER='my image'"),
         ({"CONTAINER_TRAINER": "/no/where.sqsh"}, "CONTAINER_TRAINER=/no/where.sqsh, which is no file"),
         ({"CONTAINER_SERVER": "absent.sqsh"}, "CONTAINER_SERVER=absent.sqsh, which is no file"),
+        ({"CONTAINER": "absent.sif"}, "CONTAINER=absent.sif, which is no file"),
+        ({"CONTAINER": "docker://trainer:1"}, "CONTAINER=docker://trainer:1 and no apptainer on PATH"),
         ({"CONTAINER_MOUNTS": "/tmp:/tmp"}, "CONTAINER_MOUNTS and no image"),
         ({"CONTAINER": "a", "CONTAINER_MOUNTS": "/tmp:/tmp,data:/data"}, "'data:/data' in CONTAINER_MOUNTS"),
         ({"CONTAINER": "a", "CONTAINER_MOUNTS": "/no/where:/data"}, "'/no/where:/data' in CONTAINER_MOUNTS"),

@@ -1,11 +1,13 @@
 """What jobs start, where, and what becomes of it; stand_in.sh takes the place of servers and trainer."""
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from tests.support.cluster import Cluster
 from tests.support.jobs import Job, stand_in_environment, submit
+from tests.support.locks import hold_in_another_process
 
 TRAIN = "examples/moe_base/train.sbatch"
 ALGORITHM = "dppo_binary_tv.toml"
@@ -66,13 +68,63 @@ def test_an_engine_step_runs_beside_the_trainer(
     assert ended == [f"{node}: ended" for node in server_nodes]
 
 
-def test_an_array_is_a_run_for_each_seed(cluster: Cluster, tiny: tuple[str, ...], run: Path) -> None:
-    job = start(cluster, run, tiny, "--array=3,8", "--nodes=1", sets=("parallel.expert=1",))
+def test_an_array_is_a_run_for_each_seed_and_only_the_stopped_one_is_requeued(
+    cluster: Cluster, tiny: tuple[str, ...], run: Path
+) -> None:
+    """The last element's job id is the array's; --export with a list reaches no step of SLURM's own accord."""
+    names = ("MEGATRON_DPPO_VENV", "PROCESSES_PER_NODE", "PYTHONPATH", "SAVE_SECONDS")
+    names += tuple(f"STAND_IN_{name}" for name in ("PYTHON", "FOLDER", "SECONDS"))
+    options = ("--array=3,8", "--nodes=1", f"--export={','.join(names)}")
+    sets = ("parallel.expert=1",)
+    job = start(cluster, run, tiny, *options, sets=sets, STAND_IN_SECONDS="100", SAVE_SECONDS="1")
+    logs = {seed: run / f"seed_{seed}" / "slurm" for seed in (3, 8)}
+
+    def attempts(seed: int) -> list[str]:
+        return [path.parent.name[-1] for path in sorted(logs[seed].glob("*/trainer.log"))]
+
+    cluster.wait_until(lambda: attempts(3) == attempts(8) == ["0"], _LIMIT_S, f"both train:\n{job.output}")
+    cluster.ask(["scancel", "--batch", "--signal=USR1", f"{job.id}_8"])
+    cluster.wait_until(lambda: attempts(8) == ["0", "1"], _LIMIT_S, f"one is requeued:\n{job.output}")
+    (run / "end").touch()
     job.wait_for_state("COMPLETED", timeout_s=_LIMIT_S)
+    assert attempts(3) == ["0"]
     for seed in (3, 8):
-        (log,) = run.glob(f"seed_{seed}/slurm/*-attempt_0/trainer.log")
-        command = log.read_text()
+        command = min(logs[seed].glob("*-attempt_0/trainer.log")).read_text()
         assert f'--set run.seed={seed} --set run.folder="{run}/seed_{seed}"' in command
+
+
+def test_a_job_waits_for_the_run_folder_of_a_host_that_does_not_answer(
+    cluster: Cluster, tiny: tuple[str, ...], run: Path
+) -> None:
+    """SLURM has given up that host, and the process there lives on for a while."""
+    other = hold_in_another_process(run, "elsewhere", hold_s=600)
+    try:
+        job = start(cluster, run, tiny)
+        waits = f"waiting for process {other.pid} on elsewhere"
+        cluster.wait_until(lambda: waits in job.output, _LIMIT_S, f"the job waits; it said:\n{job.output}")
+        assert not (run / "begun").exists()
+    finally:
+        other.kill()
+        other.wait()
+    job.wait_for_state("COMPLETED", timeout_s=_LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "status", "state", "exit_code"),
+    [("1", "1", "COMPLETED", "0:0"), ("2", "2", "FAILED", "2:0")],
+    ids=["a failure", "an error of the user's"],
+)
+def test_a_failed_job_starts_again_on_another_node_if_the_user_wants_it(
+    cluster: Cluster, tiny: tuple[str, ...], run: Path, num_nodes: str, status: str, state: str, exit_code: str
+) -> None:
+    options = (f"--nodes={num_nodes}",)
+    sets = ("parallel.expert=1",)
+    job = start(cluster, run, tiny, *options, sets=sets, RETRIES="1", STAND_IN_STATUS=status)
+    said = job.wait_for_state(state, timeout_s=_LIMIT_S)
+    assert job.exit_codes == [exit_code]
+    first, *more = [path.read_text()[:2] for path in sorted(run.glob("slurm/*/trainer.log"))]
+    assert f"rank 0 on {socket.gethostname()} ended with status {status}" in said
+    assert more == ([] if state == "FAILED" else [{"n0": "n1", "n1": "n0"}[first]])
 
 
 def test_a_config_with_problems_starts_no_rank(cluster: Cluster, tiny: tuple[str, ...], run: Path) -> None:
@@ -81,6 +133,7 @@ def test_a_config_with_problems_starts_no_rank(cluster: Cluster, tiny: tuple[str
     assert "ConfigError: " in said
     assert "rollout.top_p: found 0.9" in said
     assert "parallel.tensor" in said
+    assert job.exit_codes == ["2:0"]
     assert not (run / "begun").exists()
 
 

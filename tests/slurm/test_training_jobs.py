@@ -138,6 +138,7 @@ def test_a_rank_that_dies_ends_the_job_and_the_log_says_so(
     assert not any(map(is_alive, everyone))
     assert "rank 1 on " in said
     assert "ended with status 137" in said
+    assert job.exit_codes == ["1:0"], "rank 0's, and not that of a signal"
     assert re.search(r"rank 0 failed after this:\nrank 1 \(.*\) died in rollout \d+, step \d+", said)
 
 

@@ -29,6 +29,12 @@ class Job:
         return re.findall(r"JobState=(\w+)", shown)
 
     @property
+    def exit_codes(self) -> list[str]:
+        """Status and signal of the job, or of each element of an array."""
+        shown = self.cluster.ask(["scontrol", "show", "job", "--oneliner", self.id])
+        return re.findall(r" ExitCode=(\S+)", shown)
+
+    @property
     def output(self) -> str:
         """What the scripts said, in all attempts."""
         return "\n".join(path.read_text() for path in sorted(self.folder.glob(f"*-{self.id}*.out")))

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -38,8 +39,10 @@ from megatron_dppo.checks import (
     remarks,
     require_evaluable,
     require_valid,
+    stop_remarks,
 )
 from megatron_dppo.checks.facts import TRAINING, Need, prompt_files
+from megatron_dppo.checks.run_rules import checkpoint_bytes
 from megatron_dppo.cli import app
 from megatron_dppo.config import Config, dump_config, load_config
 from megatron_dppo.config.sections import is_due
@@ -1139,6 +1142,27 @@ def test_check_names_what_is_in_the_run_folder_and_of_no_run(
     expected = [] if named is None else [found]
     assert [each.removesuffix(" next to them.") for each in folder_remarks(_config({}))] == expected
     assert check(_config({}), 1) == []
+
+
+def test_check_compares_the_time_to_save_with_the_size_of_a_checkpoint(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SAVE_SECONDS", raising=False)
+    assert stop_remarks(_config({}), gather_facts(_config({}), 1)) == []
+    _model(vocab_size=3 * 10**9)()
+    config, facts = _config({}), gather_facts(_config({}), 1)
+    num_bytes = checkpoint_bytes(config, facts)
+    assert num_bytes is not None
+    needed_s = math.ceil(num_bytes / 1e9)
+    for given, limit_s in ((None, 480), (str(needed_s - 1), needed_s - 1)):
+        if given is not None:
+            monkeypatch.setenv("SAVE_SECONDS", given)
+        (remark,) = stop_remarks(config, facts)
+        assert f"has {limit_s} s for" in remark and f"takes {needed_s} s at 1 GB/s" in remark
+        advised = re.search(r"SAVE_SECONDS=(\d+) and --signal=B:USR1@(\d+)", remark)
+        assert advised is not None and needed_s < int(advised[1]) < int(advised[2])
+    monkeypatch.setenv("SAVE_SECONDS", str(needed_s))
+    assert stop_remarks(config, facts) == []
 
 
 @pytest.mark.parametrize(("column", "is_same"), [("answer", True), ("prompt", False)])

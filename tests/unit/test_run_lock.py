@@ -6,33 +6,16 @@ import fcntl
 import json
 import os
 import signal
-import subprocess
-import sys
+import socket
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from megatron_dppo.errors import ConfigError
+from megatron_dppo.errors import ConfigError, InUseError
 from megatron_dppo.run_folder.lock import LOCK, holder, locked
-
-_HOLD = """
-import sys, time
-from pathlib import Path
-from megatron_dppo.run_folder.lock import locked
-with locked(Path(sys.argv[1]), beat_s=0.1):
-    print("held", flush=True)
-    time.sleep(60)
-"""
-
-
-def hold_in_another_process(folder: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", _HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    time.sleep(0.3)
-    return process
+from tests.support.locks import begin_to_hold, hold_in_another_process
 
 
 def test_a_folder_is_free_again_after_use(tmp_path: Path) -> None:
@@ -98,7 +81,8 @@ def test_an_owner_on_another_host_that_lives_is_respected(tmp_path: Path) -> Non
     thread = threading.Thread(target=live)
     thread.start()
     try:
-        with pytest.raises(ConfigError, match="process 1 on elsewhere"), locked(tmp_path, beat_s=0.2):
+        expected = pytest.raises(InUseError, match="process 1 on elsewhere")
+        with expected, locked(tmp_path, beat_s=1.0, patience_s=2.0):
             pass
     finally:
         ended.set()
@@ -109,6 +93,80 @@ def test_an_owner_on_another_host_that_is_silent_is_gone(tmp_path: Path) -> None
     owner_elsewhere(tmp_path, 7)
     with locked(tmp_path, beat_s=0.1):
         assert (tmp_path / LOCK).exists()
+
+
+@pytest.mark.parametrize(("host", "restarts"), [("elsewhere", "0"), ("", "1")])
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_owner_of_an_attempt_before_is_waited_for(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    host: str,
+    restarts: str,
+    ends: bool,
+) -> None:
+    """The owner holds the lock itself, on another host or before SLURM started the job again."""
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    other = hold_in_another_process(tmp_path, host, hold_s=2.0 if ends else 60.0)
+    words = f"process {other.pid} on {host}"
+    expected = contextlib.nullcontext() if ends else pytest.raises(InUseError, match=words)
+    try:
+        with expected, locked(tmp_path, beat_s=0.2, patience_s=60.0 if ends else 1.5, silent_s=60.0):
+            assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+        assert f"waiting for {words}" in caplog.text
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_lock_that_outlives_its_silent_owner_goes_to_one_process(tmp_path: Path) -> None:
+    """A file server keeps the lock of a host without power; here, of a process that is stopped."""
+    silent = hold_in_another_process(tmp_path, "elsewhere")
+    silent.send_signal(signal.SIGSTOP)
+    both = [begin_to_hold(tmp_path, host, hold_s=7.0) for host in ("a", "b")]
+    try:
+        said = [process.communicate(timeout=60) for process in both]
+        assert sorted(out for out, _ in said) == ["", "held\n"]
+        assert sorted("taking over from" in err or "InUseError" in err for _, err in said) == [True, True]
+        assert (tmp_path / LOCK).read_text() == ""
+    finally:
+        silent.kill()
+        for process in (silent, *both):
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+def test_an_owner_that_comes_back_ends_and_leaves_the_folder_to_the_new_one(
+    tmp_path: Path, is_released: bool
+) -> None:
+    """A job takes the folder over when it looks at its config, releases it, and locks it again to train."""
+    silent = hold_in_another_process(tmp_path, "elsewhere")
+    silent.send_signal(signal.SIGSTOP)
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(locked(tmp_path, beat_s=0.1, silent_s=1.0))
+            if is_released:
+                stack.close()
+            silent.send_signal(signal.SIGCONT)
+            _, said = silent.communicate(timeout=30)
+            assert silent.returncode == 1
+            new = "a process that has released it" if is_released else f"process {os.getpid()} on "
+            assert f"taken over by {new}" in said
+            expected = [] if is_released else [os.getpid()]
+            assert [json.loads(line)["pid"] for line in (tmp_path / LOCK).read_text().splitlines()] == expected
+    finally:
+        silent.kill()
+        silent.communicate()
+
+
+def test_a_host_of_the_same_name_is_another_host(tmp_path: Path) -> None:
+    """Without shared locks, two machines called localhost must not take over from each other at once."""
+    owner = {"host": socket.gethostname(), "boot": "another", "pid": 1, "beat": 0}
+    (tmp_path / LOCK).write_text(json.dumps(owner))
+    began = time.monotonic()
+    with locked(tmp_path, beat_s=0.2):
+        assert time.monotonic() - began > 0.6
 
 
 @pytest.mark.parametrize("content", ["", "{torn", "[]", "7"])

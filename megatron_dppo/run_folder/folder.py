@@ -32,6 +32,7 @@ from megatron_dppo.config.resuming import SettingChange, change_table, setting_c
 from megatron_dppo.errors import CheckpointError, ConfigError, Problem
 from megatron_dppo.run_folder.trackers import Backend, open_backends
 from megatron_dppo.run_folder.versions import versions
+from megatron_dppo.runtime.files import make_private
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class RunFolder:
         try:
             for name in SUBFOLDERS:
                 (path / name).mkdir(parents=True, exist_ok=True)
+            make_private(path / "servers")
             earlier = _earlier_config(path / "config.toml")
             _log_changes(earlier, config)
             _write_keeping_earlier(path / "config.toml", to_toml(config))

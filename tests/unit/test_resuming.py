@@ -31,7 +31,7 @@ FREE = """
 run: folder num_rollouts num_threads timeout_s
 parallel: tensor pipeline virtual_pipeline context expert expert_tensor max_tokens_per_microbatch
     share_prefixes overlap_grad_reduce overlap_param_gather
-data: reward_workers reward_timeout_s reward_retries reward_memory_mb
+data: reward_workers reward_timeout_s reward_retries reward_memory_mb worker_environment
 rollout: max_dropped_fraction max_data_gib release_trainer
 rollout.transformers: batch_size
 rollout.sglang: start_timeout_s max_restarts request_timeout_s max_attempts max_concurrent_requests

@@ -171,6 +171,7 @@ EFFECTS: Mapping[str, Effect] = {
     "evaluation.max_response_tokens": _OWN_SET,
     "evaluation.pass_at": _OWN_SET,
     "tracking.backends": _TRACKING,
+    "tracking.prometheus_address": _TRACKING,
     "tracking.samples_every": _TRACKING,
     "tracking.batches_every": _TRACKING,
     "tracking.paired_routing_every": _TRACKING,

@@ -3,7 +3,9 @@
     config.toml     the resolved config (keys without a value are left out)
     versions.json   packages, platform, git commit, command line
     metrics.jsonl   one JSON object per line: "kind" is step, rollout, evaluation, or change (of a setting)
-    samples/  checkpoints/  servers/
+    samples/  checkpoints/
+    servers/        records and logs of servers, readable by their owner only
+    tracker_run.json  the run's id in wandb and Trackio
     evaluations/    <set>_<rollouts finished>.jsonl: every response of an evaluation
 
 JSON has no NaN or infinity: metrics.jsonl writes them as the strings "NaN", "Infinity" and "-Infinity", and
@@ -117,6 +119,11 @@ class RunFolder:
         self._append({"kind": "evaluation", "rollout": rollout}, metrics)
         for backend in self._backends:
             backend.log(metrics, "rollout", rollout)
+
+    def send_alarms(self, rollout: int, found: Mapping[str, str]) -> None:
+        """Report the alarms of a rollout, an index from 0, to the trackers that take them."""
+        for backend in self._backends:
+            backend.alarm(rollout, found)
 
     def write_change(self, rollout: int, change: SettingChange) -> None:
         """Append the row of a setting that changed after `rollout` finished rollouts."""

@@ -161,6 +161,7 @@ def whole(task: Path) -> dict[str, Any]:
             },
         },
         tracking={
+            "prometheus_address": "localhost:9",
             "backends": ["tensorboard"],
             "samples_every": 2,
             "batches_every": 3,

@@ -83,6 +83,7 @@ _AS_IT_IS = {
         checkpoint.{keep_last,keep_every,keep_best}  run.checkpoints:Retention.__init__  *
         checkpoint.best_metric  run.logger:RunLogger.latest  metric
         tracking.backends  run_folder.folder:open_backends  names
+        tracking.prometheus_address  run_folder.folder:open_backends  config.tracking.*
         tracking.mismatch_share  data.batches.gradient_steps:pack  measured_share
     """,
     "resumed": """

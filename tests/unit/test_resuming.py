@@ -41,8 +41,8 @@ optimizer: distributed offload max_skipped_steps
 checkpoint: every every_steps resume asynchronous keep_last keep_every keep_best best_metric best_is
     reserve_gib max_failed_saves
 evaluation: every
-tracking: backends samples_every batches_every paired_routing_every mismatch_share alarms max_roll_backs
-    clipped_tokens_every shadow shadow_presets shadow_options
+tracking: backends prometheus_address samples_every batches_every paired_routing_every mismatch_share alarms
+    max_roll_backs clipped_tokens_every shadow shadow_presets shadow_options
 """
 EXPERIMENT = """
 run: seed

@@ -239,9 +239,9 @@ def to_hf_of_run(models: Models, load: str, out: Path) -> dict[str, bytes]:
     converted("to-hf", "--megatron", checkpoint, "--out", out, "--dtype", "bfloat16")
     files = files_of(out)
     card = files.pop("README.md").decode()  # the folder's name is in it
-    state = json.loads((checkpoint / "state.json").read_text())["state"]
-    assert f"| {state['rollout']} rollouts, {state['step']} gradient steps |" in card
-    assert hashlib.sha256(state["config"].encode()).hexdigest() in card
+    kept = json.loads((checkpoint / "state.json").read_text())
+    assert f"| {kept['state']['rollout']} rollouts, {kept['state']['step']} gradient steps |" in card
+    assert hashlib.sha256(kept["config"].encode()).hexdigest() in card
     return files
 
 

@@ -177,8 +177,8 @@ def test_a_trained_model_gets_a_card_without_paths(tmp_path: Path, is_in_checkpo
     checkpoint.mkdir(parents=True)
     assert model_card(checkpoint, "mine") == {}
     (tmp_path / "run" / "config.toml").write_text(settings)
-    state = {"rollout": 7, "step": 13, "config": settings if is_in_checkpoint else ""}
-    (checkpoint / "state.json").write_text(json.dumps({"state": state}))
+    state = {"state": {"rollout": 7, "step": 13}, "config": settings if is_in_checkpoint else ""}
+    (checkpoint / "state.json").write_text(json.dumps(state))
     card = model_card(checkpoint, "mine")["README.md"]
     assert card.startswith("---\n") and "\n# mine\n" in card and "/secret" not in card
     steps, names = "7 rollouts, 13 gradient", ("`Base-1B`", "`dppo_binary_kl`", "`p.jsonl`", "my:own")

@@ -112,9 +112,9 @@ def model_card(checkpoint: Path, name: str) -> dict[str, str]:
         name: Name of the model.
     """
     try:
-        state: Mapping[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["state"]
+        kept: Mapping[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
         of_run = checkpoint.resolve().parents[1] / "config.toml"
-        settings = state["config"] or of_run.read_text(encoding="utf-8")
+        state, settings = kept["state"], kept["config"] or of_run.read_text(encoding="utf-8")
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     config = tomllib.loads(settings)

@@ -1,5 +1,6 @@
 """The training loop: rollout, reward, advantages, batches, train, sync."""
 
+import gc
 from contextlib import closing
 from typing import Self
 
@@ -56,6 +57,8 @@ class Training:
 
     def run(self) -> None:
         """Roll out and train until the last rollout."""
+        gc.collect()
+        gc.freeze()  # libraries and the model, which each full collection would visit again
         while True:
             if self.state.open_rollout is None:
                 self.evaluate()

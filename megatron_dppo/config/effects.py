@@ -37,6 +37,7 @@ EFFECTS: Mapping[str, Effect] = {
     ),
     "run.num_threads": Effect("CPU threads."),
     "run.timeout_s": _TIME_OUT,
+    "run.peer_timeout_s": _TIME_OUT,
     "model.load": Effect(evaluated="weights"),
     "model.reference": _EXPERIMENT,
     "model.dtype": _ALL_SETS,

@@ -29,6 +29,8 @@ class RunConfig(Section):
     """CPU threads of each process."""
     timeout_s: PositiveFloat = 1800.0
     """Seconds that a rank waits for other ranks, at startup and in every collective, before the job ends."""
+    peer_timeout_s: float = Field(default=60.0, ge=1.0)
+    """Seconds for which a rank, its host or the network between may be silent before the job ends."""
 
 
 class ModelConfig(Section):

@@ -1,6 +1,5 @@
 """Runs environments in worker processes: a hang, a crash or a memory leak costs a sample, never the run."""
 
-import asyncio
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -95,7 +94,7 @@ class EnvironmentPool(WorkerPool[Trajectory, Observation | Turn]):
 
     async def answer(self, trajectory: Trajectory) -> Turn | EnvironmentFault:
         """See `Environments.answer`."""
-        answer = await asyncio.wrap_future(self.submit(trajectory))
+        answer = await self.ask_one(trajectory)
         return answer if isinstance(answer, Turn) else _fault(answer)
 
 

@@ -1,9 +1,13 @@
 """Ends the whole job when one rank dies, raises or hangs, and logs that rank's error last.
 
 A collective reports that another rank is gone, but not which one, nor why. So each rank keeps a TCP connection
-to rank 0, in addition to the process group. There is no heartbeat. A dead process is detected by its closed
-socket, and a hung process by the timeout of the collective that others wait in. A busy rank is never mistaken
-for either.
+to rank 0, in addition to the process group. A dead process is detected by its closed socket. A host that is off
+or cut off acknowledges nothing, which the kernel detects within `run.peer_timeout_s`, whatever was sent. A
+process that is stopped, or whose host hangs, sends no heartbeat for that time. A process that hangs while its
+threads run is detected by the timeout of the collective that others wait in.
+
+A busy rank is mistaken for a silent one only if a single call holds Python's lock for `run.peer_timeout_s`. The
+time in which the listening rank itself did not run does not count, so a job may be suspended and continued.
 
 torchrun and the process groups' time-outs do a part of this without this package. With two ranks under torchrun
 and a time-out of 6 s, faults of tests/faults ended the job after these times, with this package and without it:
@@ -18,7 +22,7 @@ hung rank. A second torchrun, as on another node, still kept its hung rank 26 s 
 ended.
 
 `report` describes the failure of a rank, and finds the report of the first cause. `watch` has both sides of the
-connections. `link` is a connection, and ends the process.
+connections. `link` is a connection, and ends the process. `door` lets in ranks only.
 """
 
 import contextlib
@@ -37,7 +41,9 @@ _CONNECT_TIMEOUT_S = 60.0
 
 
 @contextlib.contextmanager
-def watching(runtime: Runtime, *, grace_s: float = 1.0, patience_s: float = 10.0) -> Iterator[None]:
+def watching(
+    runtime: Runtime, *, peer_timeout_s: float = 60.0, grace_s: float = 1.0, patience_s: float = 10.0
+) -> Iterator[None]:
     """End the job on every rank as soon as the body fails on one; a job of one rank just raises.
 
     Enter it on all ranks, inside the handler of SIGTERM: torchrun sends SIGTERM to rank 0 when another rank
@@ -47,6 +53,7 @@ def watching(runtime: Runtime, *, grace_s: float = 1.0, patience_s: float = 10.0
 
     Args:
         runtime: Runtime of this rank. Messages use its `progress` as the place of an error.
+        peer_timeout_s: Seconds for which a rank or its host may be silent.
         grace_s: Seconds that rank 0 waits for other reports, which may be the cause of the first one.
         patience_s: Seconds that a failed rank waits for rank 0 to end it, before it ends itself.
 
@@ -56,7 +63,7 @@ def watching(runtime: Runtime, *, grace_s: float = 1.0, patience_s: float = 10.0
     if runtime.world_size == 1:
         yield
         return
-    watch = _open(runtime, grace_s, patience_s)
+    watch = _open(runtime, grace_s, patience_s, peer_timeout_s)
     try:
         yield
     except SystemExit as end:
@@ -72,21 +79,30 @@ def watching(runtime: Runtime, *, grace_s: float = 1.0, patience_s: float = 10.0
         watch.leave("a normal exit")
 
 
-def _open(runtime: Runtime, grace_s: float, patience_s: float) -> Head | Member:
-    if runtime.is_main:
-        head = Head(runtime, grace_s, patience_s)
-        runtime.on_main(head.open)
-        head.wait_for_members(_CONNECT_TIMEOUT_S)
-        return head
-    host, port, token = runtime.on_main(_only_on_main)
+def _open(runtime: Runtime, grace_s: float, patience_s: float, peer_timeout_s: float) -> Head | Member:
+    head = Head(runtime, grace_s, patience_s, peer_timeout_s) if runtime.is_main else None
     try:
-        link = Link(socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S))
+        host, port, token = runtime.on_main(head.open if head else _only_on_main)
+    except RuntimeError as error:
+        found = str(error).partition("\n")[0]
+        raise LaunchError(
+            f"rank {runtime.rank}: expected all ranks to start failure detection; found that one of them ended "
+            f"('{found}'). See the logs of the other ranks."
+        ) from error
+    if head is not None:
+        try:
+            head.wait_for_members(_CONNECT_TIMEOUT_S)
+        except LaunchError as error:  # ranks that are connected end with it
+            head.fail(Report.of(error, runtime))
+        return head
+    try:
+        connection = socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S)
     except OSError as error:
         raise LaunchError(
             f"rank {runtime.rank}: expected to reach rank 0 at {host}:{port}; found '{error}'. The ranks' "
             "hosts must reach each other on all ports, as gloo and NCCL need too."
         ) from error
-    return Member(runtime, link, token, patience_s)
+    return Member(runtime, Link(connection, peer_timeout_s), token, patience_s, peer_timeout_s)
 
 
 def _only_on_main() -> tuple[str, int, str]:

@@ -34,8 +34,45 @@ _LATE = (
     "failed to pass monitoredBarrier",
     "collective operation timeout",
 )
-_PRECEDENCE = {"raised": 0, "died": 0, "late": 1, "lost": 2, "repeated": 2}
+_PRECEDENCE = {
+    "raised": 0,
+    "died": 0,
+    "unreachable": 0,
+    "silent": 0,
+    "garbled": 0,
+    "late": 1,
+    "lost": 2,
+    "repeated": 2,
+}
 _MAX_STACKS = 6
+
+
+@dataclass(frozen=True)
+class End:
+    """How a rank's connection ended, in words: a verb, and where to look."""
+
+    verb: str
+    advice: str
+
+
+LOST = {
+    "died": End(
+        "died",
+        "It reported no error: it was killed (out of memory?) or crashed, or its host was restarted; the "
+        "launcher, or dmesg on that host, may know by what.",
+    ),
+    "unreachable": End(
+        "cannot be reached",
+        "Its host is off or hangs, or the network is down between the hosts; its process may live.",
+    ),
+    "silent": End(
+        "is silent",
+        "Its host answers, but not its process: it is stopped (by SIGSTOP, or a debugger), one call holds "
+        "Python's lock, or its host hangs. If it was only slow, raise run.peer_timeout_s.",
+    ),
+    "garbled": End("sent what no rank sends", "Memory or network is broken, or its package is another one."),
+}
+"""Ends by the kind of a report that rank 0 makes for a rank."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +81,12 @@ class Report:
 
     Attributes:
         rank: Rank number.
-        kind: "raised" an exception itself; "died" without a report; "late", timed out waiting for others in a
-            collective; "lost" others in a collective; or "repeated" an exception of rank 0.
+        kind: "raised" an exception itself; a kind of `LOST`, without a report of its own; "late", timed out
+            waiting for others in a collective; "lost" others in a collective; or "repeated" an exception of
+            rank 0.
         is_user_error: Whether the message is complete without a traceback.
         summary: Exception in one line.
-        text: Traceback, or message for users; empty for a death.
+        text: Traceback, or message for users; of a lost rank, what the system reported.
         where: Progress of the rank.
         for_s: Seconds since that progress.
     """
@@ -117,7 +155,7 @@ class Rank:
         pid: Process id.
         where: Last reported progress.
         since: Time of that progress, on rank 0's monotonic clock.
-        end: "failed", "died" or "left" (which is no failure); empty while it runs.
+        end: "failed", "left" (which is no failure), or a kind of `LOST`; empty while it runs.
         how: Reason of a rank that left.
         stack: Main thread's stack, once the rank has replied.
         silence: Possible reason for a missing reply.
@@ -152,17 +190,18 @@ def first_cause(reports: Sequence[Report]) -> Report:
     """
     first = min(reports, key=lambda report: _PRECEDENCE[report.kind])
     alike = [report for report in reports if (report.kind, report.summary) == (first.kind, first.summary)]
-    return first if first.kind == "died" else min(alike, key=lambda report: report.rank)
+    return first if first.kind in LOST else min(alike, key=lambda report: report.rank)
 
 
 def job_failure(reports: Sequence[Report], ranks: Mapping[int, Rank], now: float) -> JobFailure:
     """Write the message about all reports, in order of arrival; `now` is on the clock of `Rank.since`."""
     cause = first_cause(reports)
     rank, others = ranks[cause.rank], [report for report in reports if report.rank != cause.rank]
-    if cause.kind == "died":
+    if cause.kind in LOST:
+        end = LOST[cause.kind]
         text = (
-            f"{rank} died in {cause.where}, {cause.for_s:.1f} s after getting there. It reported no error: it "
-            "was killed (out of memory?) or crashed; the launcher, or dmesg on that host, may know by what."
+            f"{rank} {end.verb} in {cause.where}, {cause.for_s:.1f} s after getting there ({cause.text}). "
+            f"{end.advice}{_hosts_in_reach(reports, ranks)}"
         )
     elif cause.kind in ("late", "lost"):
         text = _no_show(cause, others, ranks, now)
@@ -173,7 +212,7 @@ def job_failure(reports: Sequence[Report], ranks: Mapping[int, Rank], now: float
         if other.end == "left":
             left.setdefault(other.how, []).append(other.number)
     before = [f"{_list_ranks(numbers)} had left before, with {how}." for how, numbers in left.items()]
-    if cause.kind in ("raised", "repeated", "died"):
+    if cause.kind in ("raised", "repeated", *LOST):
         before += _consequences(cause, others)
     return JobFailure("\n".join([*before, text]), cause.exit_code)
 
@@ -212,6 +251,17 @@ def _consequences(cause: Report, others: Sequence[Report]) -> list[str]:
     after = {report.rank for report in others} - alike
     lines = [f"{_list_ranks(alike)} failed like this:"] if alike else []
     return [*lines, f"{_list_ranks(after)} failed after this:"] if after else lines
+
+
+def _hosts_in_reach(reports: Sequence[Report], ranks: Mapping[int, Rank]) -> str:
+    """Return a sentence on the other hosts, if one of several is out of reach: is it the host, or this one?"""
+    lost = {ranks[report.rank].host for report in reports if report.kind == "unreachable"}
+    others = {rank.host for rank in ranks.values()} - {ranks[0].host}
+    if not lost or len(others) < 2:
+        return ""
+    if lost == others:
+        return f" No other host can be reached: look at this host ({ranks[0].host}) and its network first."
+    return f" Hosts that can be reached: {', '.join(sorted(others - lost))}."
 
 
 def _no_show(cause: Report, others: Sequence[Report], ranks: Mapping[int, Rank], now: float) -> str:

@@ -1,6 +1,5 @@
 """Failure detection on rank 0: collects all ranks' reports, finds the first cause, ends the job and logs it."""
 
-import hmac
 import os
 import queue
 import secrets
@@ -12,18 +11,22 @@ import time
 from typing import Any, NoReturn, TypeGuard
 
 from megatron_dppo.errors import LaunchError
+from megatron_dppo.failure_detection.door import Door, listen
 from megatron_dppo.failure_detection.link import (
     Link,
+    Loss,
     Message,
+    beat_s,
     close_in_children,
     kill,
     leave_at_once,
     leave_with,
-    listen,
     state_of,
     this_machine,
+    watch_thread,
 )
 from megatron_dppo.failure_detection.report import (
+    LOST,
     Rank,
     Report,
     first_cause,
@@ -44,31 +47,34 @@ _LEAVE_TIMEOUT_S = 5.0
 class Head:
     """Serves the connections to all other ranks from a listening socket, in one thread."""
 
-    def __init__(self, runtime: Runtime, grace_s: float, patience_s: float) -> None:
+    def __init__(self, runtime: Runtime, grace_s: float, patience_s: float, peer_timeout_s: float) -> None:
         """Create the sockets and the thread; call `open` next."""
         self._runtime, self._grace_s, self._patience_s = runtime, grace_s, patience_s
+        self._peer_timeout_s = peer_timeout_s
         self._ranks = {0: Rank(0, socket.gethostname(), os.getpid())}
         self._links: dict[int, Link] = {}
         self._machines = {0: this_machine()}
         self._reports: list[Report] = []
         self._first_report_at = self._asked_at = self._left_at = self._told_at = 0.0
-        self._told_since = 0.0
+        self._told_since = self._beat_at = 0.0
         self._inbox: queue.SimpleQueue[Report | str] = queue.SimpleQueue()  # from the main thread
         self._all_here = threading.Event()
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._token = secrets.token_hex(16)
-        self._thread = threading.Thread(target=self._serve, name="watch", daemon=True)
+        self._thread = watch_thread(self._serve)
 
     def open(self) -> tuple[str, int, str]:
         """Start listening; return the host, port and token that the other ranks need."""
-        self._listener, host = listen(os.environ["MASTER_ADDR"])
-        for ours in (self._listener, self._wake, self._woken):
+        listener, host = listen(os.environ["MASTER_ADDR"])
+        port: int = listener.getsockname()[1]
+        for ours in (listener, self._wake, self._woken):
             close_in_children(ours)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        token, size = self._token.encode(), self._runtime.world_size
+        self._door = Door(self._selector, listener, token, size, self._admit)
         self._selector.register(self._woken, selectors.EVENT_READ, lambda: self._woken.recv(64))
         self._thread.start()
-        return host, self._listener.getsockname()[1], self._token
+        return host, port, self._token
 
     def wait_for_members(self, timeout_s: float) -> None:
         """Wait until every rank is connected.
@@ -105,7 +111,9 @@ class Head:
                 key.data()
             while not self._inbox.empty():
                 self._hear_main_thread(self._inbox.get())
+            self._door.close_late()
             self._tell_progress()
+            self._find_silent_ranks()
             if self._reports:
                 if self._is_decidable():
                     self._end_job()
@@ -114,25 +122,24 @@ class Head:
         for link in self._links.values():
             link.send(kind="goodbye")
             link.close()
-        self._listener.close()
+        self._door.close()
 
-    def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        link = Link(connection)
+    def _admit(self, connection: socket.socket) -> None:
+        """Wait for the first message of a connection that has sent the token."""
+        link = Link(connection, self._peer_timeout_s)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._meet(link))
 
     def _meet(self, link: Link) -> None:
-        """Read the first message of a connection: register a rank that sends the token, and refuse others."""
+        """Register the rank that a connection's first message names."""
         messages = link.receive()
         if messages == []:
             return
-        hello = messages[0] if messages else {}
         self._selector.unregister(link.socket)
-        known = isinstance(hello, dict) and hmac.compare_digest(str(hello.get("token")), self._token)
-        if not known:
+        hello = messages[0] if messages else {}
+        number = hello.get("rank", 0)
+        if number in self._ranks:  # no rank, or one that is there
             link.close()
             return
-        number = int(hello["rank"])
         self._ranks[number] = Rank(number, hello["host"], hello["pid"])
         self._links[number], self._machines[number] = link, hello["machine"]
         self._selector.register(link.socket, selectors.EVENT_READ, lambda: self._hear(number, link))
@@ -141,6 +148,7 @@ class Head:
         for message in (messages or [])[1:]:
             self._on_message(self._ranks[number], message)
         if len(self._ranks) == self._runtime.world_size:
+            self._door.close()
             self._all_here.set()
 
     def _hear(self, number: int, link: Link) -> None:
@@ -148,16 +156,26 @@ class Head:
         for message in messages or ():
             self._on_message(rank, message)
         if messages is None and not rank.end:
-            rank.end = "died"
-            for_s = time.monotonic() - rank.since
-            self._add(Report(number, "died", False, "died", "", rank.where, for_s))
+            self._lose(rank, link.loss or Loss.of(None))
         if messages is None or rank.end == "left":
             self._selector.unregister(link.socket)
             link.close()
             del self._links[number]
 
+    def _lose(self, rank: Rank, loss: Loss) -> None:
+        rank.end = loss.kind
+        for_s = time.monotonic() - rank.since
+        self._add(Report(rank.number, loss.kind, False, loss.kind, loss.found, rank.where, for_s))
+
+    def _find_silent_ranks(self) -> None:
+        for number, link in self._links.items():
+            if link.is_silent() and not self._ranks[number].end:
+                self._lose(self._ranks[number], link.loss or Loss.of(None))
+
     def _on_message(self, rank: Rank, message: Message) -> None:
         kind = message["kind"]
+        if kind == "beat":
+            return
         if kind == "report":
             rank.end = "failed"
             self._add(Report(**message["report"]))
@@ -180,9 +198,13 @@ class Head:
         self._reports.append(report)
 
     def _tell_progress(self) -> None:
-        """Send this rank's progress to the others, for their messages if it dies."""
+        """Send this rank's progress to the others, for their messages if it dies, or that it lives."""
         progress, now, me = self._runtime.progress, time.monotonic(), self._ranks[0]
         if progress.since == self._told_since or now - self._told_at < _PROGRESS_EVERY_S:
+            if now - max(self._beat_at, self._told_at) >= beat_s(self._peer_timeout_s):
+                self._beat_at = now
+                for link in self._links.values():
+                    link.send(kind="beat")
             return
         self._told_at, self._told_since = now, progress.since
         me.where, me.since = progress.describe(), progress.since
@@ -201,7 +223,7 @@ class Head:
         if waited < self._grace_s:
             return False
         kind = first_cause(self._reports).kind
-        if kind in ("raised", "died"):
+        if kind not in ("late", "lost", "repeated"):
             return True
         if not self._asked_at:
             self._asked_at = time.monotonic()
@@ -251,7 +273,9 @@ class Head:
 class Member:
     """This rank's connection to rank 0, and the thread that serves it."""
 
-    def __init__(self, runtime: Runtime, link: Link, token: str, patience_s: float) -> None:
+    def __init__(
+        self, runtime: Runtime, link: Link, token: str, patience_s: float, peer_timeout_s: float
+    ) -> None:
         """Introduce this rank, and start the thread that serves the connection.
 
         Raises:
@@ -261,11 +285,12 @@ class Member:
         self._head: Message = {}
         self._report: Report | None = None
         self._is_leaving = self._has_head_left = False
-        self._sent_since = 0.0
+        self._sent_since, self._sent_at = 0.0, time.monotonic()
+        self._beat_s = beat_s(peer_timeout_s)
         me = {"host": socket.gethostname(), "pid": os.getpid(), "machine": this_machine()}
-        link.send(kind="hello", token=token, rank=runtime.rank, **me)
+        link.introduce(token.encode(), kind="hello", rank=runtime.rank, **me)
         welcome = threading.Event()
-        self._thread = threading.Thread(target=self._serve, args=(welcome,), name="watch", daemon=True)
+        self._thread = watch_thread(lambda: self._serve(welcome))
         self._thread.start()
         if not welcome.wait(60.0):
             raise LaunchError(f"rank {runtime.rank}: rank 0 did not reply within 60 s. See what it waits for.")
@@ -280,10 +305,7 @@ class Member:
         if self._has_head_left:
             leave_with(f"{place}; rank 0 had already left:\n{report.text}", report.exit_code)
         remark = f"{', in '.join(self._describe_head())}, did not end the job within {self._patience_s:.0f} s"
-        pid, is_near = self._head.get("pid", 0), self._head.get("machine") == this_machine() != ""
-        if is_near and state_of(pid) == "T":
-            kill(pid)
-            remark += "; it was stopped, and is killed now"
+        remark += self._kill_stopped_head()
         leave_with(f"{remark}\n{place}:\n{report.text}", report.exit_code)
 
     def leave(self, how: str) -> None:
@@ -294,13 +316,16 @@ class Member:
 
     def _serve(self, welcome: threading.Event) -> None:
         while True:
-            readable, _, _ = select.select([self._link.socket], [], [], _PROGRESS_EVERY_S)
+            wait_s = min(_PROGRESS_EVERY_S, self._beat_s)
+            readable, _, _ = select.select([self._link.socket], [], [], wait_s)
             messages = self._link.receive() if readable else []
             if messages is None:
                 break
             for message in messages:
                 self._answer(message, welcome)
             self._tell_progress()
+            if self._head and self._link.is_silent():
+                break
         self._link.close()
         if not self._is_leaving and not self._has_head_left:
             self._mourn_head()
@@ -322,8 +347,11 @@ class Member:
     def _tell_progress(self) -> None:
         since = self._runtime.progress.since
         if since != self._sent_since:
-            self._sent_since = since
+            self._sent_since, self._sent_at = since, time.monotonic()
             self._link.send(kind="progress", **self._progress())
+        elif time.monotonic() - self._sent_at >= self._beat_s:
+            self._sent_at = time.monotonic()
+            self._link.send(kind="beat")
 
     def _progress(self) -> dict[str, Any]:
         progress = self._runtime.progress
@@ -334,7 +362,20 @@ class Member:
         own = f"rank {rank} failed in {report.where}:\n{report.text}\n" if _is_own(report) else ""
         where = self._runtime.progress.describe()
         who, place = self._describe_head()
-        leave_with(f"{own}{who} died while in {place}; rank {rank} ends with it, in {where}", 1)
+        loss = self._link.loss or Loss.of(None)
+        end = LOST.get(loss.kind, LOST["died"])
+        text = (
+            f"{end.verb} while in {place} ({loss.found}){self._kill_stopped_head()}; rank {rank} ends with it"
+        )
+        leave_with(f"{own}{who} {text}, in {where}. {end.advice}", 1)
+
+    def _kill_stopped_head(self) -> str:
+        """Kill rank 0 if it is a stopped process of this machine; return a remark on that."""
+        pid, is_near = self._head.get("pid", 0), self._head.get("machine") == this_machine() != ""
+        if not is_near or state_of(pid) != "T":
+            return ""
+        kill(pid)
+        return "; it was stopped, and is killed now"
 
     def _describe_head(self) -> tuple[str, str]:
         """Return rank 0's name, and its last known progress."""

@@ -1,6 +1,5 @@
 """Scores responses in worker processes: a reward that hangs, dies or eats memory costs one sample."""
 
-import asyncio
 from collections.abc import Collection, Mapping, Sequence
 
 from megatron_dppo.errors import RewardError
@@ -84,7 +83,7 @@ class RewardPool(WorkerPool[RewardRequest, RewardResult]):
 
     async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
         """Return the score of one response, while others are scored."""
-        found = await asyncio.wrap_future(self.submit(request))
+        found = await self.ask_one(request)
         return _fault(found) if isinstance(found, WorkerFault) else found
 
     def __enter__(self) -> "RewardPool":

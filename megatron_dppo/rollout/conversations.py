@@ -5,7 +5,7 @@ is tokenised separately and appended. A turn is one request with the trajectory 
 question with a single response is a trajectory of one turn.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from megatron_dppo.engines.base import (
 )
 from megatron_dppo.environments import EnvironmentFault, Environments, Episode, Response, Trajectory, Turn
 from megatron_dppo.errors import RolloutError
-from megatron_dppo.rollout.scoring import Tokenizer, as_text
+from megatron_dppo.rollout.scoring import Tokenizer, as_text, ids_of
 from megatron_dppo.types import FinishReason
 
 Ask = Callable[[Request, SamplingParams], Awaitable[Completion]]
@@ -64,14 +64,15 @@ class Conversations:
             EnvironmentFailedError: The environment cannot be loaded, or its requests time out.
         """
         assert request.prompt is not None, "requests of groups name their prompts"
-        params = replace(params, max_turn_tokens=self._limits.max_turn_tokens)
+        if params.max_turn_tokens != self._limits.max_turn_tokens:
+            params = replace(params, max_turn_tokens=self._limits.max_turn_tokens)
         state = _TrajectoryState(Trajectory(request.id, request.prompt))
         completion, start = await ask(request, params), 0
         while completion.finish_reason != "abort":
-            state.add(self._turn_tokenizer.text(completion.tokens[start:]), completion.finish_reason)
+            response = ids_of(completion.tokens)[start:]
+            state.add(self._turn_tokenizer.text(response), completion.finish_reason)
             turn = await self._environments.answer(state.trajectory)
-            last_token = int(completion.tokens[-1]) if completion.tokens.numel() > start else None
-            after = self._after(state, request, completion, turn, params, last_token)
+            after = self._after(state, request, completion, turn, params, response)
             if isinstance(after, Completion):
                 return after
             request, start = after, num_tokens_before(after)
@@ -85,11 +86,11 @@ class Conversations:
         completion: Completion,
         turn: Turn | EnvironmentFault,
         params: SamplingParams,
-        last_token: int | None,
+        response: Sequence[int],
     ) -> Completion | Request:
         """Return the request for the next response after a turn, or the completion if the turn is the last.
 
-        `last_token` is the last token of the response before the turn, or None if the response is empty.
+        `response` has the token ids of the response before the turn.
         """
         if isinstance(turn, EnvironmentFault):
             return replace(completion, episode=state.episode(fault=turn.message))
@@ -99,7 +100,10 @@ class Conversations:
         assert turn.observation is not None, "a turn that does not end the trajectory has an observation"
         arguments = request.prompt.template_arguments if request.prompt is not None else None
         tokens = self._turn_tokenizer.observation(
-            turn.observation, last_token, is_chat=request.is_chat, template_arguments=arguments
+            turn.observation,
+            response[-1] if response else None,
+            is_chat=request.is_chat,
+            template_arguments=arguments,
         )
         num_tokens, num_turns = completion.tokens.numel() + tokens.numel(), len(state.trajectory.responses)
         if num_turns == self._limits.max_turns or num_tokens >= params.max_response_tokens:
@@ -140,9 +144,9 @@ class TurnTokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def text(self, tokens: Tensor) -> str:
-        """Decode a response `[N]` int64, without special tokens."""
-        return as_text(self._tokenizer, tokens, has_special_tokens=False)
+    def text(self, ids: Sequence[int]) -> str:
+        """Decode a response without special tokens."""
+        return as_text(self._tokenizer, ids, has_special_tokens=False)
 
     def observation(
         self,

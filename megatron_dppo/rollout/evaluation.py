@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts.prompts import Drawn, load_prompts
 from megatron_dppo.engines.base import SamplingParams
@@ -22,7 +20,7 @@ from megatron_dppo.rollout.scores import (
     score_of,
     set_metrics,
 )
-from megatron_dppo.rollout.scoring import Fault, RewardPools, Scorer, Tokenizer, as_text
+from megatron_dppo.rollout.scoring import Fault, RewardPools, Scorer, Tokenizer, as_text, ids_of
 from megatron_dppo.rollout.trajectories import TrajectorySampler
 from megatron_dppo.runtime.files import read_jsonl, write_jsonl
 from megatron_dppo.types import Prompt
@@ -181,8 +179,8 @@ def _rows(groups: Sequence[PromptGroup], tokenizer: Tokenizer) -> Iterable[dict[
                 "index": group.index,
                 "prompt_id": group.drawn.prompt.id,
                 "sample": number,
-                "prompt": as_text(tokenizer, torch.tensor(request.prompt_tokens), has_special_tokens=True),
-                "response": as_text(tokenizer, completion.tokens, has_special_tokens=True),
+                "prompt": as_text(tokenizer, request.prompt_tokens, has_special_tokens=True),
+                "response": as_text(tokenizer, ids_of(completion.tokens), has_special_tokens=True),
                 "answer": group.drawn.prompt.answer,
                 "reward": None if is_dropped else scored.reward,
                 "reward_info": {} if is_dropped else dict(scored.reward_info),

@@ -29,7 +29,7 @@ from megatron_dppo.environments import (
     Trajectory,
 )
 from megatron_dppo.rollout.counts import DROP_REASONS, RolloutCounts
-from megatron_dppo.rollout.scoring import Fault, Tokenizer, as_text
+from megatron_dppo.rollout.scoring import Fault, Tokenizer, as_text, ids_of
 from megatron_dppo.runtime.files import write_jsonl
 from megatron_dppo.types import Prompt, Sample, SampleGroup
 
@@ -209,7 +209,8 @@ def _num_old_tokens(completion: Completion, weight_version: int) -> int:
 
 
 def _readable(prompt: Prompt, sample: Sample, tokenizer: Tokenizer) -> dict[str, object]:
-    question, response = sample.tokens.tensor_split([sample.prompt_length])
+    tokens = ids_of(sample.tokens)
+    question, response = tokens[: sample.prompt_length], tokens[sample.prompt_length :]
     return {
         "id": sample.id,
         "prompt_id": prompt.id,

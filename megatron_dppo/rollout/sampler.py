@@ -34,7 +34,7 @@ Converse = Callable[[Request, SamplingParams, Ask], Awaitable[Completion]]
 """Samples one trajectory with a function that samples its turns; see `Conversations.run`."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Produced:
     """Counts and times of one rank's sampling since the last rollout was taken."""
 
@@ -152,8 +152,8 @@ class GroupSampler:
 
     def count(self, **added: Any) -> None:
         """Add to counts of `Produced`."""
-        values = {name: getattr(self._produced, name) + value for name, value in added.items()}
-        self._produced = replace(self._produced, **values)
+        for name, value in added.items():
+            setattr(self._produced, name, getattr(self._produced, name) + value)
 
     def counts(self, *, starts_again: bool) -> Produced:
         """Return the counts and times so far, and start again from zero if asked to."""

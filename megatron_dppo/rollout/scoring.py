@@ -134,7 +134,9 @@ class Scorer:
     def _request(self, prompt: Prompt, sample: Sample, episode: Episode | None) -> RewardRequest:
         if episode is not None:
             return RewardRequest(prompt, episode.response, sample.finish_reason)
-        response = as_text(self.tokenizer, sample.tokens[sample.prompt_length :], has_special_tokens=False)
+        response = as_text(
+            self.tokenizer, ids_of(sample.tokens)[sample.prompt_length :], has_special_tokens=False
+        )
         return RewardRequest(prompt, response, sample.finish_reason)
 
     def _check(self, sample: Sample, episode: Episode | None) -> Sample | Fault:
@@ -168,10 +170,16 @@ class Scorer:
         return None
 
 
-def as_text(tokenizer: Tokenizer, tokens: Tensor, *, has_special_tokens: bool) -> str:
-    """Decode token ids [N], with or without special tokens, and without cleaning up spaces."""
-    ids = cast(list[int], tokens.tolist())  # pyright: ignore[reportUnknownMemberType]
-    return tokenizer.decode(ids, skip_special_tokens=not has_special_tokens, clean_up_tokenization_spaces=False)
+def as_text(tokenizer: Tokenizer, ids: Sequence[int], *, has_special_tokens: bool) -> str:
+    """Decode token ids, with or without special tokens, and without cleaning up spaces."""
+    return tokenizer.decode(
+        list(ids), skip_special_tokens=not has_special_tokens, clean_up_tokenization_spaces=False
+    )
+
+
+def ids_of(tokens: Tensor) -> list[int]:
+    """Return token ids `[N]` int64 as a list."""
+    return cast(list[int], tokens.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
 def _retraction_fault(num_retractions: int) -> str:

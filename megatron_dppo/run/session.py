@@ -55,16 +55,16 @@ def join_processes(
     """Join the other processes of the job for the time of the body; a failure on one rank ends all of them.
 
     Args:
-        config: Config with the number of threads, and the time-out for the other ranks.
+        config: Config with the number of threads, and the time-outs for the other ranks.
         signal_handling: Context manager that handles SIGTERM; failure detection must run inside of it.
 
     Raises:
-        LaunchError: The other processes did not start in time.
+        LaunchError: The processes did not join in time.
     """
     os.environ.update(nccl_settings(config))  # before NCCL starts, which reads them once
     runtime = start(config.run.num_threads, config.run.timeout_s)
     try:
-        with signal_handling or nullcontext(), watching(runtime):
+        with signal_handling or nullcontext(), watching(runtime, peer_timeout_s=config.run.peer_timeout_s):
             yield runtime
     finally:
         stop()

@@ -4,7 +4,6 @@ import logging
 import os
 import pickle
 import resource
-import socket
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,10 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before a process group exists: its defaults would keep it after stop()
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, Store
 
-from megatron_dppo.errors import ConfigError, LaunchError, Problem
+from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.runtime.gpu_ledger import GpuLedger
+from megatron_dppo.runtime.joining import join
 from megatron_dppo.runtime.libraries import Libraries, gpus_of_machine, nccl_version, usable_libraries
 
 T = TypeVar("T")
@@ -215,11 +215,11 @@ def start(num_threads: int = 1, timeout_s: float = 1800.0, join_timeout_s: float
     Args:
         num_threads: Number of PyTorch's threads, for computing on the CPU.
         timeout_s: Seconds that a collective waits for the other ranks before it raises.
-        join_timeout_s: Seconds to wait for the other processes to start; at most `timeout_s`.
+        join_timeout_s: Seconds until all processes have joined the groups; at most `timeout_s`.
 
     Raises:
         ConfigError: The launcher set WORLD_SIZE, but not the other variables; or torch cannot use the GPUs.
-        LaunchError: The other processes did not start in time.
+        LaunchError: The processes did not join in time; raised on every rank.
     """
     if (problem := unusable_gpus()) is not None:
         raise ConfigError(problem)
@@ -240,75 +240,23 @@ def start(num_threads: int = 1, timeout_s: float = 1800.0, join_timeout_s: float
         device, backend = torch.device("cpu"), "gloo"
     gpu_libraries()
     _configure_logging(rank)
-    if not dist.is_initialized():
-        store = HashStore() if world_size == 1 else _meet(rank, world_size, min(timeout_s, join_timeout_s))
-        timeout = timedelta(seconds=timeout_s)
-        store.set_timeout(timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    assert isinstance(control, dist.ProcessGroup), "of all ranks"
+    timeout = timedelta(seconds=timeout_s)
+
+    def create_groups(store: Store) -> dist.ProcessGroup:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread
+        if not dist.is_initialized():
+            store.set_timeout(timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        control = dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(control, dist.ProcessGroup), "of all ranks"
+        return control
+
+    if world_size == 1 or dist.is_initialized():
+        control = create_groups(HashStore())
+    else:
+        control = join(create_groups, rank, world_size, min(timeout_s, join_timeout_s))
     return Runtime(device=device, rank=rank, world_size=world_size, control=control)
-
-
-def _meet(rank: int, world_size: int, timeout_s: float) -> Store:
-    """Wait for the other processes at MASTER_ADDR:MASTER_PORT; return their common store.
-
-    Raises:
-        LaunchError: The other processes did not start in time.
-    """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    started = time.monotonic()
-    is_hosted_here = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
-    if not is_hosted_here:
-        _wait_for_listener(host, port, world_size, timeout_s)
-    try:
-        store = TCPStore(
-            host,
-            port,
-            world_size,
-            is_master=is_hosted_here,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=is_hosted_here,
-        )
-        store.set(f"arrived/{rank}", socket.gethostname())
-        if store.add("arrived", 1) == world_size:
-            store.set("complete", "")
-        pause = 0.01
-        while not store.check(["complete"]):
-            if time.monotonic() - started > timeout_s:
-                absent = [str(other) for other in range(world_size) if not store.check([f"arrived/{other}"])]
-                found = f"{world_size - len(absent)} of them, without rank {', '.join(absent)},"
-                raise LaunchError(_not_met(found, host, port, world_size, timeout_s))
-            time.sleep(pause)
-            pause = min(2 * pause, 0.5)
-    except dist.DistError as error:
-        found = str(error).splitlines()[0]
-        waited = time.monotonic() - started
-        raise LaunchError(_not_met(f"'{found}'", host, port, world_size, waited)) from error
-    return store
-
-
-def _wait_for_listener(host: str, port: int, world_size: int, timeout_s: float) -> None:
-    """Wait until the port accepts connections; PyTorch's own wait would log C++ frames."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                found = f"nobody listening there ({error})"
-                raise LaunchError(_not_met(found, host, port, world_size, timeout_s)) from error
-        time.sleep(0.2)
-
-
-def _not_met(found: str, host: str, port: int, world_size: int, waited_s: float) -> str:
-    return (
-        f"expected {world_size} processes (WORLD_SIZE) to meet at {host}:{port} (MASTER_ADDR:MASTER_PORT); "
-        f"found {found} after {waited_s:.0f} s. See that each rank was started and is alive, that all were "
-        "given the same address and a free port, and that no firewall is in between."
-    )
 
 
 def _portable(error: Exception) -> Exception:

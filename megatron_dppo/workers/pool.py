@@ -1,5 +1,6 @@
 """Sends requests to worker processes and replaces lost ones: a hang, a crash or a leak costs one request."""
 
+import asyncio
 from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, wait
@@ -9,12 +10,14 @@ from threading import Condition, Lock, Thread
 from time import monotonic
 from typing import Generic
 
+from megatron_dppo.runtime.concurrency import Gathered
 from megatron_dppo.workers.service import A, Q, Service, WorkerFault, WorkerFaultKind
 from megatron_dppo.workers.worker_process import CallCancelledError, IsCancelled, WorkerLostError, WorkerProcess
 
 _AHEAD_S = 0.02  # seconds of work sent to a worker in advance, so that cheap code need not wait for the trainer
 _MAX_AHEAD = 32
 _PATIENCE_S = 1.0  # after it, other workers take the requests that were sent in advance after a slow one
+_PASSED_ON_EVERY_S = 0.002
 _LINGERS_S = 1.0  # time that a thread keeps its worker without work: a new worker per request costs more
 _FORGETS = 0.95  # decay per request of the expected time of a slow request
 _MAX_LATE_IN_A_ROW = 16
@@ -57,6 +60,7 @@ class WorkerPool(Generic[Q, A]):
         self._has_work, self._is_closing = Condition(self._lock), False
         self._todo: deque[_Call[Q, A]] = deque()
         self._lines: dict[int, deque[_Call[Q, A]]] = {}  # calls that each active thread has taken, oldest first
+        self._asked, self._arrived = Gathered(self._queue), Gathered(_end_waits, _PASSED_ON_EVERY_S)
         self._num_late = 0  # number of requests in a row that timed out
         self._slow_s = _AHEAD_S  # recent time of a slow request
 
@@ -72,13 +76,35 @@ class WorkerPool(Generic[Q, A]):
         finally:
             self._idle.put(worker)
 
-    def submit(self, request: Q) -> "Future[A | WorkerFault]":
-        """Return the future reply to one request; see `ask` for its errors.
+    def submit(self, *requests: Q) -> "list[Future[A | WorkerFault]]":
+        """Return the future reply to each request; see `ask` for their errors.
 
-        Cancelling the future ends the worker that processes the request, if there is one.
+        Cancelling a future ends the worker that processes its request, if there is one.
         """
-        (call,) = self._queue([request])
-        return call.answer
+        calls = [_Call[Q, A](next(self._numbers), request) for request in requests]
+        self._queue(calls)
+        return [call.answer for call in calls]
+
+    async def ask_one(self, request: Q) -> A | WorkerFault:
+        """Return the reply to one request, while others are processed; see `ask` for its errors.
+
+        Requests of one turn of the event loop are queued together, and their replies are passed on every
+        `_PASSED_ON_EVERY_S`: waking threads costs more than cheap code. Cancelling this ends the worker that
+        processes the request, if there is one.
+        """
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Future[None] = loop.create_future()
+        call = _Call[Q, A](next(self._numbers), request)
+        call.answer.add_done_callback(lambda _: self._arrived.add(arrived, loop))
+        self._asked.add(call, loop)
+        try:
+            await arrived
+        except asyncio.CancelledError:
+            call.answer.cancel()
+            raise
+        if call.answer.cancelled():
+            raise asyncio.CancelledError
+        return call.answer.result()
 
     def ask(self, requests: Sequence[Q]) -> list[A | WorkerFault]:
         """Return a reply to each request, in order. A failed request does not affect the others.
@@ -90,7 +116,7 @@ class WorkerPool(Generic[Q, A]):
                 service's `error`, and all pending requests raise it.
             CancelledError: `close` was called meanwhile.
         """
-        answers = [call.answer for call in self._queue(requests)]
+        answers = self.submit(*requests)
         try:
             return [answer.result() for answer in answers]
         finally:
@@ -120,13 +146,11 @@ class WorkerPool(Generic[Q, A]):
                 for _ in workers:
                     self._idle.put(None)
 
-    def _queue(self, requests: Sequence[Q]) -> "list[_Call[Q, A]]":
-        """Queue requests, and start threads for free workers."""
-        calls = [_Call[Q, A](next(self._numbers), request) for request in requests]
+    def _queue(self, calls: "Sequence[_Call[Q, A]]") -> None:
+        """Queue calls, and start threads for free workers."""
         with self._lock:
             self._todo += calls
             self._start_threads()
-        return calls
 
     def _start_threads(self) -> None:
         """Start a thread for each free worker that is needed, and wake idle threads. Call it with the lock."""
@@ -288,3 +312,9 @@ class _Call(Generic[Q, A]):
         else:
             assert answer is not None, "calls end with a reply unless they are over"
             self.answer.set_result(answer)
+
+
+def _end_waits(arrived: Sequence[asyncio.Future[None]]) -> None:
+    for each in arrived:
+        if not each.done():
+            each.set_result(None)

@@ -76,7 +76,7 @@ def whole(task: Path) -> dict[str, Any]:
     return _tables(
         task,
         "whole",
-        run={"seed": 11, "num_rollouts": 7, "timeout_s": 700.0},
+        run={"seed": 11, "num_rollouts": 7, "timeout_s": 700.0, "peer_timeout_s": 71.0},
         model={"layer_spec": "torch"},
         parallel={"share_prefixes": True},
         data={

@@ -41,6 +41,7 @@ _AS_IT_IS = {
         run.seed  actor.actor:initialize_groups  seed
         run.seed  rollout.evaluation:EvaluationSet.metrics  seed
         run.timeout_s  actor.actor:initialize_groups  timeout_s
+        run.peer_timeout_s  run.session:watching  peer_timeout_s
         model.load  actor.actor:load_weights  folder
         model.load  run.checkpoints:Checkpoints.__init__  model_folder
         parallel.max_tokens_per_microbatch  data.batches.gradient_steps:plan_minibatch  max_tokens

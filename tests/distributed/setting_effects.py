@@ -16,6 +16,8 @@ distributed/test_alarms.py::test_each_alarm_is_raised_through_the_logger
     tracking.alarms  "alarms": "stop"
 distributed/test_failure_detection.py::test_rank_that_never_starts_is_missed
     run.timeout_s  timeout_s
+distributed/test_failure_detection.py::test_a_stopped_rank_is_missed_before_any_collective_ends
+    run.peer_timeout_s  peer_timeout_s
 distributed/test_layouts.py::test_every_layout_equals_one_process
     parallel.tensor  layout_cases
     parallel.pipeline  layout_cases

@@ -52,10 +52,14 @@ def run_job(starter: subprocess.Popen[str], tmp_path: Path) -> Jobs:
     """Runs a body under the watch on two ranks, or on some of them."""
 
     def run(
-        body: Callable[[Runtime], None], ranks: tuple[int, ...] = (0, 1), timeout_s: float = TIMEOUT_S
+        body: Callable[[Runtime], None],
+        ranks: tuple[int, ...] = (0, 1),
+        timeout_s: float = TIMEOUT_S,
+        peer_timeout_s: float = 60.0,
     ) -> Ended:
         assert starter.stdin is not None and starter.stdout is not None
         job = {"body": body.__name__, "ranks": ranks, "timeout_s": timeout_s, "folder": str(tmp_path)}
+        job["peer_timeout_s"] = peer_timeout_s
         starter.stdin.write(json.dumps(job) + "\n")
         starter.stdin.flush()
         codes, ended = json.loads(starter.stdout.readline())
@@ -161,6 +165,23 @@ def test_stopped_rank_0_is_killed_by_who_waited_for_it(run_job: Jobs) -> None:
     assert "rank 0 (host " in ended.log
     assert "it was stopped, and is killed now" in ended.log
     assert "Timed out waiting 2000ms" in ended.last_lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("body", "codes", "words"),
+    [
+        (jobs.rank_1_is_stopped, [1, -signal.SIGKILL], "is silent in rollout 4, step 12, phase train, "),
+        (jobs.rank_0_is_stopped, [-signal.SIGKILL, 1], "is silent while in start-up "),
+    ],
+)
+def test_a_stopped_rank_is_missed_before_any_collective_ends(
+    body: Callable[[Runtime], None], codes: list[int], words: str, run_job: Jobs
+) -> None:
+    ended = run_job(body, timeout_s=600.0, peer_timeout_s=2.0)
+    assert ended.codes == codes
+    assert ended.after_s < 2.0 + SOON_S
+    assert words in ended.last_lines[-1]
+    assert "it is stopped" in ended.last_lines[-1]
 
 
 @pytest.mark.parametrize(("body", "rank"), [(jobs.rank_0_loops, 0), (jobs.rank_1_loops, 1)])

@@ -232,7 +232,7 @@ def _be_rank(rank: int, port: int, job: dict[str, Any]) -> None:
     for source, stream in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(source, stream)
     runtime = start(timeout_s=job["timeout_s"])
-    with watching(runtime, patience_s=PATIENCE_S):
+    with watching(runtime, peer_timeout_s=job["peer_timeout_s"], patience_s=PATIENCE_S):
         globals()[job["body"]](runtime)
 
 

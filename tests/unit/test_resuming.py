@@ -28,7 +28,7 @@ DEFAULTS = Config().model_dump(mode="json")
 KEYS = sorted(flat(DEFAULTS))
 # The classes of all keys once more, by hand: one table that is wrong in one row cannot agree with this one.
 FREE = """
-run: folder num_rollouts num_threads timeout_s
+run: folder num_rollouts num_threads timeout_s peer_timeout_s
 parallel: tensor pipeline virtual_pipeline context expert expert_tensor max_tokens_per_microbatch
     share_prefixes overlap_grad_reduce overlap_param_gather
 data: reward_workers reward_timeout_s reward_retries reward_memory_mb worker_environment

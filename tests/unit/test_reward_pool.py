@@ -1,5 +1,6 @@
 """Rewards in real worker processes: whatever one of them does costs one sample."""
 
+import asyncio
 import json
 import os
 import signal
@@ -317,7 +318,7 @@ def test_a_reward_that_answers_nothing_is_not_waited_for() -> None:
 def test_any_number_of_threads_ask_one_pool() -> None:
     """Each gets its own answers; what hangs in one costs the others no answer."""
     with RewardPool(NAME, num_workers=2, timeout_s=60, memory_mb=0) as pool:
-        slow, asked = pool.submit(ask("sleep")[0]), [ask(*["a" * (k + 1)] * 20) for k in range(4)]
+        (slow,), asked = pool.submit(*ask("sleep")), [ask(*["a" * (k + 1)] * 20) for k in range(4)]
         with ThreadPoolExecutor(4) as threads:
             assert [values(found) for found in threads.map(pool.score, asked)] == [
                 [k + 1.0] * 20 for k in range(4)
@@ -329,7 +330,7 @@ def test_what_was_sent_behind_a_hanging_request_goes_to_another_worker(monkeypat
     monkeypatch.setattr(WorkerPool, "_most_sent", 30)  # as if rewards had been quick so far
     with RewardPool(NAME, num_workers=2, timeout_s=60, memory_mb=0) as pool:
         pool.start()  # one worker, which takes the first thirty before the other has started
-        slow, *quick = (call.answer for call in pool._queue(ask("sleep", *["a"] * 60)))
+        slow, *quick = pool.submit(*ask("sleep", *["a"] * 60))
         results = [answer.result(50) for answer in quick]
         assert all(isinstance(result, RewardResult) and result.value == 1.0 for result in results)
         assert not slow.done()
@@ -337,7 +338,7 @@ def test_what_was_sent_behind_a_hanging_request_goes_to_another_worker(monkeypat
 
 def test_what_nobody_waits_for_leaves_its_worker() -> None:
     with RewardPool(NAME, num_workers=1, timeout_s=60, memory_mb=0) as pool:
-        slow, waiting = (pool.submit(request) for request in ask("sleep", "abc"))
+        slow, waiting = pool.submit(*ask("sleep", "abc"))
         assert slow.cancel()
         assert isinstance(result := waiting.result(30), RewardResult) and result.value == 3.0
         assert values(pool.score(ask("a"))) == [1.0]
@@ -345,7 +346,7 @@ def test_what_nobody_waits_for_leaves_its_worker() -> None:
 
 def test_closing_cancels_what_is_asked() -> None:
     with RewardPool(NAME, num_workers=2, timeout_s=60, memory_mb=0) as pool:
-        submitted = [pool.submit(request) for request in ask(*["sleep"] * 5)]
+        submitted = pool.submit(*ask(*["sleep"] * 5))
         with ThreadPoolExecutor(3) as threads:
             asking = threads.submit(pool.score, ask(*["sleep"] * 3))
             while not asking.done():  # it may come after the first has closed
@@ -363,7 +364,7 @@ def test_requests_that_time_out_count_over_all_calls() -> None:
         for _ in range(15):
             (fault,) = pool.score(ask("sleep"))
             assert isinstance(fault, RewardFault) and fault.kind == "reward_timed_out"
-        last, behind = (pool.submit(request) for request in ask("sleep", "a"))
+        last, behind = pool.submit(*ask("sleep", "a"))
         with pytest.raises(RewardError, match=r"16 requests .*timed out"):
             last.result()
         with pytest.raises(RewardError, match=r"16 requests .*timed out"):
@@ -378,10 +379,39 @@ def test_an_interruption_leaves_the_requests_of_others() -> None:
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         with RewardPool(NAME, num_workers=2, timeout_s=60, memory_mb=0) as pool:
-            other = pool.submit(ask("sleep")[0])
+            (other,) = pool.submit(*ask("sleep"))
             signal.setitimer(signal.ITIMER_REAL, 0.5)
             with pytest.raises(KeyboardInterrupt):
                 pool.score(ask(*["sleep"] * 5))
             assert not other.done() and values(pool.score(ask("a"))) == [1.0]
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+def test_awaited_requests_share_a_queue_and_a_wake_up_and_can_be_cancelled() -> None:
+    """Replies come to the loop that asked, whichever thread it runs in; a hanging request delays none."""
+
+    async def each(pool: RewardPool, *words: str) -> list[RewardResult | RewardFault]:
+        return await asyncio.gather(*map(pool.score_one, ask(*words)))
+
+    async def give_up(pool: RewardPool) -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await pool.score_one(ask("sleep")[0])
+
+    async def close_meanwhile(pool: RewardPool) -> None:
+        waiting = asyncio.create_task(pool.score_one(ask("sleep")[0]))
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(pool.close)
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    with RewardPool(NAME, num_workers=2, timeout_s=60, memory_mb=0) as pool, ThreadPoolExecutor(3) as threads:
+        lists = [["a" * (n + k) for n in range(1, 40)] for k in range(2)]
+        hanging = threads.submit(asyncio.run, give_up(pool))
+        found = [threads.submit(asyncio.run, each(pool, *words)) for words in lists]
+        assert [values(each.result()) for each in found] == [values(pool.score(ask(*words))) for words in lists]
+        hanging.result()
+        assert values(asyncio.run(each(pool, "aa"))) == [2.0]
+        asyncio.run(close_meanwhile(pool))
+    assert descendants() == []

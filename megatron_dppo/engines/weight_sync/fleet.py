@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -163,14 +164,17 @@ class Fleet:
     @contextmanager
     def telling(
         self, call_of: Callable[[Member], Call], only: Collection[Member] | None = None
-    ) -> Iterator[None]:
-        """Make calls like `tell`, and run the body while the servers work on them."""
+    ) -> Iterator[threading.Event]:
+        """Make calls like `tell`, and run the body while the servers work on them.
+
+        The event is set as soon as a call has failed, so that the body does not wait for that server.
+        """
         told = [member for member in self.members if only is None or member in only]
-        calls = {member.url: call_of(member) for member in told}
+        calls, has_failed = {member.url: call_of(member) for member in told}, threading.Event()
         with ThreadPoolExecutor(1) as thread:
-            answers = thread.submit(asyncio.run, self._all(calls))
+            answers = thread.submit(asyncio.run, self._all(calls, has_failed))
             try:
-                yield
+                yield has_failed
             finally:
                 for url, fault in answers.result().items():
                     if fault is not None:
@@ -191,12 +195,15 @@ class Fleet:
             for url, reason in of_rank.items():
                 self.fail(url, reason)
 
-    async def _all(self, calls: Mapping[str, Call]) -> dict[str, ServerError | None]:
+    async def _all(
+        self, calls: Mapping[str, Call], has_failed: threading.Event
+    ) -> dict[str, ServerError | None]:
         async def one(url: str, call: Call) -> ServerError | None:
             try:
                 async with SglangClient(url, api_key=self._api_key) as client:
                     await client.command(call, self._timeout_s)
             except ServerError as error:
+                has_failed.set()
                 return error
             return None
 

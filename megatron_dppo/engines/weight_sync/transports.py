@@ -3,12 +3,12 @@
 import base64
 import logging
 import shutil
-import socket
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from ipaddress import ip_address
 from itertools import takewhile
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -28,9 +28,12 @@ from megatron_dppo.checkpoints.hf_folder import write_hf_checkpoint
 from megatron_dppo.engines.weight_sync.base import Bucket, Buffer, Weights
 from megatron_dppo.engines.weight_sync.fleet import Call, Fleet, Member, TensorList
 from megatron_dppo.errors import WeightSyncError
+from megatron_dppo.runtime.addresses import address_towards, binding_gloo_to, is_loopback
 from megatron_dppo.runtime.process import Runtime
 
 logger = logging.getLogger(__name__)
+_POLL_S = 0.05
+_GIVE_UP_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -127,17 +130,22 @@ class DistributedTransport:
             first_rank[member.url], first = first, first + member.num_ranks
         timeout = timedelta(seconds=self._timeout_s)
         backend = "nccl" if self._runtime.device.type == "cuda" else "gloo"
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        store = _GroupStore(host, timeout)
         with fleet.telling(
             lambda member: member.calls.join(
                 name, host, store.port, backend, first_rank=first_rank[member.url], num_ranks=num_ranks
             )
-        ):
+        ) as has_failed:
             try:
-                handle = _rank_zero_of(name, num_ranks, backend, store, timeout)
+                with binding_gloo_to(host):
+                    handle = store.wait_for(
+                        lambda own: _rank_zero_of(name, num_ranks, backend, own, timeout), unless=has_failed
+                    )
                 self._group = _Group(name, handle, store, members)
             except RuntimeError as error:
-                logger.warning("weights: servers did not join (%s)", str(error).splitlines()[0])
+                store.close()
+                found = str(error).splitlines()[0]
+                logger.warning("weights: servers did not join at %s (%s)", f"{host}:{store.port}", found)
         if tuple(fleet.members) != members or self._group is None:
             fleet.fail_all("another server did not join the process group of the weight update")
             self._leave()
@@ -265,21 +273,62 @@ class DiskTransport:
 class _Group:
     name: str
     handle: dist.ProcessGroup
-    store: TCPStore  # lives as long as the group
+    store: "_GroupStore"  # lives as long as the group
     members: tuple[Member, ...]
+
+
+class _GroupStore:
+    """The store at which trainer and servers meet; closing it ends the waits of all of them."""
+
+    def __init__(self, host: str, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._server: TCPStore | None = TCPStore(
+            host, 0, is_master=True, wait_for_workers=False, timeout=timeout
+        )
+        self.port = self._server.port
+        self._host = host
+
+    def wait_for(
+        self, create: Callable[[Store], dist.ProcessGroup], unless: threading.Event
+    ) -> dist.ProcessGroup:
+        """Create a group in a thread, through a connection to the store, unless a server refuses.
+
+        Raises:
+            RuntimeError: A server refused, or the group is not complete in time.
+        """
+        made: list[dist.ProcessGroup | RuntimeError] = []
+
+        def run() -> None:
+            try:
+                store = TCPStore(self._host, self.port, is_master=False, timeout=self._timeout)
+                made.append(create(store))
+            except RuntimeError as error:  # gloo and the store raise nothing narrower
+                made.append(error)
+
+        thread = threading.Thread(target=run, name="weights", daemon=True)
+        thread.start()
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while thread.is_alive() and not unless.is_set() and time.monotonic() < deadline:
+            thread.join(_POLL_S)
+        if not made:
+            self.close()  # ends the thread's wait, and the servers' waits
+            thread.join(_GIVE_UP_S)
+        for group in made:
+            if isinstance(group, RuntimeError):
+                raise group
+            return group
+        raise RuntimeError("a server refused" if unless.is_set() else "they are not complete in time")
+
+    def close(self) -> None:
+        """End the store, unless it has ended."""
+        self._server = None
 
 
 def _reachable_host(members: tuple[Member, ...]) -> str:
     """Return this process's address for the servers: loopback if all servers are on this host."""
     hosts = [urlsplit(member.url).hostname or "" for member in members]
-    return "127.0.0.1" if all(_is_loopback(host) for host in hosts) else socket.gethostname()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    others = [host for host in hosts if not is_loopback(host)]
+    return address_towards(others[0]) if others else "127.0.0.1"
 
 
 def _rank_zero_of(

@@ -1,0 +1,134 @@
+"""Process groups of trainer and servers: where they meet, and a server that refuses ends the wait of all."""
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from megatron_dppo.engines.weight_sync import transports
+from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
+from megatron_dppo.runtime import addresses
+
+TIMEOUT_S = 120.0  # of joining; a refusal is known at once
+
+Answer = Callable[[dict[str, Any]], int]
+
+
+@contextmanager
+def answering(answer: Answer) -> Iterator[Member]:
+    """A server that answers each call with a status."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            status = answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            content = json.dumps({"success": status == 200, "message": f"status {status}"}).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield Member(f"http://127.0.0.1:{server.server_port}", 1, 1, "0.5.21")
+        server.shutdown()
+        thread.join()
+
+
+def refuse(body: dict[str, Any]) -> int:
+    return 400
+
+
+def wait_in_the_group(body: dict[str, Any]) -> int:
+    """Wait for the other ranks as gloo does, and fail when their store has gone."""
+    try:
+        TCPStore(body["master_address"], body["master_port"], is_master=False).wait(["never"])
+    except RuntimeError:
+        return 400
+    return 200
+
+
+def fail_late(body: dict[str, Any]) -> int:
+    time.sleep(0.5)
+    return 500
+
+
+@pytest.mark.parametrize("answers", [[refuse], [wait_in_the_group, refuse], [fail_late, wait_in_the_group]])
+def test_a_refused_group_ends_the_push_at_once(answers: list[Answer]) -> None:
+    transport = transports.DistributedTransport(
+        lambda: iter(()),
+        0,
+        transports.StagePlace(0, 1, speaks=True),
+        cast(Any, SimpleNamespace(device=torch.device("cpu"))),
+        bucket_bytes=1,
+        timeout_s=TIMEOUT_S,
+    )
+    with ExitStack() as stack:
+        members = [stack.enter_context(answering(answer)) for answer in answers]
+        fleet = Fleet(members, None, TIMEOUT_S)
+        before, started = set(threading.enumerate()), time.monotonic()
+        assert transport._join(fleet) is None
+        assert time.monotonic() - started < TIMEOUT_S / 4
+        assert not fleet.members and set(fleet.failures) == {member.url for member in members}
+        waiting = [thread for thread in set(threading.enumerate()) - before if thread.name == "weights"]
+        assert not waiting, "the trainer's own wait has ended"
+
+
+def test_a_group_of_no_server_is_made_of_the_trainer_alone() -> None:
+    """The thread's connection to the store is its own, and the store stays as long as the group."""
+    store = transports._GroupStore("127.0.0.1", transports.timedelta(seconds=TIMEOUT_S))
+    never = threading.Event()
+    group: Any = store.wait_for(lambda own: cast(Any, (own, own.set("made", "1"))), unless=never)
+    assert group[0].get("made") == b"1"
+
+
+@pytest.mark.parametrize(
+    ("urls", "expected"),
+    [
+        (["http://127.0.0.1:1", "http://localhost:2", "http://[::1]:3"], "127.0.0.1"),
+        (["http://127.0.0.1:1", "http://192.0.2.7:2"], "towards 192.0.2.7"),
+        (["http://n2:1", "http://n3:2"], "towards n2"),
+        (["http://[fd99::2]:1"], "towards fd99::2"),
+    ],
+)
+def test_servers_meet_the_trainer_at_its_address_in_their_network(
+    monkeypatch: pytest.MonkeyPatch, urls: list[str], expected: str
+) -> None:
+    """Not at the name of its host, which may mean loopback there and nothing elsewhere."""
+    monkeypatch.setattr(transports, "address_towards", lambda host: f"towards {host}")
+    assert transports._reachable_host(tuple(Member(url, 1, 1, "0.5.21") for url in urls)) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "ip", "inside"),
+    [
+        (None, "10.0.0.2", "eth1"),
+        (None, "fd99::1", "eth0"),
+        (None, "127.0.0.1", None),
+        ("eth0", "10.0.0.2", "eth0"),
+    ],
+)
+def test_gloo_binds_the_address_unless_the_user_named_an_interface(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, ip: str, inside: str | None
+) -> None:
+    of = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1", "fd99::1"], "eth1": ["10.0.0.2"]}
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(of, 1)))
+    monkeypatch.setattr(addresses, "_addresses_of", of.__getitem__)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if given is not None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
+    with addresses.binding_gloo_to(ip):
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == inside
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == given

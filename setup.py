@@ -140,7 +140,7 @@ setup(
         # 13.0 for torch 2.13 and 2.14, 13.2 for torch 2.15.
         "nvcc": compiler("13.0"),
         "nvcc132": compiler("13.2"),
-        "track": ["tensorboard>=2.21", "trackio>=0.43", "wandb>=0.31"],
+        "track": ["prometheus-client>=0.26", "tensorboard>=2.21", "trackio>=0.43", "wandb>=0.31"],
         # Tasks of several turns. Its metadata refuses Python 3.12.1 and later.
         "gem": ["gem-llm>=0.1; python_version < '3.12'"],
         # modelopt imports requests without declaring it.

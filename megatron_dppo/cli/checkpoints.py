@@ -103,7 +103,7 @@ def to_hf(
     """Megatron -> Hugging Face, one name per expert, as transformers and SGLang read it; LoRA is merged."""
     with _process() as this:
         from megatron_dppo.checkpoints.convert.sources import MegatronSource, base_of
-        from megatron_dppo.checkpoints.convert.to_hf import write_hf
+        from megatron_dppo.checkpoints.convert.to_hf import model_card, write_hf
         from megatron_dppo.checkpoints.convert.unfinished import refuse_existing
         from megatron_dppo.checkpoints.model_files import description_of
 
@@ -113,7 +113,7 @@ def to_hf(
         source = MegatronSource(megatron, hf)
         base = base_of(megatron, source) if dtype is not None else None
         with _options(source, this, dtype, shard_size, writers, base) as options:
-            write_hf(source, template, out, options, this)
+            write_hf(source, template, out, options, this, model_card(megatron, out.name))
         logger.info("wrote %s", out)
 
 

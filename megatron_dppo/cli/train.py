@@ -248,7 +248,8 @@ def serve(
         megatron-dppo serve base.toml --set sglang.python=.venv-sglang/bin/python
 
     A server that exits unexpectedly is restarted up to rollout.sglang.max_restarts times. Its log is
-    servers/NAME.log. If MEGATRON_DPPO_SGLANG_API_KEY is set, clients must send this key.
+    servers/NAME.log, readable by its owner only. If MEGATRON_DPPO_SGLANG_API_KEY is set, clients must send this
+    key; if sglang.host admits other machines, it must be set.
     """
     with user_errors():
         config = load_config(configs, overrides or ())

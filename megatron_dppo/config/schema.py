@@ -115,6 +115,9 @@ class DataConfig(Section):
     machines. `reward_timeout_s` limits all calls together."""
     reward_memory_mb: NonNegativeInt = 2048
     """MiB for a worker of rewards or environments; 0 is no limit. A sample above it is dropped and counted."""
+    worker_environment: tuple[str, ...] = ()
+    """Environment variables that workers of rewards and environments get although they look like secrets, such
+    as ["OPENAI_API_KEY"] for a judge. Workers get no other secrets, nor the launcher's variables."""
     max_prompt_tokens: PositiveInt = 1024
     """Maximum prompt length. Longer prompts are dropped and counted."""
 

@@ -84,8 +84,10 @@ class EvaluationConfig(Section):
 class TrackingConfig(Section):
     """[tracking]: trackers, output files and diagnostics in addition to metrics.jsonl."""
 
-    backends: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    backends: tuple[Literal["prometheus", "tensorboard", "trackio", "wandb"], ...] = ()
     """Trackers that receive the metrics, in addition to metrics.jsonl (extra `track`)."""
+    prometheus_address: str = Field(default="127.0.0.1:9464", pattern=r"^([^\s:/]+|\[[0-9a-fA-F:]+\]):\d{1,5}$")
+    """Address on rank 0's host where the backend "prometheus" serves /metrics, to everyone who reaches it."""
     samples_every: NonNegativeInt = 10
     """Rollouts between files of samples as text: N writes rollouts N, 2N, 3N, ... (from 1); 0 never."""
     batches_every: NonNegativeInt = 0
@@ -97,7 +99,8 @@ class TrackingConfig(Section):
     alarms: Literal["log", "stop", "roll_back", "off"] = "log"
     """Action on an alarm about reward, length, tails, router agreement or values that are not finite.
 
-    "roll_back" resumes from the newest checkpoint before the fault began, with the next prompts."""
+    "roll_back" resumes from the newest checkpoint before the fault began, with the next prompts. The URL in
+    MEGATRON_DPPO_ALARM_WEBHOOK, if it is set, gets each alarm, unless this is "off"."""
     max_roll_backs: PositiveInt = 3
     """Maximum roll-backs. The next alarm ends the run."""
     clipped_tokens_every: NonNegativeInt = 0

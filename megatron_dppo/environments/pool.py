@@ -1,6 +1,6 @@
 """Runs environments in worker processes: a hang, a crash or a memory leak costs a sample, never the run."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from megatron_dppo.environments.base import EnvironmentFault, Observation, Response, Trajectory, Turn
@@ -63,9 +63,24 @@ class EnvironmentPool(WorkerPool[Trajectory, Observation | Turn]):
     Any worker can process any trajectory: a worker without its instance recreates it.
     """
 
-    def __init__(self, name: str, *, num_workers: int, timeout_s: float, memory_mb: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        num_workers: int,
+        timeout_s: float,
+        memory_mb: int,
+        environment: Collection[str] = (),
+    ) -> None:
         """Create the pool for the environment `name` of `rollout.environment`; see `WorkerPool`."""
-        super().__init__(_SERVICE, name, num_workers=num_workers, timeout_s=timeout_s, memory_mb=memory_mb)
+        super().__init__(
+            _SERVICE,
+            name,
+            num_workers=num_workers,
+            timeout_s=timeout_s,
+            memory_mb=memory_mb,
+            environment=environment,
+        )
 
     def reset(self, trajectories: Sequence[Trajectory]) -> list[Observation | EnvironmentFault]:
         """See `Environments.reset`."""

@@ -9,10 +9,10 @@ from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.plan import job as figures
 from megatron_dppo.plan.cost import StepTime
 from megatron_dppo.plan.gpu_rates import ASSUMED, GpuRates
-from megatron_dppo.plan.memory import COMPONENTS, MOMENTS, Memory
+from megatron_dppo.plan.memory import COMPONENTS, MOMENTS, Memory, server_memory
 from megatron_dppo.plan.plan import Advice, Plan
 from megatron_dppo.plan.retraction import Retraction, lines_of
-from megatron_dppo.plan.search import HEADROOM, NODES, Fewest, Proposal
+from megatron_dppo.plan.search import HEADROOM, NODES, Fewest, Proposal, cache_shortage
 from megatron_dppo.plan.units import as_overrides, format_count, in_billions, in_gib, in_seconds, layout_text
 
 LOSS_KEYS = ("loss_from", "logits_chunk_bytes", "logits_dtype")  # of [algorithm]
@@ -27,6 +27,7 @@ def as_text(plan: Plan, num_proposals: int = 5) -> str:
         blocks += [list(_gpu_table(plan.memory)), list(_host_table(plan.memory))]
     if plan.retraction is not None:
         blocks.append(list(lines_of(plan.retraction)))
+    blocks.append(list(_shortage(plan)))
     blocks.append([f"not counted: {note}" for note in plan.notes])
     blocks += [list(_proposals(plan, num_proposals)), list(_advice(plan.advice)), list(_fewest(plan))]
     has_times = bool(plan.found and plan.found.proposals) or bool(plan.fewest and plan.fewest.proposal)
@@ -123,6 +124,16 @@ def _gpu_table(memory: Memory) -> Iterator[str]:
         residue = in_gib(memory.engine.residue)
         yield "Engine and trainer take turns: in a rollout nothing of the trainer is on the GPU, in training"
         yield f"{residue} GiB of the engine. The engine's cache holds {memory.engine.cached_tokens} tokens."
+
+
+def _shortage(plan: Plan) -> Iterator[str]:
+    """Yield that servers with their own GPUs, of the same size, cannot hold a sequence."""
+    job, memory = plan.job, plan.memory
+    if memory is not None and memory.engine.is_separate and job.config.sglang.get("device") != "cpu":
+        server = server_memory(job.config, job.shape, job.machine)
+        if not server.holds(job.workload.sequence_tokens):
+            size = in_gib(job.machine.gpu_bytes)
+            yield f"Servers on GPUs of {size} GiB do not serve this: the {cache_shortage(job, server)}"
 
 
 def _host_table(memory: Memory) -> Iterator[str]:

@@ -224,8 +224,7 @@ def conclusion_of(job: Job, memory: Memory) -> str:
         found = f"an engine over {format_count(engine.num_gpus, 'GPU')} (sglang.tp_size) on {machine.num_gpus}"
         return f"Does not fit: {found}. The rest would: {detail}."
     if not engine.holds(job.workload.sequence_tokens):
-        tokens = f"{engine.cached_tokens} tokens, and the longest sequence has {job.workload.sequence_tokens}"
-        return f"Does not fit: the engine's cache holds {tokens}. The rest would: {detail}."
+        return f"Does not fit: the {cache_shortage(job, engine)} The rest would: {detail}."
     if machine.host_bytes is not None and not fits_hosts(job, memory):
         needs = f"{in_gib(memory.host.per_node)} of {in_gib(machine.host_bytes)} GiB"
         return f"Does not fit the hosts: {needs} of a node's memory. The GPUs would do: {detail}."
@@ -285,6 +284,16 @@ def has_room(job: Job, engine: EngineMemory) -> bool:
     return is_small and engine.holds(job.workload.sequence_tokens)
 
 
+def cache_shortage(job: Job, engine: EngineMemory) -> str:
+    """Return what the cache of an SGLang server lacks for a sequence, and the keys that decide."""
+    longest, most = job.workload.sequence_tokens, job.config.sglang.get("max_total_tokens")
+    cached = f"{engine.cached_tokens} tokens next to {in_gib(engine.weights)} GiB of weights"
+    limits = ["max_total_tokens"] if most == engine.cached_tokens else ["mem_fraction_static", "tp_size"]
+    keys = " or ".join(f"sglang.{key}" for key in limits)
+    enough = f"engine's cache holds {cached}, and the longest sequence has {longest}."
+    return f"{enough} Raise {keys}, or lower rollout.max_response_tokens."
+
+
 def _leanest(job: Job) -> Iterator[tuple[Job, Memory]]:
     """Yield each layout with the least memory: offloaded optimizer states, and all useful recompute.
 
@@ -309,11 +318,7 @@ def _leanest(job: Job) -> Iterator[tuple[Job, Memory]]:
 def _why_not(job: Job, closest: tuple[Job, Memory] | None) -> str:
     engine = engine_alone(job)
     if not engine.holds(job.workload.sequence_tokens):
-        longest = job.workload.sequence_tokens
-        cached = f"{engine.cached_tokens} tokens next to {in_gib(engine.weights)} GiB of weights"
-        enough = f"The engine's cache holds {cached}, and the longest sequence has {longest}."
-        keys = "Raise sglang.mem_fraction_static or sglang.tp_size, or lower rollout.max_response_tokens."
-        return f"{enough} {keys}"
+        return f"The {cache_shortage(job, engine)}"
     if not has_room(job, engine):
         taken, whole = in_gib(RESERVE_BYTES + engine.at_work), in_gib(job.machine.gpu_bytes)
         alone = f"The engine alone takes {taken} of {whole} GiB of each GPU."

@@ -1,6 +1,6 @@
 """Scores responses in worker processes: a reward that hangs, dies or eats memory costs one sample."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.base import RewardChoice, RewardFault, RewardFaultKind, RewardRequest, RewardResult
@@ -58,11 +58,24 @@ class RewardPool(WorkerPool[RewardRequest, RewardResult]):
     """Workers that score responses."""
 
     def __init__(
-        self, choice: str | RewardChoice, *, num_workers: int, timeout_s: float, memory_mb: int
+        self,
+        choice: str | RewardChoice,
+        *,
+        num_workers: int,
+        timeout_s: float,
+        memory_mb: int,
+        environment: Collection[str] = (),
     ) -> None:
         """Start the workers, see `WorkerPool`. `choice` is a `RewardChoice`, its text, or a reward's name."""
         name = choice if isinstance(choice, str) else choice.text
-        super().__init__(_SERVICE, name, num_workers=num_workers, timeout_s=timeout_s, memory_mb=memory_mb)
+        super().__init__(
+            _SERVICE,
+            name,
+            num_workers=num_workers,
+            timeout_s=timeout_s,
+            memory_mb=memory_mb,
+            environment=environment,
+        )
 
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
         """Return a score for each request, in order. See `WorkerPool.ask`."""

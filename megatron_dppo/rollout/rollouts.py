@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -22,7 +21,7 @@ from megatron_dppo.engines.embedded.engine import TransformersEngine
 from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.model import served_model
-from megatron_dppo.engines.sglang.server import API_KEY, require_registered
+from megatron_dppo.engines.sglang.records import api_key, require_registered
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.rollout.counts import RolloutCounts
 from megatron_dppo.rollout.evaluation import Evaluation, evaluation_sets, responses_file
@@ -68,7 +67,7 @@ def _sglang_engine(config: Config, hf_folder: Path) -> SglangEngine:
         served_model(hf_folder, end_tokens(hf_folder, ids)),
         patience,
         max_concurrent_requests=options.max_concurrent_requests,
-        api_key=os.environ.get(API_KEY),
+        api_key=api_key(),
     )
 
 

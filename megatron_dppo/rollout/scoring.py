@@ -232,6 +232,7 @@ class RewardPools:
                 num_workers=options.reward_workers,
                 timeout_s=options.reward_timeout_s,
                 memory_mb=options.reward_memory_mb,
+                environment=options.worker_environment,
             )
             for reward in dict.fromkeys(rewards)
             if not RewardChoice.read(reward).is_environment

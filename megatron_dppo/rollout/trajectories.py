@@ -174,7 +174,11 @@ def environment_pool(name: str, data: DataConfig) -> EnvironmentPool | None:
     if name == "single_turn":
         return None
     return EnvironmentPool(
-        name, num_workers=data.reward_workers, timeout_s=data.reward_timeout_s, memory_mb=data.reward_memory_mb
+        name,
+        num_workers=data.reward_workers,
+        timeout_s=data.reward_timeout_s,
+        memory_mb=data.reward_memory_mb,
+        environment=data.worker_environment,
     )
 
 

@@ -311,7 +311,12 @@ class RunLogger:
         if not found:
             return None
         rows, folder = self._history.rows, self._config.run.folder / "evidence"
-        file = self._on_main(lambda _: write_alarms(folder, rollout, found, rows))
+
+        def write(run_folder: RunFolder) -> Path:
+            run_folder.send_alarms(rollout, found)
+            return write_alarms(folder, rollout, found, rows)
+
+        file = self._on_main(write)
         number, texts = rollout + 1, "; ".join(f"{name}: {text}" for name, text in found.items())
         if mode == "stop":
             raise TrainingError(

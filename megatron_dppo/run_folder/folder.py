@@ -3,7 +3,9 @@
     config.toml     the resolved config (keys without a value are left out)
     versions.json   packages, platform, git commit, command line
     metrics.jsonl   one JSON object per line: "kind" is step, rollout, evaluation, or change (of a setting)
-    samples/  checkpoints/  servers/
+    samples/  checkpoints/
+    servers/        records and logs of servers, readable by their owner only
+    tracker_run.json  the run's id in wandb and Trackio
     evaluations/    <set>_<rollouts finished>.jsonl: every response of an evaluation
 
 JSON has no NaN or infinity: metrics.jsonl writes them as the strings "NaN", "Infinity" and "-Infinity", and
@@ -32,6 +34,7 @@ from megatron_dppo.config.resuming import SettingChange, change_table, setting_c
 from megatron_dppo.errors import CheckpointError, ConfigError, Problem
 from megatron_dppo.run_folder.trackers import Backend, open_backends
 from megatron_dppo.run_folder.versions import versions
+from megatron_dppo.runtime.files import make_private
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +84,7 @@ class RunFolder:
         try:
             for name in SUBFOLDERS:
                 (path / name).mkdir(parents=True, exist_ok=True)
+            make_private(path / "servers")
             earlier = _earlier_config(path / "config.toml")
             _log_changes(earlier, config)
             _write_keeping_earlier(path / "config.toml", to_toml(config))
@@ -115,6 +119,11 @@ class RunFolder:
         self._append({"kind": "evaluation", "rollout": rollout}, metrics)
         for backend in self._backends:
             backend.log(metrics, "rollout", rollout)
+
+    def send_alarms(self, rollout: int, found: Mapping[str, str]) -> None:
+        """Report the alarms of a rollout, an index from 0, to the trackers that take them."""
+        for backend in self._backends:
+            backend.alarm(rollout, found)
 
     def write_change(self, rollout: int, change: SettingChange) -> None:
         """Append the row of a setting that changed after `rollout` finished rollouts."""

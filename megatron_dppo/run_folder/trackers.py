@@ -1,33 +1,50 @@
-"""Sends metrics to TensorBoard, Trackio and wandb, as `tracking.backends` selects.
+"""Sends metrics to TensorBoard, Trackio, wandb and Prometheus, as `tracking.backends` selects; alarms to a URL.
 
 The axis of rollout rows is the rollout, counted from 1 as in the log. The axis of evaluations is the number of
 rollouts before them. Step rows are `step/<name>` over the gradient step, counted from 0 as in metrics.jsonl.
 """
 
 import importlib
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
+from urllib.error import URLError
+from urllib.parse import urlsplit
 
-from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.errors import ConfigError, Problem, writing_to
+from megatron_dppo.runtime.files import write_jsonl
 
 Axis = Literal["rollout", "step"]
+WEBHOOK = "MEGATRON_DPPO_ALARM_WEBHOOK"
+"""Environment variable with the URL that gets alarms. Such a URL is a secret: who knows it can post."""
+log = logging.getLogger(__name__)
+_WEBHOOK_TIMEOUT_S = 10.0
 
 
-class Backend(Protocol):
-    """A metrics backend that gets the rows of metrics.jsonl."""
+class Backend:
+    """A metrics backend that gets the rows of metrics.jsonl, and alarms; a subclass takes one or both."""
 
     def log(self, metrics: Mapping[str, float], axis: Axis, index: int) -> None:
         """Log the metrics of one rollout, evaluation or gradient step at this position of the axis."""
-        ...
+
+    def alarm(self, rollout: int, found: Mapping[str, str]) -> None:
+        """Report the alarms of a rollout, an index from 0: messages by name."""
 
     def close(self) -> None:
         """Flush the remaining metrics, and close."""
-        ...
 
 
-class TensorBoard:
+class TensorBoard(Backend):
     """Writes event files in the run folder's tensorboard/."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
@@ -44,11 +61,13 @@ class TensorBoard:
         self._writer.close()
 
 
-class WeightsAndBiases:
-    """Logs to a wandb run with the run folder's name; wandb's own settings choose project and mode."""
+class WeightsAndBiases(Backend):
+    """Logs to one wandb run with the run folder's name; wandb's own settings choose project and mode."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self._run = _module("wandb", "wandb").init(dir=str(folder), name=folder.name, config=dict(config))
+        module, run_id = _module("wandb", "wandb"), _run_id(folder)
+        same = {"id": run_id, "resume": "allow", "allow_val_change": True}
+        self._run = module.init(dir=str(folder), name=folder.name, config=dict(config), **same)
         self._known = set[str]()
 
     def log(self, metrics: Mapping[str, float], axis: Axis, index: int) -> None:
@@ -64,12 +83,14 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-class Trackio:
-    """Logs to a run of the project `megatron_dppo` in Trackio's local files; `trackio show` opens them."""
+class Trackio(Backend):
+    """Logs to one run of the project `megatron_dppo` in Trackio's local files; `trackio show` opens them."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         module, quiet = _module("trackio", "trackio"), {"auto_log_gpu": False, "auto_log_cpu": False}
-        self._run = module.init("megatron_dppo", folder.name, config=dict(config), embed=False, **quiet)
+        name = f"{folder.name}-{_run_id(folder)}"  # Trackio resumes by name, and several folders may share one
+        options = {"config": dict(config), "resume": "allow", "embed": False}
+        self._run = module.init("megatron_dppo", name, **options, **quiet)
 
     def log(self, metrics: Mapping[str, float], axis: Axis, index: int) -> None:
         """Write one row."""
@@ -80,11 +101,91 @@ class Trackio:
         self._run.finish()
 
 
-BACKENDS = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": WeightsAndBiases}
+class Prometheus(Backend):
+    """Serves the latest values at http://`tracking.prometheus_address`/metrics."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        client = _module("prometheus_client", "prometheus_client")
+        address, registry = config["tracking"]["prometheus_address"], client.CollectorRegistry()
+        client.Info("megatron_dppo_run", "The run.", registry=registry).info({"folder": str(folder)})
+        gauge, prefix = client.Gauge, "megatron_dppo"
+        self._value = gauge(f"{prefix}_metric", "Latest value in metrics.jsonl.", ["name"], registry=registry)
+        self._count = gauge(f"{prefix}_finished", "Rollouts and gradient steps.", ["axis"], registry=registry)
+        self._at = gauge(f"{prefix}_last_row_timestamp_seconds", "Time of the last row.", registry=registry)
+        self._alarms = client.Counter(f"{prefix}_alarms", "Raised alarms.", ["name"], registry=registry)
+        try:
+            place = urlsplit(f"//{address}")
+            self._server, _ = client.start_http_server(place.port, place.hostname, registry)
+        except (OSError, ValueError) as error:  # taken, of another host, or a port above 65535
+            found, expected = f"{address} ({error})", "a free address of rank 0's host"
+            problem = Problem("tracking.prometheus_address", found, expected, "Choose another port.")
+            raise ConfigError(problem) from error
+
+    def log(self, metrics: Mapping[str, float], axis: Axis, index: int) -> None:
+        """Replace the values of these metrics."""
+        for name, value in metrics.items():
+            self._value.labels(name).set(value)
+        self._count.labels(axis).set(index + (axis == "step"))
+        self._at.set(time.time())
+
+    def alarm(self, rollout: int, found: Mapping[str, str]) -> None:
+        """Count each alarm."""
+        for name in found:
+            self._alarms.labels(name).inc()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class Webhook(Backend):
+    """Posts alarms to a URL, as JSON with a "text" and the same as "content". A failure is only a warning."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        if not re.match(r"https?://[^/\s]", url):
+            raise ConfigError(Problem(WEBHOOK, "another text", "an http or https URL", "Correct or unset it."))
+        self._url, self._folder, self._posts = url, folder, list[threading.Thread]()
+
+    def alarm(self, rollout: int, found: Mapping[str, str]) -> None:
+        """Post the alarms of a rollout in a thread, so that nothing waits."""
+        texts = "; ".join(f"{name}: {text}" for name, text in found.items())
+        text = f"{self._folder.name} on {socket.gethostname()}, rollout {rollout + 1}: {texts}"
+        body = {
+            "text": text,
+            "content": text,
+            "run": str(self._folder),
+            "rollout": rollout,
+            "alarms": dict(found),
+        }
+        self._posts.append(threading.Thread(target=self._post, args=(body,), daemon=True, name="webhook"))
+        self._posts[-1].start()
+
+    def close(self) -> None:
+        """Wait a moment for alarms that are on their way, such as the one that stops the run."""
+        for post in self._posts:
+            post.join(_WEBHOOK_TIMEOUT_S)
+
+    def _post(self, body: Mapping[str, Any]) -> None:
+        headers = {"Content-Type": "application/json"}
+        try:
+            request = urllib.request.Request(self._url, json.dumps(body).encode(), headers)
+            urllib.request.urlopen(request, timeout=_WEBHOOK_TIMEOUT_S).close()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on
+            reason = error.reason if isinstance(error, URLError) else type(error).__name__  # without the URL
+            log.warning("an alarm did not reach the URL of %s: %s", WEBHOOK, reason)
+
+
+BACKENDS = {
+    "prometheus": Prometheus,
+    "tensorboard": TensorBoard,
+    "trackio": Trackio,
+    "wandb": WeightsAndBiases,
+}
 
 
 def open_backends(names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> list[Backend]:
-    """Open the trackers of these names."""
+    """Open the trackers of these names, and the webhook if its variable is set."""
     unknown = [name for name in names if name not in BACKENDS]
     if unknown:
         raise ConfigError(
@@ -92,7 +193,17 @@ def open_backends(names: Sequence[str], folder: Path, config: Mapping[str, Any])
                 "tracking.backends", ", ".join(unknown), " or ".join(BACKENDS), "Correct or remove the name."
             )
         )
-    return [BACKENDS[name](folder, config) for name in names]
+    url = os.environ.get(WEBHOOK)
+    return [*([Webhook(url, folder)] if url else []), *(BACKENDS[name](folder, config) for name in names)]
+
+
+def _run_id(folder: Path) -> str:
+    """Return the id of the run in trackers, kept in the run folder: a resumed run continues the same one."""
+    file = folder / "tracker_run.json"
+    if not file.exists():
+        with writing_to("run.folder", folder):
+            write_jsonl(file, [{"id": secrets.token_hex(4)}])
+    return str(json.loads(file.read_text())["id"])
 
 
 def _module(name: str, package: str) -> ModuleType:

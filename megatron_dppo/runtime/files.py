@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from megatron_dppo.errors import DataError, DiskError, Problem
 
@@ -21,17 +21,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]], mode: int = 0o666) -> None:
     """Write one JSON object per line, atomically: readers see the old file or the complete new one."""
-    write_whole(path, (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
+    write_whole(path, (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows), mode)
 
 
-def write_whole(path: Path, parts: Iterable[str]) -> None:
-    """Write a text file atomically: readers see the old file or the complete new one."""
+def write_whole(path: Path, parts: Iterable[str], mode: int = 0o666) -> None:
+    """Write a text file atomically: readers see the old file or the complete new one.
+
+    Args:
+        path: File.
+        parts: Its text.
+        mode: Its mode before the umask is applied.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
-        with temporary.open("x", encoding="utf-8") as file:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
@@ -41,6 +48,20 @@ def write_whole(path: Path, parts: Iterable[str]) -> None:
         if isinstance(error, OSError) and error.filename is None:  # such as a full disk during a write
             error.filename = str(path)
         raise
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder that only its owner may enter, or make it one."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    folder.chmod(0o700)
+
+
+def open_private(path: Path) -> BinaryIO:
+    """Open a file that only its owner may read, to append bytes."""
+    file = os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab")
+    os.fchmod(file.fileno(), 0o600)  # of an earlier file
+    return file
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, object]]]:

@@ -1,18 +1,28 @@
-"""Imports a user's functions and classes on demand, and describes their errors."""
+"""Imports a user's functions and classes on demand, selects their environment, and describes their errors."""
 
 import importlib
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from megatron_dppo.errors import ConfigError, Problem, did_you_mean
+
+_SECRET_NAME = re.compile(
+    r"SECRET|PASSWO?R?D|PASSPHRASE|CREDENTIAL|API_?KEY|WEBHOOK|JWT|TOKENS?(_|$)|_PWD$"
+    r"|(^|_)(ACCESS|AUTH|CONNECTION_STRING|COOKIE|DSN|KEYS?|PASS|PAT)(_|$)",
+    re.IGNORECASE,
+)
+_SECRET_VALUE = re.compile(r"://[^/\s@]*:[^/\s@]+@")  # a URL with a password
+_LAUNCHERS = re.compile(r"MASTER_(ADDR|PORT)|TORCHELASTIC_.*|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME")
+_ABOUT_KEYS = re.compile(r"api[ _-]?key|authenticat|unauthori[sz]ed|credential|\b401\b", re.IGNORECASE)
 
 
 def problem_with_path(key: str, name: str, path: str, registered: Sequence[str] = ()) -> Problem | None:
@@ -60,6 +70,44 @@ def import_named(key: str, name: str) -> Any:
         expected = f"a function of {module_name}"
         raise ConfigError(Problem(key, what, expected, "Correct the name after the colon."))
     return found
+
+
+def user_environment(passed: Collection[str]) -> dict[str, str]:
+    """Return this process's environment for user code: without secrets and without the launcher's variables.
+
+    Args:
+        passed: Names of variables that are kept nevertheless (data.worker_environment).
+    """
+    withheld = {*_secrets(passed), *filter(_LAUNCHERS.fullmatch, os.environ)} - {*passed}
+    return {name: value for name, value in os.environ.items() if name not in withheld}
+
+
+def advice_on_secrets(text: str, passed: Collection[str]) -> str:
+    """Return how to pass on the secrets that an error of user code is about; "" if it is about none.
+
+    Args:
+        text: Error and output of the user's code.
+        passed: See `user_environment`.
+    """
+    withheld = [name for name in _secrets(passed) if not name.startswith("MEGATRON_DPPO_")]
+    named = [name for name in withheld if re.search(rf"\b{re.escape(name)}\b", text)]
+    names = named or (withheld if _ABOUT_KEYS.search(text) else [])
+    if not names:
+        return ""
+    listed = ", ".join(f'"{name}"' for name in names)
+    return (
+        f"\nWorkers do not get the trainer's secrets, such as {', '.join(names)}. To pass one on, name it: "
+        f"data.worker_environment = [{listed}]"
+    )
+
+
+def _secrets(passed: Collection[str]) -> list[str]:
+    """Return the names of variables of this process that look like secrets, except those in `passed`."""
+    return [
+        name
+        for name, value in os.environ.items()
+        if name not in passed and (_SECRET_NAME.search(name) or _SECRET_VALUE.search(value))
+    ]
 
 
 def source_file(name: str) -> Path | None:

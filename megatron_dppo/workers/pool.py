@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, wait
 from itertools import chain, count
 from queue import LifoQueue
@@ -31,7 +31,14 @@ class WorkerPool(Generic[Q, A]):
     """
 
     def __init__(
-        self, service: Service[Q, A], name: str, *, num_workers: int, timeout_s: float, memory_mb: int
+        self,
+        service: Service[Q, A],
+        name: str,
+        *,
+        num_workers: int,
+        timeout_s: float,
+        memory_mb: int,
+        environment: Collection[str] = (),
     ) -> None:
         """Store the settings, and start no worker.
 
@@ -41,8 +48,9 @@ class WorkerPool(Generic[Q, A]):
             num_workers: Number of processes.
             timeout_s: Time limit of one request, in seconds.
             memory_mb: Memory that a worker may allocate after its import, in MB; 0 is no limit.
+            environment: Names of environment variables that workers get although they look like secrets.
         """
-        self._service = service
+        self._service, self._environment = service, environment
         self._name, self._timeout_s, self._memory_mb = name, timeout_s, memory_mb
         self._num_workers = num_workers
         self._idle: LifoQueue[WorkerProcess[Q, A] | None] = LifoQueue()  # `None`: a worker to start
@@ -219,7 +227,7 @@ class WorkerPool(Generic[Q, A]):
         return max(1, min(_MAX_AHEAD, int(_AHEAD_S / self._slow_s)))
 
     def _start_worker(self, is_cancelled: IsCancelled) -> WorkerProcess[Q, A]:
-        return WorkerProcess(self._service, self._name, self._memory_mb, is_cancelled)
+        return WorkerProcess(self._service, self._name, self._memory_mb, is_cancelled, self._environment)
 
     def _answer(self, worker: WorkerProcess[Q, A], line: "deque[_Call[Q, A]]") -> tuple[A | WorkerFault, bool]:
         """Return the reply to the oldest request of a line, and whether the worker must be replaced."""

@@ -10,10 +10,13 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import IO, Generic
 
+from megatron_dppo.errors import Problem
 from megatron_dppo.runtime.framing import FrameReader, json_frame
+from megatron_dppo.runtime.user_code import advice_on_secrets, user_environment
 from megatron_dppo.workers.service import A, Q, Service, WorkerFault, WorkerFaultKind, read_answer, require_keys
 
 _START_TIMEOUT_S = 300.0  # a user's module may import many others, from a slow disk
@@ -42,19 +45,31 @@ class CallCancelledError(Exception):
 class WorkerProcess(Generic[Q, A]):
     """One process of a service in its own process group; one thread at a time drives it."""
 
-    def __init__(self, service: Service[Q, A], name: str, memory_mb: int, is_cancelled: IsCancelled) -> None:
+    def __init__(
+        self,
+        service: Service[Q, A],
+        name: str,
+        memory_mb: int,
+        is_cancelled: IsCancelled,
+        environment: Collection[str] = (),
+    ) -> None:
         """Start the process, and wait until it has loaded `name`.
 
         Raises:
-            MegatronDppoError: The process could not load `name`; the type is the service's `error`.
+            MegatronDppoError: The process could not load `name`, or a variable of `environment` is not set; the
+                type is the service's `error`.
             CallCancelledError: `is_cancelled` returned True first.
         """
-        self._service = service
+        self._service, self._environment = service, environment
+        if absent := [variable for variable in environment if variable not in os.environ]:
+            found, action = f"{', '.join(absent)}, not set here", "Export it on every node, or remove the name."
+            expected = "environment variables of the trainer"
+            raise service.error(str(Problem("data.worker_environment", found, expected, action)))
         command = [sys.executable, "-m", service.module, name, str(memory_mb)]
-        pipe = subprocess.PIPE
+        pipe, variables = subprocess.PIPE, user_environment(environment)
         try:
             self._process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True
+                command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True, env=variables
             )
         except OSError as error:
             option = f"{service.option_prefix}workers"
@@ -76,7 +91,7 @@ class WorkerProcess(Generic[Q, A]):
             raise
         if problem is not None:
             self.kill()
-            raise service.error(f"{problem}{self._last_printed()}")
+            raise service.error(f"{problem}{self._last_printed(problem)}")
 
     @property
     def is_writable(self) -> bool:
@@ -101,7 +116,10 @@ class WorkerProcess(Generic[Q, A]):
         message = self._message(timeout_s, is_cancelled)
         try:
             answer = read_answer(message, number)
-            return answer if isinstance(answer, WorkerFault) else self._service.decode_answer(answer)
+            if isinstance(answer, WorkerFault):
+                advice = advice_on_secrets(answer.message, self._environment)
+                return replace(answer, message=answer.message + advice)
+            return self._service.decode_answer(answer)
         except ValueError as error:
             raise WorkerLostError("failed", f"its worker sent {error}") from error
 
@@ -186,9 +204,10 @@ class WorkerProcess(Generic[Q, A]):
                 with contextlib.suppress(KeyError):
                     self._poll.unregister(self._err)
 
-    def _last_printed(self) -> str:
+    def _last_printed(self, problem: str = "") -> str:
         text = self._printed.decode(errors="replace").strip()
-        return f"\nIts last output:\n{text}" if text else ""
+        advice = advice_on_secrets(f"{problem}\n{text}", self._environment)
+        return (f"\nIts last output:\n{text}" if text else "") + advice
 
     def _how_it_ended(self) -> str:
         status = self._status(_END_TIMEOUT_S)

@@ -88,6 +88,7 @@ def whole(task: Path) -> dict[str, Any]:
             "reward_timeout_s": 33.0,
             "reward_retries": 3,
             "reward_memory_mb": 1500,
+            "worker_environment": ["PATH", "HOME"],
         },
         rollout={
             "temperature": 1.25,
@@ -160,6 +161,7 @@ def whole(task: Path) -> dict[str, Any]:
             },
         },
         tracking={
+            "prometheus_address": "localhost:9",
             "backends": ["tensorboard"],
             "samples_every": 2,
             "batches_every": 3,
@@ -368,10 +370,11 @@ def _servers() -> Iterator[Any]:
     """One that answers for each that is started."""
     from megatron_dppo.engines.sglang import server
     from megatron_dppo.engines.sglang.options import shipped_options
+    from megatron_dppo.engines.sglang.records import ServerRecord
     from tests.support.sglang_stand_in import StandIn
 
     def start(self: server.Server, timeout_s: float, ended: threading.Event | None = None) -> None:
-        record = server.ServerRecord(self.record.stem, stand_in.url, "here", 1, "0.5.21", "now", 1)
+        record = ServerRecord(self.record.stem, stand_in.url, "here", 1, "0.5.21", "now", 1)
         write_jsonl(self.record, [asdict(record)])
 
     with StandIn().running() as stand_in, pytest.MonkeyPatch.context() as patch:

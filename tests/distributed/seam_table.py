@@ -55,6 +55,7 @@ _AS_IT_IS = {
         data.overlong_penalty  rollout.scoring:OverlongShaping.__call__  self.penalty
         data.reward_timeout_s  workers.worker_process:WorkerProcess.receive  timeout_s
         data.reward_memory_mb  workers.worker_process:WorkerProcess.__init__  memory_mb
+        data.worker_environment  workers.worker_process:WorkerProcess.__init__  environment
         data.max_prompt_tokens  rollout.groups:GroupMaker.begin  self.max_prompt_tokens
         rollout.max_response_tokens  rollout.scoring:OverlongShaping.__call__  self.max_response_tokens
         rollout.max_response_tokens  data.batches.gradient_steps:sequence_weights  response_length
@@ -83,6 +84,7 @@ _AS_IT_IS = {
         checkpoint.{keep_last,keep_every,keep_best}  run.checkpoints:Retention.__init__  *
         checkpoint.best_metric  run.logger:RunLogger.latest  metric
         tracking.backends  run_folder.folder:open_backends  names
+        tracking.prometheus_address  run_folder.folder:open_backends  config.tracking.*
         tracking.mismatch_share  data.batches.gradient_steps:pack  measured_share
     """,
     "resumed": """

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,21 @@ from typing import Any
 import pytest
 
 from megatron_dppo.metrics.alarms import RULES
+from megatron_dppo.run_folder.trackers import WEBHOOK
 from megatron_dppo.runtime.process import Runtime
 from tests.support.ranks import run_ranks
+from tests.support.receiver import receiving
 
 USUAL = {"rollout/num_response_tokens": 100, "rollout/response_length_mean": 20.0}
 AHEAD = {"engine/busy_in_training": 0.5, "engine/requests_in_training": 4.0, "rollout/whole_groups": 64.0}
 SECONDS = {"total": 1.0, "rollout": 0.0, "sync": 0.1}
 
 
-def write_rows(runtime: Runtime, folder: str, mode: str, num_usual: int, offset: int) -> dict[str, Any]:
+def write_rows(
+    runtime: Runtime, folder: str, mode: str, num_usual: int, offset: int, webhook: str = ""
+) -> dict[str, Any]:
     """Usual rollouts, then one with responses ten times longer: the file's end before it, and the error."""
+    os.environ[WEBHOOK] = webhook
     from megatron_dppo.config.schema import Config
     from megatron_dppo.errors import TrainingError
     from megatron_dppo.metrics.metrics import Metrics
@@ -46,7 +52,9 @@ def write_rows(runtime: Runtime, folder: str, mode: str, num_usual: int, offset:
 def test_ranks_stop_together_and_a_resumed_run_remembers(tmp_path: Path) -> None:
     """Rank 0 alone gives advice on servers, once in ten rollouts."""
     run = tmp_path / "run"
-    results = run_ranks(write_rows, 2, tmp_path, str(run), "stop", 10, 0)
+    with receiving() as (url, got):
+        results = run_ranks(write_rows, 2, tmp_path, str(run), "stop", 10, 0, url)
+    assert [body["rollout"] for body in got] == [10]
     assert results[0] == results[1]
     error = results[0]["error"]
     assert "rollout 11: length_jump: rollout/response_length_mean: found 200.0; usual was 20.0" in error

@@ -3,6 +3,7 @@
 Another model of the same sizes shows which folder a command reads.
 """
 
+import hashlib
 import json
 import re
 import shutil
@@ -234,8 +235,14 @@ def to_adapter(models: Models, load: str, out: Path) -> dict[str, bytes]:
 
 
 def to_hf_of_run(models: Models, load: str, out: Path) -> dict[str, bytes]:
-    converted("to-hf", "--megatron", newest(models.trained(load)), "--out", out, "--dtype", "bfloat16")
-    return files_of(out)
+    checkpoint = newest(models.trained(load))
+    converted("to-hf", "--megatron", checkpoint, "--out", out, "--dtype", "bfloat16")
+    files = files_of(out)
+    card = files.pop("README.md").decode()  # the folder's name is in it
+    kept = json.loads((checkpoint / "state.json").read_text())
+    assert f"| {kept['state']['rollout']} rollouts, {kept['state']['step']} gradient steps |" in card
+    assert hashlib.sha256(kept["config"].encode()).hexdigest() in card
+    return files
 
 
 Command = Callable[[Models, str, Path], Any]

@@ -15,7 +15,7 @@ import tomli_w
 from megatron_dppo.data.batches.batch_file import group_files, kept_rollouts, read_batches
 from megatron_dppo.data.prompts import sanity_task
 from megatron_dppo.data.prompts.prompts import PromptStream, load_prompts
-from megatron_dppo.engines.sglang.server import ServerRecord
+from megatron_dppo.engines.sglang.records import ServerRecord
 from megatron_dppo.runtime.files import write_jsonl
 from tests.faults.starting import start_ranks
 from tests.support.records import metrics_of

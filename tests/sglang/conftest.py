@@ -8,7 +8,7 @@ import torch
 from transformers import Qwen3MoeForCausalLM
 
 from megatron_dppo.engines.sglang.client import Call, SglangClient
-from megatron_dppo.engines.sglang.server import API_KEY
+from megatron_dppo.engines.sglang.records import API_KEY
 from tests.support.serving import KEY, Served, server_of, write_served_model
 
 

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from megatron_dppo.engines.sglang.options import CUMEM, NVLS, nccl_settings
-from megatron_dppo.engines.sglang.server import read_records
+from megatron_dppo.engines.sglang.records import read_records
 from tests.support.ranks import run_ranks
 from tests.support.serving import PYTHON, Served, served_config
 from tests.support.sync_job import push_once

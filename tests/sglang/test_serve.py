@@ -25,9 +25,11 @@ from megatron_dppo.engines.sglang.options import (
     read_options,
     shipped_options,
 )
-from megatron_dppo.engines.sglang.server import Server, plan_launch, read_records
+from megatron_dppo.engines.sglang.records import read_records
+from megatron_dppo.engines.sglang.server import Server, plan_launch
 from megatron_dppo.errors import ConfigError, ServerError
 from tests.support.converting import converted
+from tests.support.leaks import readable_secrets, secrets_on_command_lines
 from tests.support.processes import wait_until
 from tests.support.serving import (
     KEY,
@@ -58,7 +60,8 @@ def test_the_shared_server_is_registered(served: Served) -> None:
     (record,) = read_records(served.run / "servers")
     assert (record.name, record.url, record.version, record.num_starts) == ("shared", served.url, VERSION, 1)
     os.kill(record.pid, 0)
-    assert KEY not in Path(f"/proc/{record.pid}/cmdline").read_text()
+    assert secrets_on_command_lines({"the key": KEY}) == []
+    assert readable_secrets(served.run, {"the key": KEY, "its address": record.url}) == []
 
 
 def test_a_killed_server_is_started_again_and_sigterm_ends_all(served: Served, tmp_path: Path) -> None:
@@ -101,8 +104,11 @@ def test_a_killed_server_is_started_again_and_sigterm_ends_all(served: Served, t
 def test_a_server_that_cannot_start_says_why_and_leaves_nothing(served: Served, tmp_path: Path) -> None:
     launch = plan_launch(served_config(served.folder, tmp_path, context_length=100_000))
     server = Server(launch, tmp_path / "servers", "broken")
-    with pytest.raises(ServerError, match=r"(?s)it ended with status .*Fix the error in its log.*100000"):
+    with pytest.raises(
+        ServerError, match=r"(?s)it ended with status .*Fix the error in its log.*100000"
+    ) as failure:
         server.start(START_TIMEOUT_S)
+    assert KEY not in str(failure.value)
     assert read_records(tmp_path / "servers") == []
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.engines.sglang.server import ServerRecord
+from megatron_dppo.engines.sglang.records import ServerRecord
 from tests.support.ranks import run_ranks
 from tests.support.serving import Served, num_requests, served_config, server_of
 from tests.support.sync_job import die_in_the_middle, die_while_sampling, lose_a_server, push_once

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import tomli_w
 
+from megatron_dppo.engines.sglang.records import API_KEY
+from tests.support.leaks import environment_of, readable_secrets, secret_files, secrets_on_command_lines
 from tests.support.processes import is_alive, wait_until
 from tests.support.sanity_run import make_task, settings
 from tests.support.serving import OPTIONS, ROOT
@@ -61,9 +63,14 @@ def require_ahead(folder: Path, rollouts: list[dict[str, Any]]) -> None:
     assert len(set(places)) == len(places) == 4 * ROLLOUTS
 
 
+SECRETS = {"WANDB_API_KEY": "wandb-5b1c9a", "HF_TOKEN": "hf_2d7e4f"}
+"""Of the user, and nobody else's business; unlike the key of the servers."""
+
+
 def start(config: Path, log: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "megatron_dppo", "train", str(config)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | SECRETS
+    del environment[API_KEY]  # the run draws one
     with log.open("wb") as stream:
         return subprocess.Popen(command, stdout=stream, stderr=stream, env=environment, cwd=ROOT)
 
@@ -75,6 +82,11 @@ def test_a_run_with_servers_of_its_own_survives_being_killed(config: Path) -> No
         wait_until(lambda: len(rows(folder, "rollout")) == 1 or trainer.poll() is not None, 300)
         assert trainer.poll() is None, log.read_text()
         server = json.loads((folder / "servers" / "own-0.json").read_text())["pid"]
+        key = {"the key": environment_of(server)[API_KEY]}
+        assert [file.name for file, _ in secret_files(folder, key)] == ["own-0.log"], (
+            "SGLang logs its arguments"
+        )
+        assert readable_secrets(config.parent, key) == secrets_on_command_lines(SECRETS | key) == []
     finally:
         trainer.send_signal(signal.SIGKILL)
         trainer.wait()
@@ -94,3 +106,4 @@ def test_a_run_with_servers_of_its_own_survives_being_killed(config: Path) -> No
     assert len(steps) == 2 * ROLLOUTS
     assert any(row["optimizer/grad_norm"] > 0 for row in steps)
     assert list((folder / "servers").glob("*.json")) == []
+    assert readable_secrets(config.parent, key) == secret_files(config.parent, SECRETS) == []

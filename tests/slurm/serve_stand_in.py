@@ -7,13 +7,11 @@ import argparse
 import os
 import signal
 import socket
-from dataclasses import asdict
 from pathlib import Path
 
 from megatron_dppo.config.load import load_config
 from megatron_dppo.data.prompts import sanity_task
-from megatron_dppo.engines.sglang.server import ServerRecord
-from megatron_dppo.runtime.files import write_jsonl
+from megatron_dppo.engines.sglang.records import ServerRecord, write_record
 from tests.support.sglang_stand_in import LiveStandIn
 
 _TOKEN_S = 0.2
@@ -33,8 +31,7 @@ def main() -> None:
     server = LiveStandIn(end_token=end, tokens=words, token_s=_TOKEN_S)
     with server.running():
         record = ServerRecord(options.name, server.url, socket.gethostname(), os.getpid(), "0.5.21", "now", 1)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_jsonl(folder / f"{options.name}.json", [asdict(record)])
+        write_record(folder / f"{options.name}.json", record)
         signal.sigwait([signal.SIGTERM])
         print(f"{os.environ['SLURMD_NODENAME']}: ended with weights {server.version}")
 

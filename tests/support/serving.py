@@ -12,7 +12,8 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang.client import SglangClient
 from megatron_dppo.engines.sglang.options import installed_version
 from megatron_dppo.engines.sglang.protocol import ServedModel
-from megatron_dppo.engines.sglang.server import Server, ServerRecord, plan_launch
+from megatron_dppo.engines.sglang.records import ServerRecord
+from megatron_dppo.engines.sglang.server import Server, plan_launch
 from megatron_dppo.types import ModelRouting
 from tests.support.tiny import EXPERTS, TOP_K, VOCAB, write_model
 

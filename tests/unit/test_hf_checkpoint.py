@@ -1,16 +1,21 @@
 """Hugging Face folders that do not hold what they say are refused when opened."""
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from megatron_dppo.checkpoints.convert.options import Rounding
+from megatron_dppo.checkpoints.convert.to_hf import model_card
 from megatron_dppo.checkpoints.hf_folder import INDEX, HFWeights, require_one_set, write_hf_checkpoint
 from megatron_dppo.checkpoints.model_files import WeightFilesError
+from megatron_dppo.config.load import to_toml
+from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConversionError
 
 
@@ -157,3 +162,25 @@ def test_a_tensor_that_comes_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="'a' came twice"):
         write_hf_checkpoint(twice, tmp_path / "out", tmp_path)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("is_in_checkpoint", [True, False])
+def test_a_trained_model_gets_a_card_without_paths(tmp_path: Path, is_in_checkpoint: bool) -> None:
+    tables: dict[str, Any] = {
+        "model": {"load": "/secret/place/Base-1B"},
+        "lora": {"rank": 32},
+        "data": {"prompts": "/secret/place/p.jsonl", "reward": {"math": 0.75, "my:own": 0.25}},
+        "algorithm": {"preset": "dppo_binary_kl", "delta_low": 0.07},
+    }
+    settings = to_toml(Config.model_validate(tables).model_dump(mode="json"))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000013"
+    checkpoint.mkdir(parents=True)
+    assert model_card(checkpoint, "mine") == {}
+    (tmp_path / "run" / "config.toml").write_text(settings)
+    state = {"state": {"rollout": 7, "step": 13}, "config": settings if is_in_checkpoint else ""}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    card = model_card(checkpoint, "mine")["README.md"]
+    assert card.startswith("---\n") and "\n# mine\n" in card and "/secret" not in card
+    steps, names = "7 rollouts, 13 gradient", ("`Base-1B`", "`dppo_binary_kl`", "`p.jsonl`", "my:own")
+    assert all(part in card for part in (steps, "rank 32", "0.07", *names))
+    assert hashlib.sha256(settings.encode()).hexdigest() in card

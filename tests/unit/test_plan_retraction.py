@@ -157,6 +157,26 @@ def test_plan_prints_the_cache_of_a_request_and_the_share_that_is_retracted(base
     assert "2 servers on as many GPUs as the trainer's" in separate
 
 
+@pytest.mark.parametrize(
+    ("overrides", "begins", "keys"),
+    [
+        (("sglang.mem_fraction_static=0.05",), "Does not fit: the", "mem_fraction_static or sglang.tp_size"),
+        (("sglang.max_total_tokens=9000",), "Does not fit: the", "max_total_tokens"),
+        (
+            (SEPARATE, "sglang.mem_fraction_static=0.05"),
+            "Servers on GPUs of 74.5 GiB do not serve this: the",
+            "mem_fraction_static or sglang.tp_size",
+        ),
+    ],
+)
+def test_a_cache_too_small_for_one_response_names_the_keys(
+    base: Path, overrides: tuple[str, ...], begins: str, keys: str
+) -> None:
+    text = plan(base, *(word for each in overrides for word in ("--set", each))).stdout.replace("\n    ", " ")
+    assert f"{begins} engine's cache holds " in text
+    assert f"has 17408. Raise sglang.{keys}, or lower rollout.max_response_tokens." in text
+
+
 def test_check_names_the_keys_that_help(base: Path) -> None:
     shown = CliRunner().invoke(app, ["check", str(base), "--world-size", "16"])
     (note,) = (line for line in shown.stderr.splitlines() if line.startswith("note: SGLang is expected"))

@@ -31,7 +31,7 @@ FREE = """
 run: folder num_rollouts num_threads timeout_s peer_timeout_s
 parallel: tensor pipeline virtual_pipeline context expert expert_tensor max_tokens_per_microbatch
     share_prefixes overlap_grad_reduce overlap_param_gather
-data: reward_workers reward_timeout_s reward_retries reward_memory_mb
+data: reward_workers reward_timeout_s reward_retries reward_memory_mb worker_environment
 rollout: max_dropped_fraction max_data_gib release_trainer
 rollout.transformers: batch_size
 rollout.sglang: start_timeout_s max_restarts request_timeout_s max_attempts max_concurrent_requests
@@ -41,8 +41,8 @@ optimizer: distributed offload max_skipped_steps
 checkpoint: every every_steps resume asynchronous keep_last keep_every keep_best best_metric best_is
     reserve_gib max_failed_saves
 evaluation: every
-tracking: backends samples_every batches_every paired_routing_every mismatch_share alarms max_roll_backs
-    clipped_tokens_every shadow shadow_presets shadow_options
+tracking: backends prometheus_address samples_every batches_every paired_routing_every mismatch_share alarms
+    max_roll_backs clipped_tokens_every shadow shadow_presets shadow_options
 """
 EXPERIMENT = """
 run: seed

@@ -23,6 +23,7 @@ from megatron_dppo.engines.sglang.options import (
     installed_nccl,
     nccl_settings,
 )
+from megatron_dppo.engines.sglang.records import API_KEY, ServerRecord
 from megatron_dppo.engines.weight_sync.factory import run_servers
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.run.session import join_processes
@@ -104,9 +105,12 @@ def test_a_server_for_gpus_refuses_an_environment_for_cpus(
     table = {"python": str(tmp_path / "bin" / "python")}
     with pytest.raises(ConfigError, match="make sglang-venv SGLANG_FOR=gpu"):
         server.plan_launch(Config.model_validate({"sglang": table}))
+    table |= {"device": "cpu", "host": "0.0.0.0", "api_key": "in a file"}
+    monkeypatch.delenv(API_KEY, raising=False)
     with pytest.raises(ConfigError) as on_cpu:
-        server.plan_launch(Config.model_validate({"sglang": table | {"device": "cpu"}}))
-    assert "for CPUs" not in str(on_cpu.value)
+        server.plan_launch(Config.model_validate({"sglang": table}))
+    assert {problem.where for problem in on_cpu.value.problems} >= {"sglang.api_key", "sglang.host"}
+    assert "for CPUs" not in str(on_cpu.value) and "in a file" not in str(on_cpu.value)
 
 
 def config_of(table: dict[str, Any], **options: Any) -> Config:
@@ -215,7 +219,7 @@ def test_a_push_leaves_out_a_registered_server_with_another_nccl(tmp_path: Path)
     config = config_of({})
     config = config.model_copy(update={"run": config.run.model_copy(update={"folder": run})})
     shared = nccl_settings(config) | dict(installed_nccl(python))
-    record = server.ServerRecord("s", "http://127.0.0.1:9", "h", 1, "0.5.23", "now", 1, shared)
+    record = ServerRecord("s", "http://127.0.0.1:9", "h", 1, "0.5.23", "now", 1, shared)
     (run / "servers").mkdir(parents=True)
     write_jsonl(run / "servers" / "s.json", [asdict(record)])
     of_trainer = {"2.29.7": True, "2.30.7": False, None: False}

@@ -1,22 +1,29 @@
 """Server processes: which failed starts are tried again, and what a run's servers/ names."""
 
 import json
+import os
+import stat
 import sys
 import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from megatron_dppo.engines.sglang.server import (
-    Launch,
-    Server,
+from megatron_dppo.engines.sglang.records import (
+    API_KEY,
     ServerRecord,
+    api_key,
+    common_key,
+    key_problems,
     read_records,
     require_registered,
-    supervise,
+    write_record,
 )
+from megatron_dppo.engines.sglang.server import Launch, Server, supervise
 from megatron_dppo.errors import ServerError
 
 
@@ -57,6 +64,56 @@ def test_restarts_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, m
     with pytest.raises(ServerError, match=f"after {max_restarts} restarts"):
         supervise(server, threading.Event(), start_timeout_s=7.0, max_restarts=max_restarts)
     assert starts == [7.0] * (max_restarts + 1)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_only_the_owner_reads_what_a_server_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    """And what the trainer repeats of it, in a log that others may read, is without the key."""
+    monkeypatch.setenv(API_KEY, "it's \\ 5")
+    folder = tmp_path / "run" / "servers"
+    if is_there:  # from an earlier version
+        folder.mkdir(parents=True)
+        (folder / "own-0.log").write_text("")
+    program = f"import os; print(dict(api_key=os.environ[{API_KEY!r}])); raise SystemExit(3)"
+    server = Server(
+        Launch((sys.executable, "-c", program), os.environ, "http://127.0.0.1:9", {}), folder, "own-0"
+    )
+    before = os.umask(0)
+    try:
+        with pytest.raises(ServerError, match=r"(?s)status 3 .*'api_key': \"\*\*\*\""):
+            server.start(timeout_s=60)
+        write_record(folder / "own-0.json", record("own-0"))
+    finally:
+        os.umask(before)
+    assert "it's" in (folder / "own-0.log").read_text()
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (folder, *sorted(folder.iterdir()))]
+    assert modes == [0o700, 0o600, 0o600]
+
+
+@pytest.mark.parametrize("of_user", ["", "mine"])
+def test_every_rank_has_one_key_while_a_run_has_servers(monkeypatch: pytest.MonkeyPatch, of_user: str) -> None:
+    monkeypatch.setenv(API_KEY, of_user)
+    of_main: list[str] = []
+    main: Any = SimpleNamespace(on_main=lambda choose: of_main.append(choose()) or of_main[0])
+    other: Any = SimpleNamespace(on_main=lambda choose: of_main[0])
+    with common_key(main):
+        assert api_key() == (of_user or of_main[0])
+    assert len(of_main[0]) == 32 or of_user
+    monkeypatch.delenv(API_KEY)
+    with common_key(other):
+        assert api_key() == of_main[0]
+    assert API_KEY not in os.environ
+
+
+def test_a_server_on_the_network_requires_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, num_problems in (("", 1), ("k", 0)):
+        monkeypatch.setenv(API_KEY, key)
+        for host in ("0.0.0.0", "::", "10.1.2.3", "fd99::1", "node7"):
+            assert [each.where for each in key_problems(host)] == ["sglang.host"] * num_problems, host
+        for host in ("127.0.0.1", "127.3.2.1", "::1", "localhost"):
+            assert not list(key_problems(host)), host
 
 
 def record(name: str) -> ServerRecord:

@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.errors import DataError
+from megatron_dppo.environments.base import Response, Trajectory
+from megatron_dppo.environments.pool import EnvironmentPool
+from megatron_dppo.errors import DataError, RewardError
+from megatron_dppo.rewards import RewardFault, RewardPool, RewardRequest, RewardResult
 from megatron_dppo.runtime.framing import FrameReader, frame_of, json_frame, read_message
+from megatron_dppo.types import Prompt
 from megatron_dppo.workers.service import WorkerFault, read_answer
 
 README = Path(__file__).parents[2] / "megatron_dppo" / "workers" / "README.md"
@@ -57,6 +61,89 @@ def test_a_fault_names_its_request_and_the_options_of_its_service(filters: Any) 
     assert isinstance(failed, WorkerFault) and failed.kind == "failed"
     assert failed.message.startswith("text 'raise': its worker exited with code 1. Correct the filter.")
     assert failed.message.endswith("KeyError: 'lost'")
+
+
+SECRETS = {
+    "MEGATRON_DPPO_SGLANG_API_KEY": "s1",
+    "WANDB_API_KEY": "s2",
+    "HF_TOKEN": "s3",
+    "JUDGE_API_KEY": "s4 long",
+    "AWS_ACCESS_KEY_ID": "s5",
+    "DB_PASSWORD": "s6",
+    "MYSQL_PWD": "s7",
+    "MY_CLIENT_SECRET": "s8",
+    "SLURM_JWT": "s9",
+    "MEGATRON_DPPO_ALARM_WEBHOOK": "s10",
+    "npm_config__authToken": "s11",
+    "HTTPS_PROXY": "http://me:s12@proxy:3128",
+}
+LAUNCHERS = ("RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID")
+HARMLESS = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "MONKEY": "m",
+    "HTTP_PROXY": "http://proxy:3128",
+    "MY_SITE": "x@y",
+}
+PROMPT = Prompt("p", "4", "test", text="2 * 2 =")
+
+
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer's environment."""
+    for name, value in (SECRETS | HARMLESS | dict.fromkeys(LAUNCHERS, "7")).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("passed", [(), ("JUDGE_API_KEY", "MASTER_ADDR")])
+@pytest.mark.parametrize("kind", ["reward", "environment"])
+def test_user_code_gets_no_secret_that_the_config_does_not_name(
+    tmp_path: Path, variables: None, kind: str, passed: tuple[str, ...]
+) -> None:
+    """In programs that it starts, such as a model's."""
+    told, limits = tmp_path / "told.json", {"num_workers": 1, "timeout_s": 60.0, "memory_mb": 0}
+    if kind == "reward":
+        pool: Any = RewardPool("tests.unit.own_environment:tell", environment=passed, **limits)
+        pool.score([RewardRequest(PROMPT, str(told), "stop")])
+    else:
+        pool = EnvironmentPool("tests.unit.own_environment:Teller", environment=passed, **limits)
+        pool.step([Trajectory("t", PROMPT, responses=(Response(str(told), "stop"),))])
+    pool.close()
+    found = json.loads(told.read_text())
+    assert {name for name in (*SECRETS, *LAUNCHERS) if name in found} == set(passed)
+    assert found.items() >= HARMLESS.items()
+    values = "\n".join(found.values())
+    assert [name for name, value in SECRETS.items() if value in values and name not in passed] == []
+
+
+@pytest.mark.parametrize(
+    ("says", "names"),
+    [
+        ("KeyError: 'JUDGE_API_KEY'", ["JUDGE_API_KEY"]),
+        ("status 401: log in", ["JUDGE_API_KEY", "HF_TOKEN"]),
+        ("Could not resolve authentication method", ["JUDGE_API_KEY", "HF_TOKEN"]),
+        ("no more tokens", []),
+    ],
+)
+def test_a_judge_without_its_key_says_how_to_pass_it_on(variables: None, says: str, names: list[str]) -> None:
+    limits: Any = {"num_workers": 1, "timeout_s": 60.0, "memory_mb": 0}
+    with RewardPool("tests.unit.own_environment:judge", **limits) as pool:
+        (fault,) = pool.score([RewardRequest(PROMPT, says, "stop")])
+    assert isinstance(fault, RewardFault)
+    _, _, advice = fault.message.partition("data.worker_environment = ")
+    assert bool(advice) is bool(names)
+    assert all(f'"{name}"' in advice for name in names)
+    assert "MEGATRON_DPPO" not in fault.message
+    assert (len(names) == 1) is (advice == '["JUDGE_API_KEY"]')
+    with RewardPool("tests.unit.own_environment:judge", environment=("JUDGE_API_KEY",), **limits) as pool:
+        (score,) = pool.score([RewardRequest(PROMPT, says, "stop")])
+    assert isinstance(score, RewardResult) and score.value == len(SECRETS["JUDGE_API_KEY"])
+
+
+def test_a_variable_that_is_not_set_stops_the_run(variables: None) -> None:
+    limits: Any = {"num_workers": 1, "timeout_s": 60.0, "memory_mb": 0, "environment": ("PATH", "ABSENT_KEY")}
+    pool = RewardPool("tests.unit.own_environment:judge", **limits)
+    with pool, pytest.raises(RewardError, match=r"data\.worker_environment: found ABSENT_KEY, not set"):
+        pool.start()
 
 
 def test_a_message_arrives_in_any_pieces() -> None:

@@ -125,10 +125,10 @@ def measure_rollouts(config: Config, runtime: Runtime, rounds: int, num_requests
     from megatron_dppo.engines.sglang.engine import SglangEngine
     from megatron_dppo.engines.sglang.model import served_model
     from megatron_dppo.engines.sglang.protocol import generation_of
-    from megatron_dppo.engines.sglang.server import API_KEY, read_records
+    from megatron_dppo.engines.sglang.records import api_key, read_records
 
     (record,) = read_records(config.run.folder / "servers")
-    model, key = served_model(config.model.load, ()), os.environ.get(API_KEY)  # no end token: equal lengths
+    model, key = served_model(config.model.load, ()), api_key()  # no end token: equal lengths
     engine, generation = SglangEngine(record.url, model, api_key=key), generation_of(record.version)
     found: dict[str, Any] = {kind: {} for kind in PARAMS}
     ids = count()

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -24,7 +23,8 @@ from megatron_dppo.engines.sglang.client import SglangClient
 from megatron_dppo.engines.sglang.model import served_model
 from megatron_dppo.engines.sglang.protocol import ServerFacts
 from megatron_dppo.engines.sglang.quantization import served_folder
-from megatron_dppo.engines.sglang.server import API_KEY, own_servers, read_records
+from megatron_dppo.engines.sglang.records import api_key, read_records
+from megatron_dppo.engines.sglang.server import own_servers
 from megatron_dppo.engines.weight_sync.factory import build_sync, served_dtype
 from megatron_dppo.engines.weight_sync.probe import require_temperature
 from megatron_dppo.errors import ConfigError, Problem, RolloutError
@@ -140,12 +140,12 @@ def _require_usable_servers(config: Config) -> bool:
     if problems:
         raise ConfigError(problems)
     model = served_model(config.model.load, ())
-    require_temperature([record.url for record in records], model, os.environ.get(API_KEY))
+    require_temperature([record.url for record in records], model, api_key())
     return is_pushing
 
 
 async def _facts(url: str) -> ServerFacts:
-    async with SglangClient(url, api_key=os.environ.get(API_KEY)) as client:
+    async with SglangClient(url, api_key=api_key()) as client:
         return (await client.connect())[1]
 
 

@@ -1,19 +1,38 @@
 """Converts any source to a Hugging Face folder that transformers and SGLang read, file by file."""
 
+import hashlib
 import json
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
+from megatron_dppo.checkpoints.checkpoint_folder import STATE
 from megatron_dppo.checkpoints.convert.options import WriteOptions
 from megatron_dppo.checkpoints.convert.sources import WeightSource
 from megatron_dppo.checkpoints.convert.unfinished import UnfinishedOutput, disk_errors, fingerprint, run_jobs
 from megatron_dppo.checkpoints.model_files import INDEX, main_dtype, name_dtype, write_description
 from megatron_dppo.runtime.files import save_tensors
 from megatron_dppo.runtime.process import Runtime
+
+_HEAD = """---
+library_name: transformers
+tags:
+- reinforcement-learning
+- megatron_dppo
+---
+
+# {name}
+
+{base}, trained by reinforcement learning with megatron_dppo. `megatron-dppo convert to-hf` made this page.
+
+| | |
+|---|---|
+"""
 
 
 @dataclass
@@ -81,6 +100,38 @@ def write_hf(
             output.publish()
 
     runtime.on_main(publish)
+
+
+def model_card(checkpoint: Path, name: str) -> dict[str, str]:
+    """Return the README of a model from a run's checkpoint, by its name; empty if no run wrote the checkpoint.
+
+    It has the base model, the training in numbers and a hash of all settings; names of files, and no paths.
+
+    Args:
+        checkpoint: Folder in a run's `checkpoints/`.
+        name: Name of the model.
+    """
+    try:
+        kept: Mapping[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        of_run = checkpoint.resolve().parents[1] / "config.toml"
+        state, settings = kept["state"], kept["config"] or of_run.read_text(encoding="utf-8")
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    config = tomllib.loads(settings)
+    model, data, algorithm = config["model"], config["data"], dict(config["algorithm"])
+    base, lora = Path(model["load"]).name, config["lora"]["rank"]
+    rows = {
+        "base model": f"`{base}`",
+        "trained": f"{state['rollout']} rollouts, {state['step']} gradient steps"
+        + (f"; adapters of rank {lora} (LoRA), merged" if lora else ""),
+        "algorithm": f"`{algorithm.pop('preset')}`",
+        "prompts": f"`{Path(data['prompts']).name}`",
+        "reward": f"`{json.dumps(data['reward'])}`",
+        "[algorithm]": ", ".join(f"`{key} = {json.dumps(value)}`" for key, value in algorithm.items()),
+        "settings": f"`{hashlib.sha256(settings.encode()).hexdigest()}`, SHA-256 of the checkpoint's config",
+    }
+    table = "".join(f"| {title} | {text.replace('|', chr(92) + '|')} |\n" for title, text in rows.items())
+    return {"README.md": _HEAD.format(name=name, base=f"`{base}`") + table}
 
 
 def plan_shards(groups: Sequence[tuple[str, ...]], sizes: Mapping[str, int], file_bytes: int) -> list[Shard]:

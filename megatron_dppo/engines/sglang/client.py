@@ -28,6 +28,7 @@ import aiohttp
 
 from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.engines.sglang.protocol import Generation, ServerFacts, generation_of
+from megatron_dppo.engines.sglang.records import API_KEY
 from megatron_dppo.errors import ReplyError, RolloutError, ServerError
 
 _NOTHING_WAS_DONE = frozenset({429, 503})
@@ -315,4 +316,5 @@ def _words(answer: _HttpAnswer) -> str:
         text = str(error.get("message", error) if isinstance(error, dict) else error)
     except ValueError:
         pass
-    return f"status {answer.status} ({text.strip()[:300]})"
+    remedy = f"; start the trainer with the servers' {API_KEY}" if answer.status in (401, 403) else ""
+    return f"status {answer.status} ({text.strip()[:300]}){remedy}"

@@ -176,7 +176,7 @@ def seed_of(noise_key: tuple[int, int, int]) -> int:
 def argument_problems(table: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield a problem for each argument of an `[sglang]` table that the package sets or refuses."""
     for name, value in table.items():
-        found = f"{name} = {value!r}"
+        found = name if name.endswith("api_key") else f"{name} = {value!r}"
         if name in SET:
             action = f"Remove it from [sglang]; it is set by {SET[name]}."
             yield Problem(f"sglang.{name}", found, "an argument that the package does not set", action)

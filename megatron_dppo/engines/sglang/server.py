@@ -1,13 +1,11 @@
 """Runs SGLang servers as children of this process: start, wait for health, register, restart, stop.
 
-A server is registered as run/servers/<name>.json once it is healthy. Clients find servers in that folder.
+A server is registered as run/servers/<name>.json once it is healthy (`records.py`).
 """
 
 import asyncio
-import json
 import logging
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -16,10 +14,9 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from megatron_dppo.architectures.registry import family_of
 from megatron_dppo.architectures.sizes import read_model_config
@@ -41,14 +38,22 @@ from megatron_dppo.engines.sglang.options import (
     server_environment,
 )
 from megatron_dppo.engines.sglang.protocol import generation_of
+from megatron_dppo.engines.sglang.records import (
+    API_KEY,
+    ServerRecord,
+    api_key,
+    common_key,
+    key_problems,
+    require_registered,
+    without_key,
+    write_record,
+)
 from megatron_dppo.engines.sglang.sampling_settings import argument_problems
 from megatron_dppo.errors import ConfigError, Problem, ServerError
-from megatron_dppo.runtime.files import write_jsonl
+from megatron_dppo.runtime.files import make_private, open_private
 from megatron_dppo.runtime.process import Runtime
 
 logger = logging.getLogger(__name__)
-API_KEY = "MEGATRON_DPPO_SGLANG_API_KEY"
-"""Environment variable with the API key that servers require and clients send. Unset means no key."""
 _ENTRY = f"""
 import os, runpy, signal, sys, threading, time
 
@@ -68,25 +73,11 @@ _PORT_TAKEN, _MOST_STARTS = b"address already in use", 3
 
 
 @dataclass(frozen=True)
-class ServerRecord:
-    """Registration of a healthy server: its file in the run's servers/."""
-
-    name: str
-    url: str
-    host: str  # host of the process
-    pid: int
-    version: str
-    since: str
-    num_starts: int  # above 1 after a restart, which loads the weights of model.load again
-    nccl: Mapping[str, str] = field(default_factory=dict[str, str])  # NCCL's variables and version
-
-
-@dataclass(frozen=True)
 class Launch:
     """Command, environment and URL of a server to start."""
 
     command: tuple[str, ...]
-    environment: Mapping[str, str]
+    environment: Mapping[str, str] = field(repr=False)  # with secrets
     url: str
     nccl: Mapping[str, str]  # NCCL's variables, which `environment` has too, and its version
 
@@ -100,8 +91,9 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
 
     Raises:
         ConfigError: sglang.python has no SGLang, one for CPUs or an unknown version; [sglang] has problems; an
-            environment variable must not reach it; its NCCL has another version than the trainer's; or SGLang
-            cannot load the model, serve it correctly, take pushes or return its routes.
+            environment variable must not reach it; its NCCL has another version than the trainer's; it has no
+            API key on a network; or SGLang cannot load the model, serve it correctly, take pushes or return its
+            routes.
     """
     python, table = interpreter(config), dict(config.sglang)
     options = read_options(python)
@@ -111,9 +103,17 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
         found, expected = f"{python}, an environment for CPUs", "one for GPUs, as sglang.device is not cpu"
         action = "Run make sglang-venv SGLANG_FOR=gpu, or set sglang.device = 'cpu' to serve on a CPU."
         raise ConfigError(Problem("sglang.python", found, expected, action))
+    host = str(table.setdefault("host", "127.0.0.1"))
     problems = [*argument_problems(table), *environment_problems(config), *option_problems(table, options)]
-    if problems := [*problems, *quantization.quantization_problems(config), *nccl_problems(config)]:
+    problems += [*quantization.quantization_problems(config), *nccl_problems(config), *key_problems(host)]
+    if problems:
         raise ConfigError(problems)
+    if api_key() is None:
+        logger.warning(
+            "every user of this machine can send this server weights: it requires no key. Start it and the "
+            "trainer with the same %s in the environment",
+            API_KEY,
+        )
     version = installed_version(python)
     try:
         generation_of(version)
@@ -131,7 +131,7 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
     is_on_cpu, replay = table.get("device") == "cpu", config.rollout.routing_replay != "off"
     if replay and (problem := routes_problem(family.architecture, str(version))) is not None:
         raise ConfigError(problem)
-    host, port = str(table.setdefault("host", "127.0.0.1")), int(table.setdefault("port", free_port()))
+    port = int(table.setdefault("port", free_port()))
     if index and not is_on_cpu:
         table["base_gpu_id"] = int(table.get("base_gpu_id", 0)) + index * int(table.get("tp_size", 1))
     if replay and not is_on_cpu:
@@ -202,8 +202,8 @@ class Server:
 
     def _start_once(self, timeout_s: float, ended: threading.Event | None) -> ServerRecord | None:
         assert self._process is None, "a server is started once, then stopped"
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
+        make_private(self.log.parent)
+        with open_private(self.log) as log:  # SGLang logs its arguments, with the key
             self._process = subprocess.Popen(
                 self.launch.command,
                 env=dict(self.launch.environment),
@@ -227,7 +227,7 @@ class Server:
                 num_starts=self._num_starts,
                 nccl=self.launch.nccl,
             )
-            write_jsonl(self.record, [asdict(record)])
+            write_record(self.record, record)
         except BaseException:
             self.stop(grace_s=0)
             raise
@@ -266,7 +266,7 @@ class Server:
         raise ServerError(self._sentence(f"no reply within {timeout_s:g} s (rollout.sglang.start_timeout_s)"))
 
     def _sentence(self, found: str) -> str:
-        tail = self.log.read_text(errors="replace")[-_LOG_TAIL:]
+        tail = without_key(self.log.read_text(errors="replace"))[-_LOG_TAIL:]
         return (
             f"server {self._name}: {found}; expected status 200 from {self.launch.url}/health. Fix "
             f"the error in its log ({self.log}):\n{tail}"
@@ -301,41 +301,12 @@ def supervise(server: Server, ended: threading.Event, *, start_timeout_s: float,
         server.stop()
 
 
-def read_records(folder: Path) -> list[ServerRecord]:
-    """Return the servers registered in a run's servers/, sorted by name with node-2 before node-10."""
-    records: list[ServerRecord] = []
-    for path in sorted(folder.glob("*.json"), key=_by_numbers):
-        try:
-            content: Any = json.loads(path.read_text(encoding="utf-8"))
-            records.append(ServerRecord(**content))
-        except (OSError, ValueError, TypeError) as error:
-            raise ServerError(
-                f"{path}: found {error}; expected a file of megatron-dppo serve. Remove the file, and start "
-                "the server again."
-            ) from None
-    return records
-
-
-def require_registered(folder: Path) -> list[ServerRecord]:
-    """Return the servers registered in a run's servers/, at least one.
-
-    Raises:
-        ServerError: The folder has no registered server.
-    """
-    records = read_records(folder)
-    if not records:
-        raise ServerError(
-            f"{folder}: found no SGLang server; expected one or more. Start them with megatron-dppo serve and "
-            "the config of this run, and wait until they are ready; or set rollout.sglang.num_own_servers."
-        )
-    return records
-
-
 @contextmanager
 def own_servers(config: Config, runtime: Runtime) -> Iterator[None]:
     """Run rollout.sglang.num_own_servers servers during the body; every rank enters once they are ready.
 
-    Servers that exit by themselves are restarted, like the servers of `megatron-dppo serve`.
+    Servers that exit by themselves are restarted, like the servers of `megatron-dppo serve`. Their API key is
+    that of the environment, or a new one.
 
     Raises:
         ConfigError: See `plan_launch`.
@@ -350,7 +321,7 @@ def own_servers(config: Config, runtime: Runtime) -> Iterator[None]:
         yield
         return
     ended = threading.Event()
-    with ThreadPoolExecutor(num_servers, thread_name_prefix="server") as threads:
+    with common_key(runtime), ThreadPoolExecutor(num_servers, thread_name_prefix="server") as threads:
         try:
             runtime.on_main(lambda: _start(config, num_servers, threads, ended))
             yield
@@ -369,17 +340,11 @@ def _unusable(python: Path) -> Problem:
     return Problem("sglang.python", found, "an SGLang that imports", action)
 
 
-def _by_numbers(path: Path) -> list[tuple[int, str]]:
-    """Return a sort key that compares the numbers in a name by value."""
-    parts = re.split(r"(\d+)", path.stem)
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
-
-
 async def _version_if_healthy(url: str) -> str | None:
-    async with SglangClient(url, Patience(control_timeout_s=5.0), api_key=os.environ.get(API_KEY)) as client:
+    async with SglangClient(url, Patience(control_timeout_s=5.0), api_key=api_key()) as client:
         if not await client.is_healthy():
             return None
-    async with SglangClient(url, api_key=os.environ.get(API_KEY)) as client:
+    async with SglangClient(url, api_key=api_key()) as client:
         return (await client.connect())[1].version
 
 

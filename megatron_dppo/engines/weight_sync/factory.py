@@ -1,6 +1,5 @@
 """Builds the weight sync for a run's engine."""
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.model import has_own_output, served_model
 from megatron_dppo.engines.sglang.options import NCCL, nccl_settings
 from megatron_dppo.engines.sglang.quantization import served_folder, served_form
-from megatron_dppo.engines.sglang.server import API_KEY, read_records
+from megatron_dppo.engines.sglang.records import api_key, read_records
 from megatron_dppo.engines.weight_sync.base import Transport, WeightOwner, WeightSync
 from megatron_dppo.engines.weight_sync.fleet import RunServers
 from megatron_dppo.engines.weight_sync.probe import Limits, Probe, require_temperature
@@ -43,7 +42,7 @@ def build_sync(config: Config, owner: WeightOwner, engine: RolloutEngine, runtim
     """
     if not isinstance(engine, SglangEngine):
         return InProcessSync(owner.weights, engine, runtime)
-    options, folder, key = config.rollout.sglang, hf_files(config.model.load), os.environ.get(API_KEY)
+    options, folder, key = config.rollout.sglang, hf_files(config.model.load), api_key()
     require_cover(owner.describe_weights(), folder)
     owner = as_served(config, owner)
     probe, model = None, served_model(folder, ())
@@ -78,7 +77,7 @@ def run_servers(config: Config, runtime: Runtime) -> RunServers:
         runtime,
         folder / "released",
         timeout_s=config.rollout.sglang.sync_timeout_s,
-        api_key=os.environ.get(API_KEY),
+        api_key=api_key(),
         nccl=nccl,
     )
 

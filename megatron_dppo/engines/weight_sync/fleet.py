@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_dppo.engines.sglang.client import Call, Patience, SglangClient
 from megatron_dppo.engines.sglang.options import differences
-from megatron_dppo.engines.sglang.server import ServerRecord
+from megatron_dppo.engines.sglang.records import ServerRecord
 from megatron_dppo.errors import ServerError, WeightSyncError
 from megatron_dppo.runtime.files import write_whole
 from megatron_dppo.runtime.process import Runtime

@@ -77,7 +77,7 @@ class _Shared:
         """Neutralise the tokens once, with the largest number of Top-K columns that an objective uses."""
         objectives = tuple(objectives)
         widest = max(objectives, key=lambda objective: objective.needs_topk * objective.top_k)
-        if any(objective.needs_responses for objective in objectives):
+        if any(objective.needs_responses for objective in objectives) and not widest.needs_responses:
             widest = replace(widest, importance="response")
         widest = replace(widest, entropy_coef=0.0, **dict.fromkeys(LOSS_TERMS, 0.0))
         self._tokens: LearningTokens = learning_tokens(widest, inputs, has_known_values=True)

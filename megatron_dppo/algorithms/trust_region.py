@@ -87,17 +87,35 @@ class Responses:
         """Return the sum over the response's tokens before each token."""
         return self._before(self._counted(values)).to(values.dtype)
 
+    def lowest_before(self, values: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+        """Return the smallest value of the response's tokens before each token; inf for the first token."""
+        lowest, reach = torch.where(self.is_learning, values, torch.inf), 1
+        while reach < values.numel():
+            lowest = torch.minimum(lowest, self._from(reach, lowest, torch.inf))
+            reach *= 2
+        return self._from(1, lowest, torch.inf)
+
+    def at_rank(self, values: Float[Tensor, " T"], share: float) -> Float[Tensor, " T"]:
+        """Return the smallest value that at least this share of each token's response does not exceed."""
+        rank = (
+            (share * self.num_tokens.double() - 1e-9).ceil().long()
+        )  # .9 of 10 is 9 tokens, whatever the rounding
+        return self._ascending(values)[self._start + (rank - 1).clamp(min=0)]
+
     def quantile(self, values: Float[Tensor, " T"], q: float) -> Float[Tensor, " T"]:
         """Return the q-quantile over each token's response, linear between two values."""
-        ranked = torch.where(self.is_learning, values, torch.inf)
-        order = ranked.argsort(stable=True)
-        order = order[self.index[order].argsort(stable=True)]  # response by response, each ascending
-        ranked = ranked[order]
+        ranked = self._ascending(values)
         place = q * (self.num_tokens - 1).to(values.dtype)
         lower = place.floor()
         low = ranked[self._start + lower.long()]
         high = ranked[self._start + torch.minimum(lower.long() + 1, self.num_tokens - 1)]
         return torch.where((place > lower) & (high > low), low + (place - lower) * (high - low), low)
+
+    def _ascending(self, values: Tensor) -> Tensor:
+        """Return the values in ascending order, response by response; inf for tokens that do not learn."""
+        ranked = torch.where(self.is_learning, values, torch.inf)
+        order = ranked.argsort(stable=True)
+        return ranked[order[self.index[order].argsort(stable=True)]]
 
     def _counted(self, values: Tensor) -> Tensor:
         return torch.where(self.is_learning, values, 0.0).double()
@@ -116,10 +134,10 @@ class Responses:
             reach *= 2
         return values
 
-    def _from(self, distance: int, values: Tensor) -> Tensor:
-        """Return the value `distance` tokens before each token; 0 if that token is not in the same response."""
+    def _from(self, distance: int, values: Tensor, outside: float = 0) -> Tensor:
+        """Return the value `distance` tokens before each token; `outside` if its response has no such token."""
         earlier = values.new_zeros(distance), values[:-distance]
-        return torch.where(self._place >= distance, torch.cat(earlier)[: values.numel()], 0)
+        return torch.where(self._place >= distance, torch.cat(earlier)[: values.numel()], outside)
 
 
 def require_lengths(lengths: Tensor, num_tokens: int, rule: str) -> None:

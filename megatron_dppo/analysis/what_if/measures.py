@@ -42,6 +42,11 @@ MAIN: Mapping[Rule, tuple[str, ...]] = MappingProxyType(
         "response_mismatch": _RHOS,
         "response_divergence": ("token_kl", "response_kl"),
         "prefix": (*_DELTAS, "prefix_delta", "prefix_delta_max"),
+        "entropy": _DELTAS,
+        "staleness": _EPS,
+        "gamma": ("decay_low", "decay_high"),
+        "geometric": _EPS,
+        "lowest_prefix": _EPS,
     }
 )
 """Fields of each rule's main threshold. "none" has no threshold. `main_thresholds` handles "own"."""
@@ -80,7 +85,15 @@ def updates_of(objective: Objective, inputs: PolicyLossInputs) -> Updates:
         ConfigError: The errors of `policy_loss`.
     """
     out = policy_loss(objective, inputs)
-    free = replace(objective, rule="none", own=None, divergence="binary_tv", anchor="rollout")
+    importance = "token" if objective.importance == "rule" else objective.importance
+    free = replace(
+        objective,
+        rule="none",
+        own=None,
+        divergence="binary_tv",
+        anchor="rollout",
+        importance=importance,
+    )
     gradient = out.coefficient.double()
     if inputs.token_weights is not None:
         gradient = gradient * inputs.token_weights.double()

@@ -169,9 +169,19 @@ def learning_weight(
         log_masses: What the objective's divergence compares; see `compared_log_masses`.
         divergence: What it finds.
     """
-    seen = replace(tokens, divergence=divergence, outcomes=log_masses if objective.needs_topk else None)
+    seen = as_a_rule_reads(objective, tokens, log_masses, divergence)
     weight = torch.where(tokens.advantages == 0, 1.0, trust_region_weight(objective, seen))
     return torch.where(tokens.loss_mask, weight, 0.0)
+
+
+def as_a_rule_reads(
+    objective: Objective,
+    tokens: LearningTokens,
+    log_masses: tuple[Tensor, Tensor],
+    divergence: Float[Tensor, " T"],
+) -> LearningTokens:
+    """Return the tokens with the objective's divergence, and with its outcomes if it has several."""
+    return replace(tokens, divergence=divergence, outcomes=log_masses if objective.needs_topk else None)
 
 
 def compared_log_masses(objective: Objective, tokens: LearningTokens) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,8 @@ RULE_DIVERGENCE, RULE_OVER = "algorithm.rule_divergence", "algorithm.rule_over"
 
 Option = bool | int | float | str
 Over = Literal["tokens", "responses"]
+RuleAnswer = Float[Tensor, " T"] | tuple[Float[Tensor, " T"], Mapping[str, Float[Tensor, " T"]]]
+"""Result of a custom rule: weights, and optionally values to log, by name."""
 DECLARED = "OPTIONS"
 """Attribute of a function: its options by name, each with its default."""
 
@@ -270,8 +272,8 @@ class OwnRule:
     """A function of the user's, and the numbers that the config gives it."""
 
     name: str  # "package.module:function"
-    function: Callable[[TrustRegionTokens, Mapping[str, Option]], Float[Tensor, " T"]] = field(compare=False)
-    """Returns the factor >= 0 of each token's update; bool is 0 or 1."""
+    function: Callable[[TrustRegionTokens, Mapping[str, Option]], RuleAnswer] = field(compare=False)
+    """Returns the factor >= 0 of each token's update, where bool is 0 or 1, and optionally named values [T]."""
     options: tuple[tuple[str, Option], ...] = ()
     over: Over = "tokens"  # "responses" if the rule needs complete responses
 
@@ -287,20 +289,47 @@ class OwnRule:
                 negative or not finite.
         """
         found: Any = self.function(tokens, dict(self.options))
+        found = found[0] if isinstance(found, tuple) and found else found
+        return self._checked(tokens, found, "the weight of each token", "finite weights >= 0", 0.0)
+
+    def values(self, tokens: TrustRegionTokens) -> dict[str, Float[Tensor, " T"]]:
+        """Return the values that the function returned by name with the weights, checked as they are; or none.
+
+        Raises:
+            ConfigError: The function returned something other than a mapping from names to tensors [T], or a
+                value of a learning token is not finite.
+        """
+        found: Any = self.function(tokens, dict(self.options))
+        if not isinstance(found, tuple):
+            return {}
+        values = found[1] if len(found) == 2 else None
+        if not isinstance(values, Mapping) or not all(
+            isinstance(name, str) and name.isidentifier() for name in cast("Mapping[Any, Any]", values)
+        ):
+            expected = "weights, or a pair of weights and a mapping from names to values of the tokens"
+            raise ConfigError(Problem(self.name, f"a tuple of {len(found)}", expected, _WHAT_TO_DO))
+        return {
+            name: self._checked(tokens, value, f"the value {name} of each token", f"finite {name}", -torch.inf)
+            for name, value in cast("Mapping[str, Any]", values).items()
+        }
+
+    def _checked(
+        self, tokens: TrustRegionTokens, found: Any, what: str, expected: str, lowest: float
+    ) -> Float[Tensor, " T"]:
+        """Return the function's numbers, 0 for rows that do not learn; raise if one is missing or invalid."""
         shape = tokens.log_probs.shape
         if not isinstance(found, Tensor) or found.shape != shape or found.is_complex():
-            what = f"{type(found).__name__}"
+            kind = f"{type(found).__name__}"
             if isinstance(found, Tensor):
-                what = f"a tensor of shape {list(found.shape)}, {found.dtype}"
-            expected = f"a real tensor [{shape[0]}], the weight of each token"
-            raise ConfigError(Problem(self.name, what, expected, _WHAT_TO_DO))
-        weight = torch.where(tokens.loss_mask, found.detach().to(tokens.log_probs), 0.0)
-        is_bad = ~(weight.isfinite() & (weight >= 0))
+                kind = f"a tensor of shape {list(found.shape)}, {found.dtype}"
+            raise ConfigError(Problem(self.name, kind, f"a real tensor [{shape[0]}], {what}", _WHAT_TO_DO))
+        numbers = torch.where(tokens.loss_mask, found.detach().to(tokens.log_probs), 0.0)
+        is_bad = ~(numbers.isfinite() & (numbers >= lowest))
         if bool(is_bad.any()):
             first = int(is_bad.nonzero()[0, 0])
-            what = f"{float(weight[first]):g} for token {first} ({int(is_bad.sum())} learning tokens in all)"
-            raise ConfigError(Problem(self.name, what, "finite weights >= 0", _WHAT_TO_DO))
-        return weight
+            where = f"{float(numbers[first]):g} for token {first} ({int(is_bad.sum())} learning tokens in all)"
+            raise ConfigError(Problem(self.name, where, expected, _WHAT_TO_DO))
+        return numbers
 
 
 def rule_options(**defaults: Option) -> Callable[[Function], Function]:

@@ -14,6 +14,7 @@ from megatron_dppo.algorithms import Objective, PolicyLossInputs, policy_loss, p
 from megatron_dppo.algorithms.loss import learning_tokens
 from megatron_dppo.algorithms.loss_terms import added_terms
 from megatron_dppo.algorithms.objective import Rule
+from megatron_dppo.algorithms.shadow import rule_values
 from megatron_dppo.analysis.what_if.question import Variant
 from megatron_dppo.metrics.engine_comparison import Routes
 from megatron_dppo.metrics.metrics import Metrics
@@ -172,6 +173,8 @@ class Bench:
         }
         if objective.is_soft:
             figures["weight_mean"] = _mean(updates.weight, acts)
+        if values := rule_values(objective, inputs):
+            figures["rule_values"] = {name: float(each.double().mean()) for name, each in values.items()}
         rollouts = self.tokens.rollouts.unique().tolist()
         if len(rollouts) > 1:
             unmasked = self.reference("pg_is", objective.ratio_cap)
@@ -240,6 +243,7 @@ def evaluate_variants(
           the run's token weights and of another's with the same cap: `unmasked`, pg_is; `dppo_topk_*`, at the
           thresholds of those presets with all saved Top-K columns, if there are any.
         - `rollout_prob_masked`: mean of mu over masked tokens. `divergence_p999` leaves infinite ones out.
+        - `rule_values`: mean over all tokens of each value that a custom rule names.
         - `by_prob`: shares and means in bins of mu. `by_rollout`: of several rollouts, figures of each.
         - `sensitivity`: with the main threshold, `threshold`, scaled.
     """

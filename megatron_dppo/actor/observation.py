@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -60,8 +61,12 @@ class Observer:
             self.shadows = with_inputs(
                 named, has_topk=num_topk_log_probs > 0, has_old_log_probs=objective.anchor == "recomputed"
             )
-        areas = {"rule": objective} | {f"shadow/{name}": shadow for name, shadow in self.shadows.items()}
-        self._with_values = {area: rule for area, rule in areas.items() if names_of_values(rule)}
+
+    @cached_property
+    def _with_values(self) -> dict[str, Objective]:
+        """The custom rules that return values with their weights, by the area of their metrics."""
+        areas = {"rule": self._objective, **{f"shadow/{name}": rule for name, rule in self.shadows.items()}}
+        return {area: rule for area, rule in areas.items() if names_of_values(rule)}
 
     @property
     def topk_columns(self) -> int:

@@ -238,7 +238,8 @@ def evaluate_variants(
         - `agreement`: share of tokens with A != 0 that this variant and the first both mask or both keep.
         - `dropped_mass_fraction`: sum of min(pi/mu, C) |A| over masked tokens, divided by the sum over all.
         - `gradient_mass_kept`: sum of |M| min(r, C) |A| over the sum of min(r, C) |A|: r is pi/mu of the token,
-          or of the response for gspo. C is the preset's cap. It exceeds 1 if M does.
+          or of the response for gspo. C is the preset's cap. It exceeds 1 if M does. The numerator is the sum
+          of |M| |A| if the weight of the rule is in place of r.
         - `cosine_*`: of the gradients by the hidden states before the output layer, of this variant's loss with
           the run's token weights and of another's with the same cap: `unmasked`, pg_is; `dppo_topk_*`, at the
           thresholds of those presets with all saved Top-K columns, if there are any.

@@ -113,7 +113,8 @@ def drops_by_entropy(objective: Objective, tokens: TrustRegionTokens) -> Bool[Te
     project's choice, |log pi/mu| at most the root of H. No public code was found.
     """
     log_ratio = tokens.log_probs - tokens.rollout_log_probs
-    entropy = torch.special.entr(tokens.anchor_log_masses.exp()).sum(1)
+    masses = tokens.anchor_log_masses.exp()
+    entropy = -torch.xlogy(masses, masses).sum(1)
     score = log_ratio.square() / (entropy + ENTROPY_FLOOR)
     return drops_by_ratio(objective, tokens) | (
         score > tokens.of_sign(objective.delta_high, objective.delta_low)

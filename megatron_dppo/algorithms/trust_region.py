@@ -288,9 +288,8 @@ class OwnRule:
             ConfigError: The function returned no tensor [T] of numbers, or a learning token got one that is
                 negative or not finite.
         """
-        found: Any = self.function(tokens, dict(self.options))
-        found = found[0] if isinstance(found, tuple) and found else found
-        return self._checked(tokens, found, "the weight of each token", "finite weights >= 0", 0.0)
+        weight, _ = self._answer(tokens)
+        return self._checked(tokens, weight, "the weight of each token", "finite weights >= 0", 0.0)
 
     def values(self, tokens: TrustRegionTokens) -> dict[str, Float[Tensor, " T"]]:
         """Return the values that the function returned by name with the weights, checked as they are; or none.
@@ -299,19 +298,22 @@ class OwnRule:
             ConfigError: The function returned something other than a mapping from names to tensors [T], or a
                 value of a learning token is not finite.
         """
-        found: Any = self.function(tokens, dict(self.options))
-        if not isinstance(found, tuple):
-            return {}
-        values = found[1] if len(found) == 2 else None
-        if not isinstance(values, Mapping) or not all(
-            isinstance(name, str) and name.isidentifier() for name in cast("Mapping[Any, Any]", values)
-        ):
-            expected = "weights, or a pair of weights and a mapping from names to values of the tokens"
-            raise ConfigError(Problem(self.name, f"a tuple of {len(found)}", expected, _WHAT_TO_DO))
+        _, values = self._answer(tokens)
         return {
             name: self._checked(tokens, value, f"the value {name} of each token", f"finite {name}", -torch.inf)
-            for name, value in cast("Mapping[str, Any]", values).items()
+            for name, value in values.items()
         }
+
+    def _answer(self, tokens: TrustRegionTokens) -> tuple[Any, Mapping[str, Any]]:
+        """Return the weights and the named values that the function returns, neither checked."""
+        found: Any = self.function(tokens, dict(self.options))
+        parts = cast("tuple[Any, ...]", found) if isinstance(found, tuple) else (found, {})
+        named = parts[1] if len(parts) == 2 else None
+        values = cast("Mapping[Any, Any]", named) if isinstance(named, Mapping) else {None: None}
+        if not all(isinstance(name, str) and name.isidentifier() for name in values):
+            expected = "weights, or a pair of weights and a mapping from names to values of the tokens"
+            raise ConfigError(Problem(self.name, f"a tuple of {len(parts)}", expected, _WHAT_TO_DO))
+        return parts[0], values
 
     def _checked(
         self, tokens: TrustRegionTokens, found: Any, what: str, expected: str, lowest: float

@@ -314,7 +314,7 @@ def test_values_that_a_rule_names_become_metrics(as_shadow: bool) -> None:
     for name, path in rules.items():
         mine = own(name)
         objective = preset("dppo_binary_tv") if as_shadow else mine
-        shadow = {path: {"rule_over": mine.rule_over}} if as_shadow else {}
+        shadow: dict[str, Any] = {path: {"rule_over": mine.rule_over}} if as_shadow else {}
         tracking = TrackingConfig(shadow=as_shadow, shadow_presets=tuple(shadow), shadow_options=shadow)
         out = fused_policy_loss(batch.logits, **batch.arguments, objective=objective)
         metrics = Metrics()

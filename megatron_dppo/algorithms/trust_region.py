@@ -307,8 +307,11 @@ class OwnRule:
     def _answer(self, tokens: TrustRegionTokens) -> tuple[Any, Mapping[str, Any]]:
         """Return the weights and the named values that the function returns, neither checked."""
         found: Any = self.function(tokens, dict(self.options))
-        parts = cast("tuple[Any, ...]", found) if isinstance(found, tuple) else (found, {})
-        named = parts[1] if len(parts) == 2 else None
+        nothing: dict[str, Any] = {}
+        parts: tuple[Any, ...] = (
+            cast("tuple[Any, ...]", found) if isinstance(found, tuple) else (found, nothing)
+        )
+        named: Any = parts[1] if len(parts) == 2 else None
         values = cast("Mapping[Any, Any]", named) if isinstance(named, Mapping) else {None: None}
         if not all(isinstance(name, str) and name.isidentifier() for name in values):
             expected = "weights, or a pair of weights and a mapping from names to values of the tokens"

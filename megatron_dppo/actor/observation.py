@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -9,7 +10,8 @@ from torch import Tensor
 from megatron_dppo.actor.forward import packed_responses
 from megatron_dppo.algorithms import Objective, PolicyLossInputs, TopKLogProbs, preset, shadow_masks
 from megatron_dppo.algorithms.presets import PAPER
-from megatron_dppo.algorithms.shadow import with_inputs
+from megatron_dppo.algorithms.shadow import rule_values, with_inputs
+from megatron_dppo.algorithms.trial import names_of_values
 from megatron_dppo.config.sections import TrackingConfig
 from megatron_dppo.kernels import FusedPolicyLoss, fused_metrics
 from megatron_dppo.metrics.masked_tokens import ACTIVE, TokenLists
@@ -59,7 +61,12 @@ class Observer:
             self.shadows = with_inputs(
                 named, has_topk=num_topk_log_probs > 0, has_old_log_probs=objective.anchor == "recomputed"
             )
-        self._needs_responses = any(shadow.needs_responses for shadow in self.shadows.values())
+
+    @cached_property
+    def _with_values(self) -> dict[str, Objective]:
+        """The custom rules that return values with their weights, by the area of their metrics."""
+        areas = {"rule": self._objective, **{f"shadow/{name}": rule for name, rule in self.shadows.items()}}
+        return {area: rule for area, rule in areas.items() if names_of_values(rule)}
 
     @property
     def topk_columns(self) -> int:
@@ -120,29 +127,36 @@ class Observer:
                 add_mismatch_by_age(
                     metrics, out.log_probs, m.rollout_log_probs, measured, m.weight_versions, weight_version
                 )
-        masks = self._shadow_masks(out, m)
+        masks = self._evaluate_rules(metrics, out, m)
         add_shadow_masks(metrics, self.shadows, masks, out.mask, **values)
         if lists is not None:
             lists.masked.add(m, mask=out.mask, divergence=out.divergence, log_probs=out.log_probs)
             named = {ACTIVE: out.mask, **masks}
             lists.clipped.add(named, targets=m.targets, entropy=out.entropy, **values)
 
-    def _shadow_masks(self, out: FusedPolicyLoss, m: Microbatch) -> dict[str, Tensor]:
-        if not self.shadows:
+    def _evaluate_rules(self, metrics: Metrics, out: FusedPolicyLoss, m: Microbatch) -> dict[str, Tensor]:
+        """Return the shadows' masks of this rank's tokens, and add the values that custom rules return."""
+        if not self.shadows and not self._with_values:
             return {}
-        if not self._needs_responses:
-            return shadow_masks(
-                self.shadows, PolicyLossInputs.of(m, out.log_probs, topk_log_probs=out.topk_log_probs)
+        inputs = PolicyLossInputs.of(m, out.log_probs, topk_log_probs=out.topk_log_probs)
+        responses = None
+        if any(rule.needs_responses for rule in (*self.shadows.values(), *self._with_values.values())):
+            responses = packed_responses(m)
+            topk = None if out.topk_log_probs is None else responses.whole(out.topk_log_probs)
+            inputs = PolicyLossInputs.of(
+                responses.whole_record(m),
+                responses.whole(out.log_probs),
+                topk_log_probs=topk,
+                response_lengths=responses.lengths,
             )
-        responses = packed_responses(m)
-        topk = None if out.topk_log_probs is None else responses.whole(out.topk_log_probs)
-        inputs = PolicyLossInputs.of(
-            responses.whole_record(m),
-            responses.whole(out.log_probs),
-            topk_log_probs=topk,
-            response_lengths=responses.lengths,
-        )
-        return {name: responses.own(mask) for name, mask in shadow_masks(self.shadows, inputs).items()}
+
+        def own(values: Tensor) -> Tensor:
+            return values if responses is None else responses.own(values)
+
+        for area, rule in self._with_values.items():
+            for name, values in rule_values(rule, inputs).items():
+                metrics.add_mean(f"{area}/{name}", own(values).double().sum(), m.loss_mask.sum())
+        return {name: own(mask) for name, mask in shadow_masks(self.shadows, inputs).items()}
 
 
 def _topk_of(out: FusedPolicyLoss, m: Microbatch) -> TopKLogProbs | None:

@@ -37,7 +37,7 @@ class TokenUpdates:
     mask: Bool[Tensor, " T"]  # M is not 0, the tokens that learn
     divergence: Float[Tensor, " T"]  # of the policy from its anchor; Binary-TV if the objective has none
     ratio: Float[Tensor, " T"]  # pi/mu, uncapped
-    coefficient: Float[Tensor, " T"]  # M min(r, C) A without token_weights; r of the response if importance is
+    coefficient: Float[Tensor, " T"]  # M min(r, C) A without token_weights; r of what `importance` names
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,6 +145,8 @@ def token_updates(objective: Objective, tokens: LearningTokens) -> TokenUpdates:
     if objective.importance == "response":
         assert tokens.responses is not None, "required inputs are checked first"
         importance = tokens.responses.mean(tokens.log_probs - tokens.rollout_log_probs).exp()
+    elif objective.importance == "rule":
+        importance = torch.ones_like(ratio)
     is_active = (weight != 0) & (tokens.advantages != 0)
     scaled = importance.clamp(max=objective.ratio_cap) * tokens.advantages * weight
     coefficient = torch.where(is_active, scaled, 0.0)
@@ -167,9 +169,19 @@ def learning_weight(
         log_masses: What the objective's divergence compares; see `compared_log_masses`.
         divergence: What it finds.
     """
-    seen = replace(tokens, divergence=divergence, outcomes=log_masses if objective.needs_topk else None)
+    seen = as_a_rule_reads(objective, tokens, log_masses, divergence)
     weight = torch.where(tokens.advantages == 0, 1.0, trust_region_weight(objective, seen))
     return torch.where(tokens.loss_mask, weight, 0.0)
+
+
+def as_a_rule_reads(
+    objective: Objective,
+    tokens: LearningTokens,
+    log_masses: tuple[Tensor, Tensor],
+    divergence: Float[Tensor, " T"],
+) -> LearningTokens:
+    """Return the tokens with the objective's divergence, and with its outcomes if it has several."""
+    return replace(tokens, divergence=divergence, outcomes=log_masses if objective.needs_topk else None)
 
 
 def compared_log_masses(objective: Objective, tokens: LearningTokens) -> tuple[Tensor, Tensor]:

@@ -30,9 +30,14 @@ Rule = Literal[
     "response_mismatch",
     "response_divergence",
     "prefix",
+    "entropy",
+    "staleness",
+    "gamma",
+    "geometric",
+    "lowest_prefix",
     "own",
 ]
-Importance = Literal["token", "response"]
+Importance = Literal["token", "response", "rule"]
 Relax = Literal["none", "high", "low", "both"]
 Anchor = Literal["rollout", "recomputed"]
 
@@ -41,12 +46,19 @@ _AT_LEAST_0 = (
     *("delta_low", "delta_high", "eps_low", "eps_high", "alpha", "rho_low", "rho_high"),
     *("token_kl", "response_kl", "prefix_delta", "prefix_delta_max"),
 )
-_FINITE = ("entropy_coef", *LOSS_TERMS, "tau_low", "tau_high", "late_weight")
-UNIVERSAL_FIELDS = ("ratio_cap", "anchor", "entropy_coef", *LOSS_TERMS, "ref_kl")
+_GAMMA = ("power_low", "power_high", "decay_low", "decay_high")
+_FINITE = ("entropy_coef", *LOSS_TERMS, "tau_low", "tau_high", "late_weight", "stale_share", *_GAMMA)
+UNIVERSAL_FIELDS = ("anchor", "entropy_coef", *LOSS_TERMS, "ref_kl")
 OWN_FIELDS = ("rule_divergence", "rule_over", "rule_options")
 _CLIP = ("eps_low", "eps_high")
-_OVER_RESPONSES: tuple[Rule, ...] = ("response_ratio", "response_mismatch", "response_divergence", "prefix")
-_SOFT: tuple[Rule, ...] = ("linear", "sigmoid", "own")
+_OVER_RESPONSES: tuple[Rule, ...] = (
+    *("response_ratio", "response_mismatch", "response_divergence", "prefix"),
+    *("staleness", "gamma", "geometric", "lowest_prefix"),
+)
+WITH_RATIO: tuple[Rule, ...] = ("gamma", "geometric", "lowest_prefix")
+"""Rules whose weight is in place of pi/mu, and goes with importance = "rule"."""
+_SOFT: tuple[Rule, ...] = ("linear", "sigmoid", *WITH_RATIO, "own")
+_OF_TOPK: tuple[Rule, ...] = ("prediction", "entropy")
 _BY_RULE: Mapping[Rule, tuple[str, ...]] = MappingProxyType(
     {
         "none": (),
@@ -62,6 +74,11 @@ _BY_RULE: Mapping[Rule, tuple[str, ...]] = MappingProxyType(
         "response_mismatch": (*_CLIP, "rho_low", "rho_high"),
         "response_divergence": ("token_kl", "response_kl"),
         "prefix": (*DELTAS, "prefix_delta", "prefix_delta_max", "late_weight"),
+        "entropy": (*DELTAS, *_CLIP),
+        "staleness": (*_CLIP, "stale_share"),
+        "gamma": _GAMMA,
+        "geometric": _CLIP,
+        "lowest_prefix": _CLIP,
         "own": OWN_FIELDS,
     }
 )
@@ -91,7 +108,13 @@ class Objective(TermCoefficients):
         prefix_delta: Mean divergence that a response may spend up to any token, at least.
         prefix_delta_max: The same at most; between both, the 90th percentile of the response's own.
         late_weight: Weight of a response's last token in that mean; the first has 1.
-        importance: Whose ratio pi/mu weighs a token: its own, or exp(mean log pi/mu) of the response.
+        stale_share: Share of a response's tokens, those nearest to the anchor, whose clip is not tightened.
+        power_low: Exponent of the response's ratio in its weight, for negative advantages.
+        power_high: The same for positive advantages.
+        decay_low: Rate at which that weight falls exponentially with the ratio, for negative advantages.
+        decay_high: The same for positive advantages.
+        importance: Whose ratio pi/mu weighs a token: its own, or exp(mean log pi/mu) of the response. "rule" if
+            the weight of the rule is in place of one.
         anchor: The policy that the mask compares with; the weight is pi/mu with either.
         top_k: Columns of mu that Top-K divergences use.
         include_other: Whether the mass outside the Top-K is an outcome (App. C); False is Eq. 15 as printed.
@@ -123,6 +146,11 @@ class Objective(TermCoefficients):
     prefix_delta: float = math.inf
     prefix_delta_max: float = math.inf
     late_weight: float = 1.0
+    stale_share: float = 1.0
+    power_low: float = 1.0
+    power_high: float = 1.0
+    decay_low: float = 1.0
+    decay_high: float = 1.0
     importance: Importance = "token"
     anchor: Anchor = "rollout"
     top_k: int = 20
@@ -185,7 +213,8 @@ class Objective(TermCoefficients):
         """Fields that `preset` lets a user override, because they change this objective."""
         relaxed = () if self.relax == "none" else ("alpha",)
         of_topk = ("top_k", "include_other", "sampled_token") if self.needs_topk else ()
-        return _BY_RULE[self.rule] + relaxed + of_topk + UNIVERSAL_FIELDS
+        capped = () if self.importance == "rule" else ("ratio_cap",)
+        return _BY_RULE[self.rule] + relaxed + of_topk + capped + UNIVERSAL_FIELDS
 
     def _out_of_range(self) -> list[Problem]:
         problems: list[Problem] = []
@@ -227,10 +256,18 @@ class Objective(TermCoefficients):
                 problems.append(self._problem(low, getattr(self, low), expected))
         if (self.rule == "own") != (self.own is not None):
             problems.append(self._problem("own", self.own, "a function where rule = 'own', and none elsewhere"))
-        for field in ("delta_low", "delta_high"):
-            if self.rule == "linear" and getattr(self, field) == 0:  # which divides
+        if (self.rule in WITH_RATIO) != (self.importance == "rule"):
+            expected = f"'rule' with the rules {', '.join(WITH_RATIO)}, and no other"
+            problems.append(self._problem("importance", self.importance, expected))
+        above_0 = {"linear": DELTAS[1:], "gamma": _GAMMA}.get(
+            self.rule, ()
+        )  # which divides; at 0 pi/mu = inf counts
+        for field in above_0:
+            if getattr(self, field) == 0:
                 problems.append(self._problem(field, getattr(self, field), "a number > 0"))
-        if self.rule == "prediction" and divergence.over != "topk":
+        if self.stale_share > 1:
+            problems.append(self._problem("stale_share", self.stale_share, "a number from 0 to 1"))
+        if self.rule in _OF_TOPK and divergence.over != "topk":
             problems.append(
                 self._problem("divergence", self.divergence, "a Top-K divergence, topk_tv or topk_kl")
             )

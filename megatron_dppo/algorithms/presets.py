@@ -41,12 +41,14 @@ def _prefix(name: str, divergence: str) -> Objective:
     )
 
 
-# Presets from other papers and frameworks; rules.py names the source of each. The
-# thresholds are published: ipo's are prime-rl's defaults since 2026-09-18, gspo's are from its paper's
-# experiments, and trm's .1 and .002 are quoted by arXiv 2606.10968.
-# The predictive mask's .15 and K = 20 are from the experiments of arXiv 2607.10848, by a summary of that paper.
+# Presets from other papers and frameworks; rules.py names the source of each. The thresholds are published,
+# except estr's delta and clip, and minpro's clip. ipo's are prime-rl's defaults since 2026-09-18, and
+# ipo_2026_08 has the ones before. gspo's are from its paper's experiments, and trm's .1 and .002 are quoted by
+# arXiv 2606.10968. The predictive mask's .15 and K = 20 are from the experiments of arXiv 2607.10848, by a
+# summary of that paper.
 FIELD: tuple[Objective, ...] = (
     Objective("ipo", rule="distance", delta_low=0.3, delta_high=0.3),
+    Objective("ipo_2026_08", rule="distance", delta_low=0.1, delta_high=0.1, log_ratio_coef=1e-3),
     Objective("drpo", rule="linear", delta_low=12.5, delta_high=12.5),
     _prefix("cppo", "binary_tv"),
     _prefix("cppo_topk", "topk_tv"),
@@ -58,6 +60,27 @@ FIELD: tuple[Objective, ...] = (
     Objective(
         "dppo_topk_kl_predictive", rule="prediction", divergence="topk_kl", delta_low=0.15, delta_high=0.15
     ),
+    Objective(
+        "estr",
+        rule="entropy",
+        divergence="topk_kl",
+        delta_low=1.0,
+        delta_high=1.0,
+        eps_low=0.2,
+        eps_high=0.2,
+    ),
+    Objective("sat", rule="staleness", eps_low=0.2, eps_high=0.2, stale_share=0.9),
+    Objective(
+        "vespo",
+        rule="gamma",
+        importance="rule",
+        power_low=3.0,
+        power_high=2.0,
+        decay_low=2.0,
+        decay_high=3.0,
+    ),
+    Objective("gmpo", rule="geometric", importance="rule", eps_low=0.4, eps_high=0.4),
+    Objective("minpro", rule="lowest_prefix", importance="rule", eps_low=1.0, eps_high=4.0),
 )
 
 PRESETS: Mapping[str, Objective] = MappingProxyType(

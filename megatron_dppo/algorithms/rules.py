@@ -18,6 +18,8 @@ from megatron_dppo.algorithms.divergence import registry
 from megatron_dppo.algorithms.objective import Objective
 from megatron_dppo.algorithms.trust_region import TrustRegionRule, TrustRegionTokens, by_sign, masking
 
+ENTROPY_FLOOR = 0.01  # nats, of arXiv 2607.22186
+
 
 def drops_none(objective: Objective, tokens: TrustRegionTokens) -> Bool[Tensor, " T"]:
     """Drop nothing: PG-IS, PG-TIS and CISPO."""
@@ -100,6 +102,23 @@ def drops_by_prediction(objective: Objective, tokens: TrustRegionTokens) -> Bool
     own = tokens.log_probs.exp() - tokens.rollout_log_probs.exp()
     grows = tokens.advantages * (own - (masses * moved).sum(1)) > 0
     return grows & is_far(objective, tokens)
+
+
+def drops_by_entropy(objective: Objective, tokens: TrustRegionTokens) -> Bool[Tensor, " T"]:
+    """Drop by PPO's clip, and if (log pi/mu)^2 / (H + .01) is above delta (ESTR, arXiv 2607.22186, section 4).
+
+    H is the rollout policy's entropy, in nats. Here it is the entropy of the Top-K partition, with the mass
+    outside it as one outcome: a lower bound, so that no token is kept that the paper drops. The formulas and
+    the .01 are known from summaries of the paper, which do not quote its delta or its clip: delta 1 is this
+    project's choice, |log pi/mu| at most the root of H. No public code was found.
+    """
+    log_ratio = tokens.log_probs - tokens.rollout_log_probs
+    masses = tokens.anchor_log_masses.exp()
+    entropy = -torch.xlogy(masses, masses).sum(1)
+    score = log_ratio.square() / (entropy + ENTROPY_FLOOR)
+    return drops_by_ratio(objective, tokens) | (
+        score > tokens.of_sign(objective.delta_high, objective.delta_low)
+    )
 
 
 def weigh_linearly(objective: Objective, tokens: TrustRegionTokens) -> Float[Tensor, " T"]:
@@ -186,6 +205,69 @@ def drops_by_prefix(objective: Objective, tokens: TrustRegionTokens) -> Bool[Ten
     return tokens.moves_away & (spent > delta + slack)
 
 
+def drops_by_staleness(objective: Objective, tokens: TrustRegionTokens) -> Bool[Tensor, " T"]:
+    """Drop by PPO's clip, tightened for the stalest tokens (SAT, arXiv 2607.18722, Eq. 13 to 19).
+
+    q is the smallest |log pi/anchor| that at least `stale_share` of the tokens do not exceed. Above it, the
+    clip's side that pi is on shrinks by 1 / (1 + (|log pi/anchor| / q)^2). The paper takes q over a
+    micro-batch, so that a token's fate depends on its neighbours in the packing. Here q is the response's own,
+    the same in every layout: a response that is stale throughout is not tightened more than another. The
+    paper's SAT-GSPO, which scores responses by their mean ratio, is not included. Its code was not found.
+    """
+    log_ratio = tokens.log_probs - tokens.anchor_log_probs
+    staleness = log_ratio.abs()
+    q = tokens.whole_responses.at_rank(staleness, objective.stale_share)
+    is_tail = (staleness > q) & (q > 0)
+    radius = torch.where(is_tail, 1 / (1 + (staleness / q).square()), 1.0)
+    ratio = log_ratio.exp()
+    is_above, is_below = ratio > 1 + objective.eps_high * radius, ratio < 1 - objective.eps_low * radius
+    return by_sign(tokens.advantages, is_above, is_below)
+
+
+def weigh_by_gamma(objective: Objective, tokens: TrustRegionTokens) -> Float[Tensor, " T"]:
+    """Weigh by W^k exp(l (1 - W)), W the response's product of pi/mu (VESPO, arXiv 2602.10693v3, Eq. 20).
+
+    The weight is in place of r. k is `power_high` if A > 0, else `power_low`; l is `decay_high` or `decay_low`
+    (numbers: section 4.1). W is not normalised by length. TRL 1.16 and the authors' code (February 2026) have
+    the same gradients, except that they clamp log W to [-18.4, 20] and each log pi/mu to [-20, 20]. The
+    authors' code takes the sign of A from the response's first token.
+    """
+    log_w = tokens.whole_responses.sum(tokens.log_probs - tokens.rollout_log_probs)
+    power = tokens.of_sign(objective.power_high, objective.power_low)
+    decay = tokens.of_sign(objective.decay_high, objective.decay_low)
+    return (power * log_w - decay * torch.expm1(log_w)).exp()
+
+
+def weigh_by_geometric_mean(objective: Objective, tokens: TrustRegionTokens) -> Float[Tensor, " T"]:
+    """Weigh by the geometric mean of the response's clipped ratios (GMPO, arXiv 2507.20673, section 4).
+
+    The weight is in place of r. log pi/anchor is clipped to at most `eps_high` if A > 0, and to at least
+    -`eps_low` otherwise; beyond that, the update is dropped. With a recomputed anchor, log pi'/mu is added
+    unclipped. TRL 1.16, verl and the authors' code have the same gradients; verl adds 1e-8 to the number of
+    tokens.
+    """
+    log_ratio = tokens.log_probs - tokens.anchor_log_probs
+    is_above, is_below = log_ratio > objective.eps_high, log_ratio < -objective.eps_low
+    clipped = torch.where(
+        tokens.advantages > 0, log_ratio.clamp(max=objective.eps_high), log_ratio.clamp(min=-objective.eps_low)
+    )
+    mean = tokens.whole_responses.mean(clipped + (tokens.anchor_log_probs - tokens.rollout_log_probs))
+    return torch.where(by_sign(tokens.advantages, is_above, is_below), 0.0, mean.exp())
+
+
+def weigh_by_lowest_prefix(objective: Objective, tokens: TrustRegionTokens) -> Float[Tensor, " T"]:
+    """Weigh by r times the smallest r of the tokens before it, in place of r (MinPRO, arXiv 2601.22718).
+
+    The product is clipped to [1 - `eps_low`, 1 + `eps_high`] and constant in the gradient, as in CISPO. The
+    formula is known from a survey, and no public code was found. Nor were the paper's bounds: the preset
+    clips as this project's `cispo` does, at 5 and not below.
+    """
+    log_ratio = tokens.log_probs - tokens.rollout_log_probs
+    lowest = tokens.whole_responses.lowest_before(log_ratio)
+    product = (log_ratio + torch.where(lowest == torch.inf, 0.0, lowest)).exp()
+    return product.clamp(1 - objective.eps_low, 1 + objective.eps_high)
+
+
 def weigh_by_own(objective: Objective, tokens: TrustRegionTokens) -> Float[Tensor, " T"]:
     """Weigh by the user's function; see `OwnRule`."""
     assert objective.own is not None, "an objective with rule = 'own' has one"
@@ -209,6 +291,11 @@ RULES: Mapping[str, TrustRegionRule] = registry(
         "response_divergence": TrustRegionRule(masking(drops_divergent_responses), id=11),
         "prefix": TrustRegionRule(masking(drops_by_prefix), id=12),
         "own": TrustRegionRule(weigh_by_own, id=13),
+        "entropy": TrustRegionRule(masking(drops_by_entropy), id=14),
+        "staleness": TrustRegionRule(masking(drops_by_staleness), id=15),
+        "gamma": TrustRegionRule(weigh_by_gamma, id=16),
+        "geometric": TrustRegionRule(weigh_by_geometric_mean, id=17),
+        "lowest_prefix": TrustRegionRule(weigh_by_lowest_prefix, id=18),
     },
 )
 

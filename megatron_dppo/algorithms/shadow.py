@@ -9,7 +9,12 @@ from torch import Tensor
 
 from megatron_dppo.algorithms.divergence import DIVERGENCES
 from megatron_dppo.algorithms.inputs import LearningTokens, PolicyLossInputs
-from megatron_dppo.algorithms.loss import compared_log_masses, learning_tokens, learning_weight
+from megatron_dppo.algorithms.loss import (
+    as_a_rule_reads,
+    compared_log_masses,
+    learning_tokens,
+    learning_weight,
+)
 from megatron_dppo.algorithms.loss_terms import LOSS_TERMS
 from megatron_dppo.algorithms.objective import Objective
 
@@ -70,6 +75,18 @@ def shadow_weights(objectives: Mapping[str, Objective], inputs: PolicyLossInputs
     return {name: by_anchor[objective.anchor].weight(objective) for name, objective in evaluated.items()}
 
 
+@torch.no_grad()
+def rule_values(objective: Objective, inputs: PolicyLossInputs) -> dict[str, Tensor]:
+    """Return the named values of the tokens, [T], that a custom rule returns with its weights; or none.
+
+    Rows that do not learn have 0. The values of the inputs are not checked again.
+
+    Raises:
+        ConfigError: An input is missing or has another shape or type, or the rule returned invalid values.
+    """
+    return {} if objective.own is None else _Shared([objective], inputs).values(objective)
+
+
 class _Shared:
     """The tokens of one micro-batch and their divergences, for objectives with one anchor."""
 
@@ -77,7 +94,7 @@ class _Shared:
         """Neutralise the tokens once, with the largest number of Top-K columns that an objective uses."""
         objectives = tuple(objectives)
         widest = max(objectives, key=lambda objective: objective.needs_topk * objective.top_k)
-        if any(objective.needs_responses for objective in objectives):
+        if any(objective.needs_responses for objective in objectives) and not widest.needs_responses:
             widest = replace(widest, importance="response")
         widest = replace(widest, entropy_coef=0.0, **dict.fromkeys(LOSS_TERMS, 0.0))
         self._tokens: LearningTokens = learning_tokens(widest, inputs, has_known_values=True)
@@ -88,6 +105,11 @@ class _Shared:
         """Return the weight M of one objective, [T]."""
         log_masses, divergence = self._compared(objective)
         return learning_weight(objective, self._tokens, log_masses, divergence)
+
+    def values(self, objective: Objective) -> dict[str, Tensor]:
+        """Return the named values of a custom rule, [T] each."""
+        assert objective.own is not None, "only custom rules return values"
+        return objective.own.values(as_a_rule_reads(objective, self._tokens, *self._compared(objective)))
 
     def _compared(self, objective: Objective) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Return the log-masses and values of the objective's divergence, each computed once."""

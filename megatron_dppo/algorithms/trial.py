@@ -10,7 +10,8 @@ from megatron_dppo.algorithms.divergence import TopKLogProbs
 from megatron_dppo.algorithms.inputs import PolicyLossInputs
 from megatron_dppo.algorithms.loss import PolicyLossOutput, policy_loss
 from megatron_dppo.algorithms.objective import Objective
-from megatron_dppo.algorithms.trust_region import Option
+from megatron_dppo.algorithms.shadow import rule_values
+from megatron_dppo.algorithms.trust_region import Option, RuleAnswer
 
 RESPONSES = (7, 1, 12)  # tokens of each
 VOCABULARY = 128
@@ -27,8 +28,23 @@ def try_objective(objective: Objective, farthest: float = 1.5) -> PolicyLossOutp
         farthest: Standard deviation of the logits' change at the last token; 0 for a policy that has not moved.
 
     Raises:
-        ConfigError: The objective's rule does not weigh them.
+        ConfigError: The objective's rule does not weigh them, or returns values that are invalid.
     """
+    inputs = _inputs(objective, farthest)
+    rule_values(objective, inputs)
+    return policy_loss(objective, inputs)
+
+
+def names_of_values(objective: Objective) -> tuple[str, ...]:
+    """Return the names of the values that a custom rule returns for that batch.
+
+    Raises:
+        ConfigError: The errors of `try_objective`.
+    """
+    return tuple(rule_values(objective, _inputs(objective, farthest=1.5)))
+
+
+def _inputs(objective: Objective, farthest: float) -> PolicyLossInputs:
     generator = torch.Generator().manual_seed(0)
     num_tokens = sum(RESPONSES)
     rollout = (2 * torch.randn(num_tokens, VOCABULARY, generator=generator)).log_softmax(1)
@@ -36,7 +52,7 @@ def try_objective(objective: Objective, farthest: float = 1.5) -> PolicyLossOutp
     policy = (rollout + moved).log_softmax(1)
     targets = torch.multinomial(rollout.exp(), 1, generator=generator)
     topk = rollout.topk(min(objective.top_k, VOCABULARY))
-    inputs = PolicyLossInputs(
+    return PolicyLossInputs(
         log_probs=policy.gather(1, targets)[:, 0],
         rollout_log_probs=rollout.gather(1, targets)[:, 0],
         advantages=_advantages(),
@@ -48,7 +64,6 @@ def try_objective(objective: Objective, farthest: float = 1.5) -> PolicyLossOutp
         entropy=-(policy.exp() * policy).sum(1),
         response_lengths=torch.tensor(RESPONSES),
     )
-    return policy_loss(objective, inputs)
 
 
 def _advantages() -> torch.Tensor:
@@ -89,7 +104,7 @@ def doubts(objective: Objective) -> list[str]:
         return []
     own, options = objective.own, _Watched(dict(objective.own.options))
 
-    def watching(tokens: Any, _: Mapping[str, Option]) -> torch.Tensor:
+    def watching(tokens: Any, _: Mapping[str, Option]) -> RuleAnswer:
         return own.function(tokens, options)
 
     watched = replace(objective, own=replace(own, function=watching))

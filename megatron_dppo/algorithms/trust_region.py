@@ -23,6 +23,8 @@ RULE_DIVERGENCE, RULE_OVER = "algorithm.rule_divergence", "algorithm.rule_over"
 
 Option = bool | int | float | str
 Over = Literal["tokens", "responses"]
+RuleAnswer = Float[Tensor, " T"] | tuple[Float[Tensor, " T"], Mapping[str, Float[Tensor, " T"]]]
+"""Result of a custom rule: weights, and optionally values to log, by name."""
 DECLARED = "OPTIONS"
 """Attribute of a function: its options by name, each with its default."""
 
@@ -87,17 +89,35 @@ class Responses:
         """Return the sum over the response's tokens before each token."""
         return self._before(self._counted(values)).to(values.dtype)
 
+    def lowest_before(self, values: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+        """Return the smallest value of the response's tokens before each token; inf for the first token."""
+        lowest, reach = torch.where(self.is_learning, values, torch.inf), 1
+        while reach < values.numel():
+            lowest = torch.minimum(lowest, self._from(reach, lowest, torch.inf))
+            reach *= 2
+        return self._from(1, lowest, torch.inf)
+
+    def at_rank(self, values: Float[Tensor, " T"], share: float) -> Float[Tensor, " T"]:
+        """Return the smallest value that at least this share of each token's response does not exceed."""
+        rank = (
+            (share * self.num_tokens.double() - 1e-9).ceil().long()
+        )  # .9 of 10 is 9 tokens, whatever the rounding
+        return self._ascending(values)[self._start + (rank - 1).clamp(min=0)]
+
     def quantile(self, values: Float[Tensor, " T"], q: float) -> Float[Tensor, " T"]:
         """Return the q-quantile over each token's response, linear between two values."""
-        ranked = torch.where(self.is_learning, values, torch.inf)
-        order = ranked.argsort(stable=True)
-        order = order[self.index[order].argsort(stable=True)]  # response by response, each ascending
-        ranked = ranked[order]
+        ranked = self._ascending(values)
         place = q * (self.num_tokens - 1).to(values.dtype)
         lower = place.floor()
         low = ranked[self._start + lower.long()]
         high = ranked[self._start + torch.minimum(lower.long() + 1, self.num_tokens - 1)]
         return torch.where((place > lower) & (high > low), low + (place - lower) * (high - low), low)
+
+    def _ascending(self, values: Tensor) -> Tensor:
+        """Return the values in ascending order, response by response; inf for tokens that do not learn."""
+        ranked = torch.where(self.is_learning, values, torch.inf)
+        order = ranked.argsort(stable=True)
+        return ranked[order[self.index[order].argsort(stable=True)]]
 
     def _counted(self, values: Tensor) -> Tensor:
         return torch.where(self.is_learning, values, 0.0).double()
@@ -116,10 +136,10 @@ class Responses:
             reach *= 2
         return values
 
-    def _from(self, distance: int, values: Tensor) -> Tensor:
-        """Return the value `distance` tokens before each token; 0 if that token is not in the same response."""
+    def _from(self, distance: int, values: Tensor, outside: float = 0) -> Tensor:
+        """Return the value `distance` tokens before each token; `outside` if its response has no such token."""
         earlier = values.new_zeros(distance), values[:-distance]
-        return torch.where(self._place >= distance, torch.cat(earlier)[: values.numel()], 0)
+        return torch.where(self._place >= distance, torch.cat(earlier)[: values.numel()], outside)
 
 
 def require_lengths(lengths: Tensor, num_tokens: int, rule: str) -> None:
@@ -252,8 +272,8 @@ class OwnRule:
     """A function of the user's, and the numbers that the config gives it."""
 
     name: str  # "package.module:function"
-    function: Callable[[TrustRegionTokens, Mapping[str, Option]], Float[Tensor, " T"]] = field(compare=False)
-    """Returns the factor >= 0 of each token's update; bool is 0 or 1."""
+    function: Callable[[TrustRegionTokens, Mapping[str, Option]], RuleAnswer] = field(compare=False)
+    """Returns the factor >= 0 of each token's update, where bool is 0 or 1, and optionally named values [T]."""
     options: tuple[tuple[str, Option], ...] = ()
     over: Over = "tokens"  # "responses" if the rule needs complete responses
 
@@ -268,21 +288,53 @@ class OwnRule:
             ConfigError: The function returned no tensor [T] of numbers, or a learning token got one that is
                 negative or not finite.
         """
+        weight, _ = self._answer(tokens)
+        return self._checked(tokens, weight, "the weight of each token", "finite weights >= 0", 0.0)
+
+    def values(self, tokens: TrustRegionTokens) -> dict[str, Float[Tensor, " T"]]:
+        """Return the values that the function returned by name with the weights, checked as they are; or none.
+
+        Raises:
+            ConfigError: The function returned something other than a mapping from names to tensors [T], or a
+                value of a learning token is not finite.
+        """
+        _, values = self._answer(tokens)
+        return {
+            name: self._checked(tokens, value, f"the value {name} of each token", f"finite {name}", -torch.inf)
+            for name, value in values.items()
+        }
+
+    def _answer(self, tokens: TrustRegionTokens) -> tuple[Any, Mapping[str, Any]]:
+        """Return the weights and the named values that the function returns, neither checked."""
         found: Any = self.function(tokens, dict(self.options))
+        nothing: dict[str, Any] = {}
+        parts: tuple[Any, ...] = (
+            cast("tuple[Any, ...]", found) if isinstance(found, tuple) else (found, nothing)
+        )
+        named: Any = parts[1] if len(parts) == 2 else None
+        values = cast("Mapping[Any, Any]", named) if isinstance(named, Mapping) else {None: None}
+        if not all(isinstance(name, str) and name.isidentifier() for name in values):
+            expected = "weights, or a pair of weights and a mapping from names to values of the tokens"
+            raise ConfigError(Problem(self.name, f"a tuple of {len(parts)}", expected, _WHAT_TO_DO))
+        return parts[0], values
+
+    def _checked(
+        self, tokens: TrustRegionTokens, found: Any, what: str, expected: str, lowest: float
+    ) -> Float[Tensor, " T"]:
+        """Return the function's numbers, 0 for rows that do not learn; raise if one is missing or invalid."""
         shape = tokens.log_probs.shape
         if not isinstance(found, Tensor) or found.shape != shape or found.is_complex():
-            what = f"{type(found).__name__}"
+            kind = f"{type(found).__name__}"
             if isinstance(found, Tensor):
-                what = f"a tensor of shape {list(found.shape)}, {found.dtype}"
-            expected = f"a real tensor [{shape[0]}], the weight of each token"
-            raise ConfigError(Problem(self.name, what, expected, _WHAT_TO_DO))
-        weight = torch.where(tokens.loss_mask, found.detach().to(tokens.log_probs), 0.0)
-        is_bad = ~(weight.isfinite() & (weight >= 0))
+                kind = f"a tensor of shape {list(found.shape)}, {found.dtype}"
+            raise ConfigError(Problem(self.name, kind, f"a real tensor [{shape[0]}], {what}", _WHAT_TO_DO))
+        numbers = torch.where(tokens.loss_mask, found.detach().to(tokens.log_probs), 0.0)
+        is_bad = ~(numbers.isfinite() & (numbers >= lowest))
         if bool(is_bad.any()):
             first = int(is_bad.nonzero()[0, 0])
-            what = f"{float(weight[first]):g} for token {first} ({int(is_bad.sum())} learning tokens in all)"
-            raise ConfigError(Problem(self.name, what, "finite weights >= 0", _WHAT_TO_DO))
-        return weight
+            where = f"{float(numbers[first]):g} for token {first} ({int(is_bad.sum())} learning tokens in all)"
+            raise ConfigError(Problem(self.name, where, expected, _WHAT_TO_DO))
+        return numbers
 
 
 def rule_options(**defaults: Option) -> Callable[[Function], Function]:

@@ -128,11 +128,15 @@ def _reached(objective: Objective) -> dict[str, float]:
         return {"delta_low": limit, "delta_high": limit, "prefix_delta": limit}
     if objective.rule == "linear":
         return {"delta_low": math.inf, "delta_high": math.inf}
+    if objective.rule == "entropy":
+        return {"delta_low": math.inf, "delta_high": math.inf, "eps_low": 1.0, "eps_high": math.inf}
+    if objective.rule == "geometric":
+        return {"eps_low": math.inf, "eps_high": math.inf}  # of log pi/anchor
     if objective.rule == "response_divergence":
         return {"token_kl": limit, "response_kl": min(limit, objective.token_kl)}  # a mean is below its largest
     if objective.rule == "negative":
         return {"delta_low": 1.0}  # mu - pi
-    if objective.rule in ("ratio", "response_ratio", "band", "response_mismatch"):
+    if objective.rule in ("ratio", "response_ratio", "band", "response_mismatch", "staleness"):
         band = {"rho_high": math.inf} if objective.rule in ("band", "response_mismatch") else {}
         relaxed = {} if objective.relax == "none" else {"alpha": 1.0}  # mu
         return {"eps_low": 1.0, "eps_high": math.inf} | band | relaxed  # 1 - pi/mu

@@ -268,7 +268,8 @@ def _own_rule_remarks(config: Config) -> Iterator[str]:
 
 
 # The mean over responses of the means over their tokens, in the papers of these presets.
-_OF_RESPONSE_MEANS = ("gspo", "icepop", "sapo")
+_OF_RESPONSE_MEANS = ("gspo", "icepop", "sapo", "gmpo")
+_WITHOUT_ANCHOR = ("none", "gamma", "lowest_prefix")  # rules that compare with mu alone, or with nothing
 _SMALLEST_CAP = 5.0  # Appendix F has it in all runs
 _SAFE_NEGATIVE_DELTA = 0.5  # of section 5.3's minimal mask; the run with 0.8 collapsed
 _LR_OF_FULL_WEIGHTS = 1e-6  # Table 1; its LoRA run has 1e-5
@@ -331,7 +332,7 @@ def _about_the_trust_region(config: Config, objective: Objective) -> Iterator[st
 
 
 def _about_the_anchor(objective: Objective) -> Iterator[str]:
-    if objective.rule == "none" and objective.anchor == "recomputed":
+    if objective.rule in _WITHOUT_ANCHOR and objective.anchor == "recomputed":
         yield (
             "algorithm.anchor is 'recomputed', and no mask reads it here. It costs one more forward over each "
             "rollout, about 25 % of the training cost in the paper (section 5.2, Takeaway 2)."
@@ -362,15 +363,16 @@ def _about_costs(config: Config, objective: Objective) -> Iterator[str]:
 
 def _compares_with_itself(objective: Objective) -> bool:
     """Return whether the rule compares the policy only with its own log-probs before the step."""
-    return objective.anchor == "recomputed" and objective.rule not in ("band", "response_mismatch", "own")
+    of_mu = ("band", "response_mismatch", "own", *_WITHOUT_ANCHOR)
+    return objective.anchor == "recomputed" and objective.rule not in of_mu
 
 
 def _bounded_signs(objective: Objective) -> tuple[bool, bool]:
     """Return whether the trust region bounds updates with negative advantages, and with positive ones."""
     rule, inf = objective.rule, math.inf
-    if rule == "none":
+    if rule in ("none", "lowest_prefix"):
         return False, False
-    if rule in ("ratio", "response_ratio", "band", "response_mismatch"):
+    if rule in ("ratio", "response_ratio", "band", "response_mismatch", "staleness", "geometric"):
         is_lifted = objective.alpha == inf  # for all tokens: each has mu < inf
         low = objective.eps_low < inf and not (is_lifted and objective.relax in ("low", "both"))
         high = objective.eps_high < inf and not (is_lifted and objective.relax in ("high", "both"))
@@ -385,4 +387,7 @@ def _bounded_signs(objective: Objective) -> tuple[bool, bool]:
         return is_bound, is_bound
     if rule == "sigmoid":
         return objective.tau_low > 0, objective.tau_high > 0
+    if rule == "entropy":
+        low, high = (objective.delta_low, objective.eps_low), (objective.delta_high, objective.eps_high)
+        return min(low) < inf, min(high) < inf
     return True, True  # a rule of the user's own

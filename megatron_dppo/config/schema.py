@@ -275,6 +275,16 @@ class AlgorithmConfig(Section):
     """sapo: steepness of the weight for negative advantages."""
     tau_high: float | None = None
     """sapo: steepness of the weight for positive advantages."""
+    stale_share: float | None = None
+    """sat: share of a response's tokens, those nearest to the anchor, whose clip is not tightened."""
+    power_low: float | None = None
+    """vespo: exponent of the response's ratio in the weight, for negative advantages."""
+    power_high: float | None = None
+    """vespo: exponent of the response's ratio in the weight, for positive advantages."""
+    decay_low: float | None = None
+    """vespo: rate at which the weight falls with the response's ratio, for negative advantages."""
+    decay_high: float | None = None
+    """vespo: rate at which the weight falls with the response's ratio, for positive advantages."""
     entropy_coef: float | None = None
     """Weight of the entropy bonus."""
     log_ratio_coef: float | None = None

@@ -389,6 +389,8 @@ def _servers() -> Iterator[Any]:
 _MIS = {"preset": "mis", "rho_low": 0.98, "rho_high": 1.02}
 _TRM = {"preset": "trm", "token_kl": 0.12, "response_kl": 0.004}
 _CPPO = {"preset": "cppo", "prefix_delta": 0.01, "prefix_delta_max": 0.05, "late_weight": 0.7}
+_SAT = {"preset": "sat", "stale_share": 0.8}
+_VESPO = {"preset": "vespo", "power_low": 2.5, "power_high": 1.5, "decay_low": 1.9, "decay_high": 2.9}
 _OWN = {"preset": f"{OWN}:limited", "rule_options": {"limit": 0.3}}
 SCENARIOS = {
     "whole": Scenario(whole, train),
@@ -397,6 +399,8 @@ SCENARIOS = {
     "skipped": Scenario(skipped, skip_every_step),
     "served": Scenario(served, serve),
     "own_rule": Scenario(split(_OWN | {"rule_divergence": "binary_kl", "rule_over": "responses"}), build_actor),
+    "share": Scenario(split(_SAT), build_actor),
+    "decay": Scenario(split(_VESPO), build_actor),
     "experts": Scenario(split(_MIS, tensor=2, expert=2, expert_tensor=1), build_actor, world_size=2),
     "stages": Scenario(split(_TRM, pipeline=2, virtual_pipeline=2), build_actor, world_size=2),
     "context": Scenario(

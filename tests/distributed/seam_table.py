@@ -111,6 +111,10 @@ _AS_IT_IS = {
         algorithm.rule_over  actor.actor:OutputHead.__init__  objective.own.over
         algorithm.rule_divergence  actor.actor:OutputHead.__init__  objective.divergence
     """,
+    "share": "algorithm.stale_share  actor.actor:OutputHead.__init__  objective.*",
+    "decay": """
+        algorithm.{power_low,power_high,decay_low,decay_high}  actor.actor:OutputHead.__init__  objective.*
+    """,
     "experts": "algorithm.{rho_low,rho_high}  actor.actor:OutputHead.__init__  objective.*",
     "stages": "algorithm.{token_kl,response_kl}  actor.actor:OutputHead.__init__  objective.*",
     "context": """

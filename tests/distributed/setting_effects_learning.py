@@ -1,6 +1,7 @@
 """Effects of [algorithm] and [optimizer]: which phase differs first, and by what."""
 
 from tests.distributed.setting_checks import (
+    ANY,
     COARSE,
     DELTA,
     FAST,
@@ -128,6 +129,22 @@ _ALGORITHM = [
     ),
     Effect("algorithm.tau_low", (1.0, 5.0), "loss 1", moves(WEIGHT_NEGATIVE, WEIGHT_POSITIVE), masks("sapo")),
     Effect("algorithm.tau_high", (1.0, 5.0), "loss 1", moves(WEIGHT_POSITIVE, WEIGHT_NEGATIVE), masks("sapo")),
+    Effect(
+        "algorithm.stale_share",
+        (1.0, 0.1),
+        "loss 1",
+        rises(MASKED_ALL),
+        masks("sat", eps_low=0.6, eps_high=1.0),
+    ),
+    *(
+        Effect(f"algorithm.{field}", values, ANY, moves(*of_sign), masks("vespo"))
+        for field, values, of_sign in (
+            ("power_low", (1.0, 5.0), (WEIGHT_NEGATIVE, WEIGHT_POSITIVE)),
+            ("power_high", (1.0, 5.0), (WEIGHT_POSITIVE, WEIGHT_NEGATIVE)),
+            ("decay_low", (1.0, 5.0), (WEIGHT_NEGATIVE, WEIGHT_POSITIVE)),
+            ("decay_high", (1.0, 5.0), (WEIGHT_POSITIVE, WEIGHT_NEGATIVE)),
+        )
+    ),
     Effect("algorithm.entropy_coef", (0.0, 0.5), "loss 0", rises(step_of("policy/entropy")), FAST),
     Effect("algorithm.log_ratio_coef", (0.0, 0.5), "gradient 0", always, FAST),
     Effect("algorithm.ref_kl_coef", (0.01, 9.0), "loss 1", falls(step_of("policy/ref_kl", 2)), FAST),

@@ -26,6 +26,7 @@ from tests.support.tiny import gradients_of, random_groups, write_model
 NUM_COLUMNS = 4
 OVERRIDES: dict[str, dict[str, Any]] = {
     "ipo": {"delta": 0.01, "log_ratio_coef": 0.05},
+    "ipo_2026_08": {"delta": 0.02},
     "drpo": {"delta": 0.05},
     "cppo": {"delta": 0.03, "prefix_delta": 0.005, "prefix_delta_max": 0.02},
     "cppo_topk": {"delta": 0.5, "prefix_delta": 0.3, "prefix_delta_max": 0.7, "top_k": NUM_COLUMNS},
@@ -35,6 +36,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mis": {"rho_low": 0.5, "rho_high": 5.0},
     "trm": {"token_kl": 6.0, "response_kl": 2.0, "top_k": NUM_COLUMNS},
     "dppo_topk_kl_predictive": {"delta": 0.3, "top_k": NUM_COLUMNS},
+    "estr": {"delta": 0.6, "eps_low": 0.9, "eps_high": 4.0, "top_k": NUM_COLUMNS},
+    "sat": {"eps_low": 0.8, "eps_high": 2.0, "stale_share": 0.7},
+    "vespo": {"power_low": 0.3, "power_high": 0.2, "decay_low": 0.2, "decay_high": 0.3},
+    "gmpo": {"eps_low": 0.5, "eps_high": 0.6},
+    "minpro": {"eps_low": 0.9, "eps_high": 3.0},
     "tests.support.own_rules:fading": {
         "rule_options": {"delta": 1.5, "steady": 0.5},
         "rule_divergence": "topk_tv",

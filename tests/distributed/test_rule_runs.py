@@ -29,6 +29,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "mis": {"rho_low": 0.5, "rho_high": 2.0},
     "trm": {"top_k": 8, "token_kl": 8.0, "response_kl": 4.0},
     "tests.support.own_rules:halves": {},
+    "tests.support.own_rules:measured": {},
     "tests.support.own_rules:averages": {"rule_over": "responses"},
     "tests.support.own_rules:divergence_mask": {"rule_options": {"delta": 0.01}, "anchor": "recomputed"},
 }
@@ -73,6 +74,8 @@ def test_the_loop_trains_with_it(trained: Path, name: str) -> None:
         assert step["optimizer/skipped_steps"] == 0
         shares = [step[f"trust_region/masked_fraction_{sign}"] for sign in ("positive", "negative")]
         assert all(0 <= share <= 1 for share in shares)
+        values = {metric for metric in step if metric.startswith("rule/")}
+        assert values == ({"rule/gap", "rule/is_away"} if name.endswith(":measured") else set())
         has_weights = {"trust_region/weight_positive", "trust_region/weight_negative"} <= step.keys()
         assert has_weights == preset(name).is_soft
         shadows = {metric.split("/")[1] for metric in step if metric.startswith("shadow/")}

@@ -158,6 +158,7 @@ METRICS_ELSEWHERE = {
     "memory/outside_bytes": "unit/test_plan_split.py",
     "trust_region/weight_positive": "distributed/test_rule_runs.py",
     "trust_region/weight_negative": "distributed/test_rule_runs.py",
+    "rule/<name>": "distributed/test_rule_runs.py",
 }
 
 
@@ -176,6 +177,7 @@ def documented_metrics() -> dict[str, re.Pattern[str]]:
         "<preset>": "[a-z_]+",
         "<set>": "[a-z-]+",
         "<key>": ".+",
+        "<name>": r"\w+",
         "*": ".+",
     }
     found: dict[str, re.Pattern[str]] = {}

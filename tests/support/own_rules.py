@@ -19,11 +19,12 @@ def steady_responses(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> T
     return tokens.whole_responses.mean(tokens.divergence) <= options["delta"]
 
 
-def fading(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> Tensor:
+def fading(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """Weigh updates away from the rollout policy by 1 - D / delta, and those of unsteady responses by half."""
     far = (1 - tokens.divergence / options["delta"]).clamp(min=0)
     is_steady = tokens.whole_responses.mean(tokens.divergence) <= options["steady"]
-    return torch.where(tokens.moves_away, far, 1.0) * torch.where(is_steady, 1.0, 0.5)
+    weight = torch.where(tokens.moves_away, far, 1.0) * torch.where(is_steady, 1.0, 0.5)
+    return weight, {"far": far, "is_steady": is_steady, "place": tokens.whole_responses.num_before}
 
 
 def averages(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> Tensor:
@@ -87,3 +88,27 @@ def tail_mass(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> Tensor:
     """Keep tokens where the mass of the last outcome has hardly changed: of a Top-K divergence alone."""
     moved = tokens.log_masses.exp() - tokens.anchor_log_masses.exp()
     return moved[:, -1].abs() < 0.1
+
+
+def measured(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Drop as DPPO does at .1, and name two values of each token; rows that do not learn have none."""
+    values = {"gap": tokens.log_probs - tokens.rollout_log_probs, "is_away": tokens.moves_away}
+    blank = {name: torch.where(tokens.loss_mask, value.double(), torch.nan) for name, value in values.items()}
+    return ~(tokens.moves_away & (tokens.divergence > 0.1)), blank
+
+
+def measured_responses(
+    tokens: TrustRegionTokens, options: Mapping[str, Any]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Keep all, and name the length of each token's response."""
+    return tokens.loss_mask, {"length": tokens.whole_responses.num_tokens}
+
+
+def misnamed(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Name a value as no metric is named."""
+    return tokens.loss_mask, {"the gap": tokens.divergence}
+
+
+def unmeasured(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a value that is not finite."""
+    return tokens.loss_mask, {"gap": 1 / (tokens.divergence * 0)}

@@ -35,6 +35,7 @@ TABLE = {
     "relax_low": ("-", "-", 0.2, 0.28, 0.1, math.inf, "rollout"),
     "relax_both": ("-", "-", 0.2, 0.28, 0.1, math.inf, "rollout"),
     "ipo": (0.3, 0.3, "-", "-", "-", math.inf, "rollout"),
+    "ipo_2026_08": (0.1, 0.1, "-", "-", "-", math.inf, "rollout"),
     "drpo": (12.5, 12.5, "-", "-", "-", math.inf, "rollout"),
     "cppo": (0.15, 0.15, "-", "-", "-", math.inf, "rollout"),
     "cppo_topk": (0.15, 0.15, "-", "-", "-", math.inf, "rollout"),
@@ -44,10 +45,16 @@ TABLE = {
     "mis": ("-", "-", 0.2, 0.2, "-", math.inf, "recomputed"),
     "trm": ("-", "-", "-", "-", "-", math.inf, "rollout"),
     "dppo_topk_kl_predictive": (0.15, 0.15, "-", "-", "-", math.inf, "rollout"),
+    "estr": (1, 1, 0.2, 0.2, "-", math.inf, "rollout"),
+    "sat": ("-", "-", 0.2, 0.2, "-", math.inf, "rollout"),
+    "vespo": ("-", "-", "-", "-", "-", "-", "rollout"),
+    "gmpo": ("-", "-", 0.4, 0.4, "-", "-", "rollout"),
+    "minpro": ("-", "-", 1, 4, "-", "-", "rollout"),
 }
 # What else the presets of other papers set; of all others these fields change nothing.
 FIELD_TABLE = {
     "ipo": {},
+    "ipo_2026_08": {"log_ratio_coef": 1e-3},
     "drpo": {},
     "cppo": {"prefix_delta": 0.02, "prefix_delta_max": 0.04, "late_weight": 0.8, "divergence": "binary_tv"},
     "cppo_topk": {"prefix_delta": 0.02, "prefix_delta_max": 0.04, "late_weight": 0.8, "divergence": "topk_tv"},
@@ -57,6 +64,14 @@ FIELD_TABLE = {
     "mis": {"rho_low": 0.999, "rho_high": 1.002},
     "trm": {"token_kl": 0.1, "response_kl": 0.002, "divergence": "topk_kl"},
     "dppo_topk_kl_predictive": {"divergence": "topk_kl"},
+    "estr": {"divergence": "topk_kl"},
+    "sat": {"stale_share": 0.9},
+    "vespo": {
+        **{"importance": "rule", "power_low": 3.0, "power_high": 2.0},
+        **{"decay_low": 2.0, "decay_high": 3.0},
+    },
+    "gmpo": {"importance": "rule"},
+    "minpro": {"importance": "rule"},
 }
 COLUMNS = ("delta_low", "delta_high", "eps_low", "eps_high", "alpha", "ratio_cap", "anchor")
 
@@ -177,6 +192,10 @@ REFUSED = {
     "negative kl coefficient": ("grpo", {"ref_kl_coef": -0.04}, "ref_kl_coef: found -0.04"),
     "infinite kl coefficient": ("grpo", {"ref_kl_coef": math.inf}, "ref_kl_coef: found inf; expected a finite"),
     "kl estimator": ("grpo", {"ref_kl": "k2"}, "ref_kl: found 'k2'; expected one of 'k3', 'k1'"),
+    "stale share": ("sat", {"stale_share": 1.5}, "stale_share: found 1.5; expected a number from 0 to 1"),
+    "no power": ("vespo", {"power_low": 0}, "power_low: found 0; expected a number > 0"),
+    "infinite decay": ("vespo", {"decay_high": math.inf}, "decay_high: found inf; expected a finite number"),
+    "a cap of no ratio": ("gmpo", {"ratio_cap": 2.0}, "fields that gmpo uses: eps_low, eps_high, anchor"),
     "linear at 0": ("drpo", {"delta_low": 0}, "delta_low: found 0; expected a number > 0"),
     "importance": ("gspo", {"importance": "token"}, "gspo.importance"),
     "unused tau": ("gspo", {"tau_low": 1.0}, "fields that gspo uses: eps_low, eps_high, ratio_cap"),
@@ -199,8 +218,12 @@ def test_all_faults_at_once_and_for_hand_made_objectives_too():
         Objective("mine", rule="divergence", divergence="hellinger")
     with pytest.raises(ConfigError, match="eps_low"):
         replace(PRESETS["grpo"], eps_low=-1)
-    with refused("dppo_topk_kl_predictive.divergence", "'binary_kl'"):
-        replace(PRESETS["dppo_topk_kl_predictive"], divergence="binary_kl")
+    for name in ("dppo_topk_kl_predictive", "estr"):
+        with refused(f"{name}.divergence", "'binary_kl'"):
+            replace(PRESETS[name], divergence="binary_kl")
+    for name, importance in (("vespo", "token"), ("grpo", "rule")):
+        with refused(f"{name}.importance", f"'{importance}'"):
+            replace(PRESETS[name], importance=importance)
 
 
 def test_what_a_config_sets_of_an_objective_is_said_by_the_objective():

@@ -531,6 +531,9 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("algorithm.ref_kl_coef", {"algorithm.ref_kl_coef": math.inf}),
         Example("algorithm.tau_low", {"algorithm.preset": "sapo", "algorithm.tau_low": math.inf}),
         Example("algorithm.rho_low", {"algorithm.preset": "mis", "algorithm.rho_low": 1.1}),
+        Example("algorithm.stale_share", {"algorithm.preset": "sat", "algorithm.stale_share": 2.0}),
+        Example("algorithm.decay_low", {"algorithm.preset": "vespo", "algorithm.decay_low": 0.0}),
+        Example("algorithm.ratio_cap", {"algorithm.preset": "minpro", "algorithm.ratio_cap": 3.0}),
         Example("algorithm.prefix_delta", {"algorithm.preset": "cppo", "algorithm.prefix_delta": 0.05}),
         Example("algorithm.anchor", {**TOPK, "algorithm.preset": "trm", "algorithm.anchor": "recomputed"}),
     ],
@@ -950,7 +953,7 @@ def test_every_preset_is_valid_as_it_is(world: Path, preset: str) -> None:
 
 
 def test_another_aggregation_than_the_papers_is_remarked_on(world: Path) -> None:
-    for preset in ("gspo", "icepop", "sapo"):
+    for preset in ("gspo", "icepop", "sapo", "gmpo"):
         (remark,) = remarks(_config({"algorithm.preset": preset}))
         assert f"{preset} was published with 'seq_mean_token_mean'" in remark
     assert remarks(_config({"algorithm.preset": "trm"})) == []

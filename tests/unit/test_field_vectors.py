@@ -121,4 +121,6 @@ def test_who_was_asked():
         *(("gspo", framework) for framework in ("TRL", "verl", "slime")),
         *(("icepop", framework) for framework in ("NeMo-RL", "slime")),
         *(("mis", framework) for framework in ("NeMo-RL", "verl")),
+        *(("gmpo", framework) for framework in ("TRL", "verl")),
+        *(("vespo", framework) for framework in ("TRL", "VESPO")),
     }

@@ -206,6 +206,8 @@ def _dropped(name: str, mu: float, pi: float) -> tuple[bool, bool]:
     }
     if name == "ipo":
         return abs(mu - pi) > 0.3, abs(mu - pi) > 0.3
+    if name == "ipo_2026_08":
+        return abs(mu - pi) > 0.1, abs(mu - pi) > 0.1
     if name in far:
         return far[name] and pi > mu, far[name] and pi < mu
     if name == "negative_mask":

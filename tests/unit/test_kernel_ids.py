@@ -163,6 +163,7 @@ def test_a_new_divergence_works_between_the_compiled_kernels(
 UNKNOWN = {
     "ipo": r"rule: found 'distance' \(id 4\).*log_ratio_coef: found 0.001; expected 0.0",
     "grpo": r"ref_kl_coef: found 0.04; expected 0.0",
+    "vespo": r"rule: found 'gamma' \(id 16\).*importance: found 'rule'; expected 'token'",
     "gspo": r"rule: found 'response_ratio' \(id 9\).*importance: found 'response'; expected 'token'",
 }
 

@@ -21,6 +21,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.config.sections import TrackingConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.kernels import fused_linear_policy_loss, fused_policy_loss
+from megatron_dppo.metrics.metrics import Metrics
 from tests.support.loss_batches import make_batch
 from tests.support.refusals import refused
 
@@ -83,6 +84,8 @@ def test_what_it_returns_is_checked() -> None:
             r"tests.support.own_rules:negative: found -.* for token \d+ \(.*\); expected finite weights >= 0",
         ),
         ("infinite", r"tests.support.own_rules:infinite: found inf for token"),
+        ("misnamed", r"tests.support.own_rules:misnamed: found a tuple of 2; expected weights, or a pair of"),
+        ("unmeasured", r"tests.support.own_rules:unmeasured: found inf for token .*; expected finite gap"),
     ):
         with pytest.raises(ConfigError, match=message):
             try_objective(own(name))
@@ -300,3 +303,34 @@ def test_the_readme_shows_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     objective = preset(config.algorithm.preset, **overrides_in(config.algorithm.model_dump()))
     weights = try_objective(objective).weight
     assert bool(((weights > 0) & (weights < 1)).any())
+
+
+@pytest.mark.parametrize("as_shadow", [False, True])
+def test_values_that_a_rule_names_become_metrics(as_shadow: bool) -> None:
+    """Their means over the learning tokens of a micro-batch, of the training rule and of a shadow."""
+    rules = {name: f"tests.support.own_rules:{name}" for name in ("measured", "measured_responses")}
+    batch = make_batch(torch.float64)
+    m = batch.microbatch
+    for name, path in rules.items():
+        mine = own(name)
+        objective = preset("dppo_binary_tv") if as_shadow else mine
+        shadow: dict[str, Any] = {path: {"rule_over": mine.rule_over}} if as_shadow else {}
+        tracking = TrackingConfig(shadow=as_shadow, shadow_presets=tuple(shadow), shadow_options=shadow)
+        out = fused_policy_loss(batch.logits, **batch.arguments, objective=objective)
+        metrics = Metrics()
+        observer = Observer(objective, tracking, num_topk_log_probs=0)
+        observer.observe(metrics, out, m, is_first=False)
+        area = f"shadow/{path}" if as_shadow else "rule"
+        learns = m.loss_mask.bool()
+        gap = (out.log_probs - m.rollout_log_probs)[learns].double()
+        found = metrics.values()
+        if name == "measured":
+            away = (gap * m.advantages[learns] > 0).double()
+            expected = {"gap": float(gap.mean()), "is_away": float(away.mean())}
+            assert 0 < expected["is_away"] < 1
+        else:
+            lengths = [int(part.sum()) for part in learns.split(batch.arguments["response_lengths"].tolist())]
+            expected = {"length": sum(n * n for n in lengths) / sum(lengths)}
+        for value, mean in expected.items():
+            assert found[f"{area}/{value}"] == pytest.approx(mean, rel=1e-9)
+        assert sum("rule/" in key for key in found) == (0 if as_shadow else len(expected))

@@ -348,6 +348,7 @@ def test_names_and_wrong_arguments(tmp_path: Path) -> None:
 def _shadows(step: int) -> dict[str, float]:
     """What one gradient step of a run may say of others' presets and a user's own rule beside its own."""
     values = {"theory/surrogate": 0.01 * step, "theory/linear_term": 0.5, "theory/quadratic_term": 3.0}
+    values["rule/far"] = 0.25 * step
     for name, masked in (
         ("pg_is", 0.0),
         ("grpo", 0.02 + step / 100),
@@ -375,6 +376,7 @@ def test_shadows_the_bound_and_noise_are_shown(tmp_path: Path) -> None:
     assert titles == [f"{name}, mean of gradient steps" for name in ("grpo", "dppo_topk_tv", "my:rule")]
     by_place = figures["shadow-mini-steps"]["data"][0]
     assert (by_place["x"], by_place["y"]) == ([0, 1], pytest.approx([0.03, 0.04]))
+    assert [trace["y"] for trace in figures["rule"]["data"]] == [[0.125, 0.625]]
     assert figures["bound"]["data"][0]["y"] == [0.005, 0.025]
     cell = 'title="would mask 3.50% of the tokens and drop 1.75% of the gradient&#39;s weight">96.50 %</td>'
     assert cell in text and "this run did not evaluate it" in text
@@ -388,7 +390,7 @@ def test_shadows_the_bound_and_noise_are_shown(tmp_path: Path) -> None:
     assert summary(tmp_path / "shadowed")["noise_masked_mean"] == pytest.approx(0.017)
     compare([plain], tmp_path / "alone.html")
     alone = (tmp_path / "alone.html").read_text()
-    assert "shadow" not in _figures(alone) and 'id="shadow-agreement"' not in alone
+    assert not {"shadow", "rule"} & set(_figures(alone)) and 'id="shadow-agreement"' not in alone
 
 
 def test_sources_of_the_mismatch_are_told_apart(tmp_path: Path) -> None:

@@ -35,6 +35,11 @@ def quantile(values: list[Fraction], q: Fraction) -> float:
     return float(ranked[low] + (place - low) * (ranked[high] - ranked[low]))
 
 
+def at_rank(values: list[Fraction], share: Fraction) -> float:
+    """The smallest value that at least this share does not exceed."""
+    return float(min(x for x in values if sum(y <= x for y in values) >= share * len(values)))
+
+
 def packed(responses: list[Row], dtype: torch.dtype = torch.float64) -> tuple[Responses, torch.Tensor]:
     """The responses end to end, empty ones included; tokens that do not learn hold NaN."""
     tokens = [token for response in responses for token in response]
@@ -70,6 +75,7 @@ def test_running_sums_begin_with_each_response(responses: list[Row]) -> None:
     found, values = packed(responses)
     assert found.before(values).tolist() == before(responses, lambda y: float(sum(y)))
     assert found.num_before.tolist() == before(responses, len)
+    assert found.lowest_before(values).tolist() == before(responses, lambda y: float(min(y, default=math.inf)))
 
 
 @settings(deadline=None, max_examples=60)
@@ -78,6 +84,8 @@ def test_quantiles(responses: list[Row], q: float) -> None:
     found, values = packed(responses)
     expected = each(responses, lambda y: quantile(y, Fraction(q)) if y else math.nan)
     learns = found.is_learning
+    ranked = each(responses, lambda y: at_rank(y, Fraction(q)) if y else math.nan)
+    assert found.at_rank(values, q)[learns].tolist() == torch.tensor(ranked).double()[learns].tolist()
     assert found.quantile(values, q)[learns].tolist() == torch.tensor(expected).double()[learns].tolist()
     for response in responses:
         if own := [float(value) for value in learning(response)]:
@@ -99,12 +107,13 @@ def test_packing_does_not_show(responses: list[Row], dtype: torch.dtype) -> None
             continue
         alone, own = packed([response], dtype)
         here = slice(place, place + len(response))
-        for name in ("sum", "mean", "max", "before"):
+        for name in ("sum", "mean", "max", "before", "lowest_before"):
             together = getattr(found, name)(scaled)
             assert together.dtype == dtype
             assert torch.equal(together[here], getattr(alone, name)(own / 3)), name
         if bool(alone.is_learning.any()):
             assert torch.equal(found.quantile(scaled, 0.9)[here], alone.quantile(own / 3, 0.9))
+            assert torch.equal(found.at_rank(scaled, 0.9)[here], alone.at_rank(own / 3, 0.9))
         place += len(response)
 
 
@@ -123,7 +132,8 @@ def test_no_tokens_at_all() -> None:
     values = torch.ones(0)
     for made in (found.sum(values), found.mean(values), found.max(values), found.before(values)):
         assert made.shape == (0,)
-    assert found.quantile(values, 0.9).shape == (0,)
+    assert found.quantile(values, 0.9).shape == found.at_rank(values, 0.9).shape == (0,)
+    assert found.lowest_before(values).shape == (0,)
 
 
 def test_long_responses_are_summed_in_float64() -> None:
@@ -136,3 +146,12 @@ def test_long_responses_are_summed_in_float64() -> None:
     running = found.before(values)
     assert running[1999].item() == torch.tensor(math.fsum(values[:1999].tolist())).item()
     assert running[2000].item() == 0
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.7, 0.9, 0.99])
+def test_a_share_of_whole_tokens_is_not_rounded_up(share: float) -> None:
+    """.9 of 10 tokens is 9, of 11 it is 10, although .9 has no exact float."""
+    for count in (1, 7, 10, 11, 30, 70, 100, 1000):
+        values = torch.arange(1.0, count + 1)
+        found = Responses(torch.tensor([count]), torch.ones(count, dtype=torch.bool))
+        assert found.at_rank(values, share)[0] == math.ceil(Fraction(str(share)) * count), count

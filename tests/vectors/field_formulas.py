@@ -1,10 +1,12 @@
-"""The field's ten presets by their published formulas, in mpmath, token by token, apart from the package.
+"""The field's presets by their published formulas, in mpmath, token by token, apart from the package.
 
 Where a paper gives an objective, it is differentiated numerically, with 60 digits: a mistake in our derivation
 of its gradient shows.
 """
 
 from dataclasses import dataclass, field
+from fractions import Fraction
+from math import ceil
 from typing import Any
 
 from mpmath import mp, mpf
@@ -13,6 +15,7 @@ mp.dps = 60
 EQUAL = mpf(10) ** -40
 SOURCES = {
     "ipo": "prime-rl trainer/rl/loss.py ipo_loss_fn, August 2026; its defaults since 2026-09-18",
+    "ipo_2026_08": "prime-rl trainer/rl/loss.py ipo_loss_fn, August 2026; its defaults until 2026-09-18",
     "drpo": "arXiv 2606.09821: the objective whose gradient is Eq. 9",
     "cppo": "arXiv 2606.10968: Algorithm 1, Eq. 9 and 22",
     "cppo_topk": "arXiv 2606.10968: Algorithm 1, Eq. 9 and 22; its Top-K TV",
@@ -22,9 +25,15 @@ SOURCES = {
     "mis": "NeMo-RL loss_functions.py, August 2026: seq-mask-tis",
     "trm": "arXiv 2512.23075: section 4",
     "sapo": "arXiv 2511.20347: Eq. 6 to 8",
+    "estr": "arXiv 2607.22186: section 4, by summaries; the Top-K partition's entropy; delta and clip ours",
+    "sat": "arXiv 2607.18722: Eq. 13 to 19; its quantile over a response",
+    "vespo": "arXiv 2602.10693v3: Eq. 20 and section 4.1",
+    "gmpo": "arXiv 2507.20673: the geometric mean of clipped ratios, and section 4",
+    "minpro": "arXiv 2601.22718, by a survey; clip ours",
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
     "ipo": {"delta": 0.3, "log_ratio_coef": 0.0},
+    "ipo_2026_08": {"delta": 0.1, "log_ratio_coef": 1e-3},
     "drpo": {"delta": 12.5},
     "cppo": {"delta": 0.15, "prefix_delta": 0.02, "prefix_delta_max": 0.04, "late_weight": 0.8},
     "cppo_topk": {"delta": 0.15, "prefix_delta": 0.02, "prefix_delta_max": 0.04, "late_weight": 0.8},
@@ -34,7 +43,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mis": {"eps_low": 0.2, "eps_high": 0.2, "rho_low": 0.999, "rho_high": 1.002, "anchor": "recomputed"},
     "trm": {"token_kl": 0.1, "response_kl": 0.002},
     "sapo": {"tau_low": 1.05, "tau_high": 1.0},
+    "estr": {"delta": 1.0, "eps_low": 0.2, "eps_high": 0.2},
+    "sat": {"eps_low": 0.2, "eps_high": 0.2, "stale_share": 0.9},
+    "vespo": {"power_low": 3.0, "power_high": 2.0, "decay_low": 2.0, "decay_high": 3.0},
+    "gmpo": {"eps_low": 0.4, "eps_high": 0.4},
+    "minpro": {"eps_low": 1.0, "eps_high": 4.0},
 }
+OVER_RESPONSES = ("gspo", "mis", "trm", "cppo", "cppo_topk", "sat", "vespo", "gmpo", "minpro")
 
 
 @dataclass(frozen=True)
@@ -134,6 +149,54 @@ def kl_change(token: Token, sampled: str) -> Any:
     return mp.diff(moved, 0)
 
 
+def entropy_score(token: Token, sampled: str) -> Any:
+    """(log r)^2 over the entropy of mu over the partition, plus .01."""
+    _, mu, _ = partition(token, sampled)
+    return mp.log(token.r) ** 2 / (mpf("0.01") - sum(q * mp.log(q) for q in mu if q > 0))
+
+
+def tail(y: list[Token], s: dict[str, Any]) -> Any:
+    """The smallest staleness that the share of the tokens do not exceed."""
+    ranked = sorted(abs(mp.log(t.pi[t.a] / anchor_of(t, s))) for t in y)
+    return ranked[max(ceil(Fraction(str(s["stale_share"])) * len(y)) - 1, 0)]
+
+
+def anchor_of(token: Token, s: dict[str, Any]) -> Any:
+    """The probability that a clip compares with."""
+    return token.old if s.get("anchor") == "recomputed" else token.mu[token.a]
+
+
+def tightened(token: Token, q: Any, s: dict[str, Any], decide: Decision) -> dict[str, Any]:
+    """The clip of a token, if q is the staleness where the response's tail begins."""
+    d = mp.log(token.pi[token.a] / anchor_of(token, s))
+    if q == 0 or not decide.above(abs(d), q):
+        return s
+    side = "eps_high" if d > 0 else "eps_low"
+    return s | {side: s[side] / (1 + (d / q) ** 2)}
+
+
+def geometric_weight(y: list[Token], t: int, s: dict[str, Any], decide: Decision) -> Any:
+    """Tokens times the derivative of the geometric mean of clipped ratios by log pi of one of them."""
+
+    def clip(x: Any, token: Token) -> Any:
+        return min(x, mpf(s["eps_high"])) if token.A > 0 else max(x, -mpf(s["eps_low"]))
+
+    def objective(x: Any) -> Any:
+        total = mpf(0)
+        for i, token in enumerate(y):
+            anchor = anchor_of(token, s)
+            of_token = x if i == t else mp.log(token.pi[token.a] / anchor)
+            total += clip(of_token, token) + mp.log(anchor / token.mu[token.a])
+        return mp.exp(total / len(y))
+
+    own = mp.log(y[t].pi[y[t].a] / anchor_of(y[t], s))
+    if y[t].A > 0:
+        decide.above(own, s["eps_high"])
+    elif y[t].A < 0:
+        decide.above(-mpf(s["eps_low"]), own)
+    return len(y) * mp.diff(objective, own, direction=-1 if y[t].A > 0 else 1)
+
+
 def clipped(ratio: Any, token: Token, s: dict[str, Any], decide: Decision) -> bool:
     """PPO's min(r A, clip(r) A) has the gradient 0: r is beyond the side that A pushes to."""
     if token.A > 0:
@@ -145,7 +208,7 @@ def of_token(preset: str, token: Token, s: dict[str, Any], decide: Decision) -> 
     """The weight and the coefficient of grad log pi under the rules that look at tokens one by one."""
     A, r, shift, q = mpf(token.A), token.r, token.shift, token.mu[token.a]
     keep = 1
-    if preset == "ipo":
+    if preset.startswith("ipo"):
         keep = not decide.above(shift, s["delta"])
     elif preset == "drpo":  # L = -A r + |A| mu (r - 1)^2 / (2 delta), by log pi
         slope = mp.diff(
@@ -158,9 +221,11 @@ def of_token(preset: str, token: Token, s: dict[str, Any], decide: Decision) -> 
         return slope / (r * A), slope
     elif preset == "icepop":  # min(r' A, clip(r') A) rho 1[band], r' = pi/old, rho = old/mu
         rho = (token.old if s["anchor"] == "recomputed" else token.pi[token.a]) / q
-        anchor = token.old if s["anchor"] == "recomputed" else q
         keep = not decide.outside(rho, mpf(s["rho_low"]), mpf(s["rho_high"]))
-        keep = not clipped(token.pi[token.a] / anchor, token, s, decide) and keep
+        keep = not clipped(token.pi[token.a] / anchor_of(token, s), token, s, decide) and keep
+    elif preset == "estr":
+        is_far = decide.above(entropy_score(token, s["sampled_token"]), s["delta"])
+        keep = not clipped(r, token, s, decide) and not is_far
     else:
         assert preset == "dppo_topk_kl_predictive"
         is_far = decide.above(kl(token, s["sampled_token"]), s["delta"])
@@ -186,20 +251,36 @@ def of_response(preset: str, y: list[Token], s: dict[str, Any]) -> list[tuple[An
         kls = [kl(t, s["sampled_token"]) for t in y]
         is_far = shared.above(max(kls), s["token_kl"])
         is_dropped = shared.above(mean(kls), s["response_kl"]) or is_far
+    product = mp.exp(sum(mp.log(t.r) for t in y))
+    q = tail(y, s) if preset == "sat" else None
     for t, token in enumerate(y):
         decide, keep = Decision(list(shared.margins)), not is_dropped
         importance = token.r
+        if preset in ("vespo", "gmpo", "minpro"):  # the weight is in place of r
+            if preset == "vespo":
+                side = "high" if token.A > 0 else "low"
+                weight = product ** mpf(s[f"power_{side}"]) * mp.exp(mpf(s[f"decay_{side}"]) * (1 - product))
+            elif preset == "gmpo":
+                weight = geometric_weight(y, t, s, decide)
+            else:
+                weight = token.r * min([other.r for other in y[:t]], default=1)
+                weight = min(max(weight, 1 - mpf(s["eps_low"])), 1 + mpf(s["eps_high"]))
+            weight = weight if token.A else mpf(1)
+            found.append((weight, weight * mpf(token.A), decide.margin))
+            continue
         if preset == "gspo":
             keep, importance = not clipped(ratio, token, s, decide), ratio
         elif preset == "mis":
-            anchor = token.old if s["anchor"] == "recomputed" else token.mu[token.a]
-            keep = not clipped(token.pi[token.a] / anchor, token, s, decide) and keep
+            keep = not clipped(token.pi[token.a] / anchor_of(token, s), token, s, decide) and keep
+        elif preset == "sat":
+            clip = tightened(token, q, s, decide)
+            keep = not clipped(token.pi[token.a] / anchor_of(token, s), token, clip, decide)
         elif preset.startswith("cppo"):  # Algorithm 1, line by line
             w = 1 - (1 - mpf(s["late_weight"])) / max(len(y) - 1, 1) * t
             z, limit = w * divergences[t], min(mpf(s["delta"]), s["delta"] + budget * weights - spent)
             keep = not decide.above(mpf(token.A) * (token.r - 1), 0) or not decide.above(z, limit)
             spent, weights = spent + z, weights + w
-        elif preset != "trm":
+        elif preset not in OVER_RESPONSES:
             weight, coefficient = of_token(preset, token, s, decide) if token.A else (mpf(1), mpf(0))
             found.append((weight, coefficient, decide.margin))
             continue

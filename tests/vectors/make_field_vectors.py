@@ -11,10 +11,23 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tests.vectors.field_formulas import DEFAULTS, SOURCES, Token, evaluated, kl, mean, mp, mpf, quantile, tv
+from tests.vectors.field_formulas import (
+    DEFAULTS,
+    SOURCES,
+    Token,
+    entropy_score,
+    evaluated,
+    kl,
+    mean,
+    mp,
+    mpf,
+    quantile,
+    tail,
+    tv,
+)
 
 FILE = Path(__file__).parent / "field_vectors.json"
-TOPK = ("cppo_topk", "dppo_topk_kl_predictive", "trm")
+TOPK = ("cppo_topk", "dppo_topk_kl_predictive", "trm", "estr")
 Rule = tuple[str, dict[str, Any]]
 EACH: list[Rule] = [(preset, {}) for preset in DEFAULTS]
 WIDER: list[Rule] = [
@@ -33,6 +46,13 @@ WIDER: list[Rule] = [
     ("cppo", {"late_weight": 0.2, "prefix_delta": 0.1, "prefix_delta_max": 0.3}),
     ("cppo", {"late_weight": 1.0, "prefix_delta": 1e9, "prefix_delta_max": 1e9}),
     ("cppo_topk", {"delta": 0.3, "prefix_delta": 0.0, "sampled_token": "replace"}),
+    ("estr", {"delta": 0.02, "eps_low": 0.5, "eps_high": 0.9, "sampled_token": "replace"}),
+    ("sat", {"eps_low": 0.3, "eps_high": 0.6, "stale_share": 0.5}),
+    ("sat", {"stale_share": 0.4, "anchor": "recomputed"}),
+    ("vespo", {"power_low": 0.5, "power_high": 1.0, "decay_low": 1.0, "decay_high": 0.25}),
+    ("gmpo", {"eps_low": 0.1, "eps_high": 0.3}),
+    ("gmpo", {"eps_low": 0.1, "anchor": "recomputed"}),
+    ("minpro", {"eps_low": 0.2, "eps_high": 0.28}),
 ]
 
 
@@ -112,7 +132,16 @@ def beside(responses: list[list[Token]]) -> list[Rule]:
         ("gspo", eps, abs(s - 1), {}),
         ("mis", bound, rho, {"rho_low": 0.01, "rho_high": 100.0}),
     ]
+    far = max(first, key=lambda t: abs(mp.log(t.r)))
+    d, side = mp.log(far.r), "eps_high" if far.r > 1 else "eps_low"
+    contraction = 1 + (d / tail(first, {"stale_share": 0.5})) ** 2
+    near += [
+        ("gmpo", "eps_high" if first[0].A > 0 else "eps_low", abs(mp.log(first[0].r)), {}),
+        ("sat", side, abs(far.r - 1) * contraction, {"stale_share": 0.5}),
+    ]
     for joining in ("union", "replace"):
+        wide = {"sampled_token": joining, "eps_low": 0.999, "eps_high": 1e9}
+        near.append(("estr", "delta", entropy_score(first[0], joining), wide))
         kls, other = [kl(t, joining) for t in first], {"sampled_token": joining}
         near += [
             ("trm", "token_kl", max(kls), {"response_kl": 50.0, **other}),
@@ -149,7 +178,7 @@ def batches() -> list[tuple[str, list[list[Token]], list[Rule]]]:
     ]
     still = [[Token(t.mu, t.mu, t.mu[t.a], t.a, t.A, t.top, t.learns) for t in y] for y in far]
     topk: list[Rule] = [rule for rule in EACH + WIDER if rule[0] in TOPK]
-    of_budget: list[Rule] = [rule for rule in EACH + WIDER if rule[0].startswith("cppo")]
+    of_budget: list[Rule] = [rule for rule in EACH + WIDER if rule[0] in ("cppo", "cppo_topk", "sat", "minpro")]
     return [
         ("moved far", far, EACH + WIDER + beside(far)),
         ("moved a little", drawn(rng, [4, 2, 1, 3, 2], 0.08), EACH + WIDER),

@@ -73,6 +73,7 @@ _ALGORITHMS: Mapping[str, tuple[str, str, Any]] = {  # name, colour, dash
     "relax_high": ("Relax-high", "#999933", SOLID),
     "relax_low": ("Relax-low", "#aa4499", SOLID),
     "ipo": ("IPO", "#332288", SOLID),
+    "ipo_2026_08": ("IPO (August 2026)", "#332288", DOTTED),
     "drpo": ("DRPO", "#332288", DASHED),
     "cppo": ("CPPO", "#44aa99", SOLID),
     "cppo_topk": ("CPPO-TopK", "#44aa99", DASHED),
@@ -82,6 +83,11 @@ _ALGORITHMS: Mapping[str, tuple[str, str, Any]] = {  # name, colour, dash
     "icepop": ("IcePop", "#cc6677", DASHED),
     "mis": ("MIS", "#cc6677", DOTTED),
     "dppo_topk_kl_predictive": ("DPPO-TopK-KL, predictive", "#009e73", DOTTED),
+    "estr": ("ESTR", "#999933", DASHED),
+    "sat": ("SAT", "#999933", DOTTED),
+    "vespo": ("VESPO", "#ddcc77", DASHED),
+    "gmpo": ("GMPO", "#ddcc77", DOTTED),
+    "minpro": ("MinPRO", "#e69f00", DOTTED),
 }
 LOOKS = MappingProxyType({preset: (colour, dash) for preset, (_, colour, dash) in _ALGORITHMS.items()})
 NAMES = MappingProxyType({preset: name for preset, (name, _, _) in _ALGORITHMS.items()})
@@ -95,6 +101,10 @@ _SYMBOLS = {
     "rho_high": "ρ₊",
     "tau_low": "τ₋",
     "tau_high": "τ₊",
+    "power_low": "k₋",
+    "power_high": "k₊",
+    "decay_low": "λ₋",
+    "decay_high": "λ₊",
     "ratio_cap": "C",
     "top_k": "K",
     "entropy_coef": "entropy",

@@ -161,6 +161,7 @@ def sections(runs: Sequence[Run]) -> list[Section]:
         *(section for section in TRAINING if section is not sources and section.id not in without),
         _time(runs),
         *others,
+        *rule_sections(runs),
         *shadow_sections(runs),
         *([BOUND] if has_bound else []),
     ]
@@ -191,6 +192,14 @@ def _eval_panels(names: Set[str]) -> Iterator[Panel]:
 
 def _eval_rows(run: Run) -> list[set[str]]:
     return [set(row.values) for row in (*run.rollouts, *run.evaluations)]
+
+
+def rule_sections(runs: Sequence[Run]) -> list[Section]:
+    """Return a section with a panel for each value that a custom rule returned, or none."""
+    names = {name for run in runs for row in run.steps for name in row.values if name.startswith("rule/")}
+    reading = "Mean over learning tokens of each value that the custom rule returns by name."
+    panels = tuple(Panel(name, (name,)) for name in sorted(names))
+    return [Section("rule", "Values of the custom rule", reading, panels)] if panels else []
 
 
 def shadow_presets(runs: Sequence[Run]) -> list[str]:

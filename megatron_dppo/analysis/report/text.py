@@ -55,6 +55,8 @@ def why_missing(run: Run, metric: str) -> str:
         return "no Top-K log-probs were kept, or none were compared"
     if metric.startswith("mismatch_age_"):
         return "no token was sampled by older weights than those it was first trained with"
+    if metric.startswith("rule/"):
+        return "the trust region of this run returns no such value"
     if metric.startswith("shadow/"):
         is_off = run.option("tracking.shadow") is False
         return (

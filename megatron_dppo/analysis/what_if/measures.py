@@ -14,6 +14,7 @@ from megatron_dppo.algorithms import Objective, PolicyLossInputs, policy_loss, p
 from megatron_dppo.algorithms.loss import learning_tokens
 from megatron_dppo.algorithms.loss_terms import added_terms
 from megatron_dppo.algorithms.objective import Rule
+from megatron_dppo.algorithms.shadow import rule_values
 from megatron_dppo.analysis.what_if.question import Variant
 from megatron_dppo.metrics.engine_comparison import Routes
 from megatron_dppo.metrics.metrics import Metrics
@@ -42,6 +43,11 @@ MAIN: Mapping[Rule, tuple[str, ...]] = MappingProxyType(
         "response_mismatch": _RHOS,
         "response_divergence": ("token_kl", "response_kl"),
         "prefix": (*_DELTAS, "prefix_delta", "prefix_delta_max"),
+        "entropy": _DELTAS,
+        "staleness": _EPS,
+        "gamma": ("decay_low", "decay_high"),
+        "geometric": _EPS,
+        "lowest_prefix": _EPS,
     }
 )
 """Fields of each rule's main threshold. "none" has no threshold. `main_thresholds` handles "own"."""
@@ -80,7 +86,15 @@ def updates_of(objective: Objective, inputs: PolicyLossInputs) -> Updates:
         ConfigError: The errors of `policy_loss`.
     """
     out = policy_loss(objective, inputs)
-    free = replace(objective, rule="none", own=None, divergence="binary_tv", anchor="rollout")
+    importance = "token" if objective.importance == "rule" else objective.importance
+    free = replace(
+        objective,
+        rule="none",
+        own=None,
+        divergence="binary_tv",
+        anchor="rollout",
+        importance=importance,
+    )
     gradient = out.coefficient.double()
     if inputs.token_weights is not None:
         gradient = gradient * inputs.token_weights.double()
@@ -159,6 +173,8 @@ class Bench:
         }
         if objective.is_soft:
             figures["weight_mean"] = _mean(updates.weight, acts)
+        if values := rule_values(objective, inputs):
+            figures["rule_values"] = {name: float(each.double().mean()) for name, each in values.items()}
         rollouts = self.tokens.rollouts.unique().tolist()
         if len(rollouts) > 1:
             unmasked = self.reference("pg_is", objective.ratio_cap)
@@ -222,11 +238,13 @@ def evaluate_variants(
         - `agreement`: share of tokens with A != 0 that this variant and the first both mask or both keep.
         - `dropped_mass_fraction`: sum of min(pi/mu, C) |A| over masked tokens, divided by the sum over all.
         - `gradient_mass_kept`: sum of |M| min(r, C) |A| over the sum of min(r, C) |A|: r is pi/mu of the token,
-          or of the response for gspo. C is the preset's cap. It exceeds 1 if M does.
+          or of the response for gspo. C is the preset's cap. It exceeds 1 if M does. The numerator is the sum
+          of |M| |A| if the weight of the rule is in place of r.
         - `cosine_*`: of the gradients by the hidden states before the output layer, of this variant's loss with
           the run's token weights and of another's with the same cap: `unmasked`, pg_is; `dppo_topk_*`, at the
           thresholds of those presets with all saved Top-K columns, if there are any.
         - `rollout_prob_masked`: mean of mu over masked tokens. `divergence_p999` leaves infinite ones out.
+        - `rule_values`: mean over all tokens of each value that a custom rule names.
         - `by_prob`: shares and means in bins of mu. `by_rollout`: of several rollouts, figures of each.
         - `sensitivity`: with the main threshold, `threshold`, scaled.
     """

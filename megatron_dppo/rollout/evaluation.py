@@ -141,7 +141,11 @@ class Evaluation:
         limits = each.samples_per_prompt, self._config.data.max_prompt_tokens, self._config.run.seed
         maker = GroupMaker(self._tokenizer, *limits, self._sampler.environments)
         scorer = Scorer(
-            self._tokenizer, self._rewards.of(each.reward), needs_routes=False, validate_routes=None
+            self._tokenizer,
+            self._rewards.of(each.reward),
+            needs_routes=False,
+            validate_routes=None,
+            scores_groups=RewardChoice.read(each.reward).scores_groups,
         )
         params = SamplingParams(each.max_response_tokens, each.temperature, each.top_p)
         drawn = [(index, Drawn(index, prompt)) for index, prompt in places]

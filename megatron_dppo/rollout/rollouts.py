@@ -24,6 +24,7 @@ from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.model import served_model
 from megatron_dppo.engines.sglang.server import API_KEY, require_registered
 from megatron_dppo.metrics.metrics import Metrics
+from megatron_dppo.rewards import RewardChoice
 from megatron_dppo.rollout.counts import RolloutCounts
 from megatron_dppo.rollout.evaluation import Evaluation, evaluation_sets, responses_file
 from megatron_dppo.rollout.groups import GroupMaker
@@ -134,11 +135,18 @@ class Rollouts:
             validate = partial(validate_routes, routing=routing)
         limits = options.samples_per_prompt, config.data.max_prompt_tokens, config.run.seed
         maker = GroupMaker(tokenizer, *limits, self._sampler.environments)
-        rewards = self._rewards.of(training_reward(config))
+        reward = training_reward(config)
         overlong, buffer_tokens = None, config.data.overlong_buffer_tokens
         if buffer_tokens:
             overlong = OverlongShaping(options.max_response_tokens, buffer_tokens, config.data.overlong_penalty)
-        scorer = Scorer(tokenizer, rewards, params.capture_routes, validate, overlong)
+        scorer = Scorer(
+            tokenizer,
+            self._rewards.of(reward),
+            params.capture_routes,
+            validate,
+            overlong,
+            scores_groups=RewardChoice.read(reward).scores_groups,
+        )
         return maker, self._sampler.sampler(tokenizer, scorer, params)
 
     @property

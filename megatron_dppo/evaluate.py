@@ -136,8 +136,8 @@ def _describe_sets(config: Config, weights: str, rollout: int) -> Results:
 def _describe(each: EvaluationSet, options: RolloutConfig) -> dict[str, Any]:
     names = [*RewardChoice.read(each.reward).weights, options.environment, options.generate or ""]
     code = [source_file(name) for name in names if ":" in name]
-    digests = {"prompts_digest": _digest([each.prompts]), "code_digest": _digest(filter(None, code))}
-    return json.loads(json.dumps(asdict(each) | {"prompts": str(each.prompts)} | digests))
+    digests = {"prompts_digest": _digest(each.prompts), "code_digest": _digest(filter(None, code))}
+    return json.loads(json.dumps(asdict(each) | {"prompts": ", ".join(map(str, each.prompts))} | digests))
 
 
 def _digest(files: Iterable[Path]) -> str:

@@ -9,7 +9,14 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_dppo.config.sections import EvaluationConfig, RewardSetting, Section, TrackingConfig
+from megatron_dppo.config.sections import (
+    EvaluationConfig,
+    PromptFile,
+    PromptFiles,
+    RewardSetting,
+    Section,
+    TrackingConfig,
+)
 from megatron_dppo.types import RoutingReplay
 
 EnginePrecision = Literal["float32", "bfloat16", "bfloat16_fp8", "modelopt_fp8", "modelopt_nvfp4"]
@@ -84,8 +91,9 @@ class ParallelConfig(Section):
 class DataConfig(Section):
     """[data]: prompts and reward."""
 
-    prompts: Path = Path("prompts.jsonl")
-    """Path of a .jsonl or .parquet file with one prompt per row."""
+    prompts: PromptFiles = (PromptFile(path=Path("prompts.jsonl")),)
+    """Path of a .jsonl or .parquet file with one prompt per row, or a list of paths, or tables with `path`,
+    `weight` (the file's share of the prompts) and `name` (in metrics)."""
     prompt_column: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages. `column.field` selects a nested field."""
     answer_column: str | None = None

@@ -35,7 +35,7 @@ class EvaluationSet:
     """An evaluation set with its resolved settings from [evaluation]."""
 
     name: str
-    prompts: Path
+    prompts: tuple[Path, ...]  # its files
     samples_per_prompt: int
     temperature: float
     top_p: float
@@ -77,7 +77,7 @@ def evaluation_sets(config: Config) -> list[EvaluationSet]:
         longest = own.max_response_tokens or options.max_response_tokens
         each = EvaluationSet(
             name=name,
-            prompts=own.prompts,
+            prompts=tuple(file.path for file in own.prompts),
             samples_per_prompt=num_samples,
             temperature=options.temperature if own.temperature is None else own.temperature,
             top_p=own.top_p or options.top_p,
@@ -118,7 +118,10 @@ class Evaluation:
         self._rewards, self._share = rewards, share
         columns = (config.data.prompt_column, config.data.answer_column)
         self.sets = evaluation_sets(config)
-        self._prompts = {each.name: load_prompts(each.prompts, *columns) for each in self.sets}
+        self._prompts = {
+            each.name: [prompt for file in each.prompts for prompt in load_prompts(file, *columns)]
+            for each in self.sets
+        }
 
     @property
     def first_prompts(self) -> dict[str, Prompt]:

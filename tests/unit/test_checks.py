@@ -482,8 +482,21 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("data.prompts", {"data.prompts": "none.jsonl"}),
         Example("data.prompts", {"data.prompts": "prompts.csv"}),
         Example("data.prompts", on_disk=lambda: Path("prompts.jsonl").write_text("{")),
+        Example("data.prompts[1]", {"data.prompts": ["prompts.jsonl", "none.jsonl"]}),
         Example("evaluation.sets.held_out.prompts", _sets(held_out={"prompts": "none.jsonl"})),
+        Example("evaluation.sets.b.prompts[0]", _sets(b={"prompts": ["none.jsonl", "prompts.jsonl"]})),
         Example("evaluation.sets.held_out.prompts", on_disk=lambda: Path("held_out.jsonl").write_text("")),
+    ],
+    "prompt_files": [
+        Example("data.prompts", {"data.prompts": ["prompts.jsonl", "held_out.jsonl", "./prompts.jsonl"]}),
+        Example(
+            "data.prompts",
+            {"data.prompts": [{"path": "prompts.jsonl", "weight": 2}, {"path": "held_out.jsonl"}]},
+        ),
+        Example(
+            "evaluation.sets.a.prompts[1]",
+            _sets(a={"prompts": ["prompts.jsonl", {"path": "held_out.jsonl", "weight": 2}]}),
+        ),
     ],
     "prompt_columns": [
         Example("data.prompt_column", {"data.prompt_column": "promt"}),

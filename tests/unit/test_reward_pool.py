@@ -372,7 +372,7 @@ def test_requests_that_time_out_count_over_all_calls() -> None:
         for _ in range(15):
             (fault,) = pool.score(ask("sleep"))
             assert isinstance(fault, RewardFault) and fault.kind == "reward_timed_out"
-        last, behind = (pool.submit(request) for request in ask("sleep", "a"))
+        last, behind = (pool.submit(requests) for requests in alone("sleep", "a"))
         with pytest.raises(RewardError, match=r"16 requests .*timed out"):
             last.result()
         with pytest.raises(RewardError, match=r"16 requests .*timed out"):

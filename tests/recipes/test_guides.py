@@ -28,7 +28,7 @@ PAGES = [
     "trust_region",
     "what_the_paper_found",
 ]
-FILES = (".py", ".toml", ".md", ".json", ".jsonl", ".html", ".log", ".sh")
+FILES = (".py", ".toml", ".md", ".json", ".jsonl", ".html", ".log", ".sh", ".csv", ".tex")
 
 
 def text_of(page: str) -> str:

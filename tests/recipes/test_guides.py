@@ -1,5 +1,6 @@
 """The guides that are walked through: each is followed as it is written, and leaves what it says."""
 
+import itertools
 import json
 import re
 import shlex
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from megatron_dppo.cli import app
 from megatron_dppo.metrics.alarms import RULES
+from tests.faults.campaign import compare_rows
 from tests.recipes.walking import ROOT, Walk, walk
 from tests.support.records import metrics_of
 from tests.unit.test_first_page import SETTING, require_setting
@@ -117,14 +119,31 @@ def test_port_slime(tmp_path: Path) -> None:
     require_metrics("port_slime", walked.folder / "runs" / "sums")
 
 
+ALONE = """
+```bash
+megatron-dppo train base.toml fades_out.toml --set run.seed=1 --set run.folder=alone
+```
+"""
+
+
 def test_rule_to_table(tmp_path: Path) -> None:
-    walked = follow("rule_to_table", tmp_path)
+    """A grid's second call trains what is new, its runs are those of `train`, and the own rule is drawn."""
+    walked = walk(text_of("rule_to_table") + ALONE, tmp_path)
     runs = walked.folder / "runs"
-    assert "9 of 9 runs" in walked.printed
-    for name in ("grpo", "dppo", "fades_out"):
-        assert all(len(metrics_of(runs / name / f"seed_{seed}", "rollout")) == 2 for seed in range(3))
-    lines = json.loads((runs / "numbers.json").read_text())["lines"]
+    assert "3 of 3 runs" in walked.printed and "9 of 9 runs" in walked.printed
+    written: dict[int, list[float]] = {0: [], 1: []}
+    for name, seed in itertools.product(("grpo", "dppo", "fades_out"), range(3)):
+        run = runs / name / f"seed_{seed}"
+        assert len(metrics_of(run, "rollout")) == 2
+        assert f"seed = {seed}\n" in (run / "config.toml").read_text()
+        written[min(seed, 1)].append((run / "metrics.jsonl").stat().st_mtime)
+    assert max(written[0]) < min(written[1]), "the first runs are kept"
+    assert compare_rows(walked.folder / "alone", runs / "fades_out" / "seed_1") == (0, 0)
+    numbers = json.loads((runs / "numbers.json").read_text())
+    lines = numbers["lines"]
     assert [list(line["runs"]) for line in lines] == [["0", "1", "2"]] * 3
+    assert numbers["baseline"] == lines[0]["label"] == "grpo_clip_higher"
+    assert lines[1]["numbers"]["reward_last"]["num_seeds"] == 3
     whole, table = ((folder / "table.tex").read_text() for folder in (runs, walked.folder))
     assert "toprule" in table and "fades" in table and "grpo" in whole and "grpo" not in table
     drawn = [path.read_text() for path in (walked.folder / "figures").glob("*.svg")]

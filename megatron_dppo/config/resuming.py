@@ -138,7 +138,8 @@ def _located(value: Any) -> Any:
     if isinstance(value, list):
         return [_located(item) for item in cast("list[Any]", value)]
     if isinstance(value, dict):
-        return {**value, "path": _located(value.get("path"))}
+        table = cast("dict[str, Any]", value)
+        return {**table, "path": _located(table.get("path"))}
     return os.path.realpath(value) if isinstance(value, str) else value
 
 

@@ -4,7 +4,7 @@ import asyncio
 import importlib
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
@@ -212,12 +212,12 @@ def call_batch(function: BatchFunction, requests: Sequence[RewardRequest]) -> li
     """
     count = len(requests)
     where = f"prompt {requests[0].prompt.id}, a group of {count}"
-    scores = _call(where, function, requests)
-    is_list = isinstance(scores, Iterable) and isinstance(scores, Sized)
-    if not is_list or isinstance(scores, str | Mapping) or len(scores) != count:
-        is_list = is_list and not isinstance(scores, str | Mapping)
-        found = f"{len(scores)} scores" if is_list else f"a {type(scores).__name__}"
-        raise RewardError(f"{where}: found {found}; expected a list of {count} scores. Correct the reward.")
+    found: Any = _call(where, function, requests)
+    is_list = isinstance(found, Iterable) and not isinstance(found, str | Mapping)
+    scores = list(cast(Iterable[Any], found)) if is_list else None  # an array's elements, too
+    if scores is None or len(scores) != count:
+        what = f"a {type(cast(object, found)).__name__}" if scores is None else f"{len(scores)} scores"
+        raise RewardError(f"{where}: found {what}; expected a list of {count} scores. Correct the reward.")
     results: list[RewardResult | RewardError] = []
     for number, (request, score) in enumerate(zip(requests, scores, strict=True), start=1):
         try:

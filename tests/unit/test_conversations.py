@@ -232,6 +232,9 @@ class Rewards:
             return RewardFault("reward_failed", "the judge is away")
         return RewardResult(float(len(request.response.split())))
 
+    async def score_group(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
+        return [await self.score_one(request) for request in requests]
+
 
 class GroupRewards:
     """Scores the rank of each response's length among those that it gets at once."""

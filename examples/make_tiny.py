@@ -2,8 +2,9 @@
 
     python examples/make_tiny.py runs/tiny
 
-One random model of each family in Hugging Face form, with the quickstart's tokenizer and prompts; and one for
-examples/tiny_gem.toml, all of whose words but `<unk>` are answers to tasks of the Gem library.
+One random model of each family in Hugging Face form, with the quickstart's tokenizer and prompts; one for
+examples/tiny_gem.toml, all of whose words but `<unk>` are answers to tasks of the Gem library; and one that has
+a chat template and writes digits and `####`.
 """
 
 import argparse
@@ -106,7 +107,7 @@ def main() -> None:
 
 
 def write_tiny(folder: Path) -> None:
-    """Write a folder for each of `FAMILIES`, `prompts.jsonl` and `held_out.jsonl`."""
+    """Write a folder for each of `FAMILIES`, `gem` and `chat`, and files of prompts."""
     quickstart = runpy.run_path(str(Path(__file__).parent / "quickstart" / "make_model.py"))
     tokenizer = quickstart["make_tokenizer"]()
     derived = {"head_dim": _SIZES["hidden_size"] // _SIZES["num_attention_heads"]}
@@ -116,6 +117,10 @@ def write_tiny(folder: Path) -> None:
         tokenizer.save_pretrained(folder / name)
     sanity_task.write_prompts(folder / "prompts.jsonl", 64, seed=0)
     sanity_task.write_prompts(folder / "held_out.jsonl", 4, seed=0, split="held_out")
+    chat = chat_tokenizer()
+    own = {"vocab_size": len(chat), "eos_token_id": chat.eos_token_id, "initializer_range": 0.1}
+    write_model(folder / "chat", "Qwen3MoeForCausalLM", **own)
+    chat.save_pretrained(folder / "chat")
     gem = gem_tokenizer()
     write_model(folder / "gem", "Qwen3ForCausalLM", vocab_size=len(gem), max_position_embeddings=1024)
     gem.save_pretrained(folder / "gem")
@@ -132,6 +137,21 @@ def gem_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
     )
+
+
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    """Digits and `####` are tokens, and all other words are one; every message ends with `<eos>`."""
+    names = ["<pad>", "<bos>", "<eos>", "<unk>", "####", *"0123456789"]
+    words = Tokenizer(models.WordLevel({name: id for id, name in enumerate(names)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    chat = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )
+    chat.chat_template = (
+        "{% for message in messages %}{{ message['content'] }} <eos> {% endfor %}"
+        "{% if add_generation_prompt %}<bos>{% endif %}"
+    )
+    return chat
 
 
 def write_model(folder: Path, architecture: str, **changes: Any) -> None:

@@ -23,6 +23,7 @@ from megatron_dppo.engines.sglang.server import own_servers
 from megatron_dppo.engines.weight_sync.factory import build_sync
 from megatron_dppo.errors import CheckpointError, ConfigError, Problem
 from megatron_dppo.rewards import RewardChoice
+from megatron_dppo.rewards.base import function_path
 from megatron_dppo.rollout.evaluation import Evaluation, EvaluationSet, evaluation_sets, merge_responses
 from megatron_dppo.rollout.rollouts import build_engine
 from megatron_dppo.rollout.scores import over_ranks
@@ -134,10 +135,14 @@ def _describe_sets(config: Config, weights: str, rollout: int) -> Results:
 
 
 def _describe(each: EvaluationSet, options: RolloutConfig) -> dict[str, Any]:
-    names = [*RewardChoice.read(each.reward).weights, options.environment, options.generate or ""]
+    names = [
+        *map(function_path, RewardChoice.read(each.reward).weights),
+        options.environment,
+        options.generate or "",
+    ]
     code = [source_file(name) for name in names if ":" in name]
-    digests = {"prompts_digest": _digest([each.prompts]), "code_digest": _digest(filter(None, code))}
-    return json.loads(json.dumps(asdict(each) | {"prompts": str(each.prompts)} | digests))
+    digests = {"prompts_digest": _digest(each.prompts), "code_digest": _digest(filter(None, code))}
+    return json.loads(json.dumps(asdict(each) | {"prompts": ", ".join(map(str, each.prompts))} | digests))
 
 
 def _digest(files: Iterable[Path]) -> str:

@@ -44,6 +44,7 @@ class Prompt:
     tools: Sequence[Mapping[str, Any]] | None = None  # for the chat template: functions that may be called
     template_arguments: Mapping[str, Any] | None = None  # for the chat template, such as enable_thinking
     metadata: Mapping[str, Any] | None = None  # JSON values for the reward and the environment
+    file: str | None = None  # name of its file, if `data.prompts` has several
 
     def __post_init__(self) -> None:
         assert (self.text is None) != (self.messages is None), "a prompt is either text or messages"

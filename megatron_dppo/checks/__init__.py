@@ -17,7 +17,16 @@ from megatron_dppo.checks import (  # which registers their rules, in this order
     run_rules,
     sampling_rules,
 )
-from megatron_dppo.checks.facts import RULES, Facts, Need, Rule, gather_facts, model_facts
+from megatron_dppo.checks.facts import (
+    RULES,
+    TRAINING,
+    Facts,
+    Need,
+    Rule,
+    gather_facts,
+    model_facts,
+    section_of,
+)
 from megatron_dppo.checks.notes import doubts, remarks
 from megatron_dppo.checks.run_rules import folder_remarks, period_remarks, stop_remarks
 from megatron_dppo.config.schema import Config
@@ -121,7 +130,7 @@ def require_evaluable(config: Config, world_size: int, *, needs: Collection[Need
         ConfigError: The config has problems; the error lists all of them.
     """
     facts = gather_facts(config, world_size)
-    held_out = {key: found for key, found in facts.columns.items() if key != "data.prompts"}
+    held_out = {key: found for key, found in facts.columns.items() if section_of(key) != TRAINING}
     unused = set[str]()
     if not config.data.reward and all(own.reward for own in config.evaluation.sets.values()):
         unused.add("reward")

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.checks.facts import TRAINING, Facts, prompt_files, rule
+from megatron_dppo.checks.facts import TRAINING, Facts, prompt_files, rule, section_of
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts.final_answer import answer_kind, excerpt, final_answer, number_of
 from megatron_dppo.data.prompts.prompts import PromptRow
 from megatron_dppo.data.prompts.rows import TRAINING_SCHEMAS, detect, has
+from megatron_dppo.data.prompts.shares import digest_of, parts_of
 from megatron_dppo.data.prompts.survey import Survey, special_ids
 from megatron_dppo.environments import problem_with
 from megatron_dppo.errors import EnvironmentFailedError, Problem, RewardError, did_you_mean
@@ -20,7 +21,7 @@ from megatron_dppo.rollout.evaluation import evaluation_sets
 from megatron_dppo.rollout.scoring import RewardPools, training_reward
 from megatron_dppo.rollout.trajectories import environment_pool, try_environment
 from megatron_dppo.runtime.user_code import problem_with_import, problem_with_path
-from megatron_dppo.types import AnswerForm
+from megatron_dppo.types import AnswerForm, Prompt
 
 _WHOLE = re.compile(r"(.*?)found (.*?); expected (.*?)\. (.*)", re.DOTALL)
 """A sentence of `Problem`, without its location, and the text before it."""
@@ -36,6 +37,31 @@ _FORMS: dict[AnswerForm, str] = {
 def _prompts_file(config: Config, facts: Facts) -> Iterator[Problem]:
     """The prompt files of training and evaluation are there and can be read."""
     yield from (found for found in facts.columns.values() if isinstance(found, Problem))
+
+
+@rule("prompt_files")
+def _prompt_files(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Several prompt files have different names in metrics, and all or none of them a weight."""
+    files = config.data.prompts
+    for label in dict.fromkeys(file.label for file in files):
+        same = [str(file.path) for file in files if file.label == label]
+        if len(same) > 1:
+            expected = "a different name for each file: metrics and the order of its prompts depend on it"
+            found = f"{len(same)} files called {label!r}: {', '.join(same)}"
+            yield Problem("data.prompts", found, expected, "Give each file a name: {path, name}.")
+    without = [str(file.path) for file in files if file.weight is None]
+    if 0 < len(without) < len(files):
+        expected = "a weight for each file, or for none, if a file's number of prompts is its weight"
+        yield Problem(
+            "data.prompts", f"no weight for {', '.join(without)}", expected, "Add it: {path, weight}."
+        )
+    for name, own in config.evaluation.used_sets.items():
+        for number, file in enumerate(own.prompts):
+            if file.weight is not None or file.name is not None:
+                where = f"evaluation.sets.{name}.prompts[{number}]"
+                found = f"{file.path} with a weight or a name"
+                action = "Write only its path; files with scores of their own are sets of their own."
+                yield Problem(where, found, "a path: each prompt of a set is scored once", action)
 
 
 @rule("prompt_columns", needs="machine")
@@ -107,15 +133,18 @@ def _prompt_lengths(config: Config, facts: Facts) -> Iterator[Problem]:
 @rule("prompts_unchanged", needs="data")
 def _prompts_unchanged(config: Config, facts: Facts) -> Iterator[Problem]:
     """A resumed run has the same prompts, because its position is counted in them."""
-    saved, found = facts.saved, facts.surveys.get(TRAINING)
-    if saved is None or not saved.is_in_prompts or found is None or found.num_faulty:
+    saved, found, files = facts.saved, facts.surveys_of(TRAINING), config.data.prompts
+    is_known = len(found) == len(files) and not any(each.num_faulty for each in found)
+    if saved is None or not saved.is_in_prompts or not is_known:
         return
-    if saved.prompts_digest != found.digest:
+    parts = parts_of(files, [each.num_prompts for each in found])
+    if saved.prompts_digest != digest_of(parts, [each.digest for each in found]):
+        names = " and ".join(str(file.path) for file in files)
         yield Problem(
-            TRAINING,
-            f"{config.data.prompts}, which has changed since {saved.checkpoint} was saved",
+            "data.prompts",
+            f"{names}, which changed in content, name or weight since {saved.checkpoint} was saved",
             "the same prompts in the same order: the run's position in them is lost",
-            "Restore the file, or start a new run.folder from the checkpoint's weights (model.load).",
+            "Restore the files, or start a new run.folder from the checkpoint's weights (model.load).",
         )
 
 
@@ -148,8 +177,8 @@ def _reward_reads_answers(config: Config, facts: Facts) -> Iterator[Problem]:
     """Prompts ask for an answer in the form that their reward reads."""
     own = {f"evaluation.sets.{name}": each.reward for name, each in config.evaluation.used_sets.items()}
     for key, path, found in iterate_surveys(config, facts, is_once=False):
-        where = "data.reward" if key == TRAINING else f"{key.removesuffix('.prompts')}.reward"
-        reward = own.get(key.removesuffix(".prompts")) or config.data.reward
+        where = f"{section_of(key)}.reward"
+        reward = own.get(section_of(key)) or config.data.reward
         for name in RewardChoice(reward).weights:
             form = answer_form(name)
             for requested, count in found.num_asking.items():
@@ -167,8 +196,8 @@ def _reward_reads_answers(config: Config, facts: Facts) -> Iterator[Problem]:
 
 def rewards_of(config: Config, key: str) -> list[str]:
     """Return the registered rewards that score responses to a file of prompts."""
-    own = {f"evaluation.sets.{name}.prompts": each.reward for name, each in config.evaluation.used_sets.items()}
-    reward = own.get(key) or config.data.reward
+    own = {f"evaluation.sets.{name}": each.reward for name, each in config.evaluation.used_sets.items()}
+    reward = own.get(section_of(key)) or config.data.reward
     return [name for name in RewardChoice(reward).weights if name in REWARDS]
 
 
@@ -245,21 +274,25 @@ def iterate_surveys(
 @rule("reward_trial", needs="trial")
 def _reward_trial(config: Config, facts: Facts) -> Iterator[Problem]:
     """Each reward is imported in a worker, and scores the reference answer of the first prompt."""
-    keys = {training_reward(config): ("data.reward", TRAINING)}
+    sections = {training_reward(config): TRAINING}
     for each in evaluation_sets(config):
-        where = f"evaluation.sets.{each.name}"
-        keys.setdefault(each.reward, (f"{where}.reward", f"{where}.prompts"))
-    for reward, (where, key) in keys.items():
-        found = facts.surveys.get(key)
+        sections.setdefault(each.reward, f"evaluation.sets.{each.name}")
+    for reward, section in sections.items():
+        where, first = f"{section}.reward", _first(facts, section)
         choice = RewardChoice.read(reward)
-        if found is None or found.first is None or choice.is_environment or any(problems_with(choice)):
+        if first is None or choice.is_environment or any(problems_with(choice)):
             continue
         with closing(RewardPools(config.data, [reward])) as pools:
             try:
-                pools.start({reward: found.first})
+                pools.start({reward: first})
             except RewardError as error:
                 action = "Correct the function; megatron_dppo/rewards/README.md documents its signature."
                 yield _worker_problem(where, "data.reward", error, "a reward that scores a response", action)
+
+
+def _first(facts: Facts, section: str) -> Prompt | None:
+    """Return the first prompt of a section's files that can be read."""
+    return next((found.first for found in facts.surveys_of(section) if found.first is not None), None)
 
 
 @rule("reward_answer_trial", needs="trial")
@@ -284,15 +317,15 @@ def _reward_answer_trial(config: Config, facts: Facts) -> Iterator[Problem]:
 @rule("environment_trial", needs="trial")
 def _environment_trial(config: Config, facts: Facts) -> Iterator[Problem]:
     """The environment is imported in a worker, starts with the first prompt, and replies to one response."""
-    name, found = config.rollout.environment, facts.surveys.get(TRAINING)
-    if found is None or found.first is None or problem_with(name) is not None:
+    name, first = config.rollout.environment, _first(facts, TRAINING)
+    if first is None or problem_with(name) is not None:
         return
     pool = environment_pool(name, config.data)
     if pool is None:
         return
     with closing(pool):
         try:
-            try_environment(pool, found.first)
+            try_environment(pool, first)
         except EnvironmentFailedError as error:
             action = "Correct the class; megatron_dppo/environments/README.md documents its methods."
             key = "rollout.environment"

@@ -21,8 +21,9 @@ from megatron_dppo.errors import ConfigError, DataError, Problem
 from megatron_dppo.runtime.libraries import Library
 from megatron_dppo.runtime.process import gpu_libraries
 
-TRAINING = "data.prompts"
-"""Key of the training prompts. An evaluation set's prompts have the key `evaluation.sets.<name>.prompts`."""
+_KEY = ".prompts"
+TRAINING = "data"
+"""Section of the training prompts. Evaluation sets have `evaluation.sets.<name>`."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Facts:
     world_size: int
     model: Mapping[str, Any] | Problem  # config.json
     sizes: ModelSizes | Problem
-    columns: Mapping[str, list[str] | Problem]  # of the files of prompts, by the key that names one
+    columns: Mapping[str, list[str] | Problem]  # of the files of prompts, by the key that names one file
     transformer_engine: Library | None  # only if the config uses it: importing it takes seconds
     deep_ep: Library | None = None  # only if the config uses it
     saved: SavedRun | None = None  # the run that would be resumed
@@ -79,6 +80,10 @@ class Facts:
                 with contextlib.suppress(DataError):  # about its columns, which another rule reports
                     found[path] = self._survey(path)
         return {key: found[path] for key, path in files.items() if path in found}
+
+    def surveys_of(self, section: str) -> list[Survey]:
+        """Return the surveys of a section's files, in the order of the files."""
+        return [found for key, found in self.surveys.items() if section_of(key) == section]
 
     @property
     def _readable(self) -> set[str]:
@@ -132,10 +137,18 @@ def model_facts(config: Config, world_size: int) -> Facts:
 
 
 def prompt_files(config: Config) -> dict[str, Path]:
-    """Return the files of prompts by the key that names one."""
-    sets = config.evaluation.used_sets
-    held_out = {f"evaluation.sets.{name}.prompts": own.prompts for name, own in sets.items()}
-    return {TRAINING: config.data.prompts, **held_out}
+    """Return the files of prompts by the key that names one, such as `data.prompts` or `data.prompts[1]`."""
+    sets = {f"evaluation.sets.{name}": own.prompts for name, own in config.evaluation.used_sets.items()}
+    return {
+        f"{section}{_KEY}[{number}]" if len(files) > 1 else f"{section}{_KEY}": file.path
+        for section, files in {TRAINING: config.data.prompts, **sets}.items()
+        for number, file in enumerate(files)
+    }
+
+
+def section_of(key: str) -> str:
+    """Return the section of the key of a file of prompts: "data", or "evaluation.sets.<name>"."""
+    return key.rpartition(_KEY)[0]
 
 
 def nearest_folder(folder: Path) -> Path:

@@ -17,12 +17,13 @@ from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.architectures.sizes import config_file, end_tokens
 from megatron_dppo.checks.algorithm_rules import objective_of, problems_with_own_rule, shadow_of
 from megatron_dppo.checks.data_rules import THINKING_ENDS, find_misread, iterate_surveys, rewards_of
-from megatron_dppo.checks.facts import TRAINING, Facts, prompt_files
+from megatron_dppo.checks.facts import TRAINING, Facts, prompt_files, section_of
 from megatron_dppo.checks.run_rules import checkpoint_bytes
 from megatron_dppo.checks.sampling_rules import rounding_remarks
 from megatron_dppo.config.load import shown
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts.final_answer import KINDS, excerpt, final_answer, number_of, text_only_doubt
+from megatron_dppo.data.prompts.shares import parts_of
 from megatron_dppo.data.prompts.survey import Survey
 from megatron_dppo.data.prompts.templates import turn_ends
 from megatron_dppo.errors import ConfigError, DataError, Problem
@@ -70,17 +71,22 @@ def _layout(config: Config, facts: Facts) -> str:
 
 
 def _data(config: Config, facts: Facts) -> str:
-    found = facts.surveys.get(TRAINING)
-    reward = config.data.reward
-    names = " + ".join(RewardChoice(reward).weights) or "none"
-    return f"{_prompts(config, TRAINING, found)}; reward {names}" if found is not None else ""
+    found = {key: each for key, each in facts.surveys.items() if section_of(key) == TRAINING}
+    names = " + ".join(RewardChoice(config.data.reward).weights) or "none"
+    described = [_prompts(config, key, each) for key, each in found.items()]
+    if len(files := config.data.prompts) > 1 and len(found) == len(files):
+        parts = parts_of(files, [each.num_prompts for each in found.values()])
+        total = sum(part.weight for part in parts)
+        pairs = zip(parts, described, strict=True)
+        described = [f"{part.name} {part.weight / total:.1%}: {text}" for part, text in pairs]
+    return f"{'; '.join(described)}; reward {names}" if found else ""
 
 
 def _evaluation(config: Config, facts: Facts) -> str:
     sets = [
-        f"{key.split('.')[2]}: {_prompts(config, key, found)}"
+        f"{section_of(key).split('.', 2)[2]}: {_prompts(config, key, found)}"
         for key, found in facts.surveys.items()
-        if key != TRAINING
+        if section_of(key) != TRAINING
     ]
     if config.evaluation.sets and not config.evaluation.every:
         return f"none: evaluation.every = 0 turns off {', '.join(config.evaluation.sets)}"

@@ -78,7 +78,7 @@ def _with_answers(settings: dict[str, Any], config: Config) -> dict[str, Any]:
     if data.get("answer_column") is not None:
         return settings
     with contextlib.suppress(DataError):
-        prompts, column = config.data.prompts, data.get("prompt_column", config.data.prompt_column)
+        prompts, column = config.data.prompts[0].path, data.get("prompt_column", config.data.prompt_column)
         found = detect_schema(prompts, column, read_columns(prompts))
         return {**settings, "data": {**data, "answer_column": found.answer}}
     return settings

@@ -75,7 +75,7 @@ def grid(
         megatron-dppo grid base.toml --variant tv.toml --variant kl.toml --vary algorithm.delta=0.05,0.1,0.2
         -o runs/deltas
 
-    The runs are DIR/COMBINATION/seed_N, each with a log DIR/COMBINATION/seed_N.log. All combinations are
+    The runs are DIR/COMBINATION/seed_N, each with a log DIR/COMBINATION/logs/seed_N.log. All combinations are
     checked before the first run starts. The same command skips runs that are finished, resumes the others, and
     starts what was added. A failed run does not stop the others. Ctrl-C lets the running ones save. The first
     combination is the baseline in DIR/report.html, numbers.json, numbers.csv and table.tex.

@@ -50,8 +50,8 @@ class GridRun:
 
     @property
     def log(self) -> Path:
-        """What its processes print."""
-        return self.folder.with_name(f"{self.folder.name}.log")
+        """What its processes print; in a folder of its own, so that `seed_*` names the runs alone."""
+        return self.folder.parent / "logs" / f"{self.folder.name}.log"
 
     def arguments(self) -> list[str]:
         """What follows `megatron-dppo` on its command line."""

@@ -206,7 +206,7 @@ def _explain(details: ErrorDetails, origins: dict[KeyPath, str]) -> Problem:
         expected = f"{number} values"
     section, name = _section(keys[:-1]), keys[-1]
     field = section.model_fields.get(name) if section else None
-    if field is not None and _section(keys) is not None:
+    if field is not None and _is_section(field.annotation):
         return Problem(where, found, expected, f"Write a table [{where}] with its keys.")
     meaning = field.description if field is not None and field.description else f"Fix {where}."
     return Problem(where, found, expected, meaning.replace("\n", " "))
@@ -223,6 +223,8 @@ def _section(keys: KeyPath) -> type[BaseModel] | None:
     kind: Any = Config
     for key in keys:
         kind = _kind_of(kind, key)
+    if get_origin(kind) is tuple:  # a list of tables
+        kind = get_args(kind)[0]
     return kind if _is_section(kind) else None
 
 
@@ -278,6 +280,8 @@ def shown(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list | tuple):
         return ", ".join(map(shown, cast("list[Any]", value)))
+    if isinstance(value, Mapping):
+        return " ".join(f"{key} {shown(item)}" for key, item in cast("Mapping[str, Any]", value).items())
     return str(value)
 
 

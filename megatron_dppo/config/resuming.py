@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 from megatron_dppo.algorithms.objective import DELTAS
 from megatron_dppo.algorithms.presets import OVERRIDABLE, PRESETS, overrides_in, preset
@@ -128,9 +128,19 @@ def _objective(values: _Values) -> _Values | None:
 
 
 def _same(key: str, old: Any, new: Any) -> bool:
-    if isinstance(old, str) and isinstance(new, str) and any(fnmatchcase(key, each) for each in _PATHS):
-        return os.path.realpath(old) == os.path.realpath(new)
+    if any(fnmatchcase(key, each) for each in _PATHS):
+        return bool(_located(old) == _located(new))
     return bool(old == new)
+
+
+def _located(value: Any) -> Any:
+    """Return a path, a list of them, or tables with one, with absolute paths."""
+    if isinstance(value, list):
+        return [_located(item) for item in cast("list[Any]", value)]
+    if isinstance(value, dict):
+        table = cast("dict[str, Any]", value)
+        return {**table, "path": _located(table.get("path"))}
+    return os.path.realpath(value) if isinstance(value, str) else value
 
 
 def _with_one_delta(changes: Sequence[SettingChange]) -> list[SettingChange]:

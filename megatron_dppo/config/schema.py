@@ -9,7 +9,14 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_dppo.config.sections import EvaluationConfig, RewardSetting, Section, TrackingConfig
+from megatron_dppo.config.sections import (
+    EvaluationConfig,
+    PromptFile,
+    PromptFiles,
+    RewardSetting,
+    Section,
+    TrackingConfig,
+)
 from megatron_dppo.types import RoutingReplay
 
 EnginePrecision = Literal["float32", "bfloat16", "bfloat16_fp8", "modelopt_fp8", "modelopt_nvfp4"]
@@ -86,8 +93,9 @@ class ParallelConfig(Section):
 class DataConfig(Section):
     """[data]: prompts and reward."""
 
-    prompts: Path = Path("prompts.jsonl")
-    """Path of a .jsonl or .parquet file with one prompt per row."""
+    prompts: PromptFiles = (PromptFile(path=Path("prompts.jsonl")),)
+    """Path of a .jsonl or .parquet file with one prompt per row, or a list of paths, or tables with `path`,
+    `weight` (the file's share of the prompts) and `name` (in metrics)."""
     prompt_column: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages. `column.field` selects a nested field."""
     answer_column: str | None = None
@@ -96,7 +104,8 @@ class DataConfig(Section):
     """Shuffle the prompts each epoch, seeded by `run.seed`."""
     reward: RewardSetting = ""
     """Required: a registered reward, your own "package.module:function", or a table of names and weights.
-    "environment" takes every reward from `rollout.environment` or `rollout.generate`."""
+    "batch:package.module:function" gets all responses to a prompt at once. "environment" takes all rewards from
+    `rollout.environment` or `rollout.generate`."""
     reward_values: tuple[float, float] = (0.0, 1.0)
     """Rewards of a wrong and of a right response, for registered rewards."""
     thinking: Literal["ignore", "require"] = "ignore"
@@ -109,7 +118,8 @@ class DataConfig(Section):
     reward_workers: PositiveInt = 1
     """Worker processes per trainer process, for rewards and environments."""
     reward_timeout_s: PositiveFloat = 10.0
-    """Seconds to score a response or to step an environment. A slower sample is dropped and counted."""
+    """Seconds to score a response (with "batch:" a group) or to step an environment. Slower samples are dropped
+    and counted."""
     reward_retries: NonNegativeInt = 0
     """Further calls of your own reward if it raises, after 0.1 s, 0.2 s, 0.4 s, ... For rewards that call other
     machines. `reward_timeout_s` limits all calls together."""

@@ -1,10 +1,21 @@
 """The base class of all config sections, and the sections [evaluation] and [tracking]."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PlainValidator, PositiveInt
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PlainSerializer,
+    PlainValidator,
+    PositiveInt,
+)
 from pydantic_core import PydanticCustomError
 
 
@@ -27,6 +38,44 @@ RewardSetting = Annotated[str | dict[str, float], PlainValidator(_parse_reward)]
 """One reward by name, or weights by name."""
 
 
+class PromptFile(Section):
+    """A table of `data.prompts`: one of several files of prompts."""
+
+    path: Path
+    """Path of a .jsonl or .parquet file with one prompt per row."""
+    weight: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Share of the prompts from this file, relative to the other weights. Default: its number of prompts."""
+    name: str | None = Field(default=None, pattern=r"^[\w.+-]+$")
+    """Name in metrics: letters, digits and . + - _. Default: the file's name without its ending."""
+
+    @property
+    def label(self) -> str:
+        """Name in metrics."""
+        return self.name or re.sub(r"[^\w.+-]+", "_", self.path.stem)
+
+
+def _parse_files(value: Any) -> Any:
+    if isinstance(value, str | Path):
+        value = [value]
+    if not value or not isinstance(value, list | tuple):
+        raise PydanticCustomError("files", "a path, a list of paths, or tables with path, weight and name")
+    items = cast("Sequence[Any]", value)
+    return tuple({"path": item} if isinstance(item, str | Path) else item for item in items)
+
+
+def _plain_files(files: tuple[PromptFile, ...]) -> Any:
+    """Return what a person would write: a path, a list of paths, or tables."""
+    tables = [file.model_dump(exclude_none=True) for file in files]
+    paths = [file.path for file in files]
+    if any(table.keys() != {"path"} for table in tables):
+        return tables
+    return paths[0] if len(paths) == 1 else paths
+
+
+PromptFiles = Annotated[tuple[PromptFile, ...], BeforeValidator(_parse_files), PlainSerializer(_plain_files)]
+"""One or more files of prompts, written as a path, a list of paths, or tables."""
+
+
 ShadowOption = bool | int | float | str | dict[str, bool | int | float | str]
 
 
@@ -43,8 +92,8 @@ def is_due(every: int, rollout: int) -> bool:
 class EvaluationSetConfig(Section):
     """[evaluation.sets.<name>]: a set of held-out prompts. Fields that are None default to [evaluation]."""
 
-    prompts: Path
-    """Prompt file in the format of `data.prompts`."""
+    prompts: PromptFiles
+    """Prompt file in the format of `data.prompts`, or a list of files without weights."""
     samples_per_prompt: PositiveInt | None = None
     """Responses to each prompt of this set."""
     temperature: NonNegativeFloat | None = None

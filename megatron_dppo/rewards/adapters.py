@@ -1,14 +1,15 @@
-"""Rewards of other projects, unchanged: verl's `compute_score` and slime's custom reward."""
+"""Rewards of other signatures: of whole groups, and verl's and slime's functions, unchanged.
 
-import inspect
-from collections.abc import Awaitable, Callable, Mapping
+A config names the signature by a prefix before the function's path.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import SimpleNamespace
-from typing import Any, SupportsFloat, cast
+from typing import Any
 
-from megatron_dppo.errors import RewardError
-from megatron_dppo.rewards.base import Reward, RewardResult, adapter
+from megatron_dppo.rewards.base import BatchFunction, Reward, RewardRequest, adapter, batch_adapter
 from megatron_dppo.types import FinishReason, Message, Prompt
 
 
@@ -21,13 +22,32 @@ def verl_reward(function: Callable[..., Any]) -> Reward:
     """
 
     def score(prompt: Prompt, response: str, finish_reason: FinishReason) -> Any:
-        found = function(
+        return function(
             data_source=prompt.source,
             solution_str=response,
             ground_truth=prompt.answer,
             extra_info=dict(prompt.metadata or {}),
         )
-        return _then(found, _of_dict)
+
+    return score
+
+
+@batch_adapter("verl-batch:")
+def verl_batch_reward(function: Callable[..., Any]) -> BatchFunction:
+    """Return a reward that calls a function of verl's reward manager "batch" with the responses to a prompt.
+
+    Its arguments are lists: `data_sources`, `solution_strs`, `ground_truths`, `extra_infos`. It returns a list
+    with a number, or a dict with the number "score", for each response.
+    """
+
+    def score(requests: Sequence[RewardRequest]) -> Any:
+        prompts = [request.prompt for request in requests]
+        return function(
+            data_sources=[prompt.source for prompt in prompts],
+            solution_strs=[request.response for request in requests],
+            ground_truths=[prompt.answer for prompt in prompts],
+            extra_infos=[dict(prompt.metadata or {}) for prompt in prompts],
+        )
 
     return score
 
@@ -40,12 +60,28 @@ def slime_reward(function: Callable[..., Any]) -> Reward:
     """
 
     def score(prompt: Prompt, response: str, finish_reason: FinishReason) -> Any:
-        status = SlimeSample.Status.COMPLETED if finish_reason == "stop" else SlimeSample.Status.TRUNCATED
-        messages = list(prompt.messages or ())
-        sample = SlimeSample(
-            prompt.text or messages, response, prompt.answer, status, dict(prompt.metadata or {})
-        )
-        return _then(function(SimpleNamespace(), sample), _of_dict)
+        return function(SimpleNamespace(), _slime_sample(RewardRequest(prompt, response, finish_reason)))
+
+    return score
+
+
+@batch_adapter("slime-batch:")
+def slime_batch_reward(function: Callable[..., Any]) -> BatchFunction:
+    """Return a reward that calls slime's custom reward of groups: `async def rm(args, samples, **kwargs)`."""
+
+    def score(requests: Sequence[RewardRequest]) -> Any:
+        return function(SimpleNamespace(), [_slime_sample(request) for request in requests])
+
+    return score
+
+
+@batch_adapter("batch:")
+def group_reward(function: Callable[..., Any]) -> BatchFunction:
+    """Return a reward that calls your own function of three lists: prompts, responses, finish reasons."""
+
+    def score(requests: Sequence[RewardRequest]) -> Any:
+        prompts, responses = [each.prompt for each in requests], [each.response for each in requests]
+        return function(prompts, responses, [each.finish_reason for each in requests])
 
     return score
 
@@ -68,25 +104,8 @@ class SlimeSample:
     reward: float | None = None
 
 
-def _then(found: Any, change: Callable[[Any], Any]) -> Any:
-    """Return what `change` makes of a result, or of the result that a coroutine will have."""
-    if not inspect.isawaitable(found):
-        return change(found)
-
-    async def awaited(result: Awaitable[Any]) -> Any:
-        return change(await result)
-
-    return awaited(found)
-
-
-def _of_dict(found: Any) -> Any:
-    """Return the number of a result, and the further numbers of a dict."""
-    if not isinstance(found, Mapping):
-        return found
-    fields = cast(Mapping[str, Any], found)
-    if "score" not in fields:
-        expected = "expected a number, or a dict with the number 'score'. Correct the reward."
-        raise RewardError(f"found a dict with {sorted(map(str, fields))}; {expected}")
-    further = {str(name): value for name, value in fields.items() if name != "score"}
-    info = {name: float(value) for name, value in further.items() if isinstance(value, SupportsFloat)}
-    return RewardResult(fields["score"], info)
+def _slime_sample(request: RewardRequest) -> SlimeSample:
+    prompt, is_whole = request.prompt, request.finish_reason == "stop"
+    status = SlimeSample.Status.COMPLETED if is_whole else SlimeSample.Status.TRUNCATED
+    asked = prompt.text or list(prompt.messages or ())
+    return SlimeSample(asked, request.response, prompt.answer, status, dict(prompt.metadata or {}))

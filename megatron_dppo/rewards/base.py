@@ -1,15 +1,10 @@
-"""The interface of rewards, their registry, and the reward that a config chooses.
-
-A config chooses one reward or a weighted sum, the values of right and wrong, and what happens to thinking.
-"""
+"""The interface of rewards, their registry, and the calls of a user's functions."""
 
 import asyncio
 import importlib
 import inspect
-import json
 import math
-import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
@@ -56,7 +51,7 @@ class Reward(Protocol):
     """
 
     def __call__(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
-        """Score a response. A user's function may also return a number, or be a coroutine function.
+        """Score a response. A user's function may also return a number or a dict, or be a coroutine function.
 
         Args:
             prompt: Prompt of the response. `prompt.answer` is the reference.
@@ -66,13 +61,16 @@ class Reward(Protocol):
         ...
 
 
+BatchFunction = Callable[[Sequence[RewardRequest]], Any]
+"""Returns a score for each of a prompt's responses, or a coroutine that will; `call_batch` calls it."""
+
 _AnyReward = TypeVar("_AnyReward", bound=Reward)
 _registered: dict[str, Reward] = {}
 _loads: dict[str, str] = {}
 _reads: dict[str, AnswerForm] = {}
 _PATH = "package.module:function"
 _adapters: dict[str, Callable[[Callable[..., Any]], Reward]] = {}
-_FIRST_PAUSE_S = 0.1  # before the first retry; each further pause is twice as long
+_batch_adapters: dict[str, Callable[[Callable[..., Any]], BatchFunction]] = {}
 REWARDS: Mapping[str, Reward] = MappingProxyType(_registered)
 """All registered rewards by name, read-only. `register` adds to it."""
 ENVIRONMENT = "environment"
@@ -117,6 +115,18 @@ def adapter(prefix: str) -> Callable[[Callable[[Callable[..., Any]], Reward]], C
     return add
 
 
+def batch_adapter(
+    prefix: str,
+) -> Callable[[Callable[[Callable[..., Any]], BatchFunction]], Callable[..., BatchFunction]]:
+    """Decorate a function from a reward of whole groups to a `BatchFunction`; `prefix` as in `adapter`."""
+
+    def add(function: Callable[[Callable[..., Any]], BatchFunction]) -> Callable[..., BatchFunction]:
+        _batch_adapters[prefix] = function
+        return function
+
+    return add
+
+
 def answer_form(name: str) -> AnswerForm | None:
     """Return the answer form that a registered reward reads. `None` means any form, or not registered."""
     return _reads.get(name)
@@ -136,8 +146,19 @@ def problem_with(name: str) -> Problem | None:
 
 def _without_prefix(name: str) -> tuple[str, str]:
     """Return the adapter's prefix, or "", and the rest of a reward's name."""
-    prefix = next((prefix for prefix in _adapters if name.startswith(prefix)), "")
+    prefixes = (prefix for prefix in (*_adapters, *_batch_adapters) if name.startswith(prefix))
+    prefix = next((prefix for prefix in prefixes if ":" in name.removeprefix(prefix)), "")
     return prefix, name.removeprefix(prefix)
+
+
+def function_path(name: str) -> str:
+    """Return a reward's name without the prefix that selects its signature."""
+    return _without_prefix(name)[1]
+
+
+def scores_groups(name: str) -> bool:
+    """Whether a reward gets all responses to a prompt at once."""
+    return _without_prefix(name)[0] in _batch_adapters
 
 
 def reward(name: str) -> Reward:
@@ -149,16 +170,31 @@ def reward(name: str) -> Reward:
     Raises:
         ConfigError: No reward has this name. The message lists the rewards.
     """
+    if name in _registered:
+        if name in _loads:
+            importlib.import_module(_loads[name])
+        return _registered[name]
+    prefix, function = _import(name)
+    return _adapters[prefix](function) if prefix else function
+
+
+def batch_reward(name: str) -> BatchFunction:
+    """Return the reward of whole groups that "batch:package.module:function" names; see `reward`.
+
+    Raises:
+        ConfigError: There is no such function.
+    """
+    prefix, function = _import(name)
+    return _batch_adapters[prefix](function)
+
+
+def _import(name: str) -> tuple[str, Callable[..., Any]]:
+    """Import the function that a name means; return the adapter's prefix too."""
     problem = problem_with(name)
     if problem is not None:
         raise ConfigError(problem)
-    if name not in _registered:
-        prefix, path = _without_prefix(name)
-        function = import_named("data.reward", path)
-        return _adapters[prefix](function) if prefix else function
-    if name in _loads:
-        importlib.import_module(_loads[name])
-    return _registered[name]
+    prefix, path = _without_prefix(name)
+    return prefix, import_named("data.reward", path)
 
 
 def call_reward(function: Callable[[Prompt, str, FinishReason], Any], request: RewardRequest) -> RewardResult:
@@ -169,18 +205,52 @@ def call_reward(function: Callable[[Prompt, str, FinishReason], Any], request: R
         MemoryError: The reward ran out of memory.
     """
     where = f"prompt {request.prompt.id}"
+    return _result(where, _call(where, function, request.prompt, request.response, request.finish_reason))
+
+
+def call_batch(function: BatchFunction, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardError]:
+    """Call a reward of whole groups; return a result for each response, or the error of its score.
+
+    Raises:
+        RewardError: The reward raised, or did not return one score for each response.
+        MemoryError: The reward ran out of memory.
+    """
+    count = len(requests)
+    where = f"prompt {requests[0].prompt.id}, a group of {count}"
+    found: Any = _call(where, function, requests)
+    is_list = isinstance(found, Iterable) and not isinstance(found, str | Mapping)
+    scores = list(cast(Iterable[Any], found)) if is_list else None  # an array's elements, too
+    if scores is None or len(scores) != count:
+        what = f"a {type(cast(object, found)).__name__}" if scores is None else f"{len(scores)} scores"
+        raise RewardError(f"{where}: found {what}; expected a list of {count} scores. Correct the reward.")
+    results: list[RewardResult | RewardError] = []
+    for number, (request, score) in enumerate(zip(requests, scores, strict=True), start=1):
+        try:
+            results.append(_result(f"prompt {request.prompt.id}, response {number} of {count}", score))
+        except RewardError as error:
+            results.append(error)
+    return results
+
+
+def _call(where: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call user code, and wait for the result if it is a coroutine."""
     try:
-        result: Any = function(request.prompt, request.response, request.finish_reason)
-        if inspect.isawaitable(result):
-            result = _runner().run(_awaited(result))
+        result: Any = function(*arguments)
+        return _runner().run(_awaited(result)) if inspect.isawaitable(result) else result
     except MemoryError:
         raise
     except RewardError as error:
         raise error if str(error).startswith(where) else RewardError(f"{where}: {error}") from error.__cause__
     except (Exception, SystemExit) as error:  # a reward is the user's code and may raise anything
         raise RewardError(f"{where}: the reward raised {describe_error(error)}") from error
+
+
+def _result(where: str, result: Any) -> RewardResult:
+    """Return a score as a `RewardResult` with finite numbers."""
     if isinstance(result, SupportsFloat):
         result = RewardResult(cast(Any, result))
+    elif isinstance(result, Mapping):
+        result = _of_dict(where, cast(Mapping[str, Any], result))
     if not isinstance(result, RewardResult):
         found = type(cast(object, result)).__name__
         raise RewardError(f"{where}: found a {found}; expected a number or a RewardResult. Correct the reward.")
@@ -193,6 +263,16 @@ def call_reward(function: Callable[[Prompt, str, FinishReason], Any], request: R
     if wrong:
         raise RewardError(f"{where}: found {wrong}; expected finite numbers. Correct the reward.")
     return RewardResult(value, info)
+
+
+def _of_dict(where: str, fields: Mapping[str, Any]) -> RewardResult:
+    """Return a dict's "score" as the value, and its other numbers as info."""
+    if "score" not in fields:
+        expected = "expected a number, or a dict with the number 'score'. Correct the reward."
+        raise RewardError(f"{where}: found a dict with {sorted(map(str, fields))}; {expected}")
+    further = {str(name): value for name, value in fields.items() if name != "score"}
+    info = {name: float(value) for name, value in further.items() if isinstance(value, SupportsFloat)}
+    return RewardResult(fields["score"], info)
 
 
 @cache
@@ -209,163 +289,3 @@ def _number(value: Any) -> float:
     if not isinstance(value, SupportsFloat):
         raise TypeError(f"a {type(value).__name__} for a number")
     return float(value)
-
-
-Thinking = Literal["ignore", "require"]
-_THINKING_ENDS = "</think>"
-
-
-@dataclass(frozen=True)
-class RewardChoice:
-    """The settings of rewards in `[data]`.
-
-    Attributes:
-        reward: A reward's name, weights by name, or "environment".
-        values: Values of a wrong and a right response, instead of a registered reward's 0 and 1. Users'
-            functions return their own values.
-        thinking: "require" passes only the text after `</think>` to a registered reward. A response without
-            `</think>`, or with several, is wrong.
-        retries: Number of further calls of a user's function that raised.
-    """
-
-    reward: str | Mapping[str, float]
-    values: tuple[float, float] = (0.0, 1.0)
-    thinking: Thinking = "ignore"
-    retries: int = 0
-
-    @property
-    def weights(self) -> Mapping[str, float]:
-        """Weight of each reward, by its name."""
-        return {self.reward: 1.0} if isinstance(self.reward, str) else self.reward
-
-    @property
-    def is_environment(self) -> bool:
-        """Whether the environment gives every reward, and no function scores responses."""
-        return self.reward == ENVIRONMENT
-
-    @property
-    def text(self) -> str:
-        """Choice as a worker's argument: the reward's name if the other settings are defaults, else JSON."""
-        if self == RewardChoice(self.reward) and isinstance(self.reward, str):
-            return self.reward
-        reward = self.reward if isinstance(self.reward, str) else dict(self.reward)
-        fields = {"reward": reward, "values": self.values, "thinking": self.thinking}
-        return json.dumps(fields | ({"retries": self.retries} if self.retries else {}))
-
-    @classmethod
-    def read(cls, text: str) -> "RewardChoice":
-        """Return the choice that a worker's argument `text` encodes."""
-        if not text.startswith("{"):
-            return cls(text)
-        fields = json.loads(text)
-        return cls(fields["reward"], tuple(fields["values"]), fields["thinking"], fields.get("retries", 0))
-
-
-def problems_with(choice: RewardChoice) -> Iterator[Problem]:
-    """Yield the problems of a choice, without running a user's code."""
-    names = [] if choice.is_environment else list(choice.weights)
-    yield from (problem for problem in map(problem_with, names) if problem is not None)
-    if not choice.reward and isinstance(choice.reward, str):
-        return  # the other settings depend on which reward it is
-    if not any(choice.weights.values()):
-        expected = "at least one reward with a weight that is not 0"
-        yield Problem("data.reward", repr(dict(choice.weights)), expected, "Name a reward.")
-    for label in {_label(name) for name in names if sum(_label(other) == _label(name) for other in names) > 1}:
-        action = "Rename a function: its name is part of the metrics' names."
-        yield Problem("data.reward", f"two rewards called {label!r}", "one reward per name", action)
-    wrong, right = choice.values
-    if not (wrong < right and math.isfinite(right - wrong)):
-        action = "Write the value of a wrong response first, then the larger value of a right response."
-        yield Problem("data.reward_values", str(list(choice.values)), "two increasing numbers", action)
-    if not REWARDS.keys() & set(names):
-        expected = f"no such setting without one of {sorted(REWARDS)}: a function gets complete responses"
-        action = "Leave it out, or set it back to {}, and implement it in the function."
-        if choice.values != RewardChoice.values:
-            default = list(RewardChoice.values)
-            yield Problem("data.reward_values", str(list(choice.values)), expected, action.format(default))
-        if choice.thinking != RewardChoice.thinking:
-            default = repr(RewardChoice.thinking)
-            yield Problem("data.thinking", repr(choice.thinking), expected, action.format(default))
-
-
-def build_reward(choice: RewardChoice) -> Reward:
-    """Return the reward of a choice. A user's modules are imported, and their exceptions are passed on.
-
-    Raises:
-        ConfigError: No reward has one of the names. The message lists the rewards.
-    """
-    if isinstance(choice.reward, str):
-        return _under_rules(choice.reward, choice)
-    parts = {_label(name): (weight, _under_rules(name, choice)) for name, weight in choice.reward.items()}
-
-    def weighted_sum(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
-        """Return the weighted sum. Info has each part's value by its name, and its info as `part/key`."""
-        request = RewardRequest(prompt, response, finish_reason)
-        results = {label: call_reward(part, request) for label, (_, part) in parts.items()}
-        value = math.fsum(parts[label][0] * result.value for label, result in results.items())
-        info = {label: result.value for label, result in results.items()}
-        for label, result in results.items():
-            info |= {f"{label}/{key}": number for key, number in result.info.items()}
-        return RewardResult(value, info)
-
-    return weighted_sum
-
-
-def after_thinking(response: str) -> str | None:
-    """Return the text after the only `</think>` of a response, or `None` without one or with several."""
-    thoughts = response.split(_THINKING_ENDS, maxsplit=2)
-    return thoughts[1] if len(thoughts) == 2 else None
-
-
-def _label(name: str) -> str:
-    """Return the name of a reward in metrics: its registered name, or the function without its module."""
-    return name.rpartition(":")[2]
-
-
-def _under_rules(name: str, choice: RewardChoice) -> Reward:
-    """Return a reward by name. A registered reward uses the choice's values and thinking."""
-    function = reward(name)
-    if name not in REWARDS:
-        return _with_retries(function, choice.retries) if choice.retries else function
-    if (choice.values, choice.thinking) == (RewardChoice.values, RewardChoice.thinking):
-        return function
-    wrong, right = choice.values
-
-    def under_rules(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
-        """Score with the values of right and wrong. Info has `ends_thinking` if thinking is required."""
-        info: dict[str, float] = {}
-        if choice.thinking == "require":
-            rest = after_thinking(response)
-            info["ends_thinking"] = float(rest is not None)
-            response = rest or ""
-        result = call_reward(function, RewardRequest(prompt, response, finish_reason))
-        value = (1.0 - result.value) * wrong + result.value * right
-        return RewardResult(value, {**result.info, **info})
-
-    return under_rules
-
-
-def _with_retries(function: Reward, retries: int) -> Reward:
-    """Return a reward that calls a function which raised again, after pauses that double.
-
-    A `RewardError` of the function is about the prompt, and a result of a wrong type stays wrong: neither is
-    tried again.
-    """
-
-    def retried(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
-        """Score a response. Info has `num_retries`."""
-        request = RewardRequest(prompt, response, finish_reason)
-        for attempt in range(retries):
-            try:
-                return _noted(call_reward(function, request), attempt)
-            except RewardError as error:
-                if error.__cause__ is None:
-                    raise
-            time.sleep(_FIRST_PAUSE_S * 2**attempt)
-        return _noted(call_reward(function, request), retries)
-
-    return retried
-
-
-def _noted(result: RewardResult, num_retries: int) -> RewardResult:
-    return RewardResult(result.value, {**result.info, "num_retries": float(num_retries)})

@@ -5,15 +5,15 @@ NAME is the name of a reward, or a `RewardChoice` as JSON. `workers.worker` is i
 
 import sys
 
-from megatron_dppo.rewards.base import RewardChoice, build_reward, call_reward
-from megatron_dppo.rewards.pool import decode_request, encode_result
+from megatron_dppo.rewards.choice import RewardChoice, build_scorer
+from megatron_dppo.rewards.pool import decode_requests, encode_scores
 from megatron_dppo.workers.worker import Answer, run_worker
 
 
 def load_reward(name: str) -> Answer:
     """Return the function that scores responses with the reward of that name."""
-    reward = build_reward(RewardChoice.read(name))
-    return lambda fields: encode_result(call_reward(reward, decode_request(fields)))
+    score = build_scorer(RewardChoice.read(name))
+    return lambda fields: encode_scores(score(decode_requests(fields)))
 
 
 if __name__ == "__main__":

@@ -119,5 +119,13 @@ def refuse_if_too_many_dropped(counts: RolloutCounts, max_fraction: float) -> No
     example = counts.example or "none on this rank, see the logs of other ranks"
     raise RolloutError(
         f"rollout: found {num_dropped} of {counts.num_samples} samples dropped ({by_reason}); expected at most "
-        f"{max_fraction:.2%}. First of them: {example}. Fix the cause, or raise rollout.max_dropped_fraction."
+        f"{max_fraction:.2%}. First of them: {example}. {remedy(counts.num_dropped)}"
     )
+
+
+def remedy(num_dropped: Mapping[DropReason, int]) -> str:
+    """Return what to do about too many drops, given their reasons."""
+    retries = (
+        "set data.reward_retries if the reward fails now and then, " if num_dropped.get("reward_failed") else ""
+    )
+    return f"Fix the cause, {retries}or raise rollout.max_dropped_fraction."

@@ -33,7 +33,7 @@ class EvaluationSet:
     """An evaluation set with its resolved settings from [evaluation]."""
 
     name: str
-    prompts: Path
+    prompts: tuple[Path, ...]  # its files
     samples_per_prompt: int
     temperature: float
     top_p: float
@@ -75,7 +75,7 @@ def evaluation_sets(config: Config) -> list[EvaluationSet]:
         longest = own.max_response_tokens or options.max_response_tokens
         each = EvaluationSet(
             name=name,
-            prompts=own.prompts,
+            prompts=tuple(file.path for file in own.prompts),
             samples_per_prompt=num_samples,
             temperature=options.temperature if own.temperature is None else own.temperature,
             top_p=own.top_p or options.top_p,
@@ -116,7 +116,10 @@ class Evaluation:
         self._rewards, self._share = rewards, share
         columns = (config.data.prompt_column, config.data.answer_column)
         self.sets = evaluation_sets(config)
-        self._prompts = {each.name: load_prompts(each.prompts, *columns) for each in self.sets}
+        self._prompts = {
+            each.name: [prompt for file in each.prompts for prompt in load_prompts(file, *columns)]
+            for each in self.sets
+        }
 
     @property
     def first_prompts(self) -> dict[str, Prompt]:
@@ -139,7 +142,11 @@ class Evaluation:
         limits = each.samples_per_prompt, self._config.data.max_prompt_tokens, self._config.run.seed
         maker = GroupMaker(self._tokenizer, *limits, self._sampler.environments)
         scorer = Scorer(
-            self._tokenizer, self._rewards.of(each.reward), needs_routes=False, validate_routes=None
+            self._tokenizer,
+            self._rewards.of(each.reward),
+            needs_routes=False,
+            validate_routes=None,
+            scores_groups=RewardChoice.read(each.reward).scores_groups,
         )
         params = SamplingParams(each.max_response_tokens, each.temperature, each.top_p)
         drawn = [(index, Drawn(index, prompt)) for index, prompt in places]

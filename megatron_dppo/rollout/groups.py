@@ -45,6 +45,7 @@ class PromptGroup:
     scored: list[Sample | Fault | None]  # one per request: the sample, or why it cannot be trained on
     born: int | None = None  # version of the weights that may sample its first token; None before
     has_tokens: bool = False  # while it has no tokens and is not whole, a push resets `born`
+    is_being_scored: bool = False  # whether a reward of whole groups has got the responses
     resumed: set[str] = field(default_factory=set[str])  # ids of requests that a hold interrupted
 
     @property

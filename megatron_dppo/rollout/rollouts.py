@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer
 from megatron_dppo.architectures.registry import read_model_sizes
 from megatron_dppo.architectures.sizes import end_tokens
 from megatron_dppo.config.schema import Config
-from megatron_dppo.data.prompts.prompts import PromptsDigest, PromptStream, load_prompts
+from megatron_dppo.data.prompts.prompts import PromptStream, load_training_prompts
 from megatron_dppo.engines.base import RolloutEngine, SamplingParams
 from megatron_dppo.engines.embedded.engine import TransformersEngine
 from megatron_dppo.engines.sglang.client import Patience
@@ -23,6 +23,7 @@ from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.model import served_model
 from megatron_dppo.engines.sglang.records import api_key, require_registered
 from megatron_dppo.metrics.metrics import Metrics
+from megatron_dppo.rewards import RewardChoice
 from megatron_dppo.rollout.counts import RolloutCounts
 from megatron_dppo.rollout.evaluation import Evaluation, evaluation_sets, responses_file
 from megatron_dppo.rollout.groups import GroupMaker
@@ -95,17 +96,20 @@ class Rollouts:
         rewards = [training_reward(config), *(each.reward for each in evaluation_sets(config))]
         self._rewards = RewardPools(config.data, rewards)
         self._sampler = TrajectorySampler(config.rollout, config.data, engine, hf_folder)
-        self._prompts = load_prompts(config.data.prompts, config.data.prompt_column, config.data.answer_column)
+        columns = config.data.prompt_column, config.data.answer_column
+        self._data = load_training_prompts(config.data.prompts, *columns)
         self._evaluation = Evaluation(config, self._sampler, self.tokenizer, self._rewards, share=share)
         self._counted = engine.counts
         self._routing = read_model_sizes(hf_folder).routing
         self._supply = self._make_supply(cursor=None)
-        self._rewards.start(self._evaluation.first_prompts | {training_reward(config): self._prompts[0]})
-        self._sampler.start(self._prompts[0])
+        first = self._data.prompts[0]
+        self._rewards.start(self._evaluation.first_prompts | {training_reward(config): first})
+        self._sampler.start(first)
 
     def _make_supply(self, cursor: DataCursor | None) -> InTurn | Ahead:
         config, options = self._config, self._config.rollout
-        stream = PromptStream(self._prompts, config.run.seed, config.data.shuffle, cursor)
+        data = self._data
+        stream = PromptStream(data.prompts, config.run.seed, config.data.shuffle, cursor, data.parts)
         smallest = min(_SMALLEST_GROUP, options.samples_per_prompt)
         if options.max_staleness == 0:
             return InTurn(options, *self._parts(self.tokenizer), stream, self._share, smallest)
@@ -133,20 +137,24 @@ class Rollouts:
             validate = partial(validate_routes, routing=routing)
         limits = options.samples_per_prompt, config.data.max_prompt_tokens, config.run.seed
         maker = GroupMaker(tokenizer, *limits, self._sampler.environments)
-        rewards = self._rewards.of(training_reward(config))
+        reward = training_reward(config)
         overlong, buffer_tokens = None, config.data.overlong_buffer_tokens
         if buffer_tokens:
             overlong = OverlongShaping(options.max_response_tokens, buffer_tokens, config.data.overlong_penalty)
-        scorer = Scorer(tokenizer, rewards, params.capture_routes, validate, overlong)
+        scorer = Scorer(
+            tokenizer,
+            self._rewards.of(reward),
+            params.capture_routes,
+            validate,
+            overlong,
+            scores_groups=RewardChoice.read(reward).scores_groups,
+        )
         return maker, self._sampler.sampler(tokenizer, scorer, params)
 
     @property
     def prompts_digest(self) -> str:
         """Digest of all prompts in order, with answers and ids; a cursor is valid only with the same digest."""
-        digest = PromptsDigest()
-        for prompt in self._prompts:
-            digest.add(prompt)
-        return digest.hexdigest()
+        return self._data.digest
 
     @property
     def cursor(self) -> DataCursor:
@@ -189,7 +197,10 @@ class Rollouts:
             return None
         groups, counts = taken
         before, self._counted = self._counted, self._engine.counts
-        return groups, replace(counts, engine=self._counted - before), self._supply.metrics
+        metrics = self._supply.metrics
+        for name, epochs in self._supply.epochs.items():
+            metrics.add_max(f"source/{name}/epochs", epochs)
+        return groups, replace(counts, engine=self._counted - before), metrics
 
     @contextmanager
     def pause(self, version: int, num_left: int) -> Iterator[Metrics]:

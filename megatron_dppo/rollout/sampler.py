@@ -206,7 +206,7 @@ class GroupSampler:
         return self._session
 
     async def _respond(self, group: PromptGroup, index: int, on_whole: Callable[[PromptGroup], None]) -> None:
-        """Sample one response, unless it was given up before, and score it."""
+        """Sample one response, unless it was given up before, and score it, or the group if it is the last."""
         request, completion = group.requests[index], group.completions[index]
         assert request.prompt is not None, "requests of groups name their prompts"
         if completion is None:
@@ -215,6 +215,13 @@ class GroupSampler:
             completion = group.completions[index] = _check(request, found, self.params)
             if self._session is not None and self._is_enough():
                 await self.hold()
+        if self.scorer.scores_groups:
+            if group.is_sampled and not group.is_being_scored:
+                group.is_being_scored = True
+                answers = [(sample_of(*answer), answer[1].episode) for answer in group.answers]
+                group.scored[:] = await self.scorer.score_group(request.prompt, answers)
+                on_whole(group)
+            return
         sample = sample_of(request, completion)
         group.scored[index] = await self.scorer.score(request.prompt, sample, completion.episode)
         if group.is_whole:

@@ -116,6 +116,11 @@ class InTurn:
         """Cursor after the last rollout."""
         return self.stream.cursor_at(*self._upcoming)
 
+    @property
+    def epochs(self) -> dict[str, float]:
+        """Passes over each of several prompt files; see `PromptStream.epochs`."""
+        return self.stream.epochs(self._upcoming[0])
+
     def close(self) -> None:
         """Do nothing, because no group is open."""
 
@@ -232,6 +237,11 @@ class Ahead:
     def cursor(self) -> DataCursor:
         """Cursor after the last rollout; it repeats the prompts of open groups first."""
         return self.producer.stream.cursor_at(*upcoming_after(self._states))
+
+    @property
+    def epochs(self) -> dict[str, float]:
+        """Passes over each of several prompt files; see `PromptStream.epochs`."""
+        return self.producer.stream.epochs(upcoming_after(self._states)[0])
 
     def close(self) -> None:
         """Abort requests at servers, and end the thread; open groups are lost."""

@@ -9,7 +9,7 @@ from math import comb, inf
 import numpy as np
 
 from megatron_dppo.errors import RolloutError
-from megatron_dppo.rollout.counts import DropReason
+from megatron_dppo.rollout.counts import DropReason, remedy
 from megatron_dppo.rollout.groups import PromptGroup
 
 _CORRECT_ABOVE = 0.5  # separates wrong from correct for rewards of 0 and 1, and of -1 and 1
@@ -114,8 +114,7 @@ def refuse_if_too_many_dropped(name: str, scores: Sequence[PromptScore], max_fra
     example = next(score.example for score in scores if score.example is not None)
     raise RolloutError(
         f"evaluation.sets.{name}: found {num_dropped} of {num_generated} responses dropped ({by_reason}); "
-        f"expected at most {max_fraction:.2%}. First of them: {example}. Fix the cause, or raise "
-        "rollout.max_dropped_fraction."
+        f"expected at most {max_fraction:.2%}. First of them: {example}. {remedy(num_faults)}"
     )
 
 

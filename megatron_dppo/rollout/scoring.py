@@ -20,6 +20,8 @@ from megatron_dppo.rewards import RewardChoice, RewardFault, RewardPool, RewardR
 from megatron_dppo.rollout.counts import DropReason
 from megatron_dppo.types import Prompt, Sample
 
+_TRIED_GROUP = 2  # responses to try a reward of groups on: one alone has nothing to compare with
+
 RouteValidator = Callable[[Sample], None]
 """Raises RoutingReplayError if a sample's captured routes do not fit the model or its tokens."""
 
@@ -67,6 +69,10 @@ class RewardScorer(Protocol):
         """Return the result of one request; several calls may run at once."""
         ...
 
+    async def score_group(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
+        """Return the results of all responses to a prompt, for a reward that gets them at once."""
+        ...
+
 
 @dataclass(frozen=True)
 class OverlongShaping:
@@ -93,13 +99,18 @@ class OverlongShaping:
 
 @dataclass(frozen=True)
 class Scorer:
-    """Validates and scores samples; a faulty sample gets a `Fault` in place of a reward."""
+    """Validates and scores samples; a faulty sample gets a `Fault` in place of a reward.
+
+    Attributes:
+        scores_groups: The reward gets all responses to a prompt at once: call `score_group`, not `score`.
+    """
 
     tokenizer: Tokenizer
     rewards: RewardScorer
     needs_routes: bool
     validate_routes: RouteValidator | None
     overlong: OverlongShaping | None = None
+    scores_groups: bool = False
 
     async def score(self, prompt: Prompt, sample: Sample, episode: Episode | None) -> Sample | Fault:
         """Return a sample with its reward, or its first fault; several calls may run at once.
@@ -114,6 +125,18 @@ class Scorer:
             return checked
         result = await self.rewards.score_one(self._request(prompt, sample, episode))
         return self._add_result(checked, result)
+
+    async def score_group(
+        self, prompt: Prompt, answers: Sequence[tuple[Sample, Episode | None]]
+    ) -> list[Sample | Fault]:
+        """Score all responses to a prompt; the reward gets those that need a score at once. See `score`."""
+        scored = [self._check(*answer) for answer in answers]
+        due = {n: each for n, each in enumerate(scored) if isinstance(each, Sample) and each.reward is None}
+        if due:
+            results = await self.rewards.score_group([self._request(prompt, *answers[n]) for n in due])
+            for (n, sample), result in zip(due.items(), results, strict=True):
+                scored[n] = self._add_result(sample, result)
+        return scored
 
     def _add_result(self, sample: Sample, result: RewardResult | RewardFault) -> Sample | Fault:
         if isinstance(result, RewardFault):
@@ -213,6 +236,10 @@ def training_reward(config: Config) -> str:
 class EnvironmentAlone:
     """Scorer for runs that take every reward from the environment; implements `scoring.RewardScorer`."""
 
+    async def score_group(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
+        """Return a fault for each response."""
+        return [await self.score_one(request) for request in requests]
+
     async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
         """Return a fault, because only responses without a reward of their environment are scored."""
         found = "no reward of its environment"
@@ -249,7 +276,7 @@ class RewardPools:
     def start(self, first: Mapping[str, Prompt]) -> None:
         """Score one response with each reward, so that a faulty one stops the run before a model loads.
 
-        The response is the reference answer; its reward does not matter.
+        The response is the reference answer; its reward does not matter. A reward of groups gets it twice.
 
         Args:
             first: One prompt per reward.
@@ -258,7 +285,9 @@ class RewardPools:
             RewardError: A reward cannot be loaded, or returns no number.
         """
         for reward, pool in self._pools.items():
-            (result,) = pool.score([RewardRequest(first[reward], first[reward].answer, "stop")])
+            count = _TRIED_GROUP if RewardChoice.read(reward).scores_groups else 1
+            request = RewardRequest(first[reward], first[reward].answer, "stop")
+            result = pool.score_together([request] * count)[0]
             if isinstance(result, RewardFault):
                 said = result.message
                 raise RewardError(

@@ -50,9 +50,11 @@ class CheckpointPolicy:
             begin = replace(self._state.run_state, data_cursor=data_cursor)
             point = RunPoint(begin, 0, prompts_digest, config=self._settings)
         elif point.prompts_digest != prompts_digest:
+            names = " and ".join(str(file.path) for file in self._config.data.prompts)
             raise CheckpointError(
-                f"data.prompts: {self._config.data.prompts} changed since the run was saved, so its place in "
-                "the prompts is lost. Restore the file, or start a new run.folder from a checkpoint's weights."
+                f"data.prompts: {names} changed in "
+                "content, name or weight since the run was saved, so its place in the prompts is lost. Restore "
+                "the files, or start a new run.folder from a checkpoint's weights."
             )
         self._state.restore(point.state, point.opened, point.queue)
         self._logger.start_at(point.metrics_offset, point.opened)

@@ -227,6 +227,13 @@ def rollout_line(
     )
     parts = [f"rollout {rollout + 1:>{len(str(num_rollouts)) + 1}}/{num_rollouts}"]
     parts += [text.format(metrics[name]) for name, text in fields if name in metrics]
+    of_files = [
+        f"{name.split('/')[1]} {value:.2f}"
+        for name, value in sorted(metrics.items())
+        if name.startswith("source/") and name.endswith("/reward_mean")
+    ]
+    if of_files:
+        parts[1] += f" ({', '.join(of_files)})"
     signs = (("+", "positive"), ("-", "negative"))
     masked = [(mark, metrics.get(f"trust_region/masked_fraction_{sign}")) for mark, sign in signs]
     if any(value is not None for _, value in masked):

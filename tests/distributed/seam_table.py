@@ -47,8 +47,8 @@ _AS_IT_IS = {
         parallel.max_tokens_per_microbatch  data.batches.gradient_steps:plan_minibatch  max_tokens
         parallel.share_prefixes  actor.forward:Forwarding.of  shares_prefixes
         parallel.share_prefixes  data.batches.gradient_steps:train_batches  shape.shares_prefixes
-        data.prompts  rollout.rollouts:load_prompts  path
-        data.{prompt_column,answer_column}  rollout.rollouts:load_prompts  *
+        data.prompts  rollout.rollouts:load_training_prompts  files
+        data.{prompt_column,answer_column}  rollout.rollouts:load_training_prompts  *
         data.{prompt_column,answer_column}  rollout.evaluation:load_prompts  *
         data.shuffle  rollout.rollouts:PromptStream.__init__  shuffle
         data.overlong_buffer_tokens  rollout.scoring:OverlongShaping.__call__  self.buffer_tokens
@@ -336,7 +336,9 @@ _EVALUATION = [
         "rollout.evaluation:load_prompts",
         given("path"),
         fold=set,
-        expected=lambda config: {each.prompts for each in config.evaluation.sets.values()},
+        expected=lambda config: {
+            file.path for each in config.evaluation.sets.values() for file in each.prompts
+        },
     ),
 ]
 

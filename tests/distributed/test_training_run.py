@@ -139,6 +139,9 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(
     changes: Any = {"model": {"dtype": dtype}, "parallel": parallel, "rollout": rollout}
     if has_kl:
         changes["algorithm"] = {"ref_kl_coef": 0.2, "ref_kl": "k3" if world_size == 1 else "k1"}
+    else:  # two files in unequal shares; the small one begins again every few prompts
+        files = [{"path": task / "prompts.jsonl", "weight": 1, "name": "many"}]
+        changes["data"] = {"prompts": [*files, {"path": task / "held_out.jsonl", "weight": 3}]}
     whole = run_ranks(train, world_size, tmp_path, with_data(task, whole_name, **changes))[0]
     stopped = run_ranks(train, world_size, tmp_path, with_data(task, halved_name, **changes), stop_after)[0]
     assert stopped["state"].step == stop_after
@@ -171,6 +174,15 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(
         own = [step for step in rows if step["kind"] == "step" and step["rollout"] == row["rollout"]]
         assert row["mismatch/prob_diff_max"] == max(step["drift/prob_diff_max"] for step in own)
         assert row["mismatch/prob_diff_min"] == min(step["drift/prob_diff_min"] for step in own)
+    for row in rows if not has_kl else ():
+        if row["kind"] == "rollout":
+            drawn = row["source/many/epochs"] * 64, row["source/held_out/epochs"] * 4
+            assert sum(drawn) >= 4 * (row["rollout"] + 1) and abs(3 * drawn[0] - drawn[1]) <= 2
+            trained = [row.get(f"source/{name}/num_prompts", 0) for name in ("many", "held_out")]
+            assert sum(trained) + row["rollout/dropped_groups"] == 4
+            rewards = [row.get(f"source/{name}/reward_mean", 0) for name in ("many", "held_out")]
+            total = sum(count * reward for count, reward in zip(trained, rewards, strict=True))
+            assert row["reward/mean"] == pytest.approx(total / sum(trained), rel=0.3)
     replaced = [row["rollout/replaced_groups"] for row in rows if row["kind"] == "rollout"]
     assert (
         any(replaced[:2]) == any(replaced[2:]) == ("refill_zero_variance" in rollout)

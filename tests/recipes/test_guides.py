@@ -1,5 +1,6 @@
 """The guides that are walked through: each is followed as it is written, and leaves what it says."""
 
+import itertools
 import json
 import re
 import shlex
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from megatron_dppo.cli import app
 from megatron_dppo.metrics.alarms import RULES
+from tests.faults.campaign import compare_rows
 from tests.recipes.walking import ROOT, Walk, walk
 from tests.support.records import metrics_of
 from tests.unit.test_first_page import SETTING, require_setting
@@ -20,12 +22,15 @@ PAGES = [
     "cluster",
     "data_and_reward",
     "environment_and_tools",
+    "port_slime",
+    "port_verl",
     "r3_or_not",
     "reading_the_report",
+    "rule_to_table",
     "trust_region",
     "what_the_paper_found",
 ]
-FILES = (".py", ".toml", ".md", ".json", ".jsonl", ".html", ".log", ".sh")
+FILES = (".py", ".toml", ".md", ".json", ".jsonl", ".html", ".log", ".sh", ".csv", ".tex")
 
 
 def text_of(page: str) -> str:
@@ -68,6 +73,81 @@ def test_environment_and_tools(tmp_path: Path) -> None:
     assert all(row["rollout/dropped_samples"] == 0 for row in rollouts)
     assert all(row["optimizer/grad_norm"] > 0 for row in metrics_of(run, "step"))
     require_metrics("environment_and_tools", run)
+
+
+def launch_options(page: str) -> set[str]:
+    """Options of the other framework's launch, as the page shows it."""
+    (launch,) = re.findall(r"^```sh\n(.*?)^```$", text_of(page), re.MULTILINE | re.DOTALL)
+    words = shlex.split(launch.replace("\\\n", " "))
+    return {
+        word.partition("=")[0] for word in words if word.startswith("--") or re.match(r"[a-z_]+\.[\w.]+=", word)
+    }
+
+
+@pytest.mark.parametrize("page", ["port_verl", "port_slime"])
+def test_every_option_of_the_launch_has_a_row(page: str) -> None:
+    rows = re.findall(r"^\| (`[^|]*) \| ", text_of(page), re.MULTILINE)
+    named = re.findall(r"`([^`=]+)[^`]*`", " ".join(rows))
+    assert sorted(named) == sorted(set(named)), "one row for each"
+    assert set(named) == launch_options(page) and len(named) > 25
+
+
+def test_port_verl(tmp_path: Path) -> None:
+    walked = follow("port_verl", tmp_path)
+    assert "no problems found" in walked.printed and "8 prompts" in walked.printed
+    run = walked.folder / "runs" / "gsm8k"
+    rollouts, evaluations = metrics_of(run, "rollout"), metrics_of(run, "evaluation")
+    assert len(rollouts) == 2 and all(row["rollout/dropped_samples"] == 0 for row in rollouts)
+    for row in rollouts:
+        assert 0 < row["reward/mean"] < 1 and 0 < row["reward/has_answer_mean"] < 1
+    assert any(row["optimizer/grad_norm"] > 0 for row in metrics_of(run, "step"))
+    assert any("eval/gsm8k/avg_at_1" in row for row in (*evaluations, *rollouts))
+    require_metrics("port_verl", run)
+
+
+def test_port_slime(tmp_path: Path) -> None:
+    walked = follow("port_slime", tmp_path)
+    assert "no problems found" in walked.printed
+    means: list[list[float]] = []
+    for name in ("sums", "group"):
+        run = walked.folder / "runs" / name
+        rollouts = metrics_of(run, "rollout")
+        assert len(rollouts) == 2 and all(row["rollout/dropped_samples"] == 0 for row in rollouts)
+        assert any(row["optimizer/grad_norm"] > 0 for row in metrics_of(run, "step"))
+        means.append([row["reward/mean"] for row in rollouts])
+    assert 0 < means[0][0] < means[1][0] <= means[0][0] + 0.1, "the same responses, and a bonus in each group"
+    require_metrics("port_slime", walked.folder / "runs" / "sums")
+
+
+ALONE = """
+```bash
+megatron-dppo train base.toml fades_out.toml --set run.seed=1 --set run.folder=alone
+```
+"""
+
+
+def test_rule_to_table(tmp_path: Path) -> None:
+    """A grid's second call trains what is new, its runs are those of `train`, and the own rule is drawn."""
+    walked = walk(text_of("rule_to_table") + ALONE, tmp_path)
+    runs = walked.folder / "runs"
+    assert "3 of 3 runs" in walked.printed and "9 of 9 runs" in walked.printed
+    written: dict[int, list[float]] = {0: [], 1: []}
+    for name, seed in itertools.product(("grpo", "dppo", "fades_out"), range(3)):
+        run = runs / name / f"seed_{seed}"
+        assert len(metrics_of(run, "rollout")) == 2
+        assert f"seed = {seed}\n" in (run / "config.toml").read_text()
+        written[min(seed, 1)].append((run / "metrics.jsonl").stat().st_mtime)
+    assert max(written[0]) < min(written[1]), "the first runs are kept"
+    assert compare_rows(walked.folder / "alone", runs / "fades_out" / "seed_1") == (0, 0)
+    numbers = json.loads((runs / "numbers.json").read_text())
+    lines = numbers["lines"]
+    assert [list(line["runs"]) for line in lines] == [["0", "1", "2"]] * 3
+    assert numbers["baseline"] == lines[0]["label"] == "grpo_clip_higher"
+    assert lines[1]["numbers"]["reward_last"]["num_seeds"] == 3
+    whole, table = ((folder / "table.tex").read_text() for folder in (runs, walked.folder))
+    assert "toprule" in table and "fades" in table and "grpo" in whole and "grpo" not in table
+    drawn = [path.read_text() for path in (walked.folder / "figures").glob("*.svg")]
+    assert drawn and any("fades_out" in each for each in drawn), "the own rule is in a figure"
 
 
 def test_trust_region(tmp_path: Path) -> None:
@@ -126,7 +206,9 @@ def test_alarms_are_those_of_a_run() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_settings_exist(page: str) -> None:
-    settings = [pair for pair in re.findall(SETTING, text_of(page)) if not pair[0].endswith(FILES)]
+    own = re.sub(r"^\| `[^|]*\|", "|", text_of(page), flags=re.MULTILINE) if "port" in page else text_of(page)
+    own = re.sub(r"`(reward\.|custom_reward)[^`]*`", "", own)  # verl's
+    settings = [pair for pair in re.findall(SETTING, own) if not pair[0].endswith(FILES)]
     assert settings
     for key, value in settings:
         require_setting(key, value)

@@ -263,5 +263,5 @@ def test_an_experiment_has_the_authors_aggregation_and_reward(experiment: str) -
     assert config.algorithm.aggregation == "seq_mean_token_sum_norm"
     assert not config.algorithm.normalize_advantage_std
     assert config.optimizer.weight_decay == 0
-    if "dapo" in (config.data.prompts or Path()).name:
+    if "dapo" in config.data.prompts[0].path.name:
         assert (config.data.reward, config.data.reward_values) == ("dapo", (-1.0, 1.0))

@@ -89,3 +89,6 @@ class Lengths:
 
     async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
         return RewardResult(float(len(request.response)))
+
+    async def score_group(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
+        return [await self.score_one(request) for request in requests]

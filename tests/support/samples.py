@@ -89,6 +89,9 @@ class InProcessScorer:
     async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
         return self._scored(request)
 
+    async def score_group(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
+        return [await self.score_one(request) for request in requests]
+
     def _scored(self, request: RewardRequest) -> RewardResult | RewardFault:
         try:
             return call_reward(self.reward, request)

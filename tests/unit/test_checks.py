@@ -41,7 +41,7 @@ from megatron_dppo.checks import (
     require_valid,
     stop_remarks,
 )
-from megatron_dppo.checks.facts import TRAINING, Need, prompt_files
+from megatron_dppo.checks.facts import TRAINING, Need, prompt_files, section_of
 from megatron_dppo.checks.run_rules import checkpoint_bytes
 from megatron_dppo.cli import app
 from megatron_dppo.config import Config, dump_config, load_config
@@ -485,8 +485,21 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("data.prompts", {"data.prompts": "none.jsonl"}),
         Example("data.prompts", {"data.prompts": "prompts.csv"}),
         Example("data.prompts", on_disk=lambda: Path("prompts.jsonl").write_text("{")),
+        Example("data.prompts[1]", {"data.prompts": ["prompts.jsonl", "none.jsonl"]}),
         Example("evaluation.sets.held_out.prompts", _sets(held_out={"prompts": "none.jsonl"})),
+        Example("evaluation.sets.b.prompts[0]", _sets(b={"prompts": ["none.jsonl", "prompts.jsonl"]})),
         Example("evaluation.sets.held_out.prompts", on_disk=lambda: Path("held_out.jsonl").write_text("")),
+    ],
+    "prompt_files": [
+        Example("data.prompts", {"data.prompts": ["prompts.jsonl", "held_out.jsonl", "./prompts.jsonl"]}),
+        Example(
+            "data.prompts",
+            {"data.prompts": [{"path": "prompts.jsonl", "weight": 2}, {"path": "held_out.jsonl"}]},
+        ),
+        Example(
+            "evaluation.sets.a.prompts[1]",
+            _sets(a={"prompts": ["prompts.jsonl", {"path": "held_out.jsonl", "weight": 2}]}),
+        ),
     ],
     "prompt_columns": [
         Example("data.prompt_column", {"data.prompt_column": "promt"}),
@@ -1422,10 +1435,10 @@ def test_only_rank_0_speaks_of_the_config(world: Path, monkeypatch: pytest.Monke
 
 def test_an_example_trains_without_evaluation_and_its_files(world: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "moe_base" / "base.toml"
-    files = {key for key in prompt_files(load_config([example])) if key != TRAINING}
+    files = {key for key in prompt_files(load_config([example])) if section_of(key) != TRAINING}
     assert files == {"evaluation.sets.aime24.prompts", "evaluation.sets.aime25.prompts"}
     config = load_config([example], ["evaluation.every=0"])
-    assert set(prompt_files(config)) == {TRAINING}
+    assert set(map(section_of, prompt_files(config))) == {TRAINING}
     assert evaluation_sets(config) == []
     assert config.evaluation.sets == load_config([example]).evaluation.sets
     assert not check(_config({"evaluation.every": 0} | _sets(absent={"prompts": "absent.jsonl"})), 1)

@@ -272,6 +272,16 @@ def test_too_many_dropped() -> None:
         "rollout.max_dropped_fraction",
     ):
         assert part in message
+    assert "reward" not in message
+
+
+def test_what_fails_now_and_then_names_the_setting_of_retries() -> None:
+    def at_times(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
+        raise ConnectionError("the judge is busy")
+
+    counts = collect_with(right_or_wrong, reward=at_times).counts
+    with pytest.raises(RolloutError, match=r"the judge is busy.*data\.reward_retries"):
+        refuse_if_too_many_dropped(counts, 0.01)
 
 
 @pytest.mark.parametrize(

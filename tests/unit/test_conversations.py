@@ -232,6 +232,25 @@ class Rewards:
             return RewardFault("reward_failed", "the judge is away")
         return RewardResult(float(len(request.response.split())))
 
+    async def score_group(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
+        return [await self.score_one(request) for request in requests]
+
+
+class GroupRewards:
+    """Scores the rank of each response's length among those that it gets at once."""
+
+    def __init__(self) -> None:
+        self.scored = list[tuple[str, int]]()
+
+    async def score_group(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
+        await asyncio.sleep(0)
+        self.scored.append((requests[0].prompt.id, len(requests)))
+        lengths = [len(request.response) for request in requests]
+        return [RewardResult(float(sorted(lengths).index(length))) for length in lengths]
+
+    async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
+        raise AssertionError(request)
+
 
 def begun() -> list[PromptGroup]:
     """The groups of three prompts, with two responses each."""
@@ -249,6 +268,20 @@ def sampled(engine: Any, scorer: Scorer) -> list[PromptGroup]:
     groups = begun()
     sampler_of(engine, scorer).sample(groups)
     return groups
+
+
+@pytest.mark.parametrize("is_concurrent", [True, False])
+def test_a_reward_of_groups_gets_each_group_once(ending: TransformersEngine, is_concurrent: bool) -> None:
+    rewards = GroupRewards()
+    scorer = Scorer(TOKENIZER, rewards, True, None, scores_groups=True)
+    groups = sampled(OneByOne(ending) if is_concurrent else ending, scorer)
+    assert sorted(rewards.scored) == [("0", 2), ("1", 2), ("2", 2)]
+    assert all(group.is_whole for group in groups)
+    for group in groups:
+        texts = [
+            len(TOKENIZER.decode(s.tokens[s.prompt_length :], skip_special_tokens=True)) for s in group.samples
+        ]
+        assert [each.reward for each in group.samples] == [sorted(texts).index(length) for length in texts]
 
 
 def test_scoring_begins_when_a_response_ends(ending: TransformersEngine) -> None:

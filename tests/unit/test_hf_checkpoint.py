@@ -164,12 +164,21 @@ def test_a_tensor_that_comes_twice_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("is_in_checkpoint", [True, False])
-def test_a_trained_model_gets_a_card_without_paths(tmp_path: Path, is_in_checkpoint: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_in_checkpoint", "prompts"),
+    [
+        (True, "/secret/place/p.jsonl"),
+        (False, ["/secret/q.jsonl", "/secret/place/p.jsonl"]),
+        (True, [{"path": "/secret/place/p.jsonl", "weight": 2.0}, {"path": "/secret/q.jsonl", "weight": 1.0}]),
+    ],
+)
+def test_a_trained_model_gets_a_card_without_paths(
+    tmp_path: Path, is_in_checkpoint: bool, prompts: object
+) -> None:
     tables: dict[str, Any] = {
         "model": {"load": "/secret/place/Base-1B"},
         "lora": {"rank": 32},
-        "data": {"prompts": "/secret/place/p.jsonl", "reward": {"math": 0.75, "my:own": 0.25}},
+        "data": {"prompts": prompts, "reward": {"math": 0.75, "my:own": 0.25}},
         "algorithm": {"preset": "dppo_binary_kl", "delta_low": 0.07},
     }
     settings = to_toml(Config.model_validate(tables).model_dump(mode="json"))
@@ -183,4 +192,5 @@ def test_a_trained_model_gets_a_card_without_paths(tmp_path: Path, is_in_checkpo
     assert card.startswith("---\n") and "\n# mine\n" in card and "/secret" not in card
     steps, names = "7 rollouts, 13 gradient", ("`Base-1B`", "`dppo_binary_kl`", "`p.jsonl`", "my:own")
     assert all(part in card for part in (steps, "rank 32", "0.07", *names))
+    assert ("`q.jsonl`" in card) == isinstance(prompts, list)
     assert hashlib.sha256(settings.encode()).hexdigest() in card

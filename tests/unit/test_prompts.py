@@ -1,5 +1,6 @@
 import importlib
 import json
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dppo.data.prompts.prompts import PromptStream, load_prompts, read_columns
+from megatron_dppo.config.sections import PromptFile
+from megatron_dppo.data.prompts.prompts import PromptStream, load_prompts, load_training_prompts, read_columns
+from megatron_dppo.data.prompts.shares import Shares, parts_of
 from megatron_dppo.errors import DataError
 from megatron_dppo.runtime.files import write_jsonl
 from megatron_dppo.types import DataCursor, Prompt
@@ -207,6 +210,90 @@ def test_an_epochs_order_depends_on_seed_and_epoch_only() -> None:
     found = ids([each.prompt for each in third])
     assert found != first(stream, 50)
     assert found != ids([PromptStream(many(50), 1, True).at(place).prompt for place in range(100, 150)])
+
+
+WEIGHTS = st.lists(st.sampled_from([1, 2, 3, 7, 0.1, 0.25, 1.5, 7473.0]), min_size=1, max_size=4)
+
+
+@settings(deadline=None, max_examples=80)
+@given(WEIGHTS, st.integers(0, 400), st.integers(0, 10**7))
+def test_parts_keep_their_shares_from_any_place(weights: list[float], length: int, start: int) -> None:
+    shares, total = Shares(weights), sum(map(Fraction, weights))
+    counts, after = shares.counts(start), shares.counts(start + length)
+    assert sum(counts) == start and sum(after) == start + length
+    for weight, before, then in zip(weights, counts, after, strict=True):
+        assert abs(before - start * Fraction(weight) / total) < len(weights) / 2 + 1
+        assert then >= before
+    for place in range(start, start + min(length, 20)):  # one after the other is the same as at once
+        part, item = shares.at(place)
+        assert item == counts[part]
+        counts[part] += 1
+        assert counts == shares.counts(place + 1)
+
+
+def test_every_window_of_a_period_has_exact_shares() -> None:
+    drawn = [Shares([1, 4, 2]).at(place)[0] for place in range(70)]
+    assert drawn[:7] == [1, 2, 1, 0, 1, 2, 1]
+    for start in range(63):
+        window = drawn[start : start + 7]
+        assert [window.count(part) for part in range(3)] == [1, 4, 2]
+
+
+def of_files(*sizes: int, weights: tuple[float | None, ...], shuffle: bool = True) -> PromptStream:
+    """A stream of files a, b, ... with prompts a0, a1, ..., b0, ..."""
+    names = "abc"[: len(sizes)]
+    files = [PromptFile(path=Path(f"{n}.jsonl"), weight=w) for n, w in zip(names, weights, strict=True)]
+    prompts = [
+        Prompt(f"{n}{i}", "", n, text="x") for n, size in zip(names, sizes, strict=True) for i in range(size)
+    ]
+    return PromptStream(prompts, 3, shuffle, None, parts_of(files, sizes))
+
+
+def test_a_file_that_is_exhausted_starts_again_in_another_order() -> None:
+    stream = of_files(3, 50, weights=(5, 1))
+    drawn = first(stream, 54)
+    short, long = ([name for name in drawn if name[0] == file] for file in "ab")
+    assert len(short) == 45 and len(long) == 9 == len(set(long))
+    epochs = [short[start : start + 3] for start in range(0, 45, 3)]
+    assert all(sorted(epoch) == ["a0", "a1", "a2"] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 3
+    assert stream.epochs(54) == {"a": 15.0, "b": 9 / 50}
+    assert [stream.at(place) for place in range(60, 30, -1)] == [
+        of_files(3, 50, weights=(5, 1)).at(place) for place in range(60, 30, -1)
+    ]
+    plain = first(of_files(2, 4, weights=(1, 2), shuffle=False), 9)
+    assert plain == ["b0", "a0", "b1", "b2", "a1", "b3", "b0", "a0", "b1"]
+
+
+def test_files_without_weights_end_their_epochs_together() -> None:
+    stream = of_files(2, 9, 4, weights=(None, None, None))
+    for start in (0, 15, 30):
+        assert len({stream.at(place).prompt.id for place in range(start, start + 15)}) == 15
+    assert stream.epochs(45) == {"a": 3.0, "b": 3.0, "c": 3.0}
+
+
+def test_prompts_of_several_files(tmp_path: Path) -> None:
+    paths = [write_parquet(tmp_path / "x.parquet", {"prompt": ["1"], "answer": ["1"], "source": ["own"]})]
+    paths.append(
+        write_lines(tmp_path / "y z.jsonl", *[json.dumps({"prompt": "2", "label": str(n)}) for n in (4, 5)])
+    )
+    files = [PromptFile(path=path) for path in paths]
+    both = load_training_prompts(files, "prompt", None)
+    assert [(each.file, each.source, each.answer) for each in both.prompts] == [
+        ("x", "own", "1"),
+        ("y_z", "y z", "4"),
+        ("y_z", "y z", "5"),
+    ]
+    one = load_training_prompts(files[1:], "prompt", None)
+    assert [each.file for each in one.prompts] == [None, None]
+    changed = [
+        load_training_prompts(files[::-1], "prompt", None),
+        load_training_prompts([files[0], files[1].model_copy(update={"weight": 2.0})], "prompt", None),
+        load_training_prompts([files[0], files[1].model_copy(update={"name": "n"})], "prompt", None),
+        one,
+    ]
+    digests = [each.digest for each in (both, *changed)]
+    assert len(set(digests)) >= 4 and digests[0] not in digests[3:]
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,9 @@ def test_the_front_page_names_where_to_add_things() -> None:
 
 
 def test_the_reward_scores_a_row_in_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, toml = blocks("rewards", "Adding a reward")
+    module, toml, of_groups, toml_of_groups = blocks("rewards", "Adding a reward")
     Path(tmp_path, "my_rewards.py").write_text(module)
+    Path(tmp_path, "judge.py").write_text(of_groups)
     monkeypatch.chdir(tmp_path)
     config = Config.model_validate(tomllib.loads(toml))
     prompt = Prompt("0", "4", "test", text="2 + 2 =")
@@ -78,6 +79,11 @@ def test_the_reward_scores_a_row_in_a_worker(tmp_path: Path, monkeypatch: pytest
         RewardResult(0.0, {"num_words": 3.0}),
         RewardResult(0.0, {"num_words": 1.0}),
     ]
+    name = training_reward(Config.model_validate(tomllib.loads(toml_of_groups)))
+    with closing(RewardPools(config.data, [name])) as pools:
+        pools.start({name: prompt})
+        found = asyncio.run(pools.of(name).score_group(asked))
+    assert found == [RewardResult(2 / 4), RewardResult(2 / 8), RewardResult(1.0)]
 
 
 USE = """

@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dppo.config.load import dump_config, load_config
@@ -16,7 +16,7 @@ from megatron_dppo.config.schema import DataConfig
 from megatron_dppo.environments import Episode
 from megatron_dppo.errors import ConfigError, RewardError
 from megatron_dppo.rewards import REWARDS, RewardChoice, RewardPool, RewardRequest, RewardResult, problems_with
-from megatron_dppo.rewards.base import after_thinking, build_reward
+from megatron_dppo.rewards.choice import after_thinking, build_reward
 from megatron_dppo.rollout.scoring import Fault, OverlongShaping, RewardPools, Scorer
 from megatron_dppo.runtime.concurrency import all_of
 from megatron_dppo.types import FinishReason, Prompt, Sample
@@ -60,6 +60,7 @@ def test_right_and_wrong_are_worth_what_the_run_says() -> None:
     assert dapo(PROMPT, "Answer: 34", "length") == RewardResult(-1.0, {"has_answer": 0.0})
 
 
+@settings(deadline=None)
 @given(st.floats(-1e9, 1e9), st.floats(-1e9, 1e9))
 def test_the_two_values_come_out_exactly(wrong: float, right: float) -> None:
     dapo = build_reward(RewardChoice("dapo", values=(wrong, right)))

@@ -20,6 +20,7 @@ from megatron_dppo.rewards import (
     RewardResult,
     problem_with,
 )
+from megatron_dppo.rewards.base import function_path
 from megatron_dppo.types import Prompt
 
 METADATA = {"difficulty": 3, "tags": ["a", "b"], "nested": {"unit": None}}
@@ -28,6 +29,7 @@ MODULE = """
 import asyncio, pathlib
 import numpy as np
 from megatron_dppo.errors import RewardError
+from megatron_dppo.rewards import RewardResult
 
 def number(prompt, response, finish_reason): return len(response)
 def flag(prompt, response, finish_reason): return response == prompt.answer
@@ -67,6 +69,27 @@ def no_score(data_source, solution_str, ground_truth, extra_info=None): return {
 async def rm(args, sample, **kwargs):
     assert sample.prompt == "3 * 4 =" and sample.metadata["tags"] == ["a", "b"]
     return (sample.response == sample.label) + (sample.status == type(sample).Status.TRUNCATED)
+
+def ranks(prompts, responses, finish_reasons):
+    assert len(prompts) == len(finish_reasons) == len(responses)
+    return [sorted(responses).index(response) + finish_reasons.count("length") for response in responses]
+async def ranks_later(*lists):
+    await asyncio.sleep(0)
+    return np.array(ranks(*lists), dtype=np.float32)
+def first_is_nan(prompts, responses, finish_reasons): return [float("nan"), RewardResult(2.0, {"n": 1}), "x"]
+def one_short(prompts, responses, finish_reasons): return [1.0] * (len(responses) - 1)
+def a_number(prompts, responses, finish_reasons): return 1.0
+def fails_once(prompts, responses, finish_reasons):
+    if _count("group") == 1: raise ConnectionError("the judge is busy")
+    return [float(len(response)) for response in responses]
+async def never_done(prompts, responses, finish_reasons): await asyncio.sleep(600)
+def compute_score_batch(data_sources, solution_strs, ground_truths, extra_infos):
+    assert {*data_sources} == {"gsm"} and extra_infos[0] is not extra_infos[1]
+    rows = zip(solution_strs, ground_truths, extra_infos)
+    return [{"score": s == g, "n": e["difficulty"], "pred": s} for s, g, e in rows]
+async def batched_rm(args, samples, **kwargs):
+    best = max(len(sample.response) for sample in samples)
+    return [{"score": len(sample.response) / best} for sample in samples]
 """
 
 
@@ -88,7 +111,8 @@ def score(
     path = name if isinstance(name, dict) else f"{prefix}{':' if prefix else ''}rewards_of_users:{function}"
     choice = RewardChoice(path, retries=retries)
     with RewardPool(choice, num_workers=1, timeout_s=timeout_s, memory_mb=0) as pool:
-        return pool.score([RewardRequest(PROMPT, response, finish) for response in responses])
+        requests = [RewardRequest(PROMPT, response, finish) for response in responses]
+        return pool.score_together(requests) if choice.scores_groups else pool.score(requests)
 
 
 @pytest.mark.parametrize(
@@ -146,12 +170,59 @@ def test_all_calls_of_a_response_have_one_time_limit() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("batch:ranks", [2.0, 0.0, 1.0]),
+        ("batch:ranks_later", [2.0, 0.0, 1.0]),
+        ("slime-batch:batched_rm", [1.0, 0.5, 0.25]),
+    ],
+)
+def test_a_reward_of_a_group_gets_all_responses_at_once(name: str, expected: list[float]) -> None:
+    assert score(name, "dddd", "aa", "b") == [RewardResult(value) for value in expected]
+
+
+def test_verls_batch_function_and_a_part_of_a_sum_that_is_of_a_group() -> None:
+    right, wrong = RewardResult(1.0, {"n": 3.0}), RewardResult(0.0, {"n": 3.0})
+    assert score("verl-batch:compute_score_batch", "12", "1", "12") == [right, wrong, right]
+    parts = {"batch:rewards_of_users:ranks": 0.5, "rewards_of_users:number": -1.0}
+    found = score(parts, "cc", "a", finish="length")
+    assert found == [
+        RewardResult(1.5 - 2.0, {"ranks": 3.0, "number": 2.0}),
+        RewardResult(1.0 - 1.0, {"ranks": 2.0, "number": 1.0}),
+    ]
+    with_fault = score({"batch:rewards_of_users:first_is_nan": 1.0, "rewards_of_users:number": 1.0}, *"abc")
+    assert [type(each).__name__ for each in with_fault] == ["RewardFault", "RewardResult", "RewardFault"]
+
+
+def test_faults_of_a_group_name_the_response_or_the_group() -> None:
+    nan, fine, text = score("batch:first_is_nan", "a", "b", "c")
+    assert isinstance(nan, RewardFault) and "prompt p7, response 1 of 3: found {'value': nan}" in nan.message
+    assert fine == RewardResult(2.0, {"n": 1.0})
+    assert isinstance(text, RewardFault) and "response 3 of 3: found a str" in text.message
+    for name, found in (("one_short", "found 1 scores; expected a list of 2"), ("a_number", "found a float")):
+        faults = score(f"batch:{name}", "a", "b")
+        assert [isinstance(each, RewardFault) and found in each.message for each in faults] == [True, True]
+    late = score("batch:never_done", "a", "b", timeout_s=0.25)
+    assert [isinstance(each, RewardFault) and each.kind for each in late] == ["reward_timed_out"] * 2
+    assert isinstance(late[0], RewardFault) and "prompt p7, a group of 2" in late[0].message
+
+
+def test_a_group_is_tried_again_as_one() -> None:
+    found = score("batch:fails_once", "a", "bb", retries=2)
+    assert found == [RewardResult(value, {"num_retries": 1.0}) for value in (1.0, 2.0)]
+    assert Path("calls_group").read_text() == "xx"
+
+
+@pytest.mark.parametrize(
     "name", ["verl:compute_score", "slime:no_such_module_of_anyone:rm", "verl:", "trl:a.b:c"]
 )
 def test_a_path_behind_a_prefix_is_checked(name: str) -> None:
     problem = problem_with(name)
     assert problem is not None and problem.where == "data.reward"
     assert problem_with("verl:rewards_of_users:compute_score") is None
+    assert (
+        function_path("verl-batch:a.b:c") == function_path("batch:a.b:c") == function_path("a.b:c") == "a.b:c"
+    )
 
 
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards import RewardFault, RewardPool, RewardRequest, RewardResult
-from megatron_dppo.rewards.pool import decode_request, decode_result, encode_request
+from megatron_dppo.rewards.pool import decode_requests, decode_scores, encode_requests
 from megatron_dppo.runtime.framing import FrameReader, frame_of, json_frame
 from megatron_dppo.types import Prompt
 from megatron_dppo.workers.pool import WorkerPool
@@ -44,6 +44,16 @@ def pool() -> Iterator[RewardPool]:
 
 def ask(*responses: str) -> list[RewardRequest]:
     return [RewardRequest(PROMPT, response, "stop") for response in responses]
+
+
+def alone(*responses: str) -> list[list[RewardRequest]]:
+    """Requests of one response each."""
+    return [[request] for request in ask(*responses)]
+
+
+def scores(found: list[RewardResult | RewardFault] | WorkerFault) -> list[float | None]:
+    assert isinstance(found, list)
+    return values(found)
 
 
 def values(results: list[RewardResult | RewardFault]) -> list[float | None]:
@@ -161,13 +171,13 @@ def test_everything_reaches_the_reward(pool: RewardPool) -> None:
 def test_requests_survive_the_way_to_a_worker() -> None:
     chat = Prompt("c", "4", "test", messages=({"role": "user", "content": "2 * 2 = \u2028\n"},))
     for request in (RewardRequest(chat, "a", "stop"), RewardRequest(PROMPT, "\ud800", "length")):
-        assert decode_request(json.loads(json.dumps(encode_request(request)))) == request
+        assert decode_requests(json.loads(json.dumps(encode_requests([request] * 2)))) == [request] * 2
 
 
 @pytest.mark.parametrize("fields", [{}, {"value": 1.0}, {"info": {}}])
 def test_fields_of_no_score_are_none(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="lacks one of"):
-        decode_result(fields)
+        decode_scores({"scores": [{"failed": "x"}, fields]})
 
 
 @pytest.mark.parametrize("response", ["print", "program that reads", "program that is terminated"])
@@ -296,7 +306,7 @@ def test_a_signal_to_the_whole_job_is_the_trainers_to_answer(pool: RewardPool) -
 
 def test_the_worker_speaks_frames_of_json() -> None:
     requests = b"".join(
-        json_frame({"number": number, "request": encode_request(request)})
+        json_frame({"number": number, "request": encode_requests([request])})
         for number, request in enumerate(ask("a", "eat"))
     )
     command = [sys.executable, "-m", "megatron_dppo.rewards.worker", NAME, "64"]
@@ -304,7 +314,7 @@ def test_the_worker_speaks_frames_of_json() -> None:
     hello, first, last = FrameReader(max_bytes=1000).feed(done.stdout)
     assert json.loads(hello) == {"problem": None}
     answer = read_answer(first, 0)
-    assert isinstance(answer, dict) and values([decode_result(answer)]) == [1.0]
+    assert isinstance(answer, dict) and values(decode_scores(answer)) == [1.0]
     assert frame_of(last) == OUT_OF_MEMORY and isinstance(read_answer(last, 1), WorkerFault)
 
 
@@ -318,7 +328,7 @@ def test_a_reward_that_answers_nothing_is_not_waited_for() -> None:
 def test_any_number_of_threads_ask_one_pool() -> None:
     """Each gets its own answers; what hangs in one costs the others no answer."""
     with RewardPool(NAME, num_workers=2, timeout_s=60, memory_mb=0) as pool:
-        (slow,), asked = pool.submit(*ask("sleep")), [ask(*["a" * (k + 1)] * 20) for k in range(4)]
+        (slow,), asked = pool.submit(ask("sleep")), [ask(*["a" * (k + 1)] * 20) for k in range(4)]
         with ThreadPoolExecutor(4) as threads:
             assert [values(found) for found in threads.map(pool.score, asked)] == [
                 [k + 1.0] * 20 for k in range(4)
@@ -330,23 +340,22 @@ def test_what_was_sent_behind_a_hanging_request_goes_to_another_worker(monkeypat
     monkeypatch.setattr(WorkerPool, "_most_sent", 30)  # as if rewards had been quick so far
     with RewardPool(NAME, num_workers=2, timeout_s=60, memory_mb=0) as pool:
         pool.start()  # one worker, which takes the first thirty before the other has started
-        slow, *quick = pool.submit(*ask("sleep", *["a"] * 60))
-        results = [answer.result(50) for answer in quick]
-        assert all(isinstance(result, RewardResult) and result.value == 1.0 for result in results)
+        slow, *quick = pool.submit(*alone("sleep", *["a"] * 60))
+        assert [scores(answer.result(50)) for answer in quick] == [[1.0]] * 60
         assert not slow.done()
 
 
 def test_what_nobody_waits_for_leaves_its_worker() -> None:
     with RewardPool(NAME, num_workers=1, timeout_s=60, memory_mb=0) as pool:
-        slow, waiting = pool.submit(*ask("sleep", "abc"))
+        slow, waiting = pool.submit(*alone("sleep", "abc"))
         assert slow.cancel()
-        assert isinstance(result := waiting.result(30), RewardResult) and result.value == 3.0
+        assert scores(waiting.result(30)) == [3.0]
         assert values(pool.score(ask("a"))) == [1.0]
 
 
 def test_closing_cancels_what_is_asked() -> None:
     with RewardPool(NAME, num_workers=2, timeout_s=60, memory_mb=0) as pool:
-        submitted = pool.submit(*ask(*["sleep"] * 5))
+        submitted = pool.submit(*alone(*["sleep"] * 5))
         with ThreadPoolExecutor(3) as threads:
             asking = threads.submit(pool.score, ask(*["sleep"] * 3))
             while not asking.done():  # it may come after the first has closed
@@ -364,7 +373,7 @@ def test_requests_that_time_out_count_over_all_calls() -> None:
         for _ in range(15):
             (fault,) = pool.score(ask("sleep"))
             assert isinstance(fault, RewardFault) and fault.kind == "reward_timed_out"
-        last, behind = pool.submit(*ask("sleep", "a"))
+        last, behind = pool.submit(*alone("sleep", "a"))
         with pytest.raises(RewardError, match=r"16 requests .*timed out"):
             last.result()
         with pytest.raises(RewardError, match=r"16 requests .*timed out"):
@@ -379,7 +388,7 @@ def test_an_interruption_leaves_the_requests_of_others() -> None:
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         with RewardPool(NAME, num_workers=2, timeout_s=60, memory_mb=0) as pool:
-            (other,) = pool.submit(*ask("sleep"))
+            (other,) = pool.submit(ask("sleep"))
             signal.setitimer(signal.ITIMER_REAL, 0.5)
             with pytest.raises(KeyboardInterrupt):
                 pool.score(ask(*["sleep"] * 5))

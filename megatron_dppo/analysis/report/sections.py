@@ -138,6 +138,7 @@ BOUND = Section(
         Panel("quadratic term", ("theory/quadratic_term",), log=True),
     ),
 )
+_BY_FILE = re.compile(r"source/.+/reward_mean$")
 _EVALUATED = re.compile(r"shadow/(.+)/masked_fraction$")
 
 
@@ -157,6 +158,7 @@ def sections(runs: Sequence[Run]) -> list[Section]:
     return [
         sources,
         REWARD,
+        *_by_file(runs),
         *([evaluation] if names else []),
         *(section for section in TRAINING if section is not sources and section.id not in without),
         _time(runs),
@@ -165,6 +167,19 @@ def sections(runs: Sequence[Run]) -> list[Section]:
         *shadow_sections(runs),
         *([BOUND] if has_bound else []),
     ]
+
+
+def _by_file(runs: Sequence[Run]) -> Iterator[Section]:
+    """Yield the section on the prompt files, if a run has several."""
+    names = sorted(
+        {name for run in runs for row in run.rollouts for name in row.values if _BY_FILE.match(name)}
+    )
+    if names:
+        reading = (
+            "Mean reward over the prompts of each file of data.prompts: a file that stays flat at 0 or at the "
+            "largest reward teaches nothing, and its weight may be lowered."
+        )
+        yield Section("reward-by-file", "Reward by prompt file", reading, tuple(Panel(n, (n,)) for n in names))
 
 
 def _time(runs: Sequence[Run]) -> Section:

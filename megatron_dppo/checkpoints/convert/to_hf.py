@@ -125,13 +125,19 @@ def model_card(checkpoint: Path, name: str) -> dict[str, str]:
         "trained": f"{state['rollout']} rollouts, {state['step']} gradient steps"
         + (f"; adapters of rank {lora} (LoRA), merged" if lora else ""),
         "algorithm": f"`{algorithm.pop('preset')}`",
-        "prompts": f"`{Path(data['prompts']).name}`",
+        "prompts": ", ".join(f"`{Path(path).name}`" for path in _paths(data["prompts"])),
         "reward": f"`{json.dumps(data['reward'])}`",
         "[algorithm]": ", ".join(f"`{key} = {json.dumps(value)}`" for key, value in algorithm.items()),
         "settings": f"`{hashlib.sha256(settings.encode()).hexdigest()}`, SHA-256 of the checkpoint's config",
     }
     table = "".join(f"| {title} | {text.replace('|', chr(92) + '|')} |\n" for title, text in rows.items())
     return {"README.md": _HEAD.format(name=name, base=f"`{base}`") + table}
+
+
+def _paths(files: Any) -> list[str]:
+    """Return the paths of `data.prompts` as a config has it: a path, a list of paths, or tables."""
+    listed: list[Any] = files if isinstance(files, list) else [files]
+    return [each["path"] if isinstance(each, dict) else each for each in listed]
 
 
 def plan_shards(groups: Sequence[tuple[str, ...]], sizes: Mapping[str, int], file_bytes: int) -> list[Shard]:

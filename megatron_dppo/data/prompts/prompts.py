@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 
+from megatron_dppo.config.sections import PromptFile
 from megatron_dppo.data.prompts.messages import READ_COLUMNS, PromptCell, prompt_cell
 from megatron_dppo.data.prompts.rows import (
     CONFIG_KEYS,
@@ -28,6 +29,7 @@ from megatron_dppo.data.prompts.rows import (
     text_of,
     with_roots,
 )
+from megatron_dppo.data.prompts.shares import Part, Shares, digest_of, parts_of
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import DataCursor, Prompt
 
@@ -144,7 +146,7 @@ class PromptsDigest:
     def add(self, prompt: Prompt) -> None:
         """Add the next prompt."""
         fields = asdict(prompt)
-        del fields["metadata"]  # it changes no prompt, and earlier versions did not read it
+        del fields["metadata"], fields["file"]  # no part of a prompt, and earlier versions did not have them
         for name in ("tools", "template_arguments"):  # checkpoints of older runs do not have these fields
             if fields[name] is None:
                 del fields[name]
@@ -153,6 +155,41 @@ class PromptsDigest:
     def hexdigest(self) -> str:
         """Return the digest of all prompts so far."""
         return self._hash.hexdigest()
+
+
+@dataclass(frozen=True)
+class TrainingPrompts:
+    """All prompts of `data.prompts`, file after file, and the part of each file."""
+
+    prompts: Sequence[Prompt]
+    parts: Sequence[Part]
+
+    @property
+    def digest(self) -> str:
+        """Digest of all prompts, answers and ids in order, and of the shares of several files."""
+        digests: list[str] = []
+        for part in self.parts:
+            of_part = PromptsDigest()
+            for prompt in self.prompts[part.start : part.start + part.count]:
+                of_part.add(prompt)
+            digests.append(of_part.hexdigest())
+        return digest_of(self.parts, digests)
+
+
+def load_training_prompts(
+    files: Sequence[PromptFile], prompt_column: str, answer_column: str | None
+) -> TrainingPrompts:
+    """Load the files of `data.prompts`. If there are several, each prompt has its file's name.
+
+    Raises:
+        DataError: A file cannot be used, see `load_prompts`.
+    """
+    loaded = [load_prompts(file.path, prompt_column, answer_column) for file in files]
+    parts = parts_of(files, [len(prompts) for prompts in loaded])
+    if len(files) > 1:
+        pairs = zip(files, loaded, strict=True)
+        loaded = [[replace(prompt, file=file.label) for prompt in prompts] for file, prompts in pairs]
+    return TrainingPrompts([prompt for prompts in loaded for prompt in prompts], parts)
 
 
 def detect_schema(path: Path, prompt_column: str, columns: Iterable[str]) -> Schema:
@@ -215,16 +252,24 @@ class Drawn:
 class PromptStream:
     """Endless sequence of prompts, epoch after epoch, by index; the same on every rank.
 
-    An epoch's order depends only on (seed, epoch). `rollout.staleness.Places` chooses the indices of a rank.
+    Prompts of several files are spread evenly, in proportion to their weights (`Shares`). Each file has epochs
+    of its own: when all its prompts were drawn, it starts again in another order. An epoch's order depends only
+    on (seed, epoch), and on the file's name if there are several. `rollout.staleness.Places` chooses the
+    indices of a rank.
 
     Attributes:
         upcoming: First index that was never taken, and the indices to take again before it.
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], seed: int, shuffle: bool, cursor: DataCursor | None = None
+        self,
+        prompts: Sequence[Prompt],
+        seed: int,
+        shuffle: bool,
+        cursor: DataCursor | None = None,
+        parts: Sequence[Part] = (),
     ) -> None:
-        """Read `upcoming` from a cursor; without one it is the beginning.
+        """Read `upcoming` from a cursor; without one it is the beginning. No parts: all prompts are one part.
 
         Raises:
             DataError: There are no prompts, or the cursor does not fit a stream of this many prompts.
@@ -232,8 +277,10 @@ class PromptStream:
         if not prompts:
             raise fault("prompts", "none", "at least one prompt", "Check data.prompts.")
         self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
+        self._parts = parts or [Part("", 0, len(prompts), 1.0)]
+        self._shares = Shares([part.weight for part in self._parts])
         self.upcoming = _read_cursor(cursor, len(prompts))
-        self._orders: dict[int, Sequence[int]] = {}
+        self._orders: dict[tuple[int, int], Sequence[int]] = {}
 
     def cursor_at(self, next_place: int, again: Sequence[int]) -> DataCursor:
         """Return the cursor of a stream with this `upcoming`. Checkpoints store it as JSON."""
@@ -242,25 +289,34 @@ class PromptStream:
 
     @property
     def num_prompts(self) -> int:
-        """Number of prompts in an epoch."""
+        """Number of prompts of all files."""
         return len(self._prompts)
 
     def at(self, place: int) -> Drawn:
         """Return the prompt at an index of the stream."""
-        epoch, index = divmod(place, len(self._prompts))
-        order = self._orders.get(epoch)  # several threads may call this
+        number, item = self._shares.at(place)
+        part = self._parts[number]
+        epoch, index = divmod(item, part.count)
+        order = self._orders.get((number, epoch))  # several threads may call this
         if order is None:
-            if len(self._orders) == 2:  # two are needed only at the end of an epoch
+            if len(self._orders) >= 2 * len(self._parts):  # each part needs two only at the end of an epoch
                 self._orders.clear()
-            order = self._orders[epoch] = self._order_of(epoch)
-        return Drawn(place, self._prompts[order[index]])
+            order = self._orders[number, epoch] = self._order_of(part, epoch)
+        return Drawn(place, self._prompts[part.start + order[index]])
 
-    def _order_of(self, epoch: int) -> Sequence[int]:
+    def epochs(self, place: int) -> dict[str, float]:
+        """Return the passes over each of several files before an index of the stream, by name."""
+        counts = self._shares.counts(place) if len(self._parts) > 1 else []
+        pairs = zip(self._parts, counts, strict=False)
+        return {part.name: count / part.count for part, count in pairs}
+
+    def _order_of(self, part: Part, epoch: int) -> Sequence[int]:
         if not self._shuffle:
-            return range(len(self._prompts))
-        digest = hashlib.blake2b(f"{self._seed}/{epoch}".encode(), digest_size=7).digest()
+            return range(part.count)
+        of_file = f"/{part.name}" if len(self._parts) > 1 else ""
+        digest = hashlib.blake2b(f"{self._seed}/{epoch}{of_file}".encode(), digest_size=7).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
-        order = torch.randperm(len(self._prompts), generator=generator)
+        order = torch.randperm(part.count, generator=generator)
         return cast(list[int], order.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 

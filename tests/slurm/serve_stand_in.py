@@ -30,9 +30,10 @@ def main() -> None:
     folder = load_config(options.configs, options.set).run.folder / "servers"
     words = tuple(sanity_task.VOCABULARY[token] for token in (*"0123456789", "w0"))
     end = sanity_task.VOCABULARY[sanity_task.EOS]
-    server = LiveStandIn(end_token=end, tokens=words, token_s=_TOKEN_S)
+    host = socket.gethostname()
+    server = LiveStandIn(host=host, end_token=end, tokens=words, token_s=_TOKEN_S)
     with server.running():
-        record = ServerRecord(options.name, server.url, socket.gethostname(), os.getpid(), "0.5.21", "now", 1)
+        record = ServerRecord(options.name, server.url, host, os.getpid(), "0.5.21", "now", 1)
         folder.mkdir(parents=True, exist_ok=True)
         write_jsonl(folder / f"{options.name}.json", [asdict(record)])
         signal.sigwait([signal.SIGTERM])

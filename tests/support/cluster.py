@@ -67,7 +67,7 @@ class Cluster:
     Without any, all daemons run here and listen on loopback."""
     slurmd_timeout_s: int = 300
     """Seconds after which a silent node is down."""
-    daemons: list[subprocess.Popen[bytes]] = field(default_factory=list[subprocess.Popen[bytes]])
+    daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict[str, subprocess.Popen[bytes]])
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -94,9 +94,7 @@ class Cluster:
         self._start("munged", [*munged, f"--socket={self.folder}/munge.socket"])
         self.wait_until((self.folder / "munge.socket").exists, 10, "munged listens")
         self.start_controller("-i")
-        for node in self.nodes:
-            self.start_node(node)
-        self.wait_for_idle_nodes()
+        self.start_nodes()
 
     def start_controller(self, *options: str) -> None:
         """Start slurmctld on the head; without `-i` it goes on with the state of the one before."""
@@ -108,18 +106,26 @@ class Cluster:
         slurmd = ["slurmd", "-D", "-f", str(self.folder / "slurm.conf"), "-N", node]
         self._start(f"slurmd.{node}", [*self.machines.get(node, ()), *slurmd])
 
-    def wait_for_idle_nodes(self) -> None:
-        """Until every node can take a job."""
+    def start_nodes(self) -> None:
+        """Start slurmd on each node that has none; return when all nodes are idle."""
+        for node in self.nodes:
+            daemon = self.daemons.get(f"slurmd.{node}")
+            if daemon is None or daemon.poll() is not None:
+                self.start_node(node)
         idle = ["sinfo", "--noheader", "--partition=main", "--states=idle", "--format=%D"]
         self.wait_until(lambda: self.ask(idle).strip() == str(len(self.nodes)), 30, "the nodes are idle")
+
+    def cancel_jobs(self) -> None:
+        """Return when no job is left."""
+        if jobs := self.ask(["squeue", "--noheader", "--format=%A"]).split():
+            self.ask(["scancel", *jobs])
+            self.wait_until(lambda: not self.ask(["squeue", "--noheader"]).strip(), 20, "no job is left")
 
     def stop(self) -> None:
         """End all jobs, then the daemons."""
         with suppress(subprocess.TimeoutExpired, AssertionError):
-            if jobs := self.ask(["squeue", "--noheader", "--format=%A"]).split():
-                self.ask(["scancel", *jobs])
-                self.wait_until(lambda: not self.ask(["squeue", "--noheader"]).strip(), 20, "no job is left")
-        for daemon in reversed(self.daemons):
+            self.cancel_jobs()
+        for daemon in reversed(self.daemons.values()):
             daemon.terminate()
             try:
                 daemon.wait(20)
@@ -146,7 +152,7 @@ class Cluster:
     def _start(self, name: str, command: list[str]) -> None:
         """A daemon ends with this process, whatever becomes of it."""
         with (self.folder / f"{name}.out").open("ab") as log:
-            daemon = subprocess.Popen(
+            self.daemons[name] = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "TERM", *command],
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
@@ -154,7 +160,6 @@ class Cluster:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self.daemons.append(daemon)
 
     def _write_config(self) -> None:
         host = socket.gethostname().partition(".")[0]

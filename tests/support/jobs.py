@@ -31,6 +31,21 @@ class Job:
         return re.findall(r"JobState=(\w+)", shown)
 
     @property
+    def exit_code(self) -> str:
+        """Status of the job's script, and the signal that ended it: "1:0"."""
+        return self._shown("ExitCode")
+
+    @property
+    def hosts(self) -> str:
+        """The job's nodes: "n[0-1]"."""
+        return self._shown("NodeList")
+
+    def _shown(self, name: str) -> str:
+        shown = self.cluster.ask(["scontrol", "show", "job", "--oneliner", self.id])
+        (found,) = re.findall(rf" {name}=(\S+)", shown)
+        return found
+
+    @property
     def output(self) -> str:
         """What the scripts said, in all attempts."""
         return "\n".join(path.read_text() for path in sorted(self.folder.glob(f"*-{self.id}*.out")))

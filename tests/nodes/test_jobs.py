@@ -1,0 +1,153 @@
+"""SLURM's jobs on two of three nodes, and faults: rows and weights must be those of a run on one node."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.campaign import compare_rows, equal_states
+from tests.nodes.lab import Lab
+from tests.nodes.training import OPTIONS, num_trained
+from tests.support.cluster import Cluster
+from tests.support.jobs import Job, overrides_of, stand_in_environment, submit
+from tests.support.records import metrics_of
+
+TRAIN = ("examples/moe_base/train.sbatch", "dppo_binary_tv.toml")
+_LIMIT_S = 120
+
+
+def start(cluster: Cluster, run: Path, tiny: tuple[str, ...], **options: object) -> Job:
+    """A job that trains on two nodes."""
+    overrides = overrides_of(OPTIONS | {"run.folder": run} | options)
+    return submit(cluster, run.parent, "--nodes=2", *TRAIN, *tiny, *overrides)
+
+
+def wait_for_training(job: Job, run: Path, num_rollouts: int) -> None:
+    """Until so many rollouts are trained on."""
+
+    def has_trained() -> bool:
+        assert "FAILED" not in job.states, job.output
+        return num_trained(run) >= num_rollouts
+
+    job.cluster.wait_until(has_trained, _LIMIT_S, f"job {job.id} trains; it said:\n{job.output}")
+
+
+def trainer_log(job: Job, run: Path, attempt: int) -> str:
+    log = run / "slurm" / f"{job.id}-attempt_{attempt}" / "trainer.log"
+    return log.read_text(errors="replace") if log.exists() else ""
+
+
+def num_resumed(job: Job, run: Path, attempt: int) -> int:
+    """Rollouts that an attempt has trained on."""
+    return len(re.findall(r"rollout +\d+/", trainer_log(job, run, attempt)))
+
+
+def test_a_job_survives_a_dead_link_and_the_death_of_each_of_its_nodes(
+    lab: Lab, cluster: Cluster, tiny: tuple[str, ...], one_machine: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    job = start(cluster, run, tiny)
+    wait_for_training(job, run, 1)
+    lab.cut("n1")
+    time.sleep(5)
+    lab.mend()
+    wait_for_training(job, run, 4)
+    lab.nodes["n1"].kill()
+    cluster.wait_until(lambda: num_resumed(job, run, 1) >= 2, _LIMIT_S, f"it resumes; it said:\n{job.output}")
+    assert "resuming from" in trainer_log(job, run, 1)
+    assert re.search(r"rank 1 \(host n1, pid \d+\)", trainer_log(job, run, 0))
+    assert job.hosts == "n[0,2]"
+    lab.start("n1")
+    cluster.start_node("n1")
+    lab.nodes["n0"].kill()
+    job.wait_for_state("COMPLETED", timeout_s=_LIMIT_S)
+    assert job.hosts == "n[1-2]"
+    assert "resuming from" in trainer_log(job, run, 2)
+    assert compare_rows(one_machine, run) == (0, 0)
+    assert equal_states(one_machine, run)
+
+
+def test_a_job_leaves_a_node_that_cannot_be_reached_and_lives(
+    lab: Lab, cluster: Cluster, tiny: tuple[str, ...], one_machine: Path, tmp_path: Path
+) -> None:
+    """Rank 0 there holds the run folder, until it notices that its peers are gone."""
+    run = tmp_path / "run"
+    job = start(cluster, run, tiny, **{"run.peer_timeout_s": 10})
+    wait_for_training(job, run, 4)
+    lab.cut("n0")
+    try:
+        job.wait_for_state("COMPLETED", timeout_s=_LIMIT_S)
+    finally:
+        lab.nodes["n0"].kill()
+    assert compare_rows(one_machine, run) == (0, 0)
+    assert equal_states(one_machine, run)
+
+
+def test_a_job_trains_with_servers_of_another_node_whose_link_is_dead_for_5_s(
+    lab: Lab, cluster: Cluster, tiny: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Rank 0 and 1 on n0 and n1, a stand-in for a server on n2, and weights by the common disk."""
+    run, num_rollouts = tmp_path / "run", 4
+    options = OPTIONS | {
+        "run.folder": run,
+        "run.num_rollouts": num_rollouts,
+        "rollout.engine": "sglang",
+        "rollout.sglang.weight_sync": "disk",
+        "rollout.sglang.probe_every": 0,
+    }
+    environment = stand_in_environment(tmp_path, "stand_in_servers.sh")
+    environment |= {"NUM_ENGINE_NODES": "1", "SERVERS_PER_NODE": "1"}
+    job = submit(cluster, tmp_path, "--nodes=3", *TRAIN, *tiny, *overrides_of(options), **environment)
+    wait_for_training(job, run, 1)
+    (record,) = run.glob("servers/node-*.json")
+    assert json.loads(record.read_text())["url"].startswith("http://n2:")
+    lab.cut("n2")
+    time.sleep(5)
+    lab.mend()
+    job.wait_for_state("COMPLETED", timeout_s=_LIMIT_S)
+    assert [row["rollout"] for row in metrics_of(run, "rollout")] == list(range(num_rollouts))
+    engine = (run / "slurm" / f"{job.id}-attempt_0" / "engine.log").read_text()
+    assert f"n2: ended with weights {num_rollouts}" in engine
+
+
+def start_stand_in(cluster: Cluster, run: Path, tiny: tuple[str, ...]) -> Job:
+    """A job of two ranks that only wait for their status."""
+    environment = stand_in_environment(run.parent, "stand_in_ranks.sh") | {"STAND_IN_FOLDER": str(run)}
+    overrides = overrides_of({"run.folder": run})
+    return submit(cluster, run.parent, "--nodes=2", *TRAIN, *tiny, *overrides, **environment)
+
+
+@pytest.mark.parametrize(("rank", "status"), [(0, 2), (1, 1)])
+def test_a_jobs_exit_status_is_that_of_the_rank_that_failed(
+    cluster: Cluster, tiny: tuple[str, ...], tmp_path: Path, rank: int, status: int
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / f"status_{rank}").write_text(str(status))
+    job = start_stand_in(cluster, run, tiny)
+    job.wait_for_state("FAILED", timeout_s=_LIMIT_S)
+    assert job.exit_code == f"{status}:0"
+
+
+def test_a_job_is_requeued_once_the_controller_is_back(
+    lab: Lab, cluster: Cluster, tiny: tuple[str, ...], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    job = start_stand_in(cluster, run, tiny)
+    cluster.wait_until(
+        lambda: {file.name for file in run.glob("begun_*")} == {"begun_0", "begun_1"},
+        _LIMIT_S,
+        "both ranks start",
+    )
+    lab.nodes["head"].ask("bash", "-c", f"kill -KILL $(<{cluster.folder}/slurmctld.pid)")
+    for rank in range(2):
+        (run / f"status_{rank}").write_text("75")
+    cluster.wait_until(lambda: bool(list(run.glob("slurm/*/stopped"))), _LIMIT_S, "the ranks stop")
+    time.sleep(10)  # the job asks to be requeued
+    for rank in range(2):
+        (run / f"status_{rank}").write_text("0")
+    cluster.start_controller()
+    said = job.wait_for_state("COMPLETED", timeout_s=_LIMIT_S)
+    assert "attempt 1: 2 x 1 processes" in said

@@ -40,10 +40,11 @@ def session_cluster(session_lab: Lab, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture
 def cluster(session_cluster: Cluster, lab: Lab) -> Iterator[Cluster]:
-    """Idle nodes, whatever a test before did to them."""
-    session_cluster.start_nodes()
+    """Idle nodes; after the test, all daemons and no job."""
+    session_cluster.wait_for_idle_nodes()
     yield session_cluster
     lab.repair()
+    session_cluster.start_nodes()
     session_cluster.cancel_jobs()
 
 

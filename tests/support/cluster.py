@@ -95,6 +95,7 @@ class Cluster:
         self.wait_until((self.folder / "munge.socket").exists, 10, "munged listens")
         self.start_controller("-i")
         self.start_nodes()
+        self.wait_for_idle_nodes()
 
     def start_controller(self, *options: str) -> None:
         """Start slurmctld on the head; without `-i` it goes on with the state of the one before."""
@@ -107,11 +108,14 @@ class Cluster:
         self._start(f"slurmd.{node}", [*self.machines.get(node, ()), *slurmd])
 
     def start_nodes(self) -> None:
-        """Start slurmd on each node that has none; return when all nodes are idle."""
+        """Start slurmd on each node that has none."""
         for node in self.nodes:
             daemon = self.daemons.get(f"slurmd.{node}")
             if daemon is None or daemon.poll() is not None:
                 self.start_node(node)
+
+    def wait_for_idle_nodes(self) -> None:
+        """Return when every node can take a job."""
         idle = ["sinfo", "--noheader", "--partition=main", "--states=idle", "--format=%D"]
         self.wait_until(lambda: self.ask(idle).strip() == str(len(self.nodes)), 30, "the nodes are idle")
 

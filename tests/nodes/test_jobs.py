@@ -134,7 +134,7 @@ def test_a_jobs_exit_status_is_that_of_the_rank_that_failed(
     (run / f"status_{rank}").write_text(str(status))
     job = start_stand_in(cluster, run, tiny)
     job.wait_for_state("FAILED", timeout_s=_LIMIT_S)
-    assert job.exit_code == f"{status}:0"
+    assert job.exit_codes == [f"{status}:0"]
 
 
 def test_a_job_is_requeued_once_the_controller_is_back(

@@ -31,24 +31,22 @@ class Job:
         return re.findall(r"JobState=(\w+)", shown)
 
     @property
-    def exit_code(self) -> str:
-        """Status of the job's script, and the signal that ended it: "1:0"."""
-        return self._shown("ExitCode")
-
-    @property
-    def hosts(self) -> str:
-        """The job's nodes: "n[0-1]"."""
-        return self._shown("NodeList")
-
-    def _shown(self, name: str) -> str:
+    def exit_codes(self) -> list[str]:
+        """Status and signal of the job, or of each element of an array."""
         shown = self.cluster.ask(["scontrol", "show", "job", "--oneliner", self.id])
-        (found,) = re.findall(rf" {name}=(\S+)", shown)
-        return found
+        return re.findall(r" ExitCode=(\S+)", shown)
 
     @property
     def output(self) -> str:
         """What the scripts said, in all attempts."""
         return "\n".join(path.read_text() for path in sorted(self.folder.glob(f"*-{self.id}*.out")))
+
+    @property
+    def hosts(self) -> str:
+        """The job's nodes: "n[0-1]"."""
+        return self.cluster.ask(
+            ["squeue", "--noheader", "--states=all", f"--jobs={self.id}", "--format=%N"]
+        ).strip()
 
     def wait_for_state(self, *states: str, timeout_s: float) -> str:
         """Until the job is in one of the states, or ended in another, which is a failure."""

@@ -94,6 +94,7 @@ def test_a_job_trains_with_servers_of_another_node_whose_link_is_dead_for_5_s(
         "run.folder": run,
         "run.num_rollouts": num_rollouts,
         "rollout.engine": "sglang",
+        "rollout.sglang.colocated": "false",
         "rollout.sglang.weight_sync": "disk",
         "rollout.sglang.probe_every": 0,
     }

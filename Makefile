@@ -187,7 +187,7 @@ test-recipes: venv
 test-slurm: venv slurm
 	$(RUN) -m pytest tests/slurm $(RECORDING)
 
-# Nodes are namespaces of this machine: as root, with /dev/net/tun, util-linux and iproute2.
+# Nodes are namespaces of this machine: as root, with /dev/net/tun.
 test-nodes: venv slurm
 	$(RUN) -m pytest tests/nodes $(RECORDING)
 
@@ -271,10 +271,10 @@ chromium:
 
 # Munge, slurmctld and slurmd are started by tests/slurm itself, as whoever runs it.
 slurm:
-	@export PATH="$$PATH:/usr/sbin"; { command -v munged && command -v slurmctld && command -v slurmd && command -v sbatch; } >/dev/null || { \
+	@export PATH="$$PATH:/usr/sbin"; { command -v munged && command -v slurmctld && command -v slurmd && command -v sbatch && command -v ip; } >/dev/null || { \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
-	      apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge; \
+	      apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge iproute2; \
 	  else \
-	    echo "The tests run jobs of a real SLURM, which is missing: install your system's slurmctld, slurmd, slurm-client and munge." >&2; exit 1; \
+	    echo "The tests run jobs of a real SLURM, which is missing: install your system's slurmctld, slurmd, slurm-client, munge and iproute2." >&2; exit 1; \
 	  fi; }

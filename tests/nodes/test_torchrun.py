@@ -13,10 +13,10 @@ from tests.support.jobs import ROOT
 
 def options_of_readme(master: str) -> list[str]:
     """Options of torchrun there, changed to one process per node, which meet at a node of the lab."""
-    readme = (ROOT / "README.md").read_text()
-    found = set(re.findall(r"torchrun (--nnodes 2 .*?)-m megatron_dppo train run\.toml", readme))
-    assert len(found) == 1, found
-    options = [part for word in shlex.split(found.pop()) for part in word.split("=")]
+    readme = (ROOT / "README.md").read_text().replace("\\\n", " ")
+    found = re.findall(r"torchrun (--nnodes 2 .*?)-m megatron_dppo train run\.toml", readme)
+    options = [part for word in shlex.split(found[0]) for part in word.split("=")]
+    assert all(shlex.split(other) == shlex.split(found[0]) for other in found), found
     for place, (option, value) in enumerate(pairwise(options), 1):
         if option == "--nproc-per-node":
             options[place] = "1"

@@ -57,12 +57,16 @@ class Ranks:
             subprocess.Popen(
                 [*node.prefix, sys.executable, "-m", "tests.nodes.ranks"],
                 stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
                 text=True,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             )
             for node in nodes
         ]
         self._ports = itertools.count(29500)  # a rank that hangs holds its port
+        for starter in self._starters:
+            assert starter.stdout is not None, "a pipe"
+            assert starter.stdout.readline(), "a starter ended; its error is above"
 
     def start(self, folder: Path, program: str, *arguments: object, master: str, count: int = 2) -> list[Rank]:
         """Start a rank of a module of tests/nodes/programs on each of the first nodes; their port is new."""
@@ -105,6 +109,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for program in ("meet", "watch"):
         importlib.import_module(f"tests.nodes.programs.{program}")
+    print("ready", flush=True)
     for line in sys.stdin:
         if os.fork() == 0:
             _serve(json.loads(line))

@@ -131,6 +131,7 @@ def test_a_jobs_exit_status_is_that_of_the_rank_that_failed(
 def test_a_job_is_requeued_once_the_controller_is_back(
     lab: Lab, cluster: Cluster, tiny: tuple[str, ...], tmp_path: Path
 ) -> None:
+    """It is away while the ranks stop. After more than UnkillableStepTimeout SLURM would hold the job."""
     run = tmp_path / "run"
     job = start_stand_in(cluster, run, tiny)
     cluster.wait_until(
@@ -142,10 +143,7 @@ def test_a_job_is_requeued_once_the_controller_is_back(
     try:
         write_statuses(run, 75)
         cluster.wait_until(lambda: bool(list(run.glob("slurm/*/stopped"))), _LIMIT_S, "the ranks stop")
-        refused = r"Unable to contact|Unexpected message"  # says scontrol to the job that asks to be requeued
-        cluster.wait_until(
-            lambda: bool(re.search(refused, job.output)), _LIMIT_S, "the job asks to be requeued"
-        )
+        time.sleep(8)
         write_statuses(run, 0)
     finally:
         cluster.start_controller()

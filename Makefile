@@ -37,7 +37,7 @@ $(1) examples/quickstart/run.py --short
 $(call ran,$(1),quickstart)
 endef
 
-.PHONY: smollm2 smollm2-servers quick docs test-newest versions study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-recipes test-py312 python312 test-sglang test-sglang-slow sglang-venv test-slurm slurm faults lint bench bench-loss bench-save bench-trl gpu chromium
+.PHONY: smollm2 smollm2-servers quick docs test-newest versions study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-recipes test-py312 python312 test-sglang test-sglang-slow sglang-venv test-slurm test-nodes slurm faults lint bench bench-loss bench-save bench-trl gpu chromium
 
 help:
 	@echo "make quickstart  the whole loop on this machine's CPU, ending in runs/quickstart/report.html"
@@ -55,6 +55,7 @@ help:
 	@echo "make test-sglang-slow  a server of every model family, of which make test-sglang takes two"
 	@echo "make sglang-venv only SGLang's environment, $(SGLANG_VENV); SGLANG_FOR=gpu or cpu, else by nvidia-smi"
 	@echo "make test-slurm  tests/slurm: jobs of a real SLURM on this machine; as root it installs Debian's packages"
+	@echo "make test-nodes  tests/nodes: several machines on one by namespaces, and faults of nodes and links; as root"
 	@echo "make versions    the tables of versions in the guide to installing, of what the targets above recorded with RECORD=1"
 	@echo "make docs        a site of all pages, with search: build/site/docs/index.html (own environment)"
 	@echo "make lint        ruff, pyright, import-linter, shellcheck, size limits"
@@ -97,7 +98,7 @@ smollm2: venv $(if $(filter sglang,$(ENGINE)),smollm2-servers)
 smollm2-servers:
 	$(MAKE) sglang-venv SGLANG_FOR=cpu
 
-test test-recipes test-slow layouts test-newest test-py312 test-sglang test-sglang-slow test-slurm faults: export OMP_NUM_THREADS := 1
+test test-recipes test-slow layouts test-newest test-py312 test-sglang test-sglang-slow test-slurm test-nodes faults: export OMP_NUM_THREADS := 1
 
 test: lint chromium
 	$(RUN) -m pytest tests/unit -n 2 $(RECORDING)
@@ -186,6 +187,10 @@ test-recipes: venv
 test-slurm: venv slurm
 	$(RUN) -m pytest tests/slurm $(RECORDING)
 
+# Nodes are namespaces of this machine: as root, with /dev/net/tun.
+test-nodes: venv slurm
+	$(RUN) -m pytest tests/nodes $(RECORDING)
+
 test-slow: venv
 	$(RUN) -m pytest tests/distributed -m slow
 
@@ -266,10 +271,10 @@ chromium:
 
 # Munge, slurmctld and slurmd are started by tests/slurm itself, as whoever runs it.
 slurm:
-	@export PATH="$$PATH:/usr/sbin"; { command -v munged && command -v slurmctld && command -v slurmd && command -v sbatch; } >/dev/null || { \
+	@export PATH="$$PATH:/usr/sbin"; { command -v munged && command -v slurmctld && command -v slurmd && command -v sbatch && command -v ip; } >/dev/null || { \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
-	      apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge; \
+	      apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge iproute2; \
 	  else \
-	    echo "The tests run jobs of a real SLURM, which is missing: install your system's slurmctld, slurmd, slurm-client and munge." >&2; exit 1; \
+	    echo "The tests run jobs of a real SLURM, which is missing: install your system's slurmctld, slurmd, slurm-client, munge and iproute2." >&2; exit 1; \
 	  fi; }

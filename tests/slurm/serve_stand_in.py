@@ -28,9 +28,10 @@ def main() -> None:
     folder = load_config(options.configs, options.set).run.folder / "servers"
     words = tuple(sanity_task.VOCABULARY[token] for token in (*"0123456789", "w0"))
     end = sanity_task.VOCABULARY[sanity_task.EOS]
-    server = LiveStandIn(end_token=end, tokens=words, token_s=_TOKEN_S)
+    host = socket.gethostname()
+    server = LiveStandIn(host=host, end_token=end, tokens=words, token_s=_TOKEN_S)
     with server.running():
-        record = ServerRecord(options.name, server.url, socket.gethostname(), os.getpid(), "0.5.21", "now", 1)
+        record = ServerRecord(options.name, server.url, host, os.getpid(), "0.5.21", "now", 1)
         write_record(folder / f"{options.name}.json", record)
         signal.sigwait([signal.SIGTERM])
         print(f"{os.environ['SLURMD_NODENAME']}: ended with weights {server.version}")

@@ -1,4 +1,4 @@
-"""A real SLURM of this machine's own: munged, slurmctld and a slurmd for each of two nodes, on loopback."""
+"""A real SLURM: munged, slurmctld and a slurmd for each node, all on this machine, or each on a machine."""
 
 import getpass
 import os
@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +17,10 @@ NODES = ("n0", "n1")
 _PATH = os.environ["PATH"] + ":/usr/sbin"  # where daemons are, which only root looks for
 _CONFIG = """
 ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={head}
 SlurmUser={user}
 SlurmdUser={user}
 SlurmctldPort={port}
-CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CredType=cred/munge
@@ -46,9 +45,11 @@ SlurmdParameters=config_overrides
 JobRequeue=1
 ReturnToService=2
 KillWait=5
+SlurmdTimeout={slurmd_timeout_s}
 CompleteWait=0
-UnkillableStepTimeout=30
+UnkillableStepTimeout=180
 GresTypes=gpu
+{communication}
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
@@ -60,8 +61,18 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 Preempt
 class Cluster:
     """Daemons that this process started and must stop."""
 
-    folder: Path
-    daemons: list[subprocess.Popen[bytes]] = field(default_factory=list[subprocess.Popen[bytes]])
+    folder: Path  # which all machines see
+    machines: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    """What stands before a command to run it on another machine, by the name: the head, then the nodes.
+    Without any, all daemons run here and listen on loopback."""
+    slurmd_timeout_s: int = 300
+    """Seconds after which a silent node is down."""
+    daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict[str, subprocess.Popen[bytes]])
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Names of the nodes, which run jobs."""
+        return tuple(self.machines)[1:] or NODES
 
     @property
     def environment(self) -> dict[str, str]:
@@ -69,8 +80,12 @@ class Cluster:
         of_cpu = {"CUDA_VISIBLE_DEVICES": ""}  # jobs have GPUs that torch cannot use
         return os.environ | of_cpu | {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": _PATH}
 
+    def on_head(self, command: Sequence[str]) -> list[str]:
+        """The command, as it is started here to run on the head."""
+        return [*next(iter(self.machines.values()), ()), *command]
+
     def start(self) -> None:
-        """Return when both nodes are idle."""
+        """Return when all nodes are idle."""
         self._write_config()
         (self.folder / "munge.key").write_bytes(secrets.token_bytes(128))
         (self.folder / "munge.key").chmod(0o600)
@@ -78,20 +93,48 @@ class Cluster:
         munged += [f"--{name}-file={self.folder}/munge.{name}" for name in ("pid", "log", "seed")]
         self._start("munged", [*munged, f"--socket={self.folder}/munge.socket"])
         self.wait_until((self.folder / "munge.socket").exists, 10, "munged listens")
+        self.start_controller("-i")
+        self.start_nodes()
+        self.wait_for_idle_nodes()
+
+    def start_controller(self, *options: str) -> None:
+        """Start slurmctld on the head; without `-i` it goes on with the state of the one before."""
         config = str(self.folder / "slurm.conf")
-        self._start("slurmctld", ["slurmctld", "-D", "-i", "-f", config])
-        for node in NODES:
-            self._start(f"slurmd.{node}", ["slurmd", "-D", "-f", config, "-N", node])
+        self._start("slurmctld", self.on_head(["slurmctld", "-D", "-f", config, *options]))
+
+    def stop_controller(self) -> None:
+        """End slurmctld, which saves its state first, as when it is restarted for a new configuration."""
+        self.ask(["bash", "-c", f"kill $(<{self.folder}/slurmctld.pid)"])
+        self.daemons["slurmctld"].wait(60)
+
+    def start_node(self, node: str) -> None:
+        """Start the slurmd of a node."""
+        slurmd = ["slurmd", "-D", "-f", str(self.folder / "slurm.conf"), "-N", node]
+        self._start(f"slurmd.{node}", [*self.machines.get(node, ()), *slurmd])
+
+    def start_nodes(self) -> None:
+        """Start slurmd on each node that has none."""
+        for node in self.nodes:
+            daemon = self.daemons.get(f"slurmd.{node}")
+            if daemon is None or daemon.poll() is not None:
+                self.start_node(node)
+
+    def wait_for_idle_nodes(self) -> None:
+        """Return when every node can take a job."""
         idle = ["sinfo", "--noheader", "--partition=main", "--states=idle", "--format=%D"]
-        self.wait_until(lambda: self.ask(idle).strip() == str(len(NODES)), 30, "the nodes are idle")
+        self.wait_until(lambda: self.ask(idle).strip() == str(len(self.nodes)), 30, "the nodes are idle")
+
+    def cancel_jobs(self) -> None:
+        """Return when no job is left."""
+        if jobs := self.ask(["squeue", "--noheader", "--format=%A"]).split():
+            self.ask(["scancel", *jobs])
+            self.wait_until(lambda: not self.ask(["squeue", "--noheader"]).strip(), 20, "no job is left")
 
     def stop(self) -> None:
         """End all jobs, then the daemons."""
         with suppress(subprocess.TimeoutExpired, AssertionError):
-            if jobs := self.ask(["squeue", "--noheader", "--format=%A"]).split():
-                self.ask(["scancel", *jobs])
-                self.wait_until(lambda: not self.ask(["squeue", "--noheader"]).strip(), 20, "no job is left")
-        for daemon in reversed(self.daemons):
+            self.cancel_jobs()
+        for daemon in reversed(self.daemons.values()):
             daemon.terminate()
             try:
                 daemon.wait(20)
@@ -102,7 +145,7 @@ class Cluster:
     def ask(self, command: Sequence[str]) -> str:
         """What a SLURM command prints; nothing where it fails."""
         answer = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=20, check=False
+            self.on_head(command), env=self.environment, capture_output=True, text=True, timeout=20, check=False
         )
         return answer.stdout
 
@@ -117,8 +160,8 @@ class Cluster:
 
     def _start(self, name: str, command: list[str]) -> None:
         """A daemon ends with this process, whatever becomes of it."""
-        with (self.folder / f"{name}.out").open("wb") as log:
-            daemon = subprocess.Popen(
+        with (self.folder / f"{name}.out").open("ab") as log:
+            self.daemons[name] = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "TERM", *command],
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
@@ -126,19 +169,22 @@ class Cluster:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self.daemons.append(daemon)
 
     def _write_config(self) -> None:
         host = socket.gethostname().partition(".")[0]
-        ports = free_ports(1 + len(NODES))
-        lines = [
-            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 Gres=gpu:8"
-            for node, port in zip(NODES, ports[1:], strict=True)
-        ]
-        for name in ("state", *(f"spool.{node}" for node in NODES)):
+        ports = free_ports(1 + len(self.nodes))
+        head, communication = next(iter(self.machines), f"{host}(127.0.0.1)"), ""
+        places = dict.fromkeys(self.nodes, "")
+        if not self.machines:
+            communication = "CommunicationParameters=NoCtldInAddrAny,NoInAddrAny"
+            for node, port in zip(self.nodes, ports[1:], strict=True):
+                places[node] = f"NodeHostname={host} NodeAddr=127.0.0.1 Port={port}"
+        lines = [f"NodeName={node} {place} CPUs=8 Gres=gpu:8" for node, place in places.items()]
+        for name in ("state", *(f"spool.{node}" for node in self.nodes)):
             (self.folder / name).mkdir()
-        values = {"host": host, "user": getpass.getuser(), "port": ports[0], "folder": self.folder}
-        (self.folder / "slurm.conf").write_text(_CONFIG.format(**values, nodes="\n".join(lines)))
+        values = {"head": head, "communication": communication, "port": ports[0], "nodes": "\n".join(lines)}
+        values |= {"user": getpass.getuser(), "folder": self.folder, "slurmd_timeout_s": self.slurmd_timeout_s}
+        (self.folder / "slurm.conf").write_text(_CONFIG.format(**values))
         # SLURM 22.05 knows no CgroupPlugin=disabled; this one loads anywhere, and nothing here uses it.
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         for index in range(8):
@@ -147,13 +193,17 @@ class Cluster:
 
 
 def require_programs() -> None:
-    """Raise what to install, or to fix, where no cluster can be started here."""
+    """Raise what to install where no cluster can be started here."""
     missing = [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
     if missing:
         raise RuntimeError(
             f"found no {', '.join(missing)}; expected SLURM 22.05 or newer. Run make test-slurm as root "
             "on Debian, or install slurmctld, slurmd, slurm-client and munge."
         )
+
+
+def require_loopback() -> None:
+    """Raise what to fix where the daemons of one machine would not listen on loopback."""
     address = socket.gethostbyname(socket.gethostname())
     if not address.startswith("127."):
         raise RuntimeError(

@@ -2,9 +2,11 @@
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +41,13 @@ class Job:
         """What the scripts said, in all attempts."""
         return "\n".join(path.read_text() for path in sorted(self.folder.glob(f"*-{self.id}*.out")))
 
+    @property
+    def hosts(self) -> str:
+        """The job's nodes: "n[0-1]"."""
+        return self.cluster.ask(
+            ["squeue", "--noheader", "--states=all", f"--jobs={self.id}", "--format=%N"]
+        ).strip()
+
     def wait_for_state(self, *states: str, timeout_s: float) -> str:
         """Until the job is in one of the states, or ended in another, which is a failure."""
 
@@ -70,14 +79,14 @@ def submit(cluster: Cluster, outputs: Path, *command: str, **variables: str) -> 
     outputs.mkdir(parents=True, exist_ok=True)
     environment = cluster.environment | {
         "MEGATRON_DPPO_VENV": sys.prefix,
-        "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "PROCESSES_PER_NODE": "1",
         "SBATCH_TIMELIMIT": "30",
+        **({} if cluster.machines else {"GLOO_SOCKET_IFNAME": "lo"}),
         **variables,
     }
     submitted = subprocess.run(
-        ["sbatch", "--parsable", f"--output={outputs}/%x-%j.out", *command],
+        cluster.on_head(["sbatch", "--parsable", f"--output={outputs}/%x-%j.out", *command]),
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -88,8 +97,27 @@ def submit(cluster: Cluster, outputs: Path, *command: str, **variables: str) -> 
     return Job(cluster, submitted.stdout.strip(), outputs)
 
 
+def tiny_arguments(folder: Path) -> tuple[str, ...]:
+    """What comes after an algorithm's TOML file to train a tiny model, written to the folder, on two ranks."""
+    runpy.run_path(str(ROOT / "examples" / "make_tiny.py"))["write_tiny"](folder)
+    overrides = {
+        "model.load": folder / "qwen3_moe",
+        "data.prompts": folder / "prompts.jsonl",
+        "evaluation.sets.aime24.prompts": folder / "held_out.jsonl",
+        "evaluation.sets.aime25.prompts": folder / "held_out.jsonl",
+        "parallel.expert": 2,
+        "run.num_rollouts": 4,
+    }
+    return ("examples/tiny.toml", *overrides_of(overrides))
+
+
+def overrides_of(values: Mapping[str, object]) -> list[str]:
+    """The values as options of a command: `--set KEY=VALUE`, each."""
+    return [part for name, value in values.items() for part in ("--set", f"{name}={value}")]
+
+
 def stand_in_environment(folder: Path, script: str) -> dict[str, str]:
-    """Variables of a job whose Python is a script of this folder, which knows the real one."""
+    """Variables of a job whose Python is a script of tests/slurm, which knows the real one."""
     python = folder / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     shutil.copy(ROOT / "tests" / "slurm" / script, python)

@@ -69,6 +69,7 @@ class StandIn:
 
     num_retractions: Callable[[str], int] = lambda rid: 0  # of a request, by its id
     fails_first: Callable[[str], bool] = lambda rid: False  # answers a request with 500 when it first comes
+    host: str = "127.0.0.1"  # where it listens
     url: str = ""
     num_asked: Counter[str] = field(default_factory=Counter[str])
     is_started: bool = False
@@ -89,7 +90,7 @@ class StandIn:
 
     @contextmanager
     def running(self) -> Iterator["StandIn"]:
-        """Answer on a port of this machine inside the block."""
+        """Answer on a port of the host inside the block."""
         self.start()
         try:
             yield self
@@ -99,10 +100,10 @@ class StandIn:
 
     def start(self) -> None:
         """Answer from now on; after a `stop`, on the port that it had."""
-        address = ("127.0.0.1", int(self.url.rpartition(":")[2] or 0))
+        address = (self.host, int(self.url.rpartition(":")[2] or 0))
         self._server = ThreadingHTTPServer(address, _handler(self))
         self._server.daemon_threads, self._server.block_on_close = True, False
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self.url = f"http://{self.host}:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         self.is_started = True
 

@@ -9,14 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_dppo.config.sections import (
-    EvaluationConfig,
-    PromptFile,
-    PromptFiles,
-    RewardSetting,
-    Section,
-    TrackingConfig,
-)
+from megatron_dppo.config.sections import DataConfig, EvaluationConfig, Section, TrackingConfig
 from megatron_dppo.types import RoutingReplay
 
 EnginePrecision = Literal["float32", "bfloat16", "bfloat16_fp8", "modelopt_fp8", "modelopt_nvfp4"]
@@ -88,48 +81,6 @@ class ParallelConfig(Section):
     """Reduce gradients over ranks during the backward pass."""
     overlap_param_gather: bool = False
     """Gather updated parameters during the next forward pass. Requires `optimizer.distributed`."""
-
-
-class DataConfig(Section):
-    """[data]: prompts and reward."""
-
-    prompts: PromptFiles = (PromptFile(path=Path("prompts.jsonl")),)
-    """Path of a .jsonl or .parquet file with one prompt per row, or a list of paths, or tables with `path`,
-    `weight` (the file's share of the prompts) and `name` (in metrics)."""
-    prompt_column: str = "prompt"
-    """Column of the prompt: a string, or a list of chat messages. `column.field` selects a nested field."""
-    answer_column: str | None = None
-    """Reference answer's column. Default: `answer`, verl's `reward_model.ground_truth` or slime's `label`."""
-    shuffle: bool = True
-    """Shuffle the prompts each epoch, seeded by `run.seed`."""
-    reward: RewardSetting = ""
-    """Required: a registered reward, your own "package.module:function", or a table of names and weights.
-    "batch:package.module:function" gets all responses to a prompt at once. "environment" takes all rewards from
-    `rollout.environment` or `rollout.generate`."""
-    reward_values: tuple[float, float] = (0.0, 1.0)
-    """Rewards of a wrong and of a right response, for registered rewards."""
-    thinking: Literal["ignore", "require"] = "ignore"
-    """require: registered rewards score the text after the one </think>. A response without it is wrong."""
-    overlong_buffer_tokens: NonNegativeInt = 0
-    """Overlong buffer (DAPO): last tokens before `rollout.max_response_tokens`, which cost a penalty; 0 is off.
-    Only tokens that the policy sampled count."""
-    overlong_penalty: PositiveFloat = 1.0
-    """Penalty of a response that uses the complete overlong buffer."""
-    reward_workers: PositiveInt = 1
-    """Worker processes per trainer process, for rewards and environments."""
-    reward_timeout_s: PositiveFloat = 10.0
-    """Seconds to score a response (with "batch:" a group) or to step an environment. Slower samples are dropped
-    and counted."""
-    reward_retries: NonNegativeInt = 0
-    """Further calls of your own reward if it raises, after 0.1 s, 0.2 s, 0.4 s, ... For rewards that call other
-    machines. `reward_timeout_s` limits all calls together."""
-    reward_memory_mb: NonNegativeInt = 2048
-    """MiB for a worker of rewards or environments; 0 is no limit. A sample above it is dropped and counted."""
-    worker_environment: tuple[str, ...] = ()
-    """Environment variables that workers of rewards and environments get although they look like secrets, such
-    as ["OPENAI_API_KEY"] for a judge. Workers get no other secrets, nor the launcher's variables."""
-    max_prompt_tokens: PositiveInt = 1024
-    """Maximum prompt length. Longer prompts are dropped and counted."""
 
 
 class TransformersEngineConfig(Section):

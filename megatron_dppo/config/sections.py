@@ -1,4 +1,4 @@
-"""The base class of all config sections, and the sections [evaluation] and [tracking]."""
+"""The base class of all config sections, and the sections [data], [evaluation] and [tracking]."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,7 @@ from pydantic import (
     NonNegativeInt,
     PlainSerializer,
     PlainValidator,
+    PositiveFloat,
     PositiveInt,
 )
 from pydantic_core import PydanticCustomError
@@ -74,6 +75,48 @@ def _plain_files(files: tuple[PromptFile, ...]) -> Any:
 
 PromptFiles = Annotated[tuple[PromptFile, ...], BeforeValidator(_parse_files), PlainSerializer(_plain_files)]
 """One or more files of prompts, written as a path, a list of paths, or tables."""
+
+
+class DataConfig(Section):
+    """[data]: prompts and reward."""
+
+    prompts: PromptFiles = (PromptFile(path=Path("prompts.jsonl")),)
+    """Path of a .jsonl or .parquet file with one prompt per row, or a list of paths, or tables with `path`,
+    `weight` (the file's share of the prompts) and `name` (in metrics)."""
+    prompt_column: str = "prompt"
+    """Column of the prompt: a string, or a list of chat messages. `column.field` selects a nested field."""
+    answer_column: str | None = None
+    """Reference answer's column. Default: `answer`, verl's `reward_model.ground_truth` or slime's `label`."""
+    shuffle: bool = True
+    """Shuffle the prompts each epoch, seeded by `run.seed`."""
+    reward: RewardSetting = ""
+    """Required: a registered reward, your own "package.module:function", or a table of names and weights.
+    "batch:package.module:function" gets all responses to a prompt at once. "environment" takes all rewards from
+    `rollout.environment` or `rollout.generate`."""
+    reward_values: tuple[float, float] = (0.0, 1.0)
+    """Rewards of a wrong and of a right response, for registered rewards."""
+    thinking: Literal["ignore", "require"] = "ignore"
+    """require: registered rewards score the text after the one </think>. A response without it is wrong."""
+    overlong_buffer_tokens: NonNegativeInt = 0
+    """Overlong buffer (DAPO): last tokens before `rollout.max_response_tokens`, which cost a penalty; 0 is off.
+    Only tokens that the policy sampled count."""
+    overlong_penalty: PositiveFloat = 1.0
+    """Penalty of a response that uses the complete overlong buffer."""
+    reward_workers: PositiveInt = 1
+    """Worker processes per trainer process, for rewards and environments."""
+    reward_timeout_s: PositiveFloat = 10.0
+    """Seconds to score a response (with "batch:" a group) or to step an environment. Slower samples are dropped
+    and counted."""
+    reward_retries: NonNegativeInt = 0
+    """Further calls of your own reward if it raises, after 0.1 s, 0.2 s, 0.4 s, ... For rewards that call other
+    machines. `reward_timeout_s` limits all calls together."""
+    reward_memory_mb: NonNegativeInt = 2048
+    """MiB for a worker of rewards or environments; 0 is no limit. A sample above it is dropped and counted."""
+    worker_environment: tuple[str, ...] = ()
+    """Environment variables that workers of rewards and environments get although they look like secrets, such
+    as ["OPENAI_API_KEY"] for a judge. Workers get no other secrets, nor the launcher's variables."""
+    max_prompt_tokens: PositiveInt = 1024
+    """Maximum prompt length. Longer prompts are dropped and counted."""
 
 
 ShadowOption = bool | int | float | str | dict[str, bool | int | float | str]

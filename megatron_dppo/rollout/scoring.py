@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.algorithms.advantages import LARGEST_REWARD
-from megatron_dppo.config.schema import Config, DataConfig
+from megatron_dppo.config.schema import Config
+from megatron_dppo.config.sections import DataConfig
 from megatron_dppo.environments import Episode
 from megatron_dppo.errors import RewardError, RoutingReplayError
 from megatron_dppo.rewards import RewardChoice, RewardFault, RewardPool, RewardRequest, RewardResult

@@ -9,7 +9,8 @@ from typing import Any, get_args
 import torch
 from transformers import AutoConfig
 
-from megatron_dppo.config.schema import DataConfig, RolloutConfig
+from megatron_dppo.config.schema import RolloutConfig
+from megatron_dppo.config.sections import DataConfig
 from megatron_dppo.engines.base import Completion, Request, RolloutEngine, SamplingParams, Session
 from megatron_dppo.engines.batch_session import batch_session
 from megatron_dppo.environments import (

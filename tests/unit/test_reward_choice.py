@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dppo.config.load import dump_config, load_config
-from megatron_dppo.config.schema import DataConfig
+from megatron_dppo.config.sections import DataConfig
 from megatron_dppo.environments import Episode
 from megatron_dppo.errors import ConfigError, RewardError
 from megatron_dppo.rewards import REWARDS, RewardChoice, RewardPool, RewardRequest, RewardResult, problems_with

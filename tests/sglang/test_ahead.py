@@ -262,7 +262,7 @@ def require_whole_conversations(samples: Sequence[Sample], heard: Sequence[str])
             assert response[stop:start].tolist() == Letters().encode(says, add_special_tokens=False)
         for start, stop in turns:
             said = response[start:stop]
-            said_by_all[as_text(Letters(), said, has_special_tokens=False)] += 1
+            said_by_all[as_text(Letters(), said.tolist(), has_special_tokens=False)] += 1
             assert stop - start == LIMITS.max_turn_tokens or int(said[-1]) in MODEL.end_tokens
             num_held += sum(start < span.start < stop for span in sample.weight_versions)
         assert sample.reward == sum(REWARDS)

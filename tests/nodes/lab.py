@@ -66,6 +66,7 @@ class Switch(threading.Thread):
         super().__init__(daemon=True, name="switch")
         self._cards: dict[int, tuple[str, int]] = {}  # node and network of each descriptor
         self._places: dict[bytes, int] = {}  # descriptor of each hardware address
+        self._old = set[int]()  # descriptors of cards that go
         self._cuts: frozenset[frozenset[str]] = frozenset()
 
     def cut(self, pairs: Iterable[frozenset[str]]) -> None:
@@ -87,8 +88,21 @@ class Switch(threading.Thread):
             raise LabError(f"ioctl(TUNSETIFF): {error.strerror}; {_RIGHTS}") from error
         self._cards[tap] = (node, network)
 
+    def remove(self, node: str) -> None:
+        """Take a dead node's cards away.
+
+        Connections that its kernel still ends keep its network alive, and it would reset those of the node's
+        successor, which has the same addresses.
+        """
+        self._old |= {tap for tap, (name, _) in self._cards.items() if name == node}
+        while self._old and self.is_alive():
+            time.sleep(0.01)
+
     def run(self) -> None:
         while True:
+            for tap in list(self._old):
+                self._remove(tap)
+                self._old.remove(tap)
             for tap in select.select(list(self._cards), [], [], 0.2)[0]:
                 self._drain(tap)
 
@@ -101,11 +115,14 @@ class Switch(threading.Thread):
             except OSError as error:
                 if error.errno == errno.EIO:  # not up yet
                     return
-                del self._cards[tap]  # it went with its node
-                self._places = {address: place for address, place in self._places.items() if place != tap}
-                os.close(tap)
+                self._remove(tap)  # it went with its node
                 return
             self._carry(tap, frame)
+
+    def _remove(self, tap: int) -> None:
+        if self._cards.pop(tap, None) is not None:
+            self._places = {address: place for address, place in self._places.items() if place != tap}
+            os.close(tap)
 
     def _carry(self, tap: int, frame: bytes) -> None:
         target, source = frame[:6], frame[6:12]
@@ -202,6 +219,7 @@ class Lab:
     def start(self, name: str) -> None:
         """Start a node, or start it again after it was killed."""
         number = self._names.index(name) + 1
+        self._switch.remove(name)
         self.nodes[name] = node = self._boot(name, number)
         self.prefixes[name] = node.prefix
         for card, (network, network_v6) in enumerate(zip(NETWORKS, NETWORKS_V6, strict=True)):

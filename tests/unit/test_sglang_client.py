@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -14,9 +15,10 @@ import pytest
 from megatron_dppo.engines.sglang.client import Patience, SglangClient
 from megatron_dppo.errors import ServerError
 
-QUICK = Patience(
-    connect_timeout_s=1.0, control_timeout_s=1.0, generate_timeout_s=0.4, max_attempts=3, first_pause_s=0.01
+CALM = Patience(
+    connect_timeout_s=20.0, control_timeout_s=20.0, generate_timeout_s=20.0, max_attempts=3, first_pause_s=0.01
 )
+QUICK = replace(CALM, connect_timeout_s=1.0, generate_timeout_s=0.4)
 Step = tuple[int, bytes] | str  # status and body, or what goes wrong
 GOOD: Step = (200, b'{"output_ids": []}')
 
@@ -96,10 +98,13 @@ def _serve(script: list[Step]) -> Iterator[Misbehaving]:
 
 
 def _with_client(
-    url: str, use: Callable[[SglangClient], Coroutine[Any, Any, Any]], api_key: str | None = None
+    url: str,
+    use: Callable[[SglangClient], Coroutine[Any, Any, Any]],
+    patience: Patience = CALM,
+    api_key: str | None = None,
 ) -> tuple[SglangClient, Any]:
     async def run() -> tuple[SglangClient, Any]:
-        async with SglangClient(url, QUICK, api_key=api_key) as client:
+        async with SglangClient(url, patience, api_key=api_key) as client:
             try:
                 return client, await use(client)
             except ServerError as error:
@@ -137,7 +142,7 @@ def test_what_may_have_been_sampled_is_aborted_and_counted(step: Step) -> None:
 def test_attempts_are_bounded() -> None:
     with _serve([(500, b'{"error": {"message": "out of luck"}}')]) as server:
         client, error = _with_client(server.url, _generate)
-    assert server.num_generations == QUICK.max_attempts == len(set(server.rids))
+    assert server.num_generations == CALM.max_attempts == len(set(server.rids))
     assert (client.counts.num_retries, client.counts.num_maybe_sampled_twice) == (2, 2)
     assert isinstance(error, ServerError)
     for part in ("POST", server.url, "status 500 (out of luck)", "within 3 attempts", "server's log"):
@@ -148,7 +153,7 @@ def test_attempts_are_bounded() -> None:
 def test_a_response_that_takes_too_long_is_aborted_and_never_asked_again(step: Step) -> None:
     with _serve([step, GOOD]) as server:
         start = time.monotonic()
-        client, error = _with_client(server.url, _generate)
+        client, error = _with_client(server.url, _generate, QUICK)
         assert time.monotonic() - start < 7  # a trickle would take 9.9
     assert isinstance(error, ServerError)
     assert "no response within 0.4 s" in str(error)

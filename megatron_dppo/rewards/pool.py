@@ -1,10 +1,12 @@
 """Scores responses in worker processes: a reward that hangs, dies or eats memory costs one sample."""
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.base import RewardFault, RewardFaultKind, RewardRequest, RewardResult
 from megatron_dppo.rewards.choice import RewardChoice
+from megatron_dppo.runtime.user_code import advice_on_secrets
 from megatron_dppo.types import Prompt
 from megatron_dppo.workers.pool import WorkerPool
 from megatron_dppo.workers.service import Fields, Service, WorkerFault, WorkerFaultKind, require_keys
@@ -111,12 +113,12 @@ class RewardPool(WorkerPool[Requests, Scores]):
     def score(self, requests: Requests) -> Scores:
         """Return a score for each request, in order; each is scored by itself. See `WorkerPool.ask`."""
         found = self.ask([(request,) for request in requests])
-        return [score for scores in found for score in _scores(scores, 1)]
+        return [score for scores in found for score in self._scores(scores, 1)]
 
     def score_together(self, requests: Requests) -> Scores:
         """Return the scores of responses to one prompt, as `score_group` does."""
         (found,) = self.ask([requests])
-        return _scores(found, len(requests))
+        return self._scores(found, len(requests))
 
     async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
         """Return the score of one response, while others are scored."""
@@ -125,17 +127,19 @@ class RewardPool(WorkerPool[Requests, Scores]):
 
     async def score_group(self, requests: Requests) -> Scores:
         """Return the scores of responses to one prompt, which a reward of whole groups gets at once."""
-        return _scores(await self.ask_one(requests), len(requests))
+        return self._scores(await self.ask_one(requests), len(requests))
+
+    def _scores(self, found: Scores | WorkerFault, count: int) -> Scores:
+        """Return the worker's scores, or its fault for each response."""
+        if isinstance(found, WorkerFault):
+            return [RewardFault(_KINDS[found.kind], found.message)] * count
+        return [self._with_advice(score) if isinstance(score, RewardFault) else score for score in found]
+
+    def _with_advice(self, fault: RewardFault) -> RewardFault:
+        return replace(fault, message=fault.message + advice_on_secrets(fault.message, self._environment))
 
     def __enter__(self) -> "RewardPool":
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _scores(found: Scores | WorkerFault, count: int) -> Scores:
-    """Return the worker's scores, or its fault for each response."""
-    if isinstance(found, WorkerFault):
-        return [RewardFault(_KINDS[found.kind], found.message)] * count
-    return found

@@ -57,8 +57,14 @@ class Training:
 
     def run(self) -> None:
         """Roll out and train until the last rollout."""
-        gc.collect()
         gc.freeze()  # libraries and the model, which each full collection would visit again
+        try:
+            self._run()
+        finally:
+            gc.unfreeze()  # or a later run of this process could never free this one's process groups
+        self.parts.checkpoints.wait()
+
+    def _run(self) -> None:
         while True:
             if self.state.open_rollout is None:
                 self.evaluate()
@@ -68,7 +74,6 @@ class Training:
                 self.roll_out()
             take_steps(self.parts)
             self.sync()
-        self.parts.checkpoints.wait()
 
     def evaluate(self) -> None:
         """Evaluate the policy if an evaluation is due."""

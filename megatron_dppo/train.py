@@ -1,6 +1,5 @@
 """The training loop: rollout, reward, advantages, batches, train, sync."""
 
-import gc
 from contextlib import closing
 from typing import Self
 
@@ -57,14 +56,6 @@ class Training:
 
     def run(self) -> None:
         """Roll out and train until the last rollout."""
-        gc.freeze()  # libraries and the model, which each full collection would visit again
-        try:
-            self._run()
-        finally:
-            gc.unfreeze()  # or a later run of this process could never free this one's process groups
-        self.parts.checkpoints.wait()
-
-    def _run(self) -> None:
         while True:
             if self.state.open_rollout is None:
                 self.evaluate()
@@ -74,6 +65,7 @@ class Training:
                 self.roll_out()
             take_steps(self.parts)
             self.sync()
+        self.parts.checkpoints.wait()
 
     def evaluate(self) -> None:
         """Evaluate the policy if an evaluation is due."""

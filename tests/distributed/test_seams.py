@@ -159,6 +159,9 @@ METRICS_ELSEWHERE = {
     "trust_region/weight_positive": "distributed/test_rule_runs.py",
     "trust_region/weight_negative": "distributed/test_rule_runs.py",
     "rule/<name>": "distributed/test_rule_runs.py",
+    "source/<name>/reward_mean": "distributed/test_training_run.py",
+    "source/<name>/num_prompts": "distributed/test_training_run.py",
+    "source/<name>/epochs": "distributed/test_training_run.py",
 }
 
 

@@ -182,7 +182,7 @@ $(SGLANG_VENV)/.stamp-$(SGLANG_FOR): tests/sglang/requirements-cpu/$(SGLANG).txt
 	@touch $@
 
 test-recipes: venv
-	$(RUN) -m pytest tests/recipes -n 2 $(RECORDING)
+	$(RUN) -m pytest tests/recipes -n 2 --dist loadgroup $(RECORDING)
 
 test-slurm: venv slurm
 	$(RUN) -m pytest tests/slurm $(RECORDING)

@@ -88,7 +88,8 @@ class BatchSession(Session):
                         f"{len(batch)} requests, in order. This is a fault of the engine: report it."
                     )
                 for each, completion in zip(batch, completions, strict=True):
-                    each.answer.set_result(completion)
+                    if not each.answer.done():  # cancelled in this turn of the loop
+                        each.answer.set_result(completion)
         except BaseException as error:  # noqa: BLE001 - raised in the conversations
             for each in waiting:
                 if not each.answer.done():

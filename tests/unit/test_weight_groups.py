@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 
 from megatron_dppo.engines.weight_sync import transports
 from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
@@ -82,8 +82,10 @@ def test_a_refused_group_ends_the_push_at_once(answers: list[Answer]) -> None:
         assert transport._join(fleet) is None
         assert time.monotonic() - started < TIMEOUT_S / 4
         assert not fleet.members and set(fleet.failures) == {member.url for member in members}
-        waiting = [thread for thread in set(threading.enumerate()) - before if thread.name == "weights"]
-        assert not waiting, "the trainer's own wait has ended"
+        for thread in set(threading.enumerate()) - before:
+            if thread.name == "weights":
+                thread.join(TIMEOUT_S / 4)
+                assert not thread.is_alive(), "the trainer's own wait has ended"
 
 
 def test_a_group_of_no_server_is_made_of_the_trainer_alone() -> None:
@@ -92,6 +94,24 @@ def test_a_group_of_no_server_is_made_of_the_trainer_alone() -> None:
     never = threading.Event()
     group: Any = store.wait_for(lambda own: cast(Any, (own, own.set("made", "1"))), unless=never)
     assert group[0].get("made") == b"1"
+
+
+def test_a_server_that_refuses_before_the_wait_begins_ends_it() -> None:
+    """Whatever the thread does first, it finds the store closed at once, not after the time-out of joining."""
+    store = transports._GroupStore("127.0.0.1", transports.timedelta(seconds=TIMEOUT_S))
+    refused, ended = threading.Event(), threading.Event()
+    refused.set()
+
+    def wait(own: Store) -> Any:
+        time.sleep(0.5)
+        try:
+            own.wait(["never"])
+        finally:
+            ended.set()
+
+    with pytest.raises(RuntimeError, match="refused"):
+        store.wait_for(wait, unless=refused)
+    assert ended.wait(TIMEOUT_S / 4)
 
 
 @pytest.mark.parametrize(

@@ -297,11 +297,12 @@ class _GroupStore:
             RuntimeError: A server refused, or the group is not complete in time.
         """
         made: list[dist.ProcessGroup | RuntimeError] = []
+        # Connected first: a store that has been closed would be tried again and again until the time-out.
+        own = TCPStore(self._host, self.port, is_master=False, timeout=self._timeout)
 
         def run() -> None:
             try:
-                store = TCPStore(self._host, self.port, is_master=False, timeout=self._timeout)
-                made.append(create(store))
+                made.append(create(own))
             except RuntimeError as error:  # gloo and the store raise nothing narrower
                 made.append(error)
 
@@ -313,11 +314,10 @@ class _GroupStore:
         if not made:
             self.close()  # ends the thread's wait, and the servers' waits
             thread.join(_GIVE_UP_S)
-        for group in made:
-            if isinstance(group, RuntimeError):
-                raise group
+        group = made[0] if made else RuntimeError("they are not complete in time")
+        if not isinstance(group, RuntimeError):
             return group
-        raise RuntimeError("a server refused" if unless.is_set() else "they are not complete in time")
+        raise RuntimeError("a server refused") if unless.is_set() else group
 
     def close(self) -> None:
         """End the store, unless it has ended."""

@@ -17,6 +17,7 @@ from megatron_dppo.cli import app
 from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.plan import Machine, Plan, make_plan
+from megatron_dppo.plan.memory import Memory
 from megatron_dppo.plan.trace import Trace, as_json, as_text, trace_run
 from megatron_dppo.plan.trace.depths import BETWEEN
 from megatron_dppo.plan.units import in_seconds
@@ -28,8 +29,11 @@ from tests.support.experiments import ALGORITHMS, EXPERIMENTS, ROOT, Algorithm, 
 GB = 10**9
 HOST_BYTES = 2000 * GB
 _ON_16 = ("moe_base", "moe_base_r3", "moe_base_async", "moe_thinking", "topk_ablation")
-FEWEST_GPUS = dict.fromkeys(EXPERIMENTS, 8) | dict.fromkeys(_ON_16, 16) | {"glm_air": 48}
+_LARGER = {"glm_air": 48, "qwen3_235b": 128}
+FEWEST_GPUS = dict.fromkeys(EXPERIMENTS, 8) | dict.fromkeys(_ON_16, 16) | _LARGER
 """Of 80 GB each, on nodes of eight, on which an experiment fits as it stands."""
+THINKING = ("moe_thinking", "qwen3_235b")
+"""Their responses are longer, so few are retracted at a mean of half the longest, too."""
 NUM_PROBLEMS = {"math-sanity": 1460}  # of the published set; the sets of AIME have as many as the others here
 
 
@@ -90,7 +94,7 @@ def test_check_finds_no_fault(algorithm: Algorithm) -> None:
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_plan_says_that_it_fits_and_which_layout_to_take(experiment: str) -> None:
-    """Of layouts with a tenth of a GPU to spare, which no GPU has confirmed, none is clearly faster.
+    """Of layouts with a tenth of a GPU to spare in training, none is clearly faster. No GPU has confirmed it.
 
     Those that take more to the host than the config are left out: that costs more than its time.
     """
@@ -101,13 +105,18 @@ def test_plan_says_that_it_fits_and_which_layout_to_take(experiment: str) -> Non
         if num_gpus == fewest:
             assert plan.found is not None and plan.time is not None
             found = [each for each in plan.found.proposals if not each.settings.get("optimizer.offload")]
-            roomy = [each for each in found if each.memory.peak <= 0.9 * 80 * GB]
+            roomy = [each for each in found if peak_in_training(each.memory) <= 0.9 * 80 * GB]
             assert plan.time.total <= 1.05 * min(each.time.total for each in roomy)
             assert plan.retraction is not None
             assert plan.retraction.expected == 0  # at a mean of a quarter of the longest response
-            assert experiment != "moe_thinking" or max(plan.retraction.shares.values()) <= 0.05
+            assert experiment not in THINKING or max(plan.retraction.shares.values()) <= 0.05
     if fewest > 8:
         assert not make_plan(config, Machine(fewest // 2, 80 * GB, HOST_BYTES)).fits
+
+
+def peak_in_training(memory: Memory) -> int:
+    """Returns the bytes of the worst rank while the engine sleeps; its share in a rollout is a setting."""
+    return max(stage.total(moment) for stage in memory.stages for moment in ("loss", "backward", "step"))
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)

@@ -7,7 +7,7 @@ parameters is all that was compared.
 
 from typing import Any
 
-from tests.support.published_models import GLM45_AIR, MOONLIGHT
+from tests.support.published_models import GLM45_AIR, MOONLIGHT, QWEN3_235B
 
 _SHARED: dict[str, Any] = {"attention_bias": False, "hidden_act": "silu", "rms_norm_eps": 1e-6}
 _QWEN3 = _SHARED | {
@@ -37,6 +37,7 @@ _QWEN3_30B = _QWEN3 | {
 OF_EXPERIMENTS: dict[str, dict[str, Any]] = {
     "Qwen3-30B-A3B-Base": _QWEN3_30B,
     "Qwen3-30B-A3B": _QWEN3_30B | {"max_position_embeddings": 40960},
+    "Qwen3-235B-A22B": _QWEN3_30B | QWEN3_235B,
     "Qwen3-8B-Base": _QWEN3
     | {
         "hidden_size": 4096,

@@ -84,7 +84,7 @@ def writing_to(key: str, path: Path) -> Iterator[None]:
 
 
 class LaunchError(MegatronDppoError):
-    """The processes of the job did not find each other."""
+    """The processes of the job did not find each other, or cannot reach each other."""
 
 
 class LayoutError(ConfigError):
@@ -145,3 +145,14 @@ class TrainingError(MegatronDppoError):
 
 class TraceError(MegatronDppoError):
     """A traced step needs values that a trace does not compute, or the process that ran it ended."""
+
+
+_OF_CLUSTER = (LaunchError, ServerError, WeightSyncError)
+
+
+def exit_status(error: BaseException) -> int:
+    """Return the exit status for an error that ends a process: 2 if the user has to change something, else 1.
+
+    The same command may succeed after status 1. Servers, networks and other processes fail without the user.
+    """
+    return 2 if isinstance(error, MegatronDppoError) and not isinstance(error, _OF_CLUSTER) else 1

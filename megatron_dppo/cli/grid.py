@@ -22,7 +22,7 @@ from megatron_dppo.cli.grid_runs import GridRun, last_line, train_all
 from megatron_dppo.cli.options import Overrides, user_errors
 from megatron_dppo.config.load import load_config, shown
 from megatron_dppo.config.resuming import change_table, experiment_changes
-from megatron_dppo.errors import ConfigError, DataError, LaunchError, Problem
+from megatron_dppo.errors import ConfigError, DataError, Problem
 from megatron_dppo.run_folder.reader import Run, read_run
 
 app = typer.Typer()
@@ -297,7 +297,7 @@ def _sbatch(arguments: Sequence[str]) -> str:
         problem = Problem("--sbatch", "no sbatch on PATH", "SLURM's commands", "Run this on a login node.")
         raise ConfigError(problem) from None
     except subprocess.CalledProcessError as error:
-        raise LaunchError(
-            f"{shlex.join(command)} ended with {error.returncode}: {error.stderr.strip()}"
-        ) from None
+        found = f"{shlex.join(command)}, which ended with {error.returncode}: {error.stderr.strip()}"
+        action = "Correct its options, or SBATCH_... in the environment."
+        raise ConfigError(Problem("--sbatch", found, "a job that SLURM takes", action)) from None
     return done.stdout.strip().partition(";")[0]

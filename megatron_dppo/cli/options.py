@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_dppo.errors import ConfigError, MegatronDppoError
+from megatron_dppo.errors import ConfigError, MegatronDppoError, exit_status
 from megatron_dppo.plan.gpu_rates import RATES_FILE
 from megatron_dppo.runtime.files import full_disk_explained
 
@@ -65,7 +65,7 @@ Assumptions = Annotated[
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Print user errors and a full disk as a message, and exit with status 2.
+    """Print errors of this package and a full disk as a message, and exit with `errors.exit_status`.
 
     Only rank 0 prints config errors, because every rank finds the same ones.
     """
@@ -77,7 +77,7 @@ def user_errors() -> Iterator[None]:
         if rank == "0" or not isinstance(error, ConfigError):
             prefix = "" if rank == "0" else f"rank {rank}: "
             typer.echo(f"{prefix}{type(error).__name__}: {error}", err=True)
-        raise typer.Exit(2) from None
+        raise typer.Exit(exit_status(error)) from None
 
 
 def program(command: Callable[..., None]) -> typer.Typer:

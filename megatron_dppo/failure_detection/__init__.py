@@ -48,8 +48,7 @@ def watching(
 
     Enter it on all ranks, inside the handler of SIGTERM: torchrun sends SIGTERM to rank 0 when another rank
     dies, and rank 0 must live to report. With several ranks, no exception leaves the body: the process ends
-    with status 2 for a user's error (MegatronDppoError), and with 1 otherwise. SystemExit passes, because it is
-    not a failure.
+    with `errors.exit_status`. SystemExit passes, because it is not a failure.
 
     Args:
         runtime: Runtime of this rank. Messages use its `progress` as the place of an error.

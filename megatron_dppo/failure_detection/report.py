@@ -13,7 +13,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from megatron_dppo.errors import MegatronDppoError
+from megatron_dppo.errors import MegatronDppoError, exit_status
 from megatron_dppo.runtime.process import RaisedOnMain, Runtime
 
 _MAX_TEXT = 60_000
@@ -84,7 +84,7 @@ class Report:
         kind: "raised" an exception itself; a kind of `LOST`, without a report of its own; "late", timed out
             waiting for others in a collective; "lost" others in a collective; or "repeated" an exception of
             rank 0.
-        is_user_error: Whether the message is complete without a traceback.
+        exit_code: Exit code of the job if this was the first cause.
         summary: Exception in one line.
         text: Traceback, or message for users; of a lost rank, what the system reported.
         where: Progress of the rank.
@@ -93,7 +93,7 @@ class Report:
 
     rank: int
     kind: str
-    is_user_error: bool
+    exit_code: int
     summary: str
     text: str
     where: str
@@ -103,13 +103,13 @@ class Report:
     def of(cls, error: BaseException, runtime: Runtime) -> "Report":
         """Build this rank's report of the current exception."""
         progress = runtime.progress
-        is_user_error = isinstance(error, MegatronDppoError)
         message = f"{type(error).__name__}: {error}".strip()
-        text = message if is_user_error else "".join(_format_traceback(error)).strip()
+        is_complete = isinstance(error, MegatronDppoError)
+        text = message if is_complete else "".join(_format_traceback(error)).strip()
         return cls(
             rank=runtime.rank,
             kind=_kind(error),
-            is_user_error=is_user_error,
+            exit_code=exit_status(error),
             summary=message.splitlines()[0][:500],
             text=text
             if len(text) <= _MAX_TEXT
@@ -117,11 +117,6 @@ class Report:
             where=progress.describe(),
             for_s=time.monotonic() - progress.since,
         )
-
-    @property
-    def exit_code(self) -> int:
-        """Exit code of the job if this was the first cause."""
-        return 2 if self.is_user_error else 1
 
     @property
     def waited_s(self) -> float:

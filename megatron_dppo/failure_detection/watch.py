@@ -165,7 +165,7 @@ class Head:
     def _lose(self, rank: Rank, loss: Loss) -> None:
         rank.end = loss.kind
         for_s = time.monotonic() - rank.since
-        self._add(Report(rank.number, loss.kind, False, loss.kind, loss.found, rank.where, for_s))
+        self._add(Report(rank.number, loss.kind, 1, loss.kind, loss.found, rank.where, for_s))
 
     def _find_silent_ranks(self) -> None:
         for number, link in self._links.items():

@@ -98,11 +98,20 @@ def test_exception_is_not_kept_waiting_by_a_computing_rank(run_job: Jobs) -> Non
     assert ended.last_lines[-1] == "ValueError: no such thing"
 
 
-def test_user_error_is_a_message_and_status_2(run_job: Jobs) -> None:
-    ended = run_job(jobs.user_error_on_rank_1)
-    assert ended.codes == [2, 2]
+@pytest.mark.parametrize(
+    ("body", "code", "last"),
+    [
+        (jobs.user_error_on_rank_1, 2, "TrainingError: the loss is not finite. Lower optimizer.lr."),
+        (jobs.server_error_on_rank_1, 1, "ServerError: no server is left"),
+    ],
+)
+def test_an_error_of_the_package_is_a_message_and_its_status(
+    body: Callable[[Runtime], None], code: int, last: str, run_job: Jobs
+) -> None:
+    ended = run_job(body)
+    assert ended.codes == [code, code]
     assert ended.after_s < SOON_S
-    assert ended.last_lines[-1].endswith("TrainingError: the loss is not finite. Lower optimizer.lr.")
+    assert ended.last_lines[-1].endswith(last)
     assert ended.last_lines[-2].startswith("rank 1 (host ")
     assert "Traceback" not in ended.log
 
@@ -232,7 +241,7 @@ def test_rank_that_never_starts_is_missed(absent: int, found: str, run_job: Jobs
 
 def test_own_error_or_death_comes_before_secondary_errors() -> None:
     def report(rank: int, kind: str, summary: str = "") -> Report:
-        return Report(rank, kind, False, summary or f"{kind} {rank}", "", "start-up", 0.0)
+        return Report(rank, kind, 1, summary or f"{kind} {rank}", "", "start-up", 0.0)
 
     lost, late, repeated = report(0, "lost"), report(1, "late"), report(5, "repeated")
     raised, died = report(2, "raised", "ValueError: x"), report(3, "died")
@@ -248,8 +257,7 @@ def test_of_many_ranks_the_odd_one_stands_last() -> None:
         ranks[number].stack = "in all_reduce"
     ranks[7].stack = "in a loop"
     late = [
-        Report(number, "late", False, "Timed out waiting 1000ms", f"trace {number}", "x", 1.0)
-        for number in (0, 1)
+        Report(number, "late", 1, "Timed out waiting 1000ms", f"trace {number}", "x", 1.0) for number in (0, 1)
     ]
     for report in late:
         ranks[report.rank].end = "failed"

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_dppo.errors import ConfigError, TrainingError
+from megatron_dppo.errors import ConfigError, ServerError, TrainingError
 from megatron_dppo.failure_detection import watching
 from megatron_dppo.runtime.process import Runtime, Stopwatch, start
 
@@ -73,6 +73,10 @@ def user_error_on_rank_1(runtime: Runtime) -> None:
     fail(
         TrainingError("the loss is not finite. Lower optimizer.lr.")
     ) if runtime.rank == 1 else runtime.barrier()
+
+
+def server_error_on_rank_1(runtime: Runtime) -> None:
+    fail(ServerError("no server is left")) if runtime.rank == 1 else runtime.barrier()
 
 
 class _Unpicklable(Exception):

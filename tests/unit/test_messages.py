@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
+from megatron_dppo import errors
 from megatron_dppo.cli import app
+from megatron_dppo.cli.options import user_errors
 from megatron_dppo.run_folder.folder import RunFolder
 from tests.support.byte_tokenizers import qwen3_tokenizer, save
 from tests.support.plan_models import QWEN3_30B
@@ -29,6 +32,18 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("base.toml").write_text(f'{data}model.load = "model"\n')
     Path("bom.toml").write_bytes(b"\xef\xbb\xbfrun.seed = 1\n")
     return tmp_path
+
+
+_KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_only_what_the_user_has_to_change_ends_a_command_with_status_2(kind: type[Exception]) -> None:
+    with pytest.raises(typer.Exit) as raised, user_errors():
+        raise kind("found")
+    is_of_cluster = kind.__name__ in ("LaunchError", "ServerError", "WeightSyncError")
+    assert raised.value.exit_code == (1 if is_of_cluster else 2)
+    assert errors.exit_status(ValueError("a fault of the program")) == 1
 
 
 def said(result: Result) -> str:

@@ -276,7 +276,7 @@ def test_the_end_of_the_watching_thread_ends_the_process(monkeypatch: pytest.Mon
 
 
 def lost(rank: int, kind: str) -> Report:
-    return Report(rank, kind, False, kind, f"found by {kind}", "step 3", 2.0)
+    return Report(rank, kind, 1, kind, f"found by {kind}", "step 3", 2.0)
 
 
 @pytest.mark.parametrize("kind", LOST)

@@ -107,6 +107,10 @@ class EnvironmentFailedError(MegatronDppoError):
     """An environment raised an error, or did not return a turn of a conversation."""
 
 
+class AgentFailedError(MegatronDppoError):
+    """An agent's harness raised an error, did not end, or cannot be loaded."""
+
+
 class RolloutError(MegatronDppoError):
     """The rollout engine cannot do what was requested, or returned an unexpected result."""
 

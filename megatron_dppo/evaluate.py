@@ -44,8 +44,8 @@ def evaluate(config: Config, folder: Path, rollout: int = 0) -> Results:
     """Evaluate model.load on every set, in this process of the job.
 
     A set is not sampled again if `folder` has its results for the same weights, tokenizer, settings and
-    prompts, and the modules of its reward and environment are unchanged. Modules that they import are not
-    compared.
+    prompts, and the modules of its reward, environment and agent are unchanged. Modules that they import
+    are not compared.
 
     Args:
         config: Config of the run; settings that are only for training are neither used nor checked.
@@ -139,6 +139,7 @@ def _describe(each: EvaluationSet, options: RolloutConfig) -> dict[str, Any]:
         *map(function_path, RewardChoice.read(each.reward).weights),
         options.environment,
         options.generate or "",
+        options.agent.harness or "",
     ]
     code = [source_file(name) for name in names if ":" in name]
     digests = {"prompts_digest": _digest(each.prompts), "code_digest": _digest(filter(None, code))}

@@ -168,8 +168,9 @@ def reward_problems(choice: RewardChoice, config: Config) -> Iterator[Problem]:
 
 
 def gives_rewards(config: Config) -> bool:
-    """Return whether the environment, or a user's `rollout.generate`, can give rewards."""
-    return config.rollout.environment != "single_turn" or config.rollout.generate is not None
+    """Return whether the environment, an agent, or a user's `rollout.generate`, can give rewards."""
+    options = config.rollout
+    return options.environment != "single_turn" or options.generate is not None or options.agent.is_set
 
 
 @rule("reward_reads_answers", needs="data")

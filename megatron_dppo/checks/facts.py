@@ -53,7 +53,8 @@ class Facts:
     @property
     def is_prompt_what_a_model_reads(self) -> bool:
         """Whether conversations start with the prompt itself, not with a text that user code makes from it."""
-        return self.config.rollout.environment == "single_turn" and self.config.rollout.generate is None
+        options = self.config.rollout
+        return options.environment == "single_turn" and options.generate is None and not options.agent.is_set
 
     @cached_property
     def tokenizer(self) -> Any | Problem | None:

@@ -2,7 +2,10 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import closing
 
+from megatron_dppo.agents.agents import harness_pool
+from megatron_dppo.agents.harness import problem_with_harness
 from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.architectures.sizes import read_model_config
 from megatron_dppo.checkpoints.block_fp8 import FP8_BLOCK
@@ -22,7 +25,7 @@ from megatron_dppo.engines.sglang.protocol import NEWEST
 from megatron_dppo.engines.sglang.quantization import quantization_problems, served_folder, served_form
 from megatron_dppo.engines.sglang.sampling_settings import argument_problems
 from megatron_dppo.environments import problem_with
-from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.errors import AgentFailedError, ConfigError, Problem
 from megatron_dppo.runtime.user_code import problem_with_path
 
 
@@ -82,6 +85,52 @@ def _turns(config: Config, facts: Facts) -> Iterator[Problem]:
         expected = "1: without max_staleness, unfinished trajectories of over-sampling lose their environment"
         action = "Set rollout.over_sampling = 1, or rollout.max_staleness = 1 or more."
         yield Problem("rollout.environment", found, expected, action)
+
+
+@rule("agent", needs="machine")
+def _agent(config: Config, facts: Facts) -> Iterator[Problem]:
+    """An agent has one harness, which can be found, and nothing else takes its place or loses its episodes."""
+    options, key = config.rollout, "rollout.agent.harness"
+    agent = options.agent
+    if not agent.is_set:
+        return
+    if agent.harness is not None and agent.command:
+        found = f"{agent.harness!r} with rollout.agent.command"
+        yield Problem(key, found, "one of them", "Leave one of them out.")
+    problem = problem_with_harness(agent.harness, agent.command)
+    if problem is not None:
+        yield problem
+    taken = {
+        f"environment = {options.environment!r}": options.environment != "single_turn",
+        f"generate = {options.generate!r}": options.generate is not None,
+        f"over_sampling = {options.over_sampling:g}": options.over_sampling > 1 and not options.max_staleness,
+    }
+    for option, is_set in taken.items():
+        if is_set:
+            found = f"an agent with rollout.{option}"
+            expected = "one of them: the agent itself decides what follows a response, and ends its episodes"
+            yield Problem("rollout.agent", found, expected, "Leave one of them out.")
+    tokenizer = facts.tokenizer
+    if tokenizer is not None and not isinstance(tokenizer, Problem) and not tokenizer.chat_template:
+        action = "Use a chat model, or give its tokenizer a chat template."
+        yield Problem("rollout.agent", "a tokenizer without a chat template", "one that writes chats", action)
+
+
+@rule("agent_trial", needs="trial")
+def _agent_trial(config: Config, facts: Facts) -> Iterator[Problem]:
+    """The harness of an agent is imported in a worker; no episode is run."""
+    harness, key = config.rollout.agent.harness, "rollout.agent.harness"
+    if harness is None or problem_with_harness(harness, ()) is not None:
+        return
+    with closing(harness_pool(config.rollout, config.data)) as pool:
+        try:
+            pool.start()
+        except AgentFailedError as error:
+            found, action = (
+                str(error).removeprefix(f"{key}: "),
+                "megatron_dppo/agents/README.md has an example.",
+            )
+            yield Problem(key, found, "an `async def` that can be imported", action)
 
 
 @rule("generate", needs="machine")

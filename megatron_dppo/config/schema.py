@@ -122,6 +122,30 @@ class SglangEngineConfig(Section):
     """Run servers on the trainer's GPUs. Trainer and servers free the GPU memory for each other in turn."""
 
 
+class AgentConfig(Section):
+    """[rollout.agent]: an agent that somebody else wrote, which calls the policy over HTTP."""
+
+    harness: str | None = None
+    """Your own "package.module:function", an `async def` that runs one episode. It replaces the environment."""
+    command: tuple[str, ...] = ()
+    """Program and arguments of one episode instead of `harness`, with {base_url}, {api_key}, {prompt} and
+    {task} (a JSON file) filled in."""
+    thinking: Literal["keep", "template"] = "keep"
+    """keep: a conversation goes on with its thinking. template: it ends where the chat template leaves out
+    earlier thinking, and a new one begins."""
+    episode_timeout_s: PositiveFloat = 600.0
+    """Seconds that a harness may work in an episode, without its calls. Slower ones are dropped and counted."""
+    call_timeout_s: PositiveFloat = 120.0
+    """Seconds that a harness may work before its first call, between two calls, and after the last one."""
+    max_calls: int = Field(default=100, ge=1, le=10_000)
+    """Maximum responses per episode. Later calls are refused, and the episode is cut if it ends for that."""
+
+    @property
+    def is_set(self) -> bool:
+        """Whether an agent samples."""
+        return self.harness is not None or bool(self.command)
+
+
 class RolloutConfig(Section):
     """[rollout]: sampling of responses."""
 
@@ -170,6 +194,8 @@ class RolloutConfig(Section):
     """Maximum rounds of dynamic sampling per rollout. Groups with equal rewards that remain are kept."""
     release_trainer: bool = False
     """transformers: trainer and engine use the device in turn. For SGLang see `rollout.sglang.colocated`."""
+    agent: AgentConfig = AgentConfig()
+    """Agent that calls the policy. It replaces the environment."""
     transformers: TransformersEngineConfig = TransformersEngineConfig()
     """Options of the embedded engine."""
     sglang: SglangEngineConfig = SglangEngineConfig()

@@ -92,7 +92,7 @@ class DataConfig(Section):
     reward: RewardSetting = ""
     """Required: a registered reward, your own "package.module:function", or a table of names and weights.
     "batch:package.module:function" gets all responses to a prompt at once. "environment" takes all rewards from
-    `rollout.environment` or `rollout.generate`."""
+    `rollout.environment`, `rollout.agent` or `rollout.generate`."""
     reward_values: tuple[float, float] = (0.0, 1.0)
     """Rewards of a wrong and of a right response, for registered rewards."""
     thinking: Literal["ignore", "require"] = "ignore"
@@ -111,10 +111,11 @@ class DataConfig(Section):
     """Further calls of your own reward if it raises, after 0.1 s, 0.2 s, 0.4 s, ... For rewards that call other
     machines. `reward_timeout_s` limits all calls together."""
     reward_memory_mb: NonNegativeInt = 2048
-    """MiB for a worker of rewards or environments; 0 is no limit. A sample above it is dropped and counted."""
+    """MiB for a worker of rewards, environments or agents; 0 is no limit. Samples above it are dropped and
+    counted."""
     worker_environment: tuple[str, ...] = ()
-    """Environment variables that workers of rewards and environments get although they look like secrets, such
-    as ["OPENAI_API_KEY"] for a judge. Workers get no other secrets, nor the launcher's variables."""
+    """Environment variables that workers of rewards, environments and agents get although they look like
+    secrets, such as ["JUDGE_API_KEY"]. Workers get no other secrets, nor the launcher's variables."""
     max_prompt_tokens: PositiveInt = 1024
     """Maximum prompt length. Longer prompts are dropped and counted."""
 

@@ -7,7 +7,7 @@ observation after it have no routes yet. They are the first rows that the next r
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -49,7 +49,8 @@ class Completion:
     num_cached_tokens: int = 0  # input tokens of its requests that the engine found in its cache
     routes_fault: str | None = None  # why the requested routes are missing
     loss_mask: Tensor | None = None  # [R] bool: True for sampled tokens; None means that all were sampled
-    episode: Episode | None = None  # result of its environment; None without an environment
+    episode: Episode | None = None  # result of its environment or agent; None without one
+    prompt_tokens: tuple[int, ...] | None = None  # of an agent's conversation; None: the request's
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,14 @@ class Request:
     # Engines do not read these two; environments do:
     prompt: Prompt | None = None  # the prompt of the conversation
     is_chat: bool = False  # whether the prompt is a list of messages; later turns are messages then too
+
+    def prompt_of(self, completion: Completion) -> tuple[int, ...]:
+        """Return the prompt that a completion follows: an agent writes its own."""
+        return self.prompt_tokens if completion.prompt_tokens is None else completion.prompt_tokens
+
+
+Ask = Callable[[Request, SamplingParams], Awaitable[Completion]]
+"""Samples the response of one turn; returns an aborted completion if there is no response."""
 
 
 class RolloutEngine(Protocol):

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.runtime.user_code import import_named, problem_with_path
@@ -114,13 +114,20 @@ class Environments(Protocol):
 
 @dataclass(frozen=True)
 class Episode:
-    """The outcome of a trajectory. If `reward` is None, `data.reward` scores `response`."""
+    """The outcome of a trajectory. If `reward` is None, `data.reward` scores `response`.
+
+    The counts are those of an agent's episode, whose calls may be more than the trajectory's turns.
+    """
 
     response: str  # the last response
     num_turns: int = 1
     reward: float | None = None
     info: Mapping[str, float] = field(default_factory=dict[str, float])
-    fault: str | None = None  # message of the environment's fault
+    fault: str | None = None  # message of a fault of what `failed` names
+    failed: Literal["environment", "harness"] = "environment"
+    num_calls: int = 0  # responses
+    num_forks: int = 0  # responses that continue no earlier one, or one that has a continuation
+    num_untrained_tokens: int = 0  # sampled beside the trajectory
 
 
 def append_to_prompt(prompt: Prompt, observation: str) -> Observation:

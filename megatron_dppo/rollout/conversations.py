@@ -5,7 +5,7 @@ is tokenised separately and appended. A turn is one request with the trajectory 
 question with a single response is a trajectory of one turn.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.engines.base import (
+    Ask,
     Completion,
     Request,
     SamplingParams,
@@ -23,9 +24,6 @@ from megatron_dppo.environments import EnvironmentFault, Environments, Episode, 
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.rollout.scoring import Tokenizer, as_text, ids_of
 from megatron_dppo.types import FinishReason
-
-Ask = Callable[[Request, SamplingParams], Awaitable[Completion]]
-"""Samples the response of one turn; returns an aborted completion if there is no response."""
 
 
 @dataclass(frozen=True)

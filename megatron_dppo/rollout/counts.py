@@ -18,6 +18,7 @@ DropReason = Literal[
     "invalid_routes",
     "retracted",
     "environment_failed",
+    "harness_failed",
     "reward_failed",
     "reward_timed_out",
     "reward_out_of_memory",
@@ -51,6 +52,9 @@ class RolloutCounts:
     num_dropped_groups: int  # groups with fewer than two samples left
     num_left_alone: int  # sound samples that were dropped with their group
     num_dropped: Mapping[DropReason, int]  # faulty samples by reason; every reason has an entry
+    num_agent_calls: int = 0  # responses to calls of agents
+    num_agent_forks: int = 0  # of them, those that continue no earlier response, or one that has a continuation
+    num_untrained_tokens: int = 0  # tokens that agents sampled beside the conversations that are trained on
     example: str | None = None  # message of the first fault on this rank
     engine: EngineCounts = field(default_factory=EngineCounts)  # the engine's counts during this rollout
 
@@ -92,6 +96,12 @@ class RolloutCounts:
             "rollout/retractions": float(self.num_retractions),
             "rollout/recomputed_routes": float(self.num_recomputed_routes),
         }
+        if self.num_agent_calls:
+            metrics |= {
+                "agents/calls": float(self.num_agent_calls),
+                "agents/forks": float(self.num_agent_forks),
+                "agents/untrained_tokens": float(self.num_untrained_tokens),
+            }
         metrics |= {f"rollout/dropped_{reason}": float(n) for reason, n in self.num_dropped.items()}
         return metrics | self.engine.metrics()
 

@@ -130,7 +130,7 @@ class GroupMaker:
 
 def sample_of(request: Request, completion: Completion) -> Sample:
     """Return the sample of a response, without a reward."""
-    prompt = torch.tensor(request.prompt_tokens, dtype=torch.int64)
+    prompt = torch.tensor(request.prompt_of(completion), dtype=torch.int64)
     return Sample(
         id=request.id,
         group_id=request.id.rpartition("+")[0],
@@ -175,6 +175,7 @@ def usable_groups(
     everything = [*scored, *replaced]
     answers = [answer for group in everything for answer in group.answers]
     faults = [fault for group in everything for fault in group.faults]
+    episodes = [completion.episode for _, completion in answers if completion.episode is not None]
     counts = RolloutCounts(
         num_prompts=len(everything) + num_too_long,
         num_prompts_too_long=num_too_long,
@@ -199,6 +200,9 @@ def usable_groups(
         num_replaced_groups=len(replaced),
         num_dropped_groups=len(scored) - len(kept),
         num_left_alone=sum(len(group.samples) for group in scored) - sum(len(group.samples) for group in kept),
+        num_agent_calls=sum(episode.num_calls for episode in episodes),
+        num_agent_forks=sum(episode.num_forks for episode in episodes),
+        num_untrained_tokens=sum(episode.num_untrained_tokens for episode in episodes),
         num_dropped={reason: sum(fault.reason == reason for fault in faults) for reason in DROP_REASONS},
         example=str(faults[0]) if faults else None,
     )

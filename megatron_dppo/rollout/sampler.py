@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from megatron_dppo.engines.base import (
+    Ask,
     Completion,
     Request,
     SamplingParams,
@@ -22,7 +23,6 @@ from megatron_dppo.engines.base import (
     resume_request,
 )
 from megatron_dppo.errors import RolloutError, ServerError
-from megatron_dppo.rollout.conversations import Ask
 from megatron_dppo.rollout.groups import PromptGroup, sample_of
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.runtime.concurrency import run_loop

@@ -1,4 +1,4 @@
-"""Builds the trajectory sampler: an engine with environments, or with the user's `rollout.generate`."""
+"""Builds the trajectory sampler: an engine with environments, agents, or the user's `rollout.generate`."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -9,9 +9,10 @@ from typing import Any, get_args
 import torch
 from transformers import AutoConfig
 
+from megatron_dppo.agents.agents import Agents
 from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.config.sections import DataConfig
-from megatron_dppo.engines.base import Completion, Request, RolloutEngine, SamplingParams, Session
+from megatron_dppo.engines.base import Ask, Completion, Request, RolloutEngine, SamplingParams, Session
 from megatron_dppo.engines.batch_session import batch_session
 from megatron_dppo.environments import (
     EnvironmentFault,
@@ -23,7 +24,7 @@ from megatron_dppo.environments import (
     Trajectory,
 )
 from megatron_dppo.errors import EnvironmentFailedError, RolloutError
-from megatron_dppo.rollout.conversations import Ask, Conversations, TurnLimits
+from megatron_dppo.rollout.conversations import Conversations, TurnLimits
 from megatron_dppo.rollout.sampler import GroupSampler
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.runtime.user_code import describe_error, import_named
@@ -115,7 +116,7 @@ class UserGenerate:
 
 
 class TrajectorySampler:
-    """Samples trajectories with `rollout.environment` or `rollout.generate`; owns the environments' workers.
+    """Samples trajectories with an environment, an agent or `rollout.generate`; owns their workers.
 
     Attributes:
         environments: Environments that give the first observation of each trajectory.
@@ -137,6 +138,7 @@ class TrajectorySampler:
         """
         self._pool = environment_pool(options.environment, data)
         self.environments: Environments = self._pool or InProcess(SingleTurn)
+        self._agents = Agents(options, data) if options.agent.is_set else None
         self._open_session, self._is_users = engine.session, options.generate is not None
         self._limits = TurnLimits(options.max_turns, options.max_turn_tokens)
         if options.generate is not None:
@@ -145,22 +147,33 @@ class TrajectorySampler:
             self._open_session = UserGenerate(options.generate, function, engine, vocab_size).session
 
     def sampler(self, tokenizer: Any, scorer: Scorer, params: SamplingParams) -> GroupSampler:
-        """Return a sampler of groups; each thread needs its own, with its own tokenizer."""
+        """Return a sampler of groups; each thread needs its own, with its own tokenizer.
+
+        Raises:
+            DataError: An agent calls a model whose tokenizer has no chat template.
+        """
+        if self._agents is not None:
+            return GroupSampler(self._open_session, self._agents.converse(tokenizer), scorer, params)
         conversations = Conversations(self.environments, tokenizer, self._limits)
         converse = _ask_once if self._is_users else conversations.run
         return GroupSampler(self._open_session, converse, scorer, params)
 
     def start(self, first: Prompt) -> None:
-        """Step the environment once, if it has workers, so that a faulty environment stops the run early.
+        """Step the environment once, or load the agent, so that a faulty one stops the run early.
 
         Raises:
             EnvironmentFailedError: The environment cannot be loaded, or fails in `reset` or `step`.
+            AgentFailedError: The agent cannot be loaded.
         """
+        if self._agents is not None:
+            self._agents.start()
         if self._pool is not None:
             try_environment(self._pool, first)
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers, and the endpoint of agents."""
+        if self._agents is not None:
+            self._agents.close()
         if self._pool is not None:
             self._pool.close()
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
 from megatron_dppo.data.prompts.prompts import PromptStream
-from megatron_dppo.engines.base import Completion, Request, SamplingParams
+from megatron_dppo.engines.base import Ask, Completion, Request, SamplingParams
 from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
 from megatron_dppo.environments import InProcess, Observation, SingleTurn, Turn
-from megatron_dppo.rollout.conversations import Ask, Conversations, TurnLimits
+from megatron_dppo.rollout.conversations import Conversations, TurnLimits
 from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.producer import Producer
 from megatron_dppo.rollout.sampler import GroupSampler

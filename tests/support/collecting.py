@@ -5,10 +5,10 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple
 
 from megatron_dppo.data.prompts.prompts import Drawn
-from megatron_dppo.engines.base import Completion, Request, RolloutEngine, SamplingParams, Session
+from megatron_dppo.engines.base import Ask, Completion, Request, RolloutEngine, SamplingParams, Session
 from megatron_dppo.engines.batch_session import batch_session
 from megatron_dppo.environments import Environments, InProcess, SingleTurn
-from megatron_dppo.rollout.conversations import Ask, Conversations, TurnLimits
+from megatron_dppo.rollout.conversations import Conversations, TurnLimits
 from megatron_dppo.rollout.counts import RolloutCounts
 from megatron_dppo.rollout.groups import GroupMaker, usable_groups
 from megatron_dppo.rollout.sampler import GroupSampler

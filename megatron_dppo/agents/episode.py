@@ -1,0 +1,295 @@
+"""One episode: the tree of its calls, and the path that trains.
+
+All of it belongs to one event loop, that of the sampler. A node is one response. Its completion has all tokens
+after the root's prompt, with log-probs, Top-K, routes and weight versions as the engine gave them.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_dppo.agents.chat import (
+    Chat,
+    ChatMessage,
+    RefusedError,
+    Reply,
+    canonical,
+    parse_response,
+)
+from megatron_dppo.agents.harness import AgentOutcome
+from megatron_dppo.agents.rendering import Rendering
+from megatron_dppo.engines.base import (
+    Ask,
+    Completion,
+    Request,
+    SamplingParams,
+    give_up,
+    mask_of,
+    num_tokens_before,
+    with_observation,
+)
+from megatron_dppo.environments import Episode as EpisodeResult
+from megatron_dppo.errors import DataError
+
+_WHILE_CALLING_S = 1.0  # between two looks at the clock while a call is sampled
+_KEYS_APART = 1 << 40  # noise keys of forks: above the number of any sample of a rollout
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """Limits of one episode."""
+
+    episode_timeout_s: float
+    call_timeout_s: float
+    max_calls: int
+    max_prompt_tokens: int  # of a root
+    max_turn_tokens: int | None  # of a response
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """One response, at the end of the path from its root."""
+
+    number: int
+    parent: "Node | None"
+    request: Request  # with the root's prompt
+    completion: Completion  # of the path
+    messages: tuple[ChatMessage, ...]  # of the path; the last one is the response
+    known_as: tuple[str, ...]  # these messages in canonical form
+    tools: tuple[Mapping[str, Any], ...]
+    text: str  # of the response
+
+    @property
+    def path(self) -> list["Node"]:
+        """The nodes from the root to this one."""
+        return [*(self.parent.path if self.parent is not None else ()), self]
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of sampled tokens of the path."""
+        return int(mask_of(self.completion).sum())
+
+
+@dataclass(eq=False)
+class Episode:
+    """An episode between its first call and its end.
+
+    Attributes:
+        ended: Set once the engine cannot go on: to the aborted completion, or to the engine's error.
+    """
+
+    request: Request  # of the group, which names the prompt
+    params: SamplingParams
+    ask: Ask
+    rendering: Rendering
+    limits: EpisodeLimits
+    posted: AgentOutcome = field(default_factory=AgentOutcome)
+    is_sealed: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[Completion] = self.loop.create_future()
+        self._nodes = list[Node]()
+        self._calls = dict[bytes, asyncio.Task[Reply]]()  # the latest call with each body
+        self._tasks = set[asyncio.Task[Reply]]()
+        self._turn = asyncio.Lock()  # the engine samples one call of an episode at a time
+        self._is_cut, self._num_calling = False, 0
+        self._idle_s = 0.0
+        self._idle_since: float | None = None  # None before the harness runs, and while it calls
+        assert self.request.prompt is not None, "requests of groups name their prompts"
+        self._arguments = self.request.prompt.template_arguments or {}
+
+    def begin(self) -> None:
+        """Start the clock: the harness runs."""
+        if not self._num_calling and self._idle_since is None:
+            self._idle_since = time.monotonic()
+
+    def seconds_left(self) -> float:
+        """Return how long the harness may still work without a call; its calls cost no time."""
+        if self._idle_since is None:
+            return _WHILE_CALLING_S
+        idle_s = time.monotonic() - self._idle_since
+        return min(self.limits.call_timeout_s - idle_s, self.limits.episode_timeout_s - self._idle_s - idle_s)
+
+    async def call(self, chat: Chat, body: bytes, *, is_retry: bool) -> Reply:
+        """Return the next response of a chat; a retry gets the reply of the call that it repeats.
+
+        Raises:
+            RefusedError: The episode is over or at a limit, or the chat cannot be rendered or sampled.
+        """
+        self.require_open()
+        digest = hashlib.blake2b(body).digest()
+        task = self._calls.get(digest) if is_retry else None
+        if task is None:
+            task = self._calls[digest] = asyncio.create_task(self._call(chat))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        try:
+            return await asyncio.shield(task)  # a client that disconnects does not end it
+        except asyncio.CancelledError:
+            self.require_open()
+            raise
+
+    def require_open(self) -> None:
+        """Refuse what comes after the end.
+
+        Raises:
+            RefusedError: The episode is over.
+        """
+        if self.is_sealed:
+            raise RefusedError(409, "this episode is over", "episode_over")
+
+    def seal(self) -> None:
+        """End the episode: nothing that comes later changes it."""
+        self.is_sealed = True
+        for task in self._tasks:
+            task.cancel()
+
+    async def _call(self, chat: Chat) -> Reply:
+        if self._idle_since is not None:
+            self._idle_s += time.monotonic() - self._idle_since
+        self._num_calling, self._idle_since = self._num_calling + 1, None
+        try:
+            async with self._turn:
+                return await self._sample(chat)
+        finally:
+            self._num_calling -= 1
+            if not self._num_calling:
+                self._idle_since = time.monotonic()
+
+    async def _sample(self, chat: Chat) -> Reply:
+        if len(self._nodes) == self.limits.max_calls:
+            raise self._cut(f"found {self.limits.max_calls} calls; expected at most rollout.agent.max_calls")
+        parent = self._parent_of(chat)
+        request = self._continue(parent, chat) if parent is not None else None
+        if request is None:
+            parent, request = None, self._open(chat)
+        params, start = self._params(chat), num_tokens_before(request)
+        try:
+            completion = await self.ask(request, params)
+        except Exception as error:
+            if not self.ended.done():
+                self.ended.set_exception(error)
+            raise RefusedError(500, "the engine failed", "engine_failed") from error
+        if completion.finish_reason == "abort":
+            if not self.ended.done():
+                self.ended.set_result(completion)
+            raise RefusedError(503, "the engine gave this call up", "aborted")
+        return self._add(chat, parent, request, completion, start)
+
+    def _cut(self, found: str) -> RefusedError:
+        """Return the refusal of a call above a limit; a harness that then fails has an episode that is cut."""
+        self._is_cut = True
+        return RefusedError(400, found, "context_length_exceeded")
+
+    def _params(self, chat: Chat) -> SamplingParams:
+        most = [limit for limit in (chat.max_tokens, self.limits.max_turn_tokens) if limit is not None]
+        return replace(self.params, max_turn_tokens=min(most)) if most else self.params
+
+    def _parent_of(self, chat: Chat) -> Node | None:
+        """Return the node whose path the chat continues: the longest one, preferably one that its ids name."""
+        known, named = canonical(chat.messages), chat.own_nodes
+        found = [
+            node
+            for node in self._nodes
+            if len(node.known_as) < len(known)
+            and node.known_as == known[: len(node.known_as)]
+            and node.tools == chat.tools
+        ]
+
+        def rank(node: Node) -> tuple[int, int, int]:
+            return len(node.known_as), sum(each.number in named for each in node.path), node.number
+
+        return max(found, key=rank, default=None)
+
+    def _noise_key(self, parent: Node | None) -> tuple[int, int, int]:
+        """Return the parent's noise key for its first child, and a new one for a fork."""
+        seed, rollout, sample = (parent.request if parent is not None else self.request).noise_key
+        is_fork = any(node.parent is parent for node in self._nodes)
+        return seed, rollout, sample + _KEYS_APART * len(self._nodes) * is_fork
+
+    def _open(self, chat: Chat) -> Request:
+        try:
+            tokens = self.rendering.opening(chat.messages, chat.tools, self._arguments)
+        except DataError as error:
+            raise RefusedError(400, str(error)) from error
+        if len(tokens) > self.limits.max_prompt_tokens:
+            found, most = f"found a prompt of {len(tokens)} tokens", self.limits.max_prompt_tokens
+            raise self._cut(f"{found}; expected at most data.max_prompt_tokens = {most}")
+        return replace(self.request, prompt_tokens=tokens, noise_key=self._noise_key(None))
+
+    def _continue(self, parent: Node, chat: Chat) -> Request | None:
+        """Return the request for the response after new messages, or None if they cannot be appended."""
+        new, tokens = chat.messages[len(parent.messages) :], parent.completion.tokens
+        last_token = int(tokens[-1]) if tokens.numel() else None
+        path = chat.messages[: len(parent.messages)]
+        between = self.rendering.continuation(path, new, chat.tools, self._arguments, last_token)
+        if between is None:
+            return None
+        num_tokens = tokens.numel() + between.numel()
+        if num_tokens >= self.params.max_response_tokens:
+            found = f"found {num_tokens} tokens after the first prompt"
+            most = self.params.max_response_tokens
+            raise self._cut(f"{found}; expected fewer than rollout.max_response_tokens = {most}")
+        partial = with_observation(parent.completion, between)
+        return replace(parent.request, noise_key=self._noise_key(parent), partial=partial)
+
+    def _add(
+        self, chat: Chat, parent: Node | None, request: Request, completion: Completion, start: int
+    ) -> Reply:
+        number, ids = len(self._nodes), completion.tokens[start:].tolist()
+        text = self.rendering.text(ids)
+        message = parse_response(text, number, may_call=chat.may_call)
+        messages = (*chat.messages, message)
+        request, self._is_cut = replace(request, partial=None), False
+        known_as = canonical(messages)
+        self._nodes.append(Node(number, parent, request, completion, messages, known_as, chat.tools, text))
+        reason = "tool_calls" if "tool_calls" in message and completion.finish_reason == "stop" else None
+        counts = len(request.prompt_tokens) + start, len(ids)
+        reason, now = reason or completion.finish_reason, int(time.time())
+        return Reply(message, f"chatcmpl-{self.request.id}-{number}", "policy", now, reason, counts)
+
+    def result(self, outcome: AgentOutcome | str) -> Completion:
+        """Return the path with the most sampled tokens, and the episode's result.
+
+        Args:
+            outcome: What the harness returned, or why it failed.
+        """
+        if self.ended.done():
+            return replace(self.ended.result(), request_id=self.request.id)
+        trained = max(self._nodes, key=lambda node: (node.num_sampled, -node.number), default=None)
+        if trained is None:
+            said = outcome if isinstance(outcome, str) else "the harness ended without a call that was answered"
+            fault = EpisodeResult("", 0, fault=said, failed="harness")
+            return replace(give_up(self.request), episode=fault)
+        is_fault = isinstance(outcome, str) and not self._is_cut
+        given = AgentOutcome() if isinstance(outcome, str) else outcome
+        result = EpisodeResult(
+            trained.text,
+            len(trained.path),
+            self.posted.reward if given.reward is None else given.reward,
+            {**self.posted.info, **given.info},
+            outcome if is_fault else None,
+            failed="harness",
+            num_calls=len(self._nodes),
+            num_forks=self._num_forks,
+            num_untrained_tokens=self._num_sampled - trained.num_sampled,
+        )
+        finish_reason = "length" if self._is_cut else trained.completion.finish_reason
+        prompt = trained.request.prompt_tokens
+        completion = replace(trained.completion, prompt_tokens=prompt, finish_reason=finish_reason)
+        return replace(completion, episode=result)
+
+    @property
+    def _num_forks(self) -> int:
+        """Number of nodes that are not the first child of their parent, or not the first root."""
+        return len(self._nodes) - len({node.parent and node.parent.number for node in self._nodes})
+
+    @property
+    def _num_sampled(self) -> int:
+        """Number of sampled tokens of all nodes."""
+        before = sum(node.parent.num_sampled for node in self._nodes if node.parent is not None)
+        return sum(node.num_sampled for node in self._nodes) - before

@@ -1,0 +1,122 @@
+"""Runs harnesses in worker processes: one episode at a time in each process, which is killed with its group."""
+
+import json
+import math
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from megatron_dppo.errors import AgentFailedError, Problem
+from megatron_dppo.runtime.user_code import problem_with_path
+from megatron_dppo.types import Prompt
+from megatron_dppo.workers.pool import WorkerPool
+from megatron_dppo.workers.service import Fields, Service, require_keys
+
+KEY = "rollout.agent.harness"
+_COMMAND = "rollout.agent.command"
+_MOST_WORKERS = 1 << 16  # no limit: episodes wait for each other's calls, so that all of them must run
+
+
+@dataclass(frozen=True)
+class AgentOutcome:
+    """Result of an episode. If `reward` is None, `POST /v1/reward` or `data.reward` gives the reward."""
+
+    reward: float | None = None
+    info: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True)
+class EpisodeTask:
+    """The task of one episode, and where its harness finds the policy."""
+
+    prompt: Prompt
+    base_url: str  # ends with /v1
+    api_key: str
+    workdir: str  # an empty folder, removed after the episode
+
+
+def checked_outcome(found: Any) -> AgentOutcome:
+    """Return the outcome that a harness returned or posted, after checking its types.
+
+    Raises:
+        ValueError: It is neither a finite number nor an outcome with finite numbers.
+    """
+    outcome = found if isinstance(found, AgentOutcome) else AgentOutcome(found)
+    try:
+        reward = None if outcome.reward is None else float(outcome.reward)
+        info = {str(key): float(number) for key, number in outcome.info.items()}
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"found {found!r}; expected a number, an AgentOutcome or None") from error
+    if not all(map(math.isfinite, [reward or 0.0, *info.values()])):
+        raise ValueError(f"found {found!r}; expected finite numbers")
+    return AgentOutcome(reward, info)
+
+
+def encode_task(task: EpisodeTask) -> Fields:
+    """Return the fields of a request for one episode."""
+    return vars(task) | {"prompt": vars(task.prompt)}
+
+
+def decode_task(fields: Fields) -> EpisodeTask:
+    """Return the task that has these fields."""
+    messages = fields["prompt"]["messages"]
+    prompt = Prompt(**fields["prompt"] | {"messages": None if messages is None else tuple(messages)})
+    return EpisodeTask(**fields | {"prompt": prompt})
+
+
+def encode_outcome(outcome: AgentOutcome) -> Fields:
+    """Return the fields of an outcome."""
+    return {"reward": outcome.reward, "info": dict(outcome.info)}
+
+
+def _decode_outcome(fields: Fields) -> AgentOutcome:
+    return checked_outcome(AgentOutcome(**require_keys(fields, "reward", "info")))
+
+
+_SERVICE = Service[EpisodeTask, AgentOutcome](
+    module="megatron_dppo.agents.worker",
+    key=KEY,
+    noun="harness",
+    option_prefix="data.reward_",
+    error=AgentFailedError,
+    describe_request=lambda task: f"prompt {task.prompt.id}",
+    encode_request=encode_task,
+    decode_answer=_decode_outcome,
+)
+
+
+class HarnessPool(WorkerPool[EpisodeTask, AgentOutcome]):
+    """Pool of workers that run harnesses, one for each open episode; the caller limits their time."""
+
+    def __init__(
+        self,
+        harness: str | None,
+        command: Sequence[str],
+        *,
+        memory_mb: int,
+        environment: Collection[str],
+    ) -> None:
+        """Create the pool for a "module:function" or a command; see `WorkerPool`."""
+        super().__init__(
+            _SERVICE,
+            harness if harness is not None else json.dumps(list(command)),
+            num_workers=_MOST_WORKERS,
+            timeout_s=math.inf,
+            memory_mb=memory_mb,
+            environment=environment,
+        )
+
+
+def as_command(name: str) -> list[str] | None:
+    """Return the command of a worker's name, or None if the name is a "module:function"."""
+    return cast("list[str]", json.loads(name)) if name.startswith("[") else None
+
+
+def problem_with_harness(harness: str | None, command: Sequence[str]) -> Problem | None:
+    """Return the problem with a harness or a command, or None; runs no user code."""
+    if harness is not None:
+        return problem_with_path(KEY, harness, "package.module:function")
+    if command and shutil.which(command[0]) is None:
+        return Problem(_COMMAND, repr(command[0]), "a program on the PATH", "Correct the name, or install it.")
+    return None

@@ -1,0 +1,100 @@
+"""Turns chats into token ids: openings by the chat template, and what follows a response by its difference."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.agents.chat import ChatMessage
+from megatron_dppo.data.prompts.templates import apply_chat_template, prompt_tokens, require_chat_template
+from megatron_dppo.errors import DataError
+
+Thinking = Literal["keep", "template"]
+_MARK = "the-response-stands-here"
+_THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+
+
+class Rendering:
+    """Renders chats with a tokenizer. Sampled tokens are never encoded again."""
+
+    def __init__(self, tokenizer: Any, thinking: Thinking) -> None:
+        """Store the tokenizer.
+
+        Args:
+            tokenizer: Tokenizer of the model.
+            thinking: "keep" continues a sequence although the template would now leave out its earlier
+                thinking; "template" does not.
+
+        Raises:
+            DataError: The tokenizer has no chat template.
+        """
+        require_chat_template(tokenizer)
+        self._tokenizer, self._thinking = tokenizer, thinking
+
+    def opening(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
+    ) -> tuple[int, ...]:
+        """Return the token ids of a complete chat, up to the beginning of the response.
+
+        Raises:
+            DataError: The chat template refuses the chat.
+        """
+        return prompt_tokens(self._tokenizer, None, cast(Any, messages), tools, arguments)
+
+    def continuation(
+        self,
+        path: Sequence[ChatMessage],
+        new: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+        last_token: int | None,
+    ) -> Tensor | None:
+        """Return the token ids `[N]` int64 of new messages after a response, up to the next response.
+
+        The end-of-turn token of the response comes first if the response lacks it.
+
+        Args:
+            path: Messages up to the response, which is the last one.
+            new: Messages after it.
+            tools: Tools of the chat.
+            arguments: Arguments of the chat template.
+            last_token: Last token of the response.
+
+        Returns:
+            None if the template does not append: the new messages change how it writes the earlier ones.
+        """
+        answered = [*path[:-1], {"role": "assistant", "content": _MARK}]
+        try:
+            before = self._write(answered, tools, arguments, asks=False)
+            after = self._write([*answered, *new], tools, arguments, asks=True)
+        except DataError:
+            return None
+        (head, *ends), (new_head, *rests) = before.split(_MARK), after.split(_MARK)
+        if len(ends) != 1 or len(rests) != 1 or self._kept(head) != self._kept(new_head):
+            return None
+        ids = cast("list[int]", self._tokenizer.encode(rests[0], add_special_tokens=False))
+        if ids and ids[0] == last_token:
+            ids = ids[1:]
+        return torch.tensor(ids, dtype=torch.int64)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Decode a response without special tokens."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _kept(self, text: str) -> str:
+        return _THOUGHT.sub("", text) if self._thinking == "keep" else text
+
+    def _write(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+        *,
+        asks: bool,
+    ) -> str:
+        written = apply_chat_template(
+            self._tokenizer, cast(Any, messages), tools, arguments, add_generation_prompt=asks
+        )
+        return cast(str, written)

@@ -1,0 +1,217 @@
+"""Agents on the real embedded engine, with harnesses in real workers that call over HTTP."""
+
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dppo.agents.agents import Agents
+from megatron_dppo.config.schema import AgentConfig, RolloutConfig
+from megatron_dppo.config.sections import DataConfig
+from megatron_dppo.engines.base import Completion, Request, SamplingParams
+from megatron_dppo.engines.embedded.engine import TransformersEngine
+from megatron_dppo.environments import InProcess, SingleTurn
+from megatron_dppo.errors import AgentFailedError
+from megatron_dppo.rewards import RewardResult
+from megatron_dppo.types import Prompt
+from tests.support.collecting import Collected, MultiTurn, collect
+from tests.support.harnesses import post
+from tests.support.samples import InProcessScorer, assert_same
+from tests.unit.test_multi_turn import ENDS, PARAMS, TOKENIZER, Recorded, rolled_out, words_of
+from tests.unit.test_transformers_engine import engine_of, moe_config, reference_model
+
+HARNESSES = "tests.support.harnesses"
+
+
+class Keyed(Recorded):
+    """Remembers the keys of the noise, too."""
+
+    def __init__(self, engine: TransformersEngine) -> None:
+        super().__init__(engine)
+        self.keys: dict[str, set[tuple[int, int, int]]] = {}
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+        for request in requests:
+            self.keys.setdefault(request.id, set()).add(request.noise_key)
+        return super().generate(requests, params)
+
+
+class WithAgents(MultiTurn):
+    """Conversations of agents, and the completions that became samples."""
+
+    def __init__(self, engine: Any, agents: Agents) -> None:
+        self.engine, self.weight_version = engine, engine.weight_version
+        run, self.completions = agents.converse(TOKENIZER), list[Completion]()
+
+        async def converse(*arguments: Any) -> Completion:
+            self.completions.append(await run(*arguments))
+            return self.completions[-1]
+
+        self.converse = converse
+
+
+def agents_of(harness: str | None, command: Sequence[str] = (), **changes: Any) -> Agents:
+    most = changes.pop("max_prompt_tokens", 9)
+    agent = AgentConfig(
+        harness=harness and f"{HARNESSES}:{harness}",
+        command=tuple(command),
+        **{"call_timeout_s": 60.0} | changes,
+    )
+    return Agents(RolloutConfig(agent=agent, max_turn_tokens=4), DataConfig(reward="x", max_prompt_tokens=most))
+
+
+def play(
+    engine: Any, agents: Agents, prompts: Sequence[Prompt], samples: int = 3
+) -> tuple[Collected, WithAgents]:
+    with closing(agents):
+        conversations = WithAgents(engine, agents)
+        scorer = InProcessScorer(lambda prompt, response, finish: RewardResult(-1.0 - len(response.split())))
+        batch = collect(
+            conversations, prompts, TOKENIZER, scorer, PARAMS, samples_per_prompt=samples, max_prompt_tokens=9,
+            seed=1, rollout=2, environments=InProcess(SingleTurn), smallest_group=1,
+        )  # fmt: skip
+    return batch, conversations
+
+
+def prompt(name: str, answer: str = "", **changes: Any) -> Prompt:
+    return Prompt(name, answer, "test", messages=({"role": "user", "content": f"t5 t{name}"},), **changes)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return reference_model(moe_config())
+
+
+@pytest.fixture
+def engine(model: Any) -> Keyed:
+    return Keyed(engine_of(model, eos_token_ids=ENDS))
+
+
+def test_a_conversation_over_http_is_the_same_as_with_an_environment(model: Any, engine: Keyed) -> None:
+    prompts = [prompt("7", template_arguments={"quiet": True})]
+    expected = rolled_out(engine_of(model, eos_token_ids=ENDS), prompts=prompts, max_turn_tokens=4)
+    batch, _ = play(engine, agents_of("scripted"), prompts)
+    assert len(batch.samples) == 3
+    assert_same(batch.groups, expected.groups)
+    metrics = batch.counts.metrics()
+    assert (metrics["agents/calls"], metrics["agents/forks"], metrics["agents/untrained_tokens"]) == (9, 0, 0)
+    same = {name: value for name, value in metrics.items() if not name.startswith("agents/")}
+    assert same == expected.counts.metrics()
+
+
+def test_branches_roots_parallel_calls_and_retries_have_exact_tokens(engine: Keyed) -> None:
+    batch, conversations = play(engine, agents_of("forking"), [prompt("6")], samples=2)
+    assert batch.counts.num_dropped_samples == 0
+    for sample, completion in zip(batch.samples, sorted(conversations.completions, key=_id), strict=True):
+        sampled, episode = engine.sampled[sample.id], completion.episode
+        assert episode is not None and episode.num_calls == len(sampled) == 6, "a retry samples nothing"
+        assert sample.reward == 0.5 and sample.reward_info["replies"] == 1, "retries get equal bytes"
+        assert len(engine.keys[sample.id]) == 4, "the calls of a path share noise, a fork has its own"
+        assert episode.num_forks == 3, "the second of two calls, a branch, and another root"
+        trained = sample.tokens[sample.prompt_length :][sample.loss_mask].tolist()
+        assert trained == [*_first_of(sampled, trained), *_rest_of(sampled, trained)]
+        assert len(trained) + episode.num_untrained_tokens == sum(map(len, sampled))
+        assert sample.topk is not None and (sample.topk.ids[sample.loss_mask] >= 0).all()
+        assert sample.routed_experts is not None
+        assert sample.routed_experts.indices.shape[0] == sample.tokens.numel() - 1
+        assert sample.tokens[: sample.prompt_length].tolist() == TOKENIZER.apply_chat_template(
+            [{"role": "user", "content": "t5"}], add_generation_prompt=True, return_dict=False
+        )
+
+
+def _id(completion: Completion) -> str:
+    return completion.request_id
+
+
+def _first_of(sampled: list[list[int]], trained: list[int]) -> list[int]:
+    """Return the one of the first two responses that the trained tokens begin with."""
+    return next(each for each in sampled[:2] if trained[: len(each)] == each)
+
+
+def _rest_of(sampled: list[list[int]], trained: list[int]) -> list[int]:
+    """Return the later response that ends the trained tokens."""
+    start = len(_first_of(sampled, trained))
+    return next(each for each in sampled[2:5] if trained[start:] == each)
+
+
+KINDS = ("good", "raises", "hangs", "dies", "words", "silent", "endless")
+
+
+def test_a_harness_that_fails_costs_its_own_sample(engine: Keyed) -> None:
+    prompts = [prompt(str(n), kind) for n, kind in enumerate(KINDS)]
+    batch, conversations = play(
+        engine, agents_of("misbehaving", call_timeout_s=5.0, max_calls=4), prompts, samples=1
+    )
+    faults = {each.request_id: each.episode.fault for each in conversations.completions if each.episode}
+    said = [next(fault for name, fault in faults.items() if f"/{n}/" in name) for n in range(len(KINDS))]
+    kept = [group.prompt.answer for group in batch.groups]
+    assert kept == ["good", "endless"], said
+    assert batch.counts.num_dropped["harness_failed"] == 5 == batch.counts.num_dropped_samples
+    for words, fault in zip(
+        ("no reason", "without a call", "SIGKILL", "many", "answered"), said[1:6], strict=True
+    ):
+        assert words in str(fault)
+    good, endless = batch.samples
+    assert good.finish_reason != "abort" and good.reward == 1.0
+    assert endless.finish_reason == "length", "a limit cut it, and the reward scores what there is"
+    assert endless.reward is not None and endless.reward < 0
+
+
+def test_rewards_are_posted_and_nothing_changes_after_the_end(engine: Keyed, tmp_path: Path) -> None:
+    agents = agents_of("posting")
+    with closing(agents):
+        conversations = WithAgents(engine, agents)
+        batch = collect(
+            conversations, [prompt("6", str(tmp_path / "key"))], TOKENIZER, InProcessScorer(_never), PARAMS,
+            samples_per_prompt=1, max_prompt_tokens=9, seed=1, rollout=2,
+        )  # fmt: skip
+        (sample,) = batch.samples
+        assert sample.reward == 0.25 and dict(sample.reward_info) == {"seen": 3.0}
+        base_url, key = json.loads((tmp_path / "key").read_text())
+        num_sampled = sum(map(len, engine.sampled.values()))
+        for path in ("/chat/completions", "/reward"):
+            body = {"messages": [{"role": "user", "content": "t5"}], "reward": 1.0}
+            assert post(base_url, key, path, body)[0] == 409
+            assert post(base_url, "0" * 32, path, body)[0] == 401
+            assert post(base_url, "", path, body)[0] == 401
+            assert post(base_url.replace("/v1", f"/e/{key}/v1"), "", path, body)[0] == 409
+            assert post(base_url, "", path, body, Authorization="", **{"x-api-key": key})[0] == 409
+        assert sum(map(len, engine.sampled.values())) == num_sampled
+        assert conversations.completions[0].episode is not None
+
+
+def _never(prompt: Prompt, response: str, finish: Any) -> RewardResult:
+    raise AssertionError("the harness gives the reward")
+
+
+COMMAND = """
+import json, os, sys, urllib.request
+task = json.load(open(sys.argv[2]))
+assert sys.argv[3] == task["messages"][-1]["content"] and os.environ["ANTHROPIC_API_KEY"]
+for url in (sys.argv[1], os.environ["OPENAI_BASE_URL"]):
+    body = json.dumps({"messages": task["messages"]}).encode()
+    key = {"x-api-key": os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    json.load(urllib.request.urlopen(urllib.request.Request(url + "/chat/completions", body, key)))
+sys.exit(int(task["answer"]))
+"""
+
+
+def test_a_command_is_a_harness(engine: Keyed) -> None:
+    words = ("python", "-c", COMMAND, "{base_url}", "{task}", "{prompt}")
+    batch, conversations = play(engine, agents_of(None, words), [prompt("6", "0"), prompt("7", "3")], samples=1)
+    assert [group.prompt.answer for group in batch.groups] == ["0"]
+    assert batch.counts.num_dropped["harness_failed"] == 1
+    (sample,) = batch.samples
+    assert sample.reward == -1.0 - len(words_of(sample.tokens[sample.prompt_length :])), "data.reward scores it"
+    faults = [str(each.episode and each.episode.fault) for each in conversations.completions]
+    assert any("status 3" in fault for fault in faults)
+
+
+@pytest.mark.parametrize("name", ["not_asynchronous", "absent"])
+def test_a_harness_that_cannot_run_stops_the_run_at_its_start(name: str) -> None:
+    with closing(agents_of(name)) as agents, pytest.raises(AgentFailedError) as raised:
+        agents.start()
+    assert str(raised.value).startswith("rollout.agent.harness: ")

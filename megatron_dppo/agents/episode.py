@@ -209,7 +209,7 @@ class Episode:
         """Return the parent's noise key for its first child, and a new one for a fork."""
         seed, rollout, sample = (parent.request if parent is not None else self.request).noise_key
         is_fork = any(node.parent is parent for node in self._nodes)
-        return seed, rollout, sample + _KEYS_APART * len(self._nodes) * is_fork
+        return seed, rollout, sample % _KEYS_APART + _KEYS_APART * len(self._nodes) if is_fork else sample
 
     def _open(self, chat: Chat) -> Request:
         try:

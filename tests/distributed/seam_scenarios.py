@@ -9,7 +9,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -230,6 +230,19 @@ def turns(task: Path) -> dict[str, Any]:
     )
 
 
+def agents(task: Path) -> dict[str, Any]:
+    """Both kinds of a harness, which a run does not have at once: nothing is run."""
+    agent = {
+        "harness": "tests.support.harnesses:adding",
+        "command": ("agent", "{base_url}"),
+        "thinking": "template",
+        "episode_timeout_s": 31.0,
+        "call_timeout_s": 17.0,
+        "max_calls": 5,
+    }
+    return _tables(task, "agents", rollout={"agent": agent})
+
+
 def skipped(task: Path) -> dict[str, Any]:
     """A run that is to end with the second gradient step of its three: short, as two threads make it slow."""
     sapo = {"preset": "sapo", "tau_low": 1.1, "tau_high": 0.9, "log_ratio_coef": 0.02}
@@ -340,6 +353,21 @@ class _Owner:
         raise AssertionError("nothing is pushed")
 
 
+def open_episode(config: Config, runtime: Runtime) -> None:
+    """Begin an episode whose harness is not run."""
+    from megatron_dppo.agents.agents import Agents
+    from megatron_dppo.engines.base import Request, SamplingParams
+    from megatron_dppo.runtime.concurrency import run_loop
+    from megatron_dppo.types import Prompt
+    from tests.support.word_tokenizers import TOKENIZER
+
+    request = Request("rollout0/a/0+0", (3, 4), (0, 0, 0), prompt=Prompt("a", "", "test", text="1"))
+    agents = Agents(config.rollout, config.data)
+    with closing(agents), mock.patch.object(Agents, "_wait", return_value="not run"):
+        completion = run_loop(agents.converse(TOKENIZER)(request, SamplingParams(2), mock.Mock()))
+    assert completion.episode is not None and completion.episode.fault is not None
+
+
 def serve(config: Config, runtime: Runtime) -> None:
     """Everything that stands before servers: their commands, an engine that asks them once, each transport.
 
@@ -396,6 +424,7 @@ SCENARIOS = {
     "whole": Scenario(whole, train),
     "resumed": Scenario(resumed, train_stop_and_resume),
     "turns": Scenario(turns, train),
+    "agents": Scenario(agents, open_episode),
     "skipped": Scenario(skipped, skip_every_step),
     "served": Scenario(served, serve),
     "own_rule": Scenario(split(_OWN | {"rule_divergence": "binary_kl", "rule_over": "responses"}), build_actor),

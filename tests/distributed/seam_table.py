@@ -122,6 +122,11 @@ _AS_IT_IS = {
         parallel.overlap_grad_reduce  actor.actor:Actor.__init__  self._ddp.0.ddp_config.*
         parallel.overlap_param_gather  actor.actor:Actor.__init__  self._ddp.0.ddp_config.*
     """,
+    "agents": """
+        rollout.agent.{harness,command}  agents.agents:HarnessPool.__init__  *
+        rollout.agent.thinking  agents.agents:Rendering.__init__  thinking
+        rollout.agent.{episode_timeout_s,call_timeout_s,max_calls}  agents.agents:Episode.__init__  limits.*
+    """,
     "served": """
         run.seed  engines.weight_sync.factory:Probe.__init__  seed
         rollout.sglang.start_timeout_s  engines.sglang.server:supervise  start_timeout_s

@@ -55,6 +55,17 @@ sglang/test_training.py::test_a_run_with_servers_of_its_own_survives_being_kille
     rollout.sglang.num_own_servers  num_own_servers
 sglang/test_weight_sync.py::test_pushed_weights_are_served
     rollout.sglang.weight_sync  weight_sync
+unit/test_agents.py::test_a_conversation_over_http_is_the_same_as_with_an_environment
+    rollout.agent.harness  agents_of("scripted")
+unit/test_agents.py::test_a_command_is_a_harness
+    rollout.agent.command  agents_of(None, words)
+unit/test_agents.py::test_a_harness_that_fails_costs_its_own_sample
+    rollout.agent.call_timeout_s  call_timeout_s=15.0
+    rollout.agent.max_calls  max_calls=4
+unit/test_episodes.py::test_the_clock_runs_only_while_the_harness_works
+    rollout.agent.episode_timeout_s  episode_timeout_s=50.0
+unit/test_episodes.py::test_a_conversation_goes_on_only_if_the_template_appends
+    rollout.agent.thinking  thinking=thinking
 unit/test_ahead.py::test_no_token_is_older_than_the_bound_and_each_place_is_trained_on_once
     rollout.max_staleness  bound.max_staleness
 unit/test_reward_choice.py::test_a_function_of_the_users_has_no_rules

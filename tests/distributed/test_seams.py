@@ -139,6 +139,9 @@ def lines_of(path: Path) -> list[str]:
 
 # Documented metrics of what no scenario does, and the file of tests that reads them.
 METRICS_ELSEWHERE = {
+    "agents/calls": "unit/test_agents.py",
+    "agents/forks": "unit/test_agents.py",
+    "agents/untrained_tokens": "unit/test_agents.py",
     "engine/busy_in_training": "unit/test_ahead.py",
     "engine/requests_in_training": "unit/test_ahead.py",
     "rollout/whole_groups": "unit/test_ahead.py",

@@ -27,6 +27,7 @@ PAGES = [
     "r3_or_not",
     "reading_the_report",
     "rule_to_table",
+    "train_your_agent",
     "trust_region",
     "what_the_paper_found",
 ]
@@ -73,6 +74,20 @@ def test_environment_and_tools(tmp_path: Path) -> None:
     assert all(row["rollout/dropped_samples"] == 0 for row in rollouts)
     assert all(row["optimizer/grad_norm"] > 0 for row in metrics_of(run, "step"))
     require_metrics("environment_and_tools", run)
+
+
+def test_train_your_agent(tmp_path: Path) -> None:
+    walked = follow("train_your_agent", tmp_path)
+    assert "no problems found" in walked.printed
+    run = walked.folder / "runs" / "lookup"
+    rollouts = metrics_of(run, "rollout")
+    assert len(rollouts) == 2
+    for row in rollouts:
+        assert row["rollout/num_turns_mean"] == 2.0 and row["reward/num_words_mean"] > 0
+        assert row["agents/calls"] == 32 and row["agents/forks"] == row["agents/untrained_tokens"] == 0
+        assert row["rollout/dropped_samples"] == 0
+    assert all(row["optimizer/grad_norm"] > 0 for row in metrics_of(run, "step"))
+    require_metrics("train_your_agent", run)
 
 
 def launch_options(page: str) -> set[str]:

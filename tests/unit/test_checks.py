@@ -644,6 +644,17 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("rollout.environment", {"rollout.environment": "single_turns"}),
         Example("rollout.environment", {"rollout.environment": "no_such_module:Class"}),
     ],
+    "agent": [
+        Example("rollout.agent.harness", {"rollout.agent.harness": "no_such_module:function"}),
+        Example("rollout.agent.harness", {"rollout.agent.harness": "function"}),
+        Example("rollout.agent.command", {"rollout.agent.command": ["no-such-program"]}),
+        Example(
+            "rollout.agent.harness",
+            {"rollout.agent.harness": "json:loads", "rollout.agent.command": ["python"]},
+        ),
+        Example("rollout.agent", {"rollout.agent.harness": "json:loads", "rollout.environment": "sudoku"}),
+        Example("rollout.agent", {"rollout.agent.harness": "json:loads", "rollout.generate": "json:loads"}),
+    ],
     "generate": [
         Example("rollout.generate", {"rollout.generate": "no_such_module:function"}),
         Example("rollout.generate", {"rollout.generate": "function"}),
@@ -847,6 +858,13 @@ EXAMPLES: dict[str, list[Example]] = {
     "environment_trial": [
         Example(
             "rollout.environment", {"rollout.environment": "mine:E"}, on_disk=_module("mine", "class E: ...")
+        )
+    ],
+    "agent_trial": [
+        Example(
+            "rollout.agent.harness",
+            {"rollout.agent.harness": "mine:f"},
+            on_disk=_module("mine", "def f(*arguments): ..."),
         )
     ],
     "generate_import": [

@@ -1,0 +1,62 @@
+"""A whole run of the real loop whose responses are those of an agent with a tool, with Top-K masks and R3."""
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dppo.runtime.files import write_jsonl
+from tests.distributed.test_training_run import train
+from tests.support.ranks import run_ranks
+from tests.support.records import metrics_of
+from tests.support.sanity_run import settings, without_clocks
+from tests.support.tiny import write_model
+
+ROOT = Path(__file__).parents[2]
+EPISODES = {
+    "agent": {"harness": "tests.support.harnesses:adding"},
+    "max_turn_tokens": 4,
+    "max_response_tokens": 24,
+    "prompts_per_rollout": 2,
+    "samples_per_prompt": 3,
+    "transformers": {"weights": "float32"},
+}
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with a chat template, and sums."""
+    folder = tmp_path_factory.mktemp("agent")
+    tokenizer = runpy.run_path(str(ROOT / "examples" / "make_tiny.py"))["chat_tokenizer"]()
+    size = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    write_model(folder / "model", num_hidden_layers=2, **size)
+    tokenizer.save_pretrained(folder / "model")
+    rows: list[dict[str, Any]] = [
+        {"id": str(n), "prompt": [{"role": "user", "content": f"{n % 5} 4"}], "answer": str(n % 5 + 4)}
+        for n in range(16)
+    ]
+    write_jsonl(folder / "prompts.jsonl", rows)
+    return folder
+
+
+def test_episodes_are_trained_on_and_a_resumed_run_is_bitwise_the_same(task: Path, tmp_path: Path) -> None:
+    def tables(name: str) -> dict[str, Any]:
+        run = {"folder": str(task / name), "num_rollouts": 2}
+        data = {"reward": "environment", "max_prompt_tokens": 8}
+        return settings(task, name, run=run, data=data, rollout=EPISODES)
+
+    whole = run_ranks(train, 1, tmp_path, tables("whole"))[0]
+    stopped = run_ranks(train, 1, tmp_path, tables("halved"), 3)[0]
+    assert stopped["state"].step == 3
+    resumed = run_ranks(train, 1, tmp_path, tables("halved"))[0]
+    assert all(torch.equal(tensor, resumed["weights"][name]) for name, tensor in whole["weights"].items())
+    rows = metrics_of(task / "whole")
+    assert without_clocks(rows) == without_clocks(metrics_of(task / "halved"))
+    rollouts = [row for row in rows if row["kind"] == "rollout"]
+    for row in rollouts:
+        assert row["rollout/num_turns_mean"] == 2.0 and row["rollout/dropped_samples"] == 0
+        assert (row["agents/calls"], row["agents/forks"], row["agents/untrained_tokens"]) == (12, 0, 0)
+        assert row["mismatch/abs_prob_diff_mean"] < 1e-5, "the trainer says so too, of the whole conversation"
+        assert row["routing/agreement_mean"] > 0.999

@@ -1,0 +1,338 @@
+"""The tree of an episode: parents, forks, limits, time and refusals, with an engine that answers by script."""
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dppo.agents.chat import Chat, RefusedError, parse_response, read_chat
+from megatron_dppo.agents.episode import Episode, EpisodeLimits
+from megatron_dppo.agents.harness import AgentOutcome
+from megatron_dppo.agents.rendering import Rendering, Thinking
+from megatron_dppo.engines.base import (
+    Completion,
+    Request,
+    SamplingParams,
+    join_parts,
+    mask_of,
+    num_tokens_before,
+)
+from megatron_dppo.runtime.concurrency import run_loop
+from megatron_dppo.types import Prompt, WeightVersionSpan
+from tests.support.byte_tokenizers import byte_tokenizer, tools_tokenizer
+
+LIMITS = EpisodeLimits(600.0, 60.0, 9, 2000, None)
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+ASKS = {"role": "user", "content": "2 + 3?"}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+THINKING_TEMPLATE = (  # as Qwen3's: earlier thinking is written only after the last message of a user
+    "{%- set ns = namespace(last=-1) %}{%- for m in messages %}{%- if m.role == 'user' %}"
+    "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{%- if m.role == 'assistant' and loop.index0 > ns.last %}{{ '<think>\n\n</think>\n\n' }}{%- endif %}"
+    "{{ m.content + '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
+)
+LATEST_TEMPLATE = (  # tools stand before the last message, so earlier text moves
+    "{%- for m in messages %}{%- if loop.last %}[TOOLS]{%- endif %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
+)
+TOKENIZER = tools_tokenizer()
+
+
+class Played:
+    """An episode whose responses are given texts; each ends with the end of a turn."""
+
+    def __init__(
+        self, *texts: str, tokenizer: Any = TOKENIZER, thinking: Thinking = "keep", **limits: Any
+    ) -> None:
+        self.tokenizer, self.texts, self.asked = tokenizer, list(texts), list[Request]()
+        row = Prompt("0", "5", "test", messages=({"role": "user", "content": "?"},))
+        request = Request("rollout0/0/0+0", (1, 2), (3, 4, 5), prompt=row, is_chat=True)
+        most = limits.pop("max_response_tokens", 1000)
+        rendering = Rendering(tokenizer, thinking)
+        self.episode = Episode(request, SamplingParams(most), self._ask, rendering, replace(LIMITS, **limits))
+
+    async def _ask(self, request: Request, params: SamplingParams) -> Completion:
+        self.asked.append(request)
+        await asyncio.sleep(0)
+        ids = torch.tensor(self.ids(f"{self.texts.pop(0)}<|im_end|>"))
+        new = Completion(request.id, ids, ids / -100, "stop", None, None, (WeightVersionSpan(0, len(ids), 7),))
+        return join_parts(request.partial, new) if request.partial is not None else new
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    async def say(self, *messages: Any, **options: Any) -> dict[str, Any]:
+        """Return the message of a reply."""
+        body = json.dumps({"messages": messages} | options).encode()
+        reply = await self.episode.call(read_chat(body), body, is_retry=False)
+        return json.loads(reply.json())["choices"][0]["message"]
+
+    def input_of(self, number: int) -> str:
+        """Return the text that the engine got with a request."""
+        request = self.asked[number]
+        tokens = [*request.prompt_tokens, *(request.partial.tokens.tolist() if request.partial else ())]
+        return self.tokenizer.decode(tokens)
+
+
+def played(play: Callable[[], Coroutine[Any, Any, Played]]) -> Played:
+    return run_loop(play())
+
+
+def test_a_tool_call_is_continued_by_the_tokens_that_were_sampled() -> None:
+    odd = CALL.replace('": 2', '":  2')  # no template writes it so
+
+    async def play() -> Played:
+        each = Played(f"<think>\nwell\n</think>\n\nI add.{odd}", "It is 5.")
+        said = await each.say(ASKS, tools=TOOLS)
+        assert said["reasoning_content"] == "well" and said["content"] == "I add."
+        (call,) = said["tool_calls"]
+        assert call["id"] == "call_0_0" and json.loads(call["function"]["arguments"]) == {"a": 2, "b": 3}
+        echo = {"role": "assistant", "content": "I add.", "tool_calls": [call]}
+        call["function"]["arguments"] = '{"b":3,"a":2}'  # serialised again, and reasoning is dropped
+        answer = {"role": "tool", "tool_call_id": call["id"], "content": "5"}
+        assert (await each.say(ASKS, echo, answer, tools=TOOLS))["content"] == "It is 5."
+        return each
+
+    each = played(play)
+    first, second = each.asked
+    assert second.partial is not None and second.noise_key == first.noise_key
+    end = "<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
+    assert each.input_of(1) == each.input_of(0) + f"<think>\nwell\n</think>\n\nI add.{odd}" + end
+    completion = each.episode.result(AgentOutcome(1.0))
+    assert completion.prompt_tokens == first.prompt_tokens and completion.episode is not None
+    assert (completion.episode.num_turns, completion.episode.num_forks) == (2, 0)
+    trained = completion.tokens[mask_of(completion)].tolist()
+    assert trained == each.ids(f"<think>\nwell\n</think>\n\nI add.{odd}<|im_end|>It is 5.<|im_end|>")
+    assert completion.episode.response == "It is 5." and completion.episode.num_untrained_tokens == 0
+
+
+@pytest.mark.parametrize("changed", ["content", "tools", "system", "arguments"])
+def test_what_was_not_sampled_begins_a_new_conversation(changed: str) -> None:
+    async def play() -> Played:
+        each = Played(f"I add.{CALL}", "5", "6")
+        said = await each.say(ASKS, tools=TOOLS)
+        chat, tools = [ASKS, said, {"role": "tool", "tool_call_id": "call_0_0", "content": "5"}], TOOLS
+        if changed == "content":
+            said["content"] = "I subtract."
+        elif changed == "arguments":
+            said["tool_calls"][0]["function"]["arguments"] = "{}"
+        elif changed == "tools":
+            tools = [*TOOLS, *TOOLS]
+        else:
+            chat = [{"role": "system", "content": "Be brief."}, *chat]
+        await each.say(*chat, tools=tools)
+        return each
+
+    each = played(play)
+    assert each.asked[1].partial is None and each.asked[1].noise_key != each.asked[0].noise_key
+    result = each.episode.result(AgentOutcome(1.0))
+    assert result.episode is not None and result.episode.num_forks == 1
+    assert result.tokens.tolist() == each.ids(f"I add.{CALL}<|im_end|>"), "the one with most sampled tokens"
+    assert result.episode.num_untrained_tokens == len(each.ids("5<|im_end|>"))
+
+
+def test_ids_of_tool_calls_tell_equal_responses_apart() -> None:
+    async def play() -> Played:
+        each = Played(CALL, CALL, "first", "second")
+        said = [await each.say(ASKS, tools=TOOLS) for _ in range(2)]
+        for one in said:
+            answer = {"role": "tool", "tool_call_id": one["tool_calls"][0]["id"], "content": "5"}
+            await each.say(ASKS, one, answer, tools=TOOLS)
+        return each
+
+    each = played(play)
+    keys = [request.noise_key for request in each.asked]
+    assert keys[0] != keys[1] and keys[2:] == keys[:2]
+
+
+@pytest.mark.parametrize(
+    ("template", "thinking", "is_continued"),
+    [
+        (THINKING_TEMPLATE, "keep", True),
+        (THINKING_TEMPLATE, "template", False),
+        (LATEST_TEMPLATE, "keep", False),
+    ],
+)
+def test_a_conversation_goes_on_only_if_the_template_appends(
+    template: str, thinking: Thinking, is_continued: bool
+) -> None:
+    tokenizer = byte_tokenizer(("<|im_start|>", "<|im_end|>"), template, eos="<|im_end|>")
+
+    async def play() -> Played:
+        each = Played("<think>\nwell\n</think>\n\n5", "6", tokenizer=tokenizer, thinking=thinking)
+        said = await each.say(ASKS)
+        await each.say(ASKS, said, {"role": "user", "content": "Sure?"})
+        return each
+
+    each = played(play)
+    assert (each.asked[1].partial is not None) == is_continued
+    assert ("well" in each.input_of(1)) == is_continued, "a new one is what the template writes"
+
+
+def test_a_retry_gets_the_same_bytes_and_another_equal_call_gets_a_new_response() -> None:
+    body = json.dumps({"messages": [ASKS], "stream": True}).encode()
+
+    async def play() -> Played:
+        each, chat = Played("1", "2"), read_chat(body)
+        first = asyncio.create_task(each.episode.call(chat, body, is_retry=False))
+        await asyncio.sleep(0)
+        first.cancel()  # the client is gone
+        again = [await each.episode.call(chat, body, is_retry=True) for _ in range(2)]
+        assert len({reply.stream(has_usage=True) for reply in again}) == 1
+        assert (await each.episode.call(chat, body, is_retry=False)).message["content"] == "2"
+        return each
+
+    assert len(played(play).asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"max_calls": 1}, "max_calls"),
+        ({"max_response_tokens": 30}, "max_response_tokens"),
+        ({"max_prompt_tokens": 40}, "max_prompt_tokens"),
+    ],
+)
+def test_calls_above_a_limit_are_refused_and_a_harness_that_then_fails_is_cut(
+    limits: dict[str, int], said: str
+) -> None:
+    async def play() -> Played:
+        each = Played("1", **limits)
+        first = await each.say(ASKS)
+        more = [first, {"role": "user", "content": "Sure? " * 9}]
+        chat = [ASKS, *more] if said != "max_prompt_tokens" else [more[1]]
+        with pytest.raises(RefusedError, match=said) as refused:
+            await each.say(*chat)
+        assert refused.value.status == 400 and refused.value.code == "context_length_exceeded"
+        return each
+
+    result = played(play).episode.result("the harness raised BadRequestError")
+    assert result.episode is not None and result.episode.fault is None and result.finish_reason == "length"
+
+
+def test_an_episode_that_is_over_answers_nothing() -> None:
+    async def play() -> Played:
+        each = Played("1")
+        call = asyncio.create_task(each.say(ASKS))
+        await asyncio.sleep(0)
+        each.episode.seal()
+        for late in (call, each.say(ASKS)):
+            with pytest.raises(RefusedError) as refused:
+                await late
+            assert refused.value.status == 409
+        return each
+
+    result = played(play).episode.result(AgentOutcome(1.0))
+    assert result.episode is not None and result.episode.fault is not None
+
+
+def test_the_clock_runs_only_while_the_harness_works() -> None:
+    async def play() -> Played:
+        each = Played("1", episode_timeout_s=50.0, call_timeout_s=90.0)
+        assert each.episode.seconds_left() == 1.0, "the worker starts"
+        each.episode.begin()
+        assert 0 < each.episode.seconds_left() <= 50.0
+        call = asyncio.create_task(each.say(ASKS))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert each.episode.seconds_left() == 1.0, "a call is sampled"
+        await call
+        assert 0 < each.episode.seconds_left() <= 50.0
+        short = Played("1", episode_timeout_s=50.0, call_timeout_s=1e-9)
+        short.episode.begin()
+        assert short.episode.seconds_left() <= 0
+        return each
+
+    played(play)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n": 2},
+        {"logit_bias": {"3": 1.0}},
+        {"frequency_penalty": 0.5},
+        {"presence_penalty": 0.5},
+        {"stop": ["x"]},
+        {"response_format": {"type": "json_object"}},
+        {"tool_choice": {"type": "function", "function": {"name": "add"}}},
+        {"logprobs": True},
+        {"max_tokens": 0},
+        {"messages": []},
+        {"messages": [{"content": "1"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+    ],
+)
+def test_what_a_rollout_cannot_have_is_refused_with_a_sentence(changes: dict[str, Any]) -> None:
+    with pytest.raises(RefusedError) as refused:
+        read_chat(json.dumps({"messages": [ASKS]} | changes).encode())
+    assert refused.value.status == 400 and "found" in refused.value.body["error"]["message"]
+
+
+def test_what_changes_no_token_is_taken() -> None:
+    chat = read_chat(
+        json.dumps(
+            {
+                "messages": [{"role": "developer", "content": [{"type": "text", "text": "a"}]}, ASKS],
+                **{"n": 1, "stop": [], "response_format": {"type": "text"}, "tool_choice": "required"},
+                **{"temperature": 0.3, "top_p": 0.5, "seed": 1, "tools": TOOLS},
+                **{"max_tokens": 9, "max_completion_tokens": 7},
+            }
+        ).encode()
+    )
+    assert isinstance(chat, Chat) and chat.max_tokens == 7 and chat.may_call and not chat.is_stream
+    assert chat.messages[0] == {"role": "system", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    "text", ["<tool_call>{1}</tool_call>", '<tool_call>["add"]</tool_call>', "<tool_call>{}"]
+)
+def test_a_tool_call_that_does_not_parse_is_text(text: str) -> None:
+    assert parse_response(text, 0, may_call=True) == {"role": "assistant", "content": text}
+
+
+def test_a_stream_says_what_the_reply_says() -> None:
+    body = json.dumps({"messages": [ASKS], "tools": TOOLS}).encode()
+
+    async def play() -> Played:
+        each = Played(f"<think>\nwell\n</think>\n\nI add.{CALL}{CALL}")
+        reply = await each.episode.call(read_chat(body), body, is_retry=False)
+        whole = json.loads(reply.json())
+        lines = reply.stream(has_usage=True).decode().removesuffix("\n\n").split("\n\n")
+        *chunks, usage, done = (line.removeprefix("data: ") for line in lines)
+        assert done == "[DONE]" and json.loads(usage)["usage"] == whole["usage"]
+        first, last = (json.loads(chunk)["choices"][0] for chunk in chunks)
+        calls = [
+            {key: call[key] for key in ("id", "type", "function")} for call in first["delta"]["tool_calls"]
+        ]
+        (choice,) = whole["choices"]
+        assert first["delta"] | {"tool_calls": calls} == choice["message"]
+        assert last["finish_reason"] == choice["finish_reason"] == "tool_calls"
+        assert [call["index"] for call in sent] == [0, 1]
+        return each
+
+    played(play)
+
+
+def test_every_sampled_token_trains_at_most_once() -> None:
+    async def play() -> Played:
+        each = Played("one", "two two", "three", "four four four four")
+        first = await each.say(ASKS)
+        for says in ("a", "b"):
+            await each.say(ASKS, first, {"role": "user", "content": says})
+        await each.say({"role": "user", "content": "c"})
+        return each
+
+    each = played(play)
+    result = each.episode.result(AgentOutcome(0.0))
+    assert result.episode is not None and result.episode.num_forks == 2
+    num_sampled = len(each.ids("one<|im_end|>two two<|im_end|>three<|im_end|>four four four four<|im_end|>"))
+    assert int(mask_of(result).sum()) + result.episode.num_untrained_tokens == num_sampled
+    assert num_tokens_before(each.asked[1]) == num_tokens_before(each.asked[2])

@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -75,6 +76,9 @@ async def misbehaving(task: Prompt, base_url: str, api_key: str, workdir: Path) 
     kind = task.answer
     if kind != "silent":
         chat(base_url, api_key, [{"role": "user", "content": "t5"}])
+    if kind == "leaves":  # with a call in flight
+        arguments = (base_url, api_key, [{"role": "user", "content": "t6"}])
+        threading.Thread(target=chat, args=arguments, daemon=True).start()
     if kind == "raises":
         raise ValueError("no reason")
     if kind == "hangs":

@@ -1,8 +1,11 @@
 """Agents on the real embedded engine, with harnesses in real workers that call over HTTP."""
 
+import asyncio
+import itertools
 import json
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import aclosing, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +14,30 @@ import pytest
 from megatron_dppo.agents.agents import Agents
 from megatron_dppo.config.schema import AgentConfig, RolloutConfig
 from megatron_dppo.config.sections import DataConfig
-from megatron_dppo.engines.base import Completion, Request, SamplingParams
+from megatron_dppo.data.prompts.prompts import Drawn
+from megatron_dppo.engines.base import (
+    Completion,
+    Request,
+    SamplingParams,
+    give_up,
+    num_tokens_before,
+    num_tokens_left,
+)
+from megatron_dppo.engines.batch_session import BatchSession
 from megatron_dppo.engines.embedded.engine import TransformersEngine
 from megatron_dppo.environments import InProcess, SingleTurn
 from megatron_dppo.errors import AgentFailedError
 from megatron_dppo.rewards import RewardResult
+from megatron_dppo.rollout.groups import GroupMaker
+from megatron_dppo.rollout.scoring import Scorer
+from megatron_dppo.runtime.concurrency import run_loop
 from megatron_dppo.types import Prompt
 from tests.support.collecting import Collected, MultiTurn, collect
+from tests.support.concurrent_engines import OneByOne, interrupted
 from tests.support.harnesses import post
 from tests.support.samples import InProcessScorer, assert_same
 from tests.unit.test_multi_turn import ENDS, PARAMS, TOKENIZER, Recorded, rolled_out, words_of
-from tests.unit.test_transformers_engine import engine_of, moe_config, reference_model
+from tests.unit.test_transformers_engine import checkpoint, engine_of, moe_config, reference_model, requests_of
 
 HARNESSES = "tests.support.harnesses"
 
@@ -138,7 +154,7 @@ def _rest_of(sampled: list[list[int]], trained: list[int]) -> list[int]:
     return next(each for each in sampled[2:5] if trained[start:] == each)
 
 
-KINDS = ("good", "raises", "hangs", "dies", "words", "silent", "endless")
+KINDS = ("good", "raises", "hangs", "dies", "words", "silent", "endless", "leaves")
 
 
 def test_a_harness_that_fails_costs_its_own_sample(engine: Keyed) -> None:
@@ -149,14 +165,14 @@ def test_a_harness_that_fails_costs_its_own_sample(engine: Keyed) -> None:
     faults = {each.request_id: each.episode.fault for each in conversations.completions if each.episode}
     said = [next(fault for name, fault in faults.items() if f"/{n}/" in name) for n in range(len(KINDS))]
     kept = [group.prompt.answer for group in batch.groups]
-    assert kept == ["good", "endless"], said
+    assert kept == ["good", "endless", "leaves"], said
     assert batch.counts.num_dropped["harness_failed"] == 5 == batch.counts.num_dropped_samples
     for words, fault in zip(
         ("no reason", "without a call", "SIGKILL", "many", "answered"), said[1:6], strict=True
     ):
         assert words in str(fault)
-    good, endless = batch.samples
-    assert good.finish_reason != "abort" and good.reward == 1.0
+    good, endless, leaves = batch.samples
+    assert good.reward == leaves.reward == 1.0
     assert endless.finish_reason == "length", "a limit cut it, and the reward scores what there is"
     assert endless.reward is not None and endless.reward < 0
 
@@ -186,6 +202,73 @@ def test_rewards_are_posted_and_nothing_changes_after_the_end(engine: Keyed, tmp
 
 def _never(prompt: Prompt, response: str, finish: Any) -> RewardResult:
     raise AssertionError("the harness gives the reward")
+
+
+class Halting(OneByOne):
+    """Samples two tokens at a time, and waits for a push before the rest of a response."""
+
+    stuck = False
+
+    async def ask(self, request: Request, params: SamplingParams) -> Completion:
+        if self.is_held:
+            return give_up(request)
+        part = replace(params, max_turn_tokens=min(2, num_tokens_left(request, params)))
+        completion = self.engine.generate([request], part)[0]
+        num_new = completion.tokens.numel() - num_tokens_before(request)
+        if completion.finish_reason != "length" or num_new == num_tokens_left(request, params):
+            return completion
+        self.stuck = True
+        while not self.is_held:
+            await asyncio.sleep(0.001)
+        return interrupted(completion)
+
+
+def test_a_push_in_the_middle_of_a_call_is_not_seen_by_the_client(model: Any) -> None:
+    engine, checkpoints = engine_of(model), [checkpoint(reference_model(moe_config(), seed)) for seed in (1, 2)]
+    agents, halting = agents_of("scripted"), Halting(engine)
+    conversations = WithAgents(halting, agents)
+    (group,) = GroupMaker(TOKENIZER, 1, max_prompt_tokens=9, seed=1).begin(2, [(0, Drawn(0, prompt("6")))])
+    scorer = Scorer(TOKENIZER, InProcessScorer(_never), needs_routes=True, validate_routes=None)
+
+    async def sample() -> None:
+        async with aclosing(conversations.sampler(scorer, PARAMS)) as sampler:
+            await sampler.go_on(7)
+            sampler.begin(group)
+            for version in itertools.count(8):
+                while not halting.stuck and not group.is_whole and sampler.fault is None:
+                    await asyncio.sleep(0.001)
+                if group.is_whole or sampler.fault is not None:
+                    assert sampler.fault is None
+                    return
+                halting.stuck = False
+                await sampler.hold()
+                engine.load_weights(checkpoints[version % 2].items(), version)
+                await sampler.go_on(version)
+
+    with closing(agents):
+        run_loop(sample())
+    (sample_,), (completion,) = group.samples, conversations.completions
+    assert completion.episode is not None and completion.episode.num_calls == 3
+    assert [span.version for span in sample_.weight_versions] == [7, 8, 9, 10], "three calls, three pushes"
+    response = sample_.tokens[sample_.prompt_length :]
+    assert sample_.reward == len(words_of(response[sample_.loss_mask])), "the client saw complete replies"
+    assert sample_.topk is not None and ((sample_.topk.ids >= 0).all(1) == sample_.loss_mask).all()
+    assert sample_.routed_experts is not None
+    assert sample_.routed_experts.indices.shape[0] == sample_.tokens.numel() - 1
+
+
+def test_a_call_that_is_cancelled_while_others_are_sampled_disturbs_none(model: Any) -> None:
+    first, second = requests_of((3, 4))
+
+    async def sample() -> Completion:
+        session = BatchSession(engine_of(model).generate)
+        with session.conversation(first.id), session.conversation(second.id):
+            leaving, staying = (asyncio.create_task(session.ask(each, PARAMS)) for each in (first, second))
+            await asyncio.sleep(0)  # both wait, and the engine is due
+            leaving.cancel()
+            return await staying
+
+    assert run_loop(sample()).request_id == second.id
 
 
 COMMAND = """

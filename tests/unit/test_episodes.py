@@ -309,9 +309,8 @@ def test_a_stream_says_what_the_reply_says() -> None:
         *chunks, usage, done = (line.removeprefix("data: ") for line in lines)
         assert done == "[DONE]" and json.loads(usage)["usage"] == whole["usage"]
         first, last = (json.loads(chunk)["choices"][0] for chunk in chunks)
-        calls = [
-            {key: call[key] for key in ("id", "type", "function")} for call in first["delta"]["tool_calls"]
-        ]
+        sent = first["delta"]["tool_calls"]
+        calls = [{key: call[key] for key in ("id", "type", "function")} for call in sent]
         (choice,) = whole["choices"]
         assert first["delta"] | {"tool_calls": calls} == choice["message"]
         assert last["finish_reason"] == choice["finish_reason"] == "tool_calls"

@@ -265,14 +265,13 @@ class Episode:
             said = outcome if isinstance(outcome, str) else "the harness ended without a call that was answered"
             fault = EpisodeResult("", 0, fault=said, failed="harness")
             return replace(give_up(self.request), episode=fault)
-        is_fault = isinstance(outcome, str) and not self._is_cut
-        given = AgentOutcome() if isinstance(outcome, str) else outcome
+        given, failed = (AgentOutcome(), outcome) if isinstance(outcome, str) else (outcome, None)
         result = EpisodeResult(
             trained.text,
             len(trained.path),
             self.posted.reward if given.reward is None else given.reward,
             {**self.posted.info, **given.info},
-            outcome if is_fault else None,
+            None if self._is_cut else failed,
             failed="harness",
             num_calls=len(self._nodes),
             num_forks=self._num_forks,

@@ -61,7 +61,7 @@ def encode_task(task: EpisodeTask) -> Fields:
 def decode_task(fields: Fields) -> EpisodeTask:
     """Return the task that has these fields."""
     messages = fields["prompt"]["messages"]
-    prompt = Prompt(**fields["prompt"] | {"messages": None if messages is None else tuple(messages)})
+    prompt: Any = Prompt(**fields["prompt"] | {"messages": None if messages is None else tuple(messages)})
     return EpisodeTask(**fields | {"prompt": prompt})
 
 

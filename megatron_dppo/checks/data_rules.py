@@ -288,7 +288,7 @@ def _reward_trial(config: Config, facts: Facts) -> Iterator[Problem]:
                 pools.start({reward: first})
             except RewardError as error:
                 action = "Correct the function; megatron_dppo/rewards/README.md documents its signature."
-                yield _worker_problem(where, "data.reward", error, "a reward that scores a response", action)
+                yield worker_problem(where, "data.reward", error, "a reward that scores a response", action)
 
 
 def _first(facts: Facts, section: str) -> Prompt | None:
@@ -330,7 +330,7 @@ def _environment_trial(config: Config, facts: Facts) -> Iterator[Problem]:
         except EnvironmentFailedError as error:
             action = "Correct the class; megatron_dppo/environments/README.md documents its methods."
             key = "rollout.environment"
-            yield _worker_problem(key, key, error, "an environment that replies to a response", action)
+            yield worker_problem(key, key, error, "an environment that replies to a response", action)
 
 
 @rule("generate_import", needs="trial")
@@ -343,7 +343,7 @@ def _generate_import(config: Config, facts: Facts) -> Iterator[Problem]:
             yield problem
 
 
-def _worker_problem(where: str, key: str, error: Exception, expected: str, action: str) -> Problem:
+def worker_problem(where: str, key: str, error: Exception, expected: str, action: str) -> Problem:
     """Return a worker's error as a problem; the error may include the expected value and the action."""
     said = str(error).removeprefix(f"{key}: ")
     whole = _WHOLE.fullmatch(said)

@@ -9,6 +9,7 @@ from megatron_dppo.agents.harness import problem_with_harness
 from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.architectures.sizes import read_model_config
 from megatron_dppo.checkpoints.block_fp8 import FP8_BLOCK
+from megatron_dppo.checks.data_rules import worker_problem
 from megatron_dppo.checks.facts import Facts, rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang.model import model_problems, routes_problem
@@ -126,11 +127,8 @@ def _agent_trial(config: Config, facts: Facts) -> Iterator[Problem]:
         try:
             pool.start()
         except AgentFailedError as error:
-            found, action = (
-                str(error).removeprefix(f"{key}: "),
-                "megatron_dppo/agents/README.md has an example.",
-            )
-            yield Problem(key, found, "an `async def` that can be imported", action)
+            action = "Correct the function; megatron_dppo/agents/README.md has an example."
+            yield worker_problem(key, key, error, "an `async def` that runs an episode", action)
 
 
 @rule("generate", needs="machine")

@@ -165,7 +165,8 @@ class Scorer:
 
     def _check(self, sample: Sample, episode: Episode | None) -> Sample | Fault:
         if episode is not None and episode.fault is not None:
-            return Fault(f"{episode.failed}_failed", sample.id, episode.fault)
+            reason = "harness_failed" if episode.failed == "harness" else "environment_failed"
+            return Fault(reason, sample.id, episode.fault)
         fault = self._fault(sample)
         if fault is not None:
             return fault

@@ -31,7 +31,7 @@ from megatron_dppo.rewards import RewardResult
 from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.runtime.concurrency import run_loop
-from megatron_dppo.types import Prompt
+from megatron_dppo.types import FinishReason, Prompt
 from tests.support.collecting import Collected, MultiTurn, collect
 from tests.support.concurrent_engines import OneByOne, interrupted
 from tests.support.harnesses import post
@@ -70,13 +70,9 @@ class WithAgents(MultiTurn):
 
 
 def agents_of(harness: str | None, command: Sequence[str] = (), **changes: Any) -> Agents:
-    most = changes.pop("max_prompt_tokens", 9)
-    agent = AgentConfig(
-        harness=harness and f"{HARNESSES}:{harness}",
-        command=tuple(command),
-        **{"call_timeout_s": 60.0} | changes,
-    )
-    return Agents(RolloutConfig(agent=agent, max_turn_tokens=4), DataConfig(reward="x", max_prompt_tokens=most))
+    options: dict[str, Any] = {"call_timeout_s": 60.0} | changes
+    agent = AgentConfig(harness=harness and f"{HARNESSES}:{harness}", command=tuple(command), **options)
+    return Agents(RolloutConfig(agent=agent, max_turn_tokens=4), DataConfig(reward="x", max_prompt_tokens=9))
 
 
 def play(
@@ -84,12 +80,16 @@ def play(
 ) -> tuple[Collected, WithAgents]:
     with closing(agents):
         conversations = WithAgents(engine, agents)
-        scorer = InProcessScorer(lambda prompt, response, finish: RewardResult(-1.0 - len(response.split())))
+        scorer = InProcessScorer(_by_length)
         batch = collect(
             conversations, prompts, TOKENIZER, scorer, PARAMS, samples_per_prompt=samples, max_prompt_tokens=9,
             seed=1, rollout=2, environments=InProcess(SingleTurn), smallest_group=1,
         )  # fmt: skip
     return batch, conversations
+
+
+def _by_length(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
+    return RewardResult(-1.0 - len(response.split()))
 
 
 def prompt(name: str, answer: str = "", **changes: Any) -> Prompt:
@@ -200,7 +200,7 @@ def test_rewards_are_posted_and_nothing_changes_after_the_end(engine: Keyed, tmp
         assert conversations.completions[0].episode is not None
 
 
-def _never(prompt: Prompt, response: str, finish: Any) -> RewardResult:
+def _never(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
     raise AssertionError("the harness gives the reward")
 
 
@@ -249,7 +249,7 @@ def test_a_push_in_the_middle_of_a_call_is_not_seen_by_the_client(model: Any) ->
         run_loop(sample())
     (sample_,), (completion,) = group.samples, conversations.completions
     assert completion.episode is not None and completion.episode.num_calls == 3
-    assert [span.version for span in sample_.weight_versions] == [7, 8, 9, 10], "three calls, three pushes"
+    assert [span.version for span in sample_.weight_versions] == [7, 8, 8, 9, 9, 10], "a push in each call"
     response = sample_.tokens[sample_.prompt_length :]
     assert sample_.reward == len(words_of(response[sample_.loss_mask])), "the client saw complete replies"
     assert sample_.topk is not None and ((sample_.topk.ids >= 0).all(1) == sample_.loss_mask).all()

@@ -280,6 +280,7 @@ def _sglang(version: str = "1.2.3", nccl: str = "") -> None:
 
 
 _SERVED = {"rollout.engine": "sglang"}
+_AGENT = {"harness": "json:loads"}
 _COLOCATED = _SERVED | {"rollout.sglang": {"colocated": True, "weight_sync": "tensor"}}
 _FP8 = {**_SERVED, "sglang.model_path": "fp8"}
 _ROUTED = {**_SERVED, "rollout.routing_replay": "replay"}
@@ -645,15 +646,13 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("rollout.environment", {"rollout.environment": "no_such_module:Class"}),
     ],
     "agent": [
-        Example("rollout.agent.harness", {"rollout.agent.harness": "no_such_module:function"}),
-        Example("rollout.agent.harness", {"rollout.agent.harness": "function"}),
-        Example("rollout.agent.command", {"rollout.agent.command": ["no-such-program"]}),
-        Example(
-            "rollout.agent.harness",
-            {"rollout.agent.harness": "json:loads", "rollout.agent.command": ["python"]},
-        ),
-        Example("rollout.agent", {"rollout.agent.harness": "json:loads", "rollout.environment": "sudoku"}),
-        Example("rollout.agent", {"rollout.agent.harness": "json:loads", "rollout.generate": "json:loads"}),
+        Example("rollout.agent.harness", {"rollout.agent": {"harness": "no_such_module:function"}}),
+        Example("rollout.agent.harness", {"rollout.agent": {"harness": "function"}}),
+        Example("rollout.agent.command", {"rollout.agent": {"command": ["no-such-program"]}}),
+        Example("rollout.agent.harness", {"rollout.agent": {"harness": "json:loads", "command": ["python"]}}),
+        Example("rollout.agent", {"rollout.agent": _AGENT, "rollout.environment": "sudoku"}),
+        Example("rollout.agent", {"rollout.agent": _AGENT, "rollout.generate": "json:loads"}),
+        Example("rollout.agent", {"rollout.agent": _AGENT}),  # the tokenizer has no chat template
     ],
     "generate": [
         Example("rollout.generate", {"rollout.generate": "no_such_module:function"}),
@@ -863,8 +862,9 @@ EXAMPLES: dict[str, list[Example]] = {
     "agent_trial": [
         Example(
             "rollout.agent.harness",
-            {"rollout.agent.harness": "mine:f"},
+            {"rollout.agent": {"harness": "mine:f"}},
             on_disk=_module("mine", "def f(*arguments): ..."),
+            also=frozenset({"agent"}),
         )
     ],
     "generate_import": [

@@ -201,7 +201,7 @@ def test_a_retry_gets_the_same_bytes_and_another_equal_call_gets_a_new_response(
     ],
 )
 def test_calls_above_a_limit_are_refused_and_a_harness_that_then_fails_is_cut(
-    limits: dict[str, int], said: str
+    limits: dict[str, Any], said: str
 ) -> None:
     async def play() -> Played:
         each = Played("1", **limits)

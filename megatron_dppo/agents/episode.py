@@ -1,7 +1,7 @@
 """One episode: the tree of its calls, and the path that trains.
 
-All of it belongs to one event loop, that of the sampler. A node is one response. Its completion has all tokens
-after the root's prompt, with log-probs, Top-K, routes and weight versions as the engine gave them.
+All of it belongs to the sampler's event loop. A node is one response. Its completion has all tokens after the
+root's prompt, with log-probs, Top-K, routes and weight versions as the engine returned them.
 """
 
 import asyncio

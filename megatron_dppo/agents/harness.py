@@ -28,7 +28,7 @@ class AgentOutcome:
 
 @dataclass(frozen=True)
 class EpisodeTask:
-    """The task of one episode, and where its harness finds the policy."""
+    """The task of one episode, with the policy's address."""
 
     prompt: Prompt
     base_url: str  # ends with /v1

@@ -74,7 +74,7 @@ def _begin(task: EpisodeTask) -> None:
     try:
         direct.open(request, timeout=_BEGIN_TIMEOUT_S).close()
     except OSError as error:
-        raise AgentFailedError(f"prompt {task.prompt.id}: the trainer did not answer: {error}") from error
+        raise AgentFailedError(f"prompt {task.prompt.id}: found no reply of the trainer: {error}") from error
 
 
 def _of_function(name: str) -> Harness:

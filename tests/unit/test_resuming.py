@@ -33,6 +33,7 @@ parallel: tensor pipeline virtual_pipeline context expert expert_tensor max_toke
     share_prefixes overlap_grad_reduce overlap_param_gather
 data: reward_workers reward_timeout_s reward_retries reward_memory_mb worker_environment
 rollout: max_dropped_fraction max_data_gib release_trainer
+rollout.agent: episode_timeout_s call_timeout_s
 rollout.transformers: batch_size
 rollout.sglang: start_timeout_s max_restarts request_timeout_s max_attempts max_concurrent_requests
     num_own_servers weight_sync sync_bucket_bytes sync_timeout_s probe_every colocated
@@ -53,6 +54,7 @@ data: prompts prompt_column answer_column shuffle reward reward_values thinking 
 rollout: engine prompts_per_rollout samples_per_prompt max_response_tokens environment generate max_turns
     max_turn_tokens temperature top_p num_topk_log_probs routing_replay lag
     over_sampling max_staleness keep_partials refill_zero_variance max_refills
+rollout.agent: harness command thinking max_calls
 rollout.transformers: weights
 algorithm: preset rule_options rule_divergence rule_over delta delta_low delta_high eps_low eps_high
     ratio_cap alpha anchor top_k include_other sampled_token rho_low rho_high token_kl response_kl
@@ -68,6 +70,7 @@ model: load dtype
 data: prompt_column answer_column reward thinking reward_timeout_s reward_retries reward_memory_mb
     max_prompt_tokens
 rollout: engine max_response_tokens environment generate max_turns max_turn_tokens
+rollout.agent: harness command thinking max_calls episode_timeout_s call_timeout_s
 rollout.transformers: weights
 rollout.sglang: request_timeout_s
 evaluation: sets samples_per_prompt temperature top_p max_response_tokens pass_at
@@ -294,6 +297,9 @@ OTHER_VALUES: dict[str, Any] = {
     "rollout.engine": "sglang",
     "rollout.environment": "sudoku",
     "rollout.generate": "a.b:c",
+    "rollout.agent.harness": "a.b:c",
+    "rollout.agent.command": ("agent",),
+    "rollout.agent.thinking": "template",
     "rollout.transformers.weights": "float32",
     "evaluation.pass_at": [3],
 }

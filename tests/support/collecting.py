@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple
 
+from megatron_dppo.agents.agents import Converse
 from megatron_dppo.data.prompts.prompts import Drawn
 from megatron_dppo.engines.base import Ask, Completion, Request, RolloutEngine, SamplingParams, Session
 from megatron_dppo.engines.batch_session import batch_session
@@ -76,7 +77,7 @@ class MultiTurn:
         self, engine: Any, environments: Environments, tokenizer: Tokenizer, limits: TurnLimits
     ) -> None:
         self.engine, self.weight_version = engine, engine.weight_version
-        self.converse = Conversations(environments, tokenizer, limits).run
+        self.converse: Converse = Conversations(environments, tokenizer, limits).run
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
         """One conversation for each request, in one session."""

@@ -207,8 +207,8 @@ class TrainBatch:
     num_loss_tokens: int
     num_samples: int
 
-    def with_column(self, name: str, values: Sequence[Shaped[Tensor, " T"]]) -> Self:
-        """Return the batch with a per-token field, one tensor for each micro-batch."""
+    def with_column(self, name: str, values: Sequence[Shaped[Tensor, " T"] | RoutedExperts]) -> Self:
+        """Return the batch with a per-token field, one value for each micro-batch."""
         changes: list[dict[str, Any]] = [{name: each} for each in values]
         pairs = zip(self.microbatches, changes, strict=True)
         return replace(self, microbatches=tuple(replace(m, **change) for m, change in pairs))

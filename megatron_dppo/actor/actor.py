@@ -52,6 +52,7 @@ from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.step_metrics import add_agreement, add_bound_of_responses, add_mismatch
 from megatron_dppo.models.build import agreed_layer_spec, build_model, transformer_config
 from megatron_dppo.models.lora import add_lora
+from megatron_dppo.routing_replay.recording import recording
 from megatron_dppo.routing_replay.replay import Replay, replaying
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import Microbatch, ModelRouting, TrainBatch
@@ -216,8 +217,7 @@ class Actor:
         lists_clipped: bool = False,
     ) -> Step:
         """Run forward and backward of every micro-batch, and average gradients over all learning tokens."""
-        metrics, faults = Metrics(), list[str]()
-        lists = TokenLists() if lists_clipped else None
+        metrics, faults, lists = Metrics(), list[str](), TokenLists() if lists_clipped else None
         for chunk in self._ddp:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -239,9 +239,9 @@ class Actor:
                 )
             return out.loss_sum, num_tokens, {}
 
-        replay_mode = self._config.rollout.routing_replay
-        is_measuring = is_first and replay_mode != "off"
-        with self._routes(replay_mode == "replay", is_measuring) as replay, self._router_losses.added(batch):
+        is_replaying = self._config.replays_routes
+        is_measuring = is_first and self._config.rollout.routing_replay != "off"
+        with self._routes(is_replaying, is_measuring) as replay, self._router_losses.added(batch):
             self._run(batch.microbatches, loss, replay)
         self._router_losses.add_metrics(metrics, batch.num_loss_tokens * self._runtime.is_main)
         if speaks_for_its_group():
@@ -254,8 +254,20 @@ class Actor:
 
     def with_old_log_probs(self, batch: TrainBatch) -> TrainBatch:
         """Return the batch with log-probs of the current weights, forwarded for "recomputed" anchors only."""
-        is_replaying = self._config.rollout.routing_replay == "replay"
-        return batch.with_column("old_log_probs", self.forward_log_probs(batch.microbatches, is_replaying))
+        if self._config.algorithm.replay_recomputed_routes:
+            return self.with_recorded(batch)
+        log_probs = self.forward_log_probs(batch.microbatches, self._config.replays_routes)
+        return batch.with_column("old_log_probs", log_probs)
+
+    def with_recorded(self, batch: TrainBatch) -> TrainBatch:
+        """Return the batch with log-probs of the current weights and the routes of that forward: R2."""
+        assert self.routing is not None, "the checks require experts"
+        with torch.no_grad(), recording(self.chunks, self.routing) as recorded:
+            columns, own = self._forward_columns(batch.microbatches, None)
+        device, of_batch = self._runtime.device, own[: len(columns)]
+        routes = [each.recorded_routes(recorded, index, device) for index, each in enumerate(of_batch)]
+        with_routes = batch.with_column("routed_experts", routes)
+        return with_routes.with_column("old_log_probs", [values[:, 0] for values in columns])
 
     def paired_mismatch(self, batch: TrainBatch) -> Metrics:
         """Measure the mismatch of the same tokens with live routes and with the rollout's: R3's effect.
@@ -278,10 +290,9 @@ class Actor:
         """
         microbatches = microbatches_of(sequences, self._config.parallel.max_tokens_per_microbatch)
         with torch.no_grad():
-            columns = self._forward_columns(microbatches, None, temperature=1.0)
-        values = torch.cat(columns)[:, 0]
+            columns, _ = self._forward_columns(microbatches, None, temperature=1.0)
         is_scored = torch.cat([microbatch.loss_mask for microbatch in microbatches])
-        return list(values[is_scored].split([len(tokens) - 1 for tokens in sequences]))
+        return list(torch.cat(columns)[is_scored, 0].split([len(tokens) - 1 for tokens in sequences]))
 
     def token_log_probs(
         self, batch: TrainBatch, metrics: Metrics, *, is_replaying: bool, has_score_norms: bool = False
@@ -303,7 +314,7 @@ class Actor:
         """
         is_measuring = self._config.rollout.routing_replay != "off"
         with torch.no_grad(), self._routes(is_replaying, is_measuring) as replay:
-            columns = self._forward_columns(
+            columns, _ = self._forward_columns(
                 batch.microbatches, replay, has_topk=True, has_score_norms=has_score_norms
             )
         if is_measuring and replay is not None:
@@ -315,7 +326,7 @@ class Actor:
     ) -> list[Float32[Tensor, " T"]]:
         """Return log pi(target) of each complete micro-batch, without gradient, on every rank's CPU."""
         with torch.no_grad(), self._routes(is_replaying, is_measuring=False) as replay:
-            return [columns[:, 0] for columns in self._forward_columns(microbatches, replay)]
+            return [columns[:, 0] for columns in self._forward_columns(microbatches, replay)[0]]
 
     def _forward_columns(
         self,
@@ -325,8 +336,8 @@ class Actor:
         has_topk: bool = False,
         has_score_norms: bool = False,
         temperature: float | None = None,
-    ) -> list[Tensor]:
-        """Forward as `token_log_probs` does, with options of `OutputHead.log_probs`; no Top-K: K is 0."""
+    ) -> tuple[list[Tensor], list[Forwarding]]:
+        """Return the result of `token_log_probs`, of which no Top-K is K = 0, and what this rank forwarded."""
         collected: list[Tensor] = []
 
         def keep(output: Tensor, forwarding: Forwarding) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -349,12 +360,11 @@ class Actor:
             if collected:
                 values = forwardings[index].of_tokens(collected[index].cpu())
             whole.append(sum_over_tokens_and_stages(values.to(self._runtime.device)).cpu())
-        return whole
+        return whole, forwardings
 
     def _routes(self, is_replaying: bool, is_measuring: bool) -> AbstractContextManager[Replay | None]:
-        if not (is_replaying or is_measuring):
-            return nullcontext()
-        return replaying(self.chunks, is_replaying, is_measuring)
+        is_used = is_replaying or is_measuring
+        return replaying(self.chunks, is_replaying, is_measuring) if is_used else nullcontext()
 
     def _run(
         self,
@@ -377,9 +387,8 @@ class Actor:
 
         # interleaving needs a multiple of the number of stages
         multiple = self.layout.pipeline if self.layout.virtual_pipeline > 1 else 1
-        shares_prefixes = self._config.parallel.share_prefixes
         complete = filled_up(microbatches, multiple, self.routing)
-        forwardings = [Forwarding.of(microbatch, shares_prefixes) for microbatch in complete]
+        forwardings = [Forwarding.of(m, self._config.parallel.share_prefixes) for m in complete]
         run_microbatches(
             self._ddp,
             forwardings,

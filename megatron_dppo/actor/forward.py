@@ -30,10 +30,17 @@ from megatron_dppo.kernels import (
 from megatron_dppo.kernels.inputs import PackedResponses
 from megatron_dppo.kernels.reference import TokenLogProbs
 from megatron_dppo.mcore.fixes import release_last_microbatch
-from megatron_dppo.mcore.groups import context_parallel_group, vocab_shard
+from megatron_dppo.mcore.groups import (
+    context_parallel_group,
+    sequence_parallel_rows,
+    sum_over_tokens_and_stages,
+    vocab_shard,
+)
 from megatron_dppo.models.attention import PackedSequences, attention_form, head_dim_of
 from megatron_dppo.models.spans import Spans
-from megatron_dppo.types import Microbatch, each_token
+from megatron_dppo.routing_replay.recording import Recording
+from megatron_dppo.routing_replay.routes import index_dtype
+from megatron_dppo.types import Microbatch, RoutedExperts, each_token
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +94,17 @@ class Forwarding:
     def of_tokens(self, values: Shaped[Tensor, "rows ..."]) -> Shaped[Tensor, "T ..."]:
         """Return values of the rows of the loss for the tokens of the complete micro-batch, 0 elsewhere."""
         return self.slice.scattered(values) if self.rows is None else values
+
+    def recorded_routes(self, recorded: Recording, index: int, device: torch.device) -> RoutedExperts:
+        """Return the routes that all ranks recorded of this micro-batch, the `index`-th, on the host."""
+        num_rows = self.tokens.tokens.numel()
+        own = self.slice.scattered(recorded.rows(index, num_rows, sequence_parallel_rows(num_rows)))
+        own = own if self.rows is None else own[self.rows.rows]
+        whole = sum_over_tokens_and_stages(own.to(device), over_tensor=True).cpu()
+        routing = recorded.routing
+        return RoutedExperts(
+            whole.to(index_dtype(routing.num_experts)), routing.layer_numbers, routing.num_experts
+        )
 
     def num_learning(self) -> Integer[Tensor, " tokens"]:
         """Return the number of rows of the loss in which each forwarded token learns."""

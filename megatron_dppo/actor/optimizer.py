@@ -17,7 +17,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from megatron_dppo.config.schema import Config, OptimizerConfig
+from megatron_dppo.config.schema import Config
+from megatron_dppo.config.sections import OptimizerConfig
 from megatron_dppo.mcore import fixes
 
 

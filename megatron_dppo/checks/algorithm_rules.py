@@ -204,20 +204,46 @@ def _minibatches(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("replay_needs_experts")
 def _replay_needs_experts(config: Config, facts: Facts) -> Iterator[Problem]:
-    """R3 is for models with experts."""
+    """R3 and R2 are for models with experts."""
     sizes = facts.model_sizes
-    if config.rollout.routing_replay != "off" and sizes is not None and sizes.num_experts is None:
+    if sizes is None or sizes.num_experts is not None:
+        return
+    if config.rollout.routing_replay != "off":
         found = f"{config.rollout.routing_replay!r} on a dense model"
         yield Problem("rollout.routing_replay", found, "'off'", "A dense model has no routes; set it to 'off'.")
+    if config.algorithm.replay_recomputed_routes:
+        action = "A dense model has no routes; leave it out."
+        yield Problem("algorithm.replay_recomputed_routes", "true on a dense model", "false", action)
+
+
+@rule("routes_of_the_anchor")
+def _routes_of_the_anchor(config: Config, facts: Facts) -> Iterator[Problem]:
+    """R2 replays the routes of an anchor that is recomputed, and no others."""
+    where, objective = "algorithm.replay_recomputed_routes", objective_of(config)
+    if not config.algorithm.replay_recomputed_routes:
+        return
+    if getattr(objective, "anchor", None) == "rollout":
+        found, expected = "true, and no log-probs are recomputed", "algorithm.anchor = 'recomputed'"
+        action = (
+            "Set algorithm.anchor = 'recomputed', or replay the rollout's: rollout.routing_replay = 'replay'."
+        )
+        yield Problem(where, found, expected, action)
+    if config.rollout.routing_replay != "off":
+        found = f"true with rollout.routing_replay = {config.rollout.routing_replay!r}"
+        yield Problem(
+            where, found, "one source of routes", "Set rollout.routing_replay = 'off', or leave it out."
+        )
 
 
 @rule("replay_without_router_fusion")
 def _replay_without_router_fusion(config: Config, facts: Facts) -> Iterator[Problem]:
-    """R3 and Megatron's fused router exclude each other."""
-    if config.rollout.routing_replay != "off" and config.megatron.get("moe_router_fusion"):
-        found = f"true with rollout.routing_replay = {config.rollout.routing_replay!r}"
+    """Megatron's fused router excludes R3 and R2."""
+    if config.has_routes and config.megatron.get("moe_router_fusion"):
+        replay = config.rollout.routing_replay
+        key = "rollout.routing_replay" if replay != "off" else "algorithm.replay_recomputed_routes"
+        found = f"true with {key} = {repr(replay) if replay != 'off' else 'true'}"
         expected = "false: the fused router returns before routes are replayed"
-        yield Problem("megatron.moe_router_fusion", found, expected, "Remove it, or turn R3 off.")
+        yield Problem("megatron.moe_router_fusion", found, expected, f"Remove it, or set {key} to off.")
 
 
 @rule("paired_routing")

@@ -93,7 +93,7 @@ def _rollout_memory(config: Config, facts: Facts) -> Iterator[Problem]:
     sizes, parallel = facts.model_sizes, config.parallel
     if sizes is None:
         return
-    routing = sizes.routing if config.rollout.routing_replay != "off" else None
+    routing = sizes.routing if config.has_routes else None
     num_groups = max(facts.world_size // (parallel.tensor * parallel.pipeline * parallel.context), 1)
     bound = rollout_bytes_bound(config, facts.world_size, num_groups, routing) / (1 << 30)
     if bound > config.rollout.max_data_gib:

@@ -122,6 +122,7 @@ EFFECTS: Mapping[str, Effect] = {
     "algorithm.ratio_cap": _EXPERIMENT,
     "algorithm.alpha": _EXPERIMENT,
     "algorithm.anchor": _EXPERIMENT,
+    "algorithm.replay_recomputed_routes": _EXPERIMENT,
     "algorithm.top_k": _EXPERIMENT,
     "algorithm.include_other": _EXPERIMENT,
     "algorithm.sampled_token": _EXPERIMENT,

@@ -9,7 +9,13 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_dppo.config.sections import DataConfig, EvaluationConfig, Section, TrackingConfig
+from megatron_dppo.config.sections import (
+    DataConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    Section,
+    TrackingConfig,
+)
 from megatron_dppo.types import RoutingReplay
 
 EnginePrecision = Literal["float32", "bfloat16", "bfloat16_fp8", "modelopt_fp8", "modelopt_nvfp4"]
@@ -237,6 +243,8 @@ class AlgorithmConfig(Section):
     """relax_*: tokens with mu below this are not clipped on the relaxed side."""
     anchor: Literal["rollout", "recomputed"] | None = None
     """Policy that the mask compares with: the rollout policy, or the trainer's recomputed log-probs."""
+    replay_recomputed_routes: bool = False
+    """R2: train on the experts that the forward of a recomputed anchor chose (R3: rollout.routing_replay)."""
     top_k: int | None = Field(default=None, ge=1, le=64)
     """K of topk_* divergences: most probable tokens of mu."""
     include_other: bool | None = None
@@ -303,35 +311,6 @@ class AlgorithmConfig(Section):
         return self.minibatches_per_rollout * self.epochs_per_rollout
 
 
-class OptimizerConfig(Section):
-    """[optimizer]: AdamW and its schedule, in gradient steps."""
-
-    lr: float = Field(default=1e-6, gt=0, le=1)
-    """Peak learning rate."""
-    min_lr: NonNegativeFloat = 0.0
-    """Final learning rate of a decaying schedule."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay after warm-up. It reaches `min_lr` at the run's last gradient step."""
-    warmup_steps: NonNegativeInt = 0
-    """Gradient steps of linear warm-up from 0."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of matrices (not of norms and biases)."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    """AdamW beta 1."""
-    beta2: float = Field(default=0.999, ge=0, lt=1)
-    """AdamW beta 2."""
-    eps: PositiveFloat = 1e-8
-    """AdamW epsilon."""
-    clip_grad: NonNegativeFloat = 1.0
-    """Global gradient-norm clip; 0 turns it off."""
-    distributed: bool = True
-    """Shard optimizer states over data-parallel ranks (Megatron's DistributedOptimizer)."""
-    offload: bool = False
-    """Keep moments and float32 master weights in host memory between updates. Exact, but slower."""
-    max_skipped_steps: PositiveInt = 3
-    """Consecutive steps with a loss or gradient that is not finite, after which the run stops."""
-
-
 class CheckpointConfig(Section):
     """[checkpoint]: saving and resuming."""
 
@@ -389,3 +368,13 @@ class Config(Section):
     def num_gradient_steps(self) -> int:
         """Gradient steps of the run: the horizon of the learning-rate schedule."""
         return self.run.num_rollouts * self.algorithm.steps_per_rollout
+
+    @property
+    def has_routes(self) -> bool:
+        """Whether micro-batches carry routes: the rollout's, or those of a recomputed anchor."""
+        return self.rollout.routing_replay != "off" or self.algorithm.replay_recomputed_routes
+
+    @property
+    def replays_routes(self) -> bool:
+        """Whether gradient steps replay the routes of their micro-batches: R3 or R2."""
+        return self.rollout.routing_replay == "replay" or self.algorithm.replay_recomputed_routes

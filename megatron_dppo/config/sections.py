@@ -1,4 +1,4 @@
-"""The base class of all config sections, and the sections [data], [evaluation] and [tracking]."""
+"""The base class of all config sections, and the sections [data], [optimizer], [evaluation] and [tracking]."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -131,6 +131,35 @@ def is_due(every: int, rollout: int) -> bool:
         rollout: Index of the rollout, from 0.
     """
     return every > 0 and (rollout + 1) % every == 0
+
+
+class OptimizerConfig(Section):
+    """[optimizer]: AdamW and its schedule, in gradient steps."""
+
+    lr: float = Field(default=1e-6, gt=0, le=1)
+    """Peak learning rate."""
+    min_lr: NonNegativeFloat = 0.0
+    """Final learning rate of a decaying schedule."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay after warm-up. It reaches `min_lr` at the run's last gradient step."""
+    warmup_steps: NonNegativeInt = 0
+    """Gradient steps of linear warm-up from 0."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of matrices (not of norms and biases)."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """AdamW beta 1."""
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    """AdamW beta 2."""
+    eps: PositiveFloat = 1e-8
+    """AdamW epsilon."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Global gradient-norm clip; 0 turns it off."""
+    distributed: bool = True
+    """Shard optimizer states over data-parallel ranks (Megatron's DistributedOptimizer)."""
+    offload: bool = False
+    """Keep moments and float32 master weights in host memory between updates. Exact, but slower."""
+    max_skipped_steps: PositiveInt = 3
+    """Consecutive steps with a loss or gradient that is not finite, after which the run stops."""
 
 
 class EvaluationSetConfig(Section):

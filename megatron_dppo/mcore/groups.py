@@ -111,12 +111,17 @@ def sequence_parallel_rows(num_tokens: int) -> slice:
     return slice(rank * own, (rank + 1) * own)
 
 
-def sum_over_tokens_and_stages(values: Tensor) -> Tensor:
-    """Sum a micro-batch's values over context-parallel ranks and pipeline stages, on each of them."""
+def sum_over_tokens_and_stages(values: Tensor, *, over_tensor: bool = False) -> Tensor:
+    """Sum a micro-batch's values over context-parallel ranks and pipeline stages, on each of them.
+
+    With `over_tensor`, also over tensor-parallel ranks, whose routers see different tokens.
+    """
     groups: list[Any] = [
         parallel_state.get_context_parallel_group(),
         parallel_state.get_pipeline_model_parallel_group(),
     ]
+    if over_tensor:
+        groups.append(parallel_state.get_tensor_model_parallel_group())
     for group in groups:
         if group.size() > 1:
             dist.all_reduce(values, group=group)

@@ -219,7 +219,7 @@ class Workload:
     sequence_tokens: int  # of the longest prompt and response
     samples_per_step: int  # over all ranks
     topk_columns: int
-    routed_layers: int  # MoE layers whose routes are carried; 0 with R3 off
+    routed_layers: int  # MoE layers whose routes are carried; 0 without R3 and R2
     routed_experts: int  # per token and layer
     route_bytes: int  # of one expert id
 
@@ -227,7 +227,7 @@ class Workload:
     def of(cls, config: Config, shape: ModelShape) -> "Workload":
         """Return the workload of `config` with this model."""
         rollout, sizes = config.rollout, shape.sizes
-        has_routes = rollout.routing_replay != "off" and sizes.num_experts is not None
+        has_routes = config.has_routes and sizes.num_experts is not None
         prompts = rollout.prompts_per_rollout / config.algorithm.minibatches_per_rollout
         return cls(
             dtype_bytes=2 if config.model.dtype == "bfloat16" else 4,

@@ -371,7 +371,7 @@ def _host_memory(job: Job, layout: Layout, stages: Sequence[RankStates]) -> Host
 
 
 def _of_stage(job: Job, layout: Layout, states: RankStates) -> dict[str, int]:
-    routing = job.shape.sizes.routing if job.config.rollout.routing_replay != "off" else None
+    routing = job.shape.sizes.routing if job.config.has_routes else None
     components = {
         "process": PROCESS_HOST_BYTES,
         "rollout data": rollout_bytes_bound(job.config, layout.world_size, layout.data, routing),

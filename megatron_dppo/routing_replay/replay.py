@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int64
@@ -21,6 +21,7 @@ from megatron_dppo.routing_replay.routes import num_shared
 from megatron_dppo.types import RoutedExperts
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
+Tap = TypeVar("Tap")
 
 
 @dataclass
@@ -139,19 +140,30 @@ def replaying(
         is_replaying: Use the rollout's experts; otherwise the routers choose for themselves.
         is_measuring: Count how often the routers' own choice agrees.
     """
+
+    def tap(router: Any) -> _RouterTap:
+        return _RouterTap(int(router.num_experts), int(router.topk), is_replaying, is_measuring)
+
+    with hooked(chunks, tap) as taps:
+        yield Replay(taps)
+
+
+@contextmanager
+def hooked(chunks: Sequence[torch.nn.Module], tap_of: Callable[[Any], Tap]) -> Iterator[list[dict[int, Tap]]]:
+    """Let each router of the chunks consult its own tap inside the block; restores their hooks after it.
+
+    Yields:
+        The taps of each chunk, by 0-based layer index.
+    """
     own: list[dict[int, Any]] = [dict(routers(chunk)) for chunk in chunks]
     before = [{layer: router.router_replay for layer, router in chunk.items()} for chunk in own]
-    replay = Replay()
+    taps: list[dict[int, Tap]] = []
     try:
         for chunk in own:
-            taps = {
-                layer: _RouterTap(int(router.num_experts), int(router.topk), is_replaying, is_measuring)
-                for layer, router in chunk.items()
-            }
-            replay.chunks.append(taps)
+            taps.append({layer: tap_of(router) for layer, router in chunk.items()})
             for layer, router in chunk.items():
-                router.router_replay = taps[layer]
-        yield replay
+                router.router_replay = taps[-1][layer]
+        yield taps
     finally:
         for chunk, restored in zip(own, before, strict=True):
             for layer, router in chunk.items():

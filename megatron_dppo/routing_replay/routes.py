@@ -71,6 +71,11 @@ def overlap(own: Tensor, rollout: Tensor, num_experts: int) -> Tensor:
     return num_shared(own, rollout, num_experts).float() / rollout.shape[1]
 
 
+def index_dtype(num_experts: int) -> torch.dtype:
+    """Return the dtype of the expert ids in `RoutedExperts.indices`."""
+    return torch.uint8 if num_experts <= 256 else torch.int16
+
+
 def num_shared(own: Tensor, rollout: Tensor, num_experts: int) -> Tensor:
     """Return [N] int64, the number of the rollout's experts that the live router would choose too."""
     both = as_expert_sets(own, num_experts) & as_expert_sets(rollout, num_experts)

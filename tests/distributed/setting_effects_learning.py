@@ -85,6 +85,13 @@ _ALGORITHM = [
         always,
         masks("dppo_binary_tv", delta=1e-3) | {"rollout.transformers.weights": "bfloat16"},
     ),
+    Effect(
+        "algorithm.replay_recomputed_routes",
+        (False, True),
+        "loss 1",
+        always,
+        masks("minirl", delta_high=9.0) | {"optimizer.lr": 0.05},
+    ),
     Effect("algorithm.top_k", (4, 8), "policy 0", rises(step_of("trust_region/divergence_mean")), TOP),
     Effect(
         "algorithm.include_other", (True, False), "loss 0", falls(step_of("trust_region/divergence_mean")), TOP

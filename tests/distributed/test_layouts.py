@@ -142,7 +142,9 @@ def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:
         counts = runtime.all_gather((report.num_forwarded_tokens, report.num_tokens))
         forwarded, total = map(sum, zip(*counts, strict=True))
         assert forwarded < 0.9 * total, "trees are part of what is compared"
-    log_probs = actor.with_old_log_probs(batch).microbatches
+    records = routing is not None and case.features["routes"] == "off"
+    recomputed = actor.with_recorded(batch) if records else actor.with_old_log_probs(batch)
+    log_probs = recomputed.microbatches
     before = {name: tensor.clone() for name, tensor in actor.weights()}
     result = actor.train_step(batch, is_first=True, weight_version=3)
     gradients: dict[str, Tensor] = {}
@@ -161,7 +163,24 @@ def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:
         "metrics": metrics | {"sum of log-probs": sum(sums)},
         "faults": result.faults,
         "num_microbatches": len(batch.microbatches),
+        "routes": _routes_by_sample(log_probs) if records else {},
     }
+
+
+def _routes_by_sample(microbatches: tuple[Any, ...]) -> dict[str, list[Any]]:
+    """The routes of every sample of the job; all ranks of a data-parallel group must have the same."""
+    import torch.distributed as dist
+
+    own: dict[str, list[Any]] = {}
+    for microbatch in microbatches:
+        rows = microbatch.routed_experts.indices.split(microbatch.cu_seqlens.diff().tolist())
+        own |= {name: each.tolist() for name, each in zip(microbatch.sample_ids, rows, strict=False)}
+    of_ranks: list[dict[str, list[Any]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    found: dict[str, list[Any]] = {}
+    for of_rank in of_ranks:
+        assert all(found.setdefault(name, rows) == rows for name, rows in of_rank.items())
+    return found
 
 
 def write_references(runtime: Runtime, models: str, folder: str) -> None:
@@ -177,6 +196,7 @@ def write_references(runtime: Runtime, models: str, folder: str) -> None:
         save_file({n: t.contiguous() for n, t in result["gradients"].items()}, f"{name}.gradients")
         save_file({n: t.contiguous() for n, t in result["updates"].items()}, f"{name}.updates")
         Path(f"{name}.metrics").write_text(json.dumps(result["metrics"]))
+        Path(f"{name}.routes").write_text(json.dumps(result["routes"]))
 
 
 def compare_all(
@@ -207,7 +227,10 @@ def compare(runtime: Runtime, models: str, folder: str, case: Case) -> dict[str,
     for metric, expected in metrics.items():
         difference = abs(found["metrics"].get(metric, torch.nan) - expected)
         errors["metrics"][metric] = difference / max(abs(expected), 1e-3)
-    return {"errors": errors, "faults": found["faults"], "extra": sorted(set(found["metrics"]) - set(metrics))}
+    extra = set(found["metrics"]) - set(metrics)
+    routes = json.loads(Path(f"{name}.routes").read_text())
+    extra |= {f"routes of {n}" for n in {*routes, *found["routes"]} if routes.get(n) != found["routes"].get(n)}
+    return {"errors": errors, "faults": found["faults"], "extra": sorted(extra)}
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""R3 on every family with experts: what is replayed is what the rollout chose, and nothing is left behind."""
+"""R3 and R2 on every family with experts: routers replay what was chosen, and nothing is left behind."""
 
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int]) -> dict[str,
         results[mode] = metrics
     assert routing is not None
     results["layers"] = routing.layer_numbers
+    results["recorded"] = records_the_same(actor, batch)
     before = [router.router_replay for router in routers(actor.chunks[0]).values()]
     microbatch = batch.microbatches[0]
     own = logits_of(actor, microbatch)
@@ -90,6 +91,18 @@ def sample(engine: Any, rank: int) -> list[Any]:
         )
         for i, (r, c) in enumerate(zip(requests, completions, strict=True))
     ]
+
+
+def records_the_same(actor: Any, batch: Any) -> bool:
+    """R2 finds the experts that an equal engine chose; an engine forwards no sequence's last token."""
+    recorded = actor.with_recorded(batch)
+    for found, captured in zip(recorded.microbatches, batch.microbatches, strict=True):
+        is_last = torch.zeros_like(captured.tokens, dtype=torch.bool)
+        is_last[captured.cu_seqlens[1:].long() - 1] = True
+        rows = [each.routed_experts.indices[~is_last].sort(-1).values for each in (found, captured)]
+        if captured.sample_ids and not torch.equal(*rows):
+            return False
+    return True
 
 
 def other_routes(routes: Any) -> Any:
@@ -154,6 +167,10 @@ def test_off_reports_no_agreement(measured: list[dict[str, Any]]) -> None:
         assert not any(name.startswith("routing/") for name in result["off"])
         if "mismatch/abs_prob_diff_mean" in result["off"]:
             assert result["off"]["mismatch/abs_prob_diff_mean"] < 1e-6
+
+
+def test_the_trainer_records_what_an_equal_engine_chose(measured: list[dict[str, Any]]) -> None:
+    assert all(result["recorded"] for result in measured)
 
 
 def test_replaying_other_experts_changes_the_output_and_is_undone(measured: list[dict[str, Any]]) -> None:

@@ -31,6 +31,10 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "Qwen3MoeForCausalLM",
         {"rollout": {"routing_replay": "replay"}, "megatron": RECOMPUTE | ROUTER_LOSSES},
     ),
+    "routes of the anchor": (
+        "Qwen3MoeForCausalLM",
+        {"algorithm": {"preset": "minirl_tis", "replay_recomputed_routes": True}},
+    ),
     "routes, measured": ("Qwen3MoeForCausalLM", {"rollout": {"routing_replay": "measure"}}),
     "rule over responses": ("Qwen2ForCausalLM", {"algorithm": {"preset": "gspo"}}),
     "old log-probs and a reference": (

@@ -283,6 +283,7 @@ _SERVED = {"rollout.engine": "sglang"}
 _AGENT = {"harness": "json:loads"}
 _COLOCATED = _SERVED | {"rollout.sglang": {"colocated": True, "weight_sync": "tensor"}}
 _FP8 = {**_SERVED, "sglang.model_path": "fp8"}
+_ROUTES_OF_THE_ANCHOR = {"algorithm.preset": "minirl", "algorithm.replay_recomputed_routes": True}
 _ROUTED = {**_SERVED, "rollout.routing_replay": "replay"}
 _SIGMOID: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -607,13 +608,28 @@ EXAMPLES: dict[str, list[Example]] = {
             "rollout.routing_replay",
             {"rollout.routing_replay": "replay"},
             on_disk=_dense("Qwen3ForCausalLM"),
-        )
+        ),
+        Example(
+            "algorithm.replay_recomputed_routes", _ROUTES_OF_THE_ANCHOR, on_disk=_dense("Qwen3ForCausalLM")
+        ),
     ],
     "replay_without_router_fusion": [
         Example(
             "megatron.moe_router_fusion",
             {"rollout.routing_replay": "replay", "megatron.moe_router_fusion": True},
-        )
+        ),
+        Example("megatron.moe_router_fusion", {**_ROUTES_OF_THE_ANCHOR, "megatron.moe_router_fusion": True}),
+    ],
+    "routes_of_the_anchor": [
+        Example("algorithm.replay_recomputed_routes", {"algorithm.replay_recomputed_routes": True}),
+        Example(
+            "algorithm.replay_recomputed_routes",
+            {**_ROUTES_OF_THE_ANCHOR, "algorithm.anchor": "rollout"},
+        ),
+        Example(
+            "algorithm.replay_recomputed_routes",
+            {**_ROUTES_OF_THE_ANCHOR, "rollout.routing_replay": "measure"},
+        ),
     ],
     "paired_routing": [Example("tracking.paired_routing_every", {"tracking.paired_routing_every": 5})],
     "shadow_presets": [

@@ -57,7 +57,8 @@ rollout: engine prompts_per_rollout samples_per_prompt max_response_tokens envir
 rollout.agent: harness command thinking max_calls
 rollout.transformers: weights
 algorithm: preset rule_options rule_divergence rule_over delta delta_low delta_high eps_low eps_high
-    ratio_cap alpha anchor top_k include_other sampled_token rho_low rho_high token_kl response_kl
+    ratio_cap alpha anchor replay_recomputed_routes top_k include_other sampled_token rho_low rho_high
+    token_kl response_kl
     prefix_delta prefix_delta_max late_weight tau_low tau_high stale_share power_low power_high decay_low
     decay_high entropy_coef log_ratio_coef ref_kl_coef ref_kl aggregation
     normalize_advantage_std minibatches_per_rollout epochs_per_rollout logits_dtype

@@ -58,7 +58,6 @@ def answer(config: Config, question: Question, runtime: Runtime) -> dict[str, An
     steps = [step for own in by_rollout.values() for step in own]
     numbers = [number for number, own in by_rollout.items() for step in own for _ in step.microbatches]
     has_routes = any(m.routed_experts is not None for step in steps for m in step.microbatches)
-    is_replaying = config.rollout.routing_replay == "replay"
     kinds: tuple[Routes, ...] = ("live", "replayed") if has_routes else ("live",)
     old: list[dict[Routes, Tensor]] | None = None
     if question.before is not None:
@@ -75,7 +74,7 @@ def answer(config: Config, question: Question, runtime: Runtime) -> dict[str, An
         "before": None if question.before is None else str(question.before),
         "rollouts": list(question.rollouts),
         "num_tokens": tokens[kinds[0]].score_norms.numel(),
-        "trained_routes": "replayed" if "replayed" in kinds and is_replaying else "live",
+        "trained_routes": "replayed" if "replayed" in kinds and config.replays_routes else "live",
         "mismatch": mismatch_by_routes(tokens),
         "variants": [variant.name for variant in question.variants],
         "left_out": dict(question.left_out),

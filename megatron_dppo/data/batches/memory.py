@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.batch_file import tensors_of
+from megatron_dppo.routing_replay.routes import index_dtype
 from megatron_dppo.types import Microbatch, ModelRouting, Sample
 
 
@@ -26,7 +27,7 @@ def rollout_bytes_bound(config: Config, world_size: int, num_groups: int, routin
     num_tokens = config.data.max_prompt_tokens + options.max_response_tokens
     routes = 0
     if routing is not None:
-        routes = len(routing.layer_numbers) * routing.top_k * (1 if routing.num_experts <= 256 else 2)
+        routes = len(routing.layer_numbers) * routing.top_k * index_dtype(routing.num_experts).itemsize
     topk = options.num_topk_log_probs * (4 + 4)  # ids, log-probs
     sample = num_tokens * (8 + 4 + 1 + topk + routes)  # tokens, log-probs, mask
     masks = 1 if config.tracking.mismatch_share == 1 else 2

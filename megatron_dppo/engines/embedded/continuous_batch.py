@@ -18,6 +18,7 @@ from megatron_dppo.engines.base import (
 )
 from megatron_dppo.engines.embedded.sampling import draw, most_probable, sampling_log_probs, sampling_noise
 from megatron_dppo.engines.embedded.slot_decoder import SlotDecoder
+from megatron_dppo.routing_replay.routes import index_dtype
 from megatron_dppo.types import RolloutTopK, RoutedExperts, WeightVersionSpan
 
 
@@ -184,14 +185,14 @@ class ContinuousBatch:
         """Return one completion per request, in order."""
         sampled = _by_request(self._sampled, len(self._requests))
         routed = _by_request(self._routed, len(self._requests)) if self._routed else []
-        index_dtype = torch.uint8 if self._decoder.num_experts <= 256 else torch.int16
+        dtype = index_dtype(self._decoder.num_experts)
         eos = set(self._eos.tolist())
         completions = []
         for index, request in enumerate(self._requests):
             tokens, log_probs, *topk = sampled[index]
             experts = None
             if self._params.capture_routes:
-                indices = routed[index][0].to(index_dtype)
+                indices = routed[index][0].to(dtype)
                 forwarded = len(self._inputs[index]) + tokens.numel() - 1
                 assert indices.shape[0] == forwarded, "one row of routes for each token forwarded"
                 indices = indices[first_route_row(request) :]

@@ -38,6 +38,7 @@ from megatron_dppo.plan.trace.tensors import (
     is_on_device,
     on_device,
 )
+from megatron_dppo.routing_replay.routes import index_dtype
 from megatron_dppo.types import Microbatch, ModelRouting, RolloutTopK, RoutedExperts, TrainBatch
 
 
@@ -144,7 +145,7 @@ def _watch(actor: Actor, ledger: Ledger) -> None:
 
 def _batch(settings: StepSettings, config: Config, hf: dict[str, Any]) -> TrainBatch:
     """Return equal micro-batches on the host: full of the longest sequences, every token trained."""
-    routing = model_sizes(hf).routing if config.rollout.routing_replay != "off" else None
+    routing = model_sizes(hf).routing if config.has_routes else None
     num, num_topk = settings.num_tokens, config.rollout.num_topk_log_probs
     whole, rest = divmod(num, settings.longest)
     lengths = [settings.longest] * whole + [rest] * (rest > 0)
@@ -172,8 +173,8 @@ def _batch(settings: StepSettings, config: Config, hf: dict[str, Any]) -> TrainB
 
 def _routes(num: int, routing: ModelRouting) -> RoutedExperts:
     """Return routes of `num` tokens that use each expert in turn."""
-    dtype = torch.uint8 if routing.num_experts <= 256 else torch.int16
-    routes = torch.arange(num * routing.top_k).remainder(routing.num_experts).view(num, 1, -1).to(dtype)
+    routes = torch.arange(num * routing.top_k).remainder(routing.num_experts).view(num, 1, -1)
+    routes = routes.to(index_dtype(routing.num_experts))
     indices = routes.expand(-1, len(routing.layer_numbers), -1)
     return RoutedExperts(indices, routing.layer_numbers, routing.num_experts)
 

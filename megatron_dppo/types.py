@@ -158,6 +158,10 @@ class RolloutTokens:
     token_weights: Float32[Tensor, " T"] | None = field(default=None, metadata=_PADS_0)  # None: 1 everywhere
     old_log_probs: Float32[Tensor, " T"] | None = field(default=None, metadata=_PADS_0)  # anchor = "recomputed"
     ref_log_probs: Float32[Tensor, " T"] | None = field(default=None, metadata=_PADS_0)  # for the reference KL
+    positions: Int32[Tensor, " T"] | None = field(default=None, metadata=_PADS_0)
+    # index of the token among the learning tokens of its response, from 0; for custom rules
+    lengths: Int32[Tensor, " T"] | None = field(default=None, metadata=_PADS_0)
+    # number of learning tokens of its response; for custom rules
     topk: RolloutTopK | None = None  # ids, log_probs [T, K]
 
     def rows(self, which: Any) -> Self:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int64, Integer
+from jaxtyping import Bool, Float, Int32, Int64, Integer
 from torch import Tensor
 
 from megatron_dppo.algorithms.divergence import TopKLogProbs
@@ -34,6 +34,8 @@ class PolicyLossInputs:
     token_weights: Float[Tensor, " T"] | None = None  # >= 0: multiplies each token's loss; none means 1
     entropy: Float[Tensor, " T"] | None = None  # with gradient; read only if entropy_coef is not 0
     response_lengths: Int64[Tensor, " B"] | None = None  # sums to T; read only by rules over complete responses
+    positions: Integer[Tensor, " T"] | None = None  # of `place_of_tokens`; read only by custom rules
+    lengths: Integer[Tensor, " T"] | None = None  # of `place_of_tokens`; read only by custom rules
 
     @classmethod
     def of(
@@ -80,6 +82,18 @@ class LearningTokens(TrustRegionTokens):
     entropy: Float[Tensor, " T"] | None
 
 
+def place_of_tokens(
+    loss_mask: Bool[Tensor, " R"],
+) -> tuple[Int32[Tensor, " R"], Int32[Tensor, " R"]]:
+    """Return the index of each token among the learning tokens of its response, from 0, and their number.
+
+    Args:
+        loss_mask: [R] the tokens of one response that learn. Both results are 0 for the others.
+    """
+    places = loss_mask.cumsum(0) - 1
+    return (places * loss_mask).int(), (loss_mask.sum() * loss_mask).int()
+
+
 def required_inputs(objective: Objective, inputs: PolicyLossInputs) -> dict[str, Tensor]:
     """Return the tensors that `objective` reads, by name.
 
@@ -107,7 +121,7 @@ def required_inputs(objective: Objective, inputs: PolicyLossInputs) -> dict[str,
         missing["response_lengths"] = None
     if missing:
         raise ConfigError([_missing(objective, name) for name in missing])
-    optional = {"loss_mask": inputs.loss_mask, "token_weights": inputs.token_weights}
+    optional = {name: getattr(inputs, name) for name in ("loss_mask", "token_weights", "positions", "lengths")}
     present = {name: tensor for name, tensor in (needed | optional).items() if tensor is not None}
     _check_shapes(present)
     return present
@@ -132,6 +146,8 @@ def _check_shapes(present: dict[str, Tensor]) -> None:
         "loss_mask": mask,
         "targets": integer,
         "topk.ids": integer,
+        "positions": integer,
+        "lengths": integer,
         "advantages": real,
         "token_weights": real,
     }

@@ -128,10 +128,17 @@ def learning_tokens(
         targets=torch.where(is_learning, present["targets"].long(), 0) if "targets" in present else None,
         entropy=clean(present["entropy"]) if "entropy" in present else None,
         responses=None if lengths is None else Responses(lengths.long(), is_learning),
+        places=_clean_places(inputs, is_learning),
     )
     if not has_known_values:
         check_values(tokens)
     return _clamped(tokens)
+
+
+def _clean_places(inputs: PolicyLossInputs, is_learning: Bool[Tensor, " T"]) -> tuple[Tensor, Tensor] | None:
+    if inputs.positions is None or inputs.lengths is None:
+        return None
+    return torch.where(is_learning, inputs.positions, 0), torch.where(is_learning, inputs.lengths, 0)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron_dppo.algorithms.divergence import TopKLogProbs
-from megatron_dppo.algorithms.inputs import PolicyLossInputs
+from megatron_dppo.algorithms.inputs import PolicyLossInputs, place_of_tokens
 from megatron_dppo.algorithms.loss import PolicyLossOutput, policy_loss
 from megatron_dppo.algorithms.objective import Objective
 from megatron_dppo.algorithms.shadow import rule_values
@@ -52,6 +52,7 @@ def _inputs(objective: Objective, farthest: float) -> PolicyLossInputs:
     policy = (rollout + moved).log_softmax(1)
     targets = torch.multinomial(rollout.exp(), 1, generator=generator)
     topk = rollout.topk(min(objective.top_k, VOCABULARY))
+    places = [place_of_tokens(mask) for mask in _learns().split(RESPONSES)]
     return PolicyLossInputs(
         log_probs=policy.gather(1, targets)[:, 0],
         rollout_log_probs=rollout.gather(1, targets)[:, 0],
@@ -63,6 +64,8 @@ def _inputs(objective: Objective, farthest: float) -> PolicyLossInputs:
         targets=targets[:, 0],
         entropy=-(policy.exp() * policy).sum(1),
         response_lengths=torch.tensor(RESPONSES),
+        positions=torch.cat([positions for positions, _ in places]),
+        lengths=torch.cat([lengths for _, lengths in places]),
     )
 
 

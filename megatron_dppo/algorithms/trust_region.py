@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int64, Integer
 from torch import Tensor
 
 from megatron_dppo.errors import ConfigError, Problem, did_you_mean
@@ -99,9 +99,7 @@ class Responses:
 
     def at_rank(self, values: Float[Tensor, " T"], share: float) -> Float[Tensor, " T"]:
         """Return the smallest value that at least this share of each token's response does not exceed."""
-        rank = (
-            (share * self.num_tokens.double() - 1e-9).ceil().long()
-        )  # .9 of 10 is 9 tokens, whatever the rounding
+        rank = (share * self.num_tokens.double() - 1e-9).ceil().long()  # .9 of 10 is 9, whatever the rounding
         return self._ascending(values)[self._start + (rank - 1).clamp(min=0)]
 
     def quantile(self, values: Float[Tensor, " T"], q: float) -> Float[Tensor, " T"]:
@@ -175,6 +173,7 @@ class TrustRegionTokens:
     loss_mask: Bool[Tensor, " T"]  # the tokens that learn
     outcomes: tuple[Tensor, Tensor] | None = None  # log-masses of a Top-K divergence; None for others
     responses: Responses | None = None  # for rules over complete responses
+    places: tuple[Tensor, Tensor] | None = None  # `positions` and `lengths`, if they are known
 
     @property
     def is_above(self) -> Bool[Tensor, " T"]:
@@ -222,9 +221,25 @@ class TrustRegionTokens:
     def _of_outcomes(self) -> tuple[Tensor, Tensor]:
         if self.outcomes is None:
             found = "a divergence of only the sampled token, but the rule reads log_masses"
-            expected, action = "'topk_tv' or 'topk_kl'", "Set it to one of them."
-            raise ConfigError(Problem(RULE_DIVERGENCE, found, expected, action))
+            raise ConfigError(Problem(RULE_DIVERGENCE, found, "'topk_tv' or 'topk_kl'", "Set one of them."))
         return self.outcomes
+
+    @property
+    def positions(self) -> Integer[Tensor, " T"]:
+        """Index of each token among its response's learning tokens, from 0; ConfigError if none was passed."""
+        return self._places[0]
+
+    @property
+    def lengths(self) -> Integer[Tensor, " T"]:
+        """Number of learning tokens of each token's response; ConfigError if none was passed."""
+        return self._places[1]
+
+    @property
+    def _places(self) -> tuple[Tensor, Tensor]:
+        if self.places is None:
+            expected, action = "[T], as the rule reads it", "Pass positions and lengths of `place_of_tokens`."
+            raise ConfigError(Problem("PolicyLossInputs.positions", "none", expected, action))
+        return self.places
 
     @property
     def whole_responses(self) -> Responses:
@@ -243,9 +258,7 @@ class TrustRegionTokens:
 class TrustRegionRule:
     """A registered trust-region rule."""
 
-    weigh: Callable[
-        [Objective, TrustRegionTokens], Float[Tensor, " T"]
-    ]  # factor of each token's update; 0: dropped
+    weigh: Callable[[Objective, TrustRegionTokens], Tensor]  # [T] factor of each token's update; 0: dropped
     id: int  # its number in DppoRule of kernels/csrc/capi.h, or one that neither that nor another rule has
 
 

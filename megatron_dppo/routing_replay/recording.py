@@ -1,6 +1,6 @@
 """R2: keep the experts that the trainer's own routers choose, so that later gradient steps replay them.
 
-Routing replay of arXiv 2507.18071, which verl names R2. R3 of `replay.py` replays the rollout engine's choices instead.
+Routing replay of arXiv 2507.18071, which verl names R2. `replay.py` is R3: the rollout engine's choices.
 """
 
 from collections.abc import Iterator, Sequence

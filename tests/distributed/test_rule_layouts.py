@@ -41,6 +41,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "vespo": {"power_low": 0.3, "power_high": 0.2, "decay_low": 0.2, "decay_high": 0.3},
     "gmpo": {"eps_low": 0.5, "eps_high": 0.6},
     "minpro": {"eps_low": 0.9, "eps_high": 3.0},
+    "tests.support.own_rules:late": {"rule_options": {"share": 0.617}},
     "tests.support.own_rules:fading": {
         "rule_options": {"delta": 1.5, "steady": 0.5},
         "rule_divergence": "topk_tv",

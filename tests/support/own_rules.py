@@ -27,6 +27,12 @@ def fading(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> tuple[Tenso
     return weight, {"far": far, "is_steady": is_steady, "place": tokens.whole_responses.num_before}
 
 
+def late(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Drop the last tokens of each response, beyond a share of it; needs one pass over the logits."""
+    place = tokens.positions / tokens.lengths.clamp(min=1)
+    return place < options["share"], {"place": place}
+
+
 def averages(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> Tensor:
     """Keep responses of a mean divergence below .1."""
     return tokens.whole_responses.mean(tokens.divergence) < 0.1

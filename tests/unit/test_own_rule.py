@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from megatron_dppo import algorithms
 from megatron_dppo.actor.observation import Observer
 from megatron_dppo.algorithms import Objective, PolicyLossInputs, policy_loss, preset
+from megatron_dppo.algorithms.inputs import place_of_tokens
 from megatron_dppo.algorithms.presets import overrides_in
-from megatron_dppo.algorithms.shadow import shadow_weights
+from megatron_dppo.algorithms.shadow import rule_values, shadow_weights
 from megatron_dppo.algorithms.trial import doubts, try_objective
 from megatron_dppo.analysis.what_if.question import Variant, parse_sweeps, require_own_rules, variants
 from megatron_dppo.checks import RULES, check, remarks
@@ -62,6 +64,22 @@ def test_it_sees_whole_responses() -> None:
     inputs = PolicyLossInputs(pi, mu, torch.ones(4).double(), response_lengths=lengths)
     out = policy_loss(own("steady_responses", delta=0.1), inputs)
     assert out.mask.tolist() == [True, True, False, False]
+
+
+def test_it_sees_the_place_of_each_token_without_a_second_pass() -> None:
+    """Both count learning tokens: the second token of the first response is an environment's."""
+    learns = torch.tensor([True, False, True, True, False, True, True])
+    first, second = (place_of_tokens(mask) for mask in learns.split([4, 3]))
+    assert [each.tolist() for each in (*first, *second)] == [[0, 0, 1, 2], [3, 0, 3, 3], [0, 0, 1], [0, 2, 2]]
+    pi, rule = torch.full((7,), -1.0), own("late", share=0.5)
+    assert not rule.needs_responses
+    inputs = PolicyLossInputs(pi, pi, torch.ones(7), loss_mask=learns)
+    with pytest.raises(ConfigError, match="place_of_tokens"):
+        policy_loss(rule, inputs)
+    positions, lengths = (torch.cat(pair) for pair in zip(first, second, strict=True))
+    inputs = replace(inputs, positions=positions, lengths=lengths)
+    assert policy_loss(rule, inputs).mask.tolist() == [True, False, True, False, False, True, False]
+    assert rule_values(rule, inputs)["place"].tolist() == pytest.approx([0, 0, 1 / 3, 2 / 3, 0, 0, 0.5])
 
 
 def test_rows_that_do_not_learn_may_have_any_weight() -> None:

@@ -30,6 +30,9 @@ def test_a_token_is_scored_at_the_position_before_it() -> None:
     assert m.loss_mask.tolist() == [False, True, True, True, False, True, False, False]
     assert m.rollout_log_probs.tolist() == [0, -1, -2, -3, 0, -1, -2, 0]
     assert m.token_weights.tolist() == [0, 1, 2, 3, 0, 1, 1, 0]
+    assert m.positions is not None and m.lengths is not None
+    assert m.positions.tolist() == [0, 0, 1, 2, 0, 0, 0, 0]
+    assert m.lengths.tolist() == [0, 3, 3, 3, 0, 1, 0, 0]
     assert m.advantages.tolist() == [0, 0.5, 0.5, 0.5, 0, -0.5, -0.5, 0]
     assert m.topk is not None
     assert m.topk.ids[:, 1].tolist() == [-1, 50, 51, 52, -1, 50, 51, -1]

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
+from megatron_dppo.algorithms.inputs import place_of_tokens
 from megatron_dppo.algorithms.loss_terms import OPTIONAL_INPUTS
 from megatron_dppo.types import Microbatch, ModelRouting, RolloutTopK, RoutedExperts, Sample, each_token
 
@@ -38,6 +39,8 @@ def pack(samples: Sequence[Sample], measured_share: float = 1.0) -> Microbatch:
             [torch.full_like(w, _advantage(s)) for s, w in zip(samples, weights, strict=True)], samples
         ),
         token_weights=_scored(weights, samples),
+        positions=_scored([place_of_tokens(s.loss_mask)[0] for s in samples], samples),
+        lengths=_scored([place_of_tokens(s.loss_mask)[1] for s in samples], samples),
         topk=_pack_topk(samples),
         routed_experts=_pack_routes(samples),
         sample_ids=tuple(s.id for s in samples),
@@ -182,6 +185,8 @@ def placeholder(topk_columns: int, routing: ModelRouting | None) -> Microbatch:
         rollout_log_probs=zeros,
         advantages=zeros,
         token_weights=zeros,
+        positions=zeros.int(),
+        lengths=zeros.int(),
         topk=topk,
         routed_experts=routes,
     )

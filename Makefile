@@ -58,7 +58,7 @@ help:
 	@echo "make test-nodes  tests/nodes: several machines on one by namespaces, and faults of nodes and links; as root"
 	@echo "make versions    the tables of versions in the guide to installing, of what the targets above recorded with RECORD=1"
 	@echo "make docs        a site of all pages, with search: build/site/docs/index.html (own environment)"
-	@echo "make lint        ruff, pyright, import-linter, shellcheck, size limits"
+	@echo "make lint        ruff, pyright, import-linter, shellcheck, hadolint, size limits"
 	@echo "make bench       tokens/s of rollout and training, where the time goes, and training speed by layout"
 	@echo "make bench-loss  our fused losses against other libraries' and the machine's floors; a small shape without a GPU"
 	@echo "make bench-sglang  weights pushed to a real SGLang server, and responses read from it, compared with copies and plain HTTP"
@@ -210,6 +210,7 @@ lint: venv
 	$(VENV)/bin/pyright
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/shellcheck -x $$(git ls-files '*.sh' '*.sbatch' .ci/run)
+	$(VENV)/bin/hadolint $$(git ls-files '*.Dockerfile')
 	$(RUN) tests/lint/size_limits.py
 	$(RUN) tests/lint/prose.py
 

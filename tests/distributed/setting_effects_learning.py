@@ -90,7 +90,7 @@ _ALGORITHM = [
         (False, True),
         "loss 1",
         always,
-        masks("minirl", delta_high=9.0) | {"optimizer.lr": 0.05},
+        masks("minirl") | {"optimizer.lr": 0.05},
     ),
     Effect("algorithm.top_k", (4, 8), "policy 0", rises(step_of("trust_region/divergence_mean")), TOP),
     Effect(

@@ -241,6 +241,7 @@ def test_a_model_without_experts_is_forwarded_once(task: Path, tmp_path: Path) -
 )
 def test_what_cannot_work_is_refused_before_a_model_loads(task: Path, flags: Any, words: str) -> None:
     done = _run_tool(task, _tables(task), *flags)
-    assert done.returncode == 2, done.stdout
+    is_of_cluster = "no SGLang server" in words  # which may start later
+    assert done.returncode == (1 if is_of_cluster else 2), done.stdout
     assert words in done.stderr
     assert "Traceback" not in done.stderr and "layers of the" not in done.stderr

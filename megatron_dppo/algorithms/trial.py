@@ -52,7 +52,7 @@ def _inputs(objective: Objective, farthest: float) -> PolicyLossInputs:
     policy = (rollout + moved).log_softmax(1)
     targets = torch.multinomial(rollout.exp(), 1, generator=generator)
     topk = rollout.topk(min(objective.top_k, VOCABULARY))
-    places = [place_of_tokens(mask) for mask in _learns().split(RESPONSES)]
+    places = [place_of_tokens(mask) for mask in torch.split(_learns(), list(RESPONSES))]
     return PolicyLossInputs(
         log_probs=policy.gather(1, targets)[:, 0],
         rollout_log_probs=rollout.gather(1, targets)[:, 0],

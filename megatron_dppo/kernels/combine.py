@@ -45,6 +45,8 @@ def checked_tokens(
     known |= {name: None for name in OPTIONAL_INPUTS if name not in objective.inputs_of_terms}
     if objective.anchor != "recomputed":
         known["old_log_probs"] = None
+    if objective.own is None:
+        known |= {"positions": None, "lengths": None}
     tokens = RolloutTokens(**known)
     require_tokens(objective, tokens, num_tokens, vocab_size)
     topk, mask = tokens.topk, tokens.loss_mask

@@ -440,7 +440,7 @@ TABLE = [
 ]
 
 READ_FROM_THE_SECTION = {
-    *("data.thinking", "rollout.top_p", "rollout.max_data_gib"),
+    *("data.thinking", "rollout.top_p", "rollout.max_data_gib", "algorithm.replay_recomputed_routes"),
     *("rollout.over_sampling", "rollout.keep_partials", "rollout.max_staleness"),
     *("checkpoint.max_failed_saves", "tracking.max_roll_backs"),
 }

@@ -88,7 +88,7 @@ _ALGORITHM = [
     Effect(
         "algorithm.replay_recomputed_routes",
         (False, True),
-        "loss 1",
+        "policy 1",
         always,
         masks("minirl") | {"optimizer.lr": 0.05},
     ),

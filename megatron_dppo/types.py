@@ -122,6 +122,12 @@ class Sample:
     reward_info: Mapping[str, float] = field(default_factory=dict[str, float])
     advantage: float | None = None
     token_weights: Float32[Tensor, " R"] | None = None  # of each response token in the loss; set before packing
+    branch: int = 0  # number of a further sample of one agent's episode; 0: the first sample, or the only one
+
+    @property
+    def rollout_id(self) -> str:
+        """The id of the response or the episode; all samples of an episode have the same."""
+        return self.id.removesuffix(f"#{self.branch}") if self.branch else self.id
 
     @property
     def response_length(self) -> int:
@@ -136,6 +142,11 @@ class SampleGroup:
     prompt: Prompt
     samples: tuple[Sample, ...]
     index: int  # index of the prompt in its rollout, over all ranks
+
+    @property
+    def rollouts(self) -> tuple[Sample, ...]:
+        """The first sample of each response or episode: rewards and advantages count these."""
+        return tuple(sample for sample in self.samples if sample.branch == 0)
 
 
 _PADS_0: Mapping[str, float] = {"fill": 0}

@@ -38,6 +38,7 @@ class Agents:
             options.agent.episode_timeout_s,
             options.agent.call_timeout_s,
             options.agent.max_calls,
+            options.agent.train,
             data.max_prompt_tokens,
             options.max_turn_tokens,
         )

@@ -9,8 +9,9 @@ import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from megatron_dppo.agents.chat import (
@@ -37,6 +38,8 @@ from megatron_dppo.environments import Episode as EpisodeResult
 from megatron_dppo.errors import DataError
 
 _WHILE_CALLING_S = 1.0  # between two looks at the clock while a call is sampled
+Trees = Literal["main", "tools", "all"]
+"""Which trees of an episode train."""
 _KEYS_APART = 1 << 40  # noise keys of forks: above the number of any sample of a rollout
 
 
@@ -47,6 +50,7 @@ class EpisodeLimits:
     episode_timeout_s: float
     call_timeout_s: float
     max_calls: int
+    train: Trees
     max_prompt_tokens: int  # of a root
     max_turn_tokens: int | None  # of a response
 
@@ -63,6 +67,7 @@ class Node:
     known_as: tuple[str, ...]  # these messages in canonical form
     tools: tuple[Mapping[str, Any], ...]
     text: str  # of the response
+    start: int  # tokens of the path before the response
 
     @property
     def path(self) -> list["Node"]:
@@ -70,13 +75,14 @@ class Node:
         return [*(self.parent.path if self.parent is not None else ()), self]
 
     @property
+    def num_own(self) -> int:
+        """Number of sampled tokens of the response."""
+        return self.completion.tokens.numel() - self.start
+
+    @property
     def num_sampled(self) -> int:
         """Number of sampled tokens of the path."""
         return int(mask_of(self.completion).sum())
-
-
-def _weight_of(node: Node) -> tuple[bool, int, int]:
-    return bool(node.tools), node.num_sampled, -node.number
 
 
 @dataclass(eq=False)
@@ -272,28 +278,34 @@ class Episode:
         messages = (*chat.messages, message)
         request, self._is_cut = replace(request, partial=None), False
         known_as = canonical(messages)
-        self._nodes.append(Node(number, parent, request, completion, messages, known_as, chat.tools, text))
+        node = Node(number, parent, request, completion, messages, known_as, chat.tools, text, start)
+        self._nodes.append(node)
         reason = "tool_calls" if "tool_calls" in message and completion.finish_reason == "stop" else None
         counts = len(request.prompt_tokens) + start, len(ids)
         reason, now = reason or completion.finish_reason, int(time.time())
         return Reply(message, number, self.request.id, now, reason, counts)
 
     def result(self, outcome: AgentOutcome | str) -> Completion:
-        """Return the path that trains, and the episode's result.
+        """Return the conversation that trains, with the episode's result and the further ones that train.
 
-        It is the one with the most sampled tokens. If some calls had tools, it is one of these.
+        It is the path of a chosen tree with the most sampled tokens. Each other leaf is one more conversation.
 
         Args:
             outcome: What the harness returned, or why it failed.
         """
         if self.ended.done():
             return replace(self.ended.result(), request_id=self.request.id)
-        trained = max(self._nodes, key=_weight_of, default=None)
+        leaves = self._leaves()
+        trained = max(leaves, key=lambda leaf: (leaf.num_sampled, -leaf.number), default=None)
         if trained is None:
             said = outcome if isinstance(outcome, str) else "the harness ended without a call that was answered"
             fault = EpisodeResult("", 0, fault=said, failed="harness")
             return replace(give_up(self.request), episode=fault)
         given, failed = (AgentOutcome(), outcome) if isinstance(outcome, str) else (outcome, None)
+        done = set[int]()
+        order = [trained, *(leaf for leaf in leaves if leaf is not trained)]
+        completion, *branches = [self._conversation(leaf, done) for leaf in order]
+        num_trained = sum(int(mask_of(each).sum()) for each in (completion, *branches))
         result = EpisodeResult(
             trained.text,
             len(trained.path),
@@ -303,20 +315,38 @@ class Episode:
             failed="harness",
             num_calls=len(self._nodes),
             num_forks=self._num_forks,
-            num_untrained_tokens=self._num_sampled - trained.num_sampled,
+            num_untrained_tokens=sum(node.num_own for node in self._nodes) - num_trained,
         )
-        finish_reason = "length" if self._is_cut else trained.completion.finish_reason
-        prompt = trained.request.prompt_tokens
-        completion = replace(trained.completion, prompt_tokens=prompt, finish_reason=finish_reason)
-        return replace(completion, episode=result)
+        finish_reason = "length" if self._is_cut else completion.finish_reason
+        return replace(completion, finish_reason=finish_reason, episode=result, branches=tuple(branches))
+
+    def _leaves(self) -> list[Node]:
+        """Return the ends of the conversations that train, in order."""
+        trees: dict[int, list[Node]] = {}
+        for node in self._nodes:
+            trees.setdefault(node.path[0].number, []).append(node)
+        with_tools = [tree for tree in trees.values() if tree[0].tools]
+        chosen = with_tools or list(trees.values())
+        if self.limits.train == "main":
+            chosen = sorted(chosen, key=lambda tree: -sum(node.num_own for node in tree))[:1]
+        elif self.limits.train == "all":
+            chosen = list(trees.values())
+        inner = {node.parent.number for node in self._nodes if node.parent is not None}
+        return [node for tree in chosen for node in tree if node.number not in inner]
+
+    def _conversation(self, leaf: Node, done: set[int]) -> Completion:
+        """Return the path to a leaf, in which responses that are `done` are context; adds the others to it."""
+        mask = torch.zeros(leaf.completion.tokens.numel(), dtype=torch.bool)
+        for node in leaf.path:
+            if node.number not in done:
+                mask[node.start : node.start + node.num_own] = True
+        done.update(node.number for node in leaf.path)
+        is_whole = torch.equal(mask, mask_of(leaf.completion))
+        loss_mask = leaf.completion.loss_mask if is_whole else mask
+        prompt = leaf.request.prompt_tokens
+        return replace(leaf.completion, prompt_tokens=prompt, loss_mask=loss_mask)
 
     @property
     def _num_forks(self) -> int:
         """Number of nodes that are not the first child of their parent, or not the first root."""
         return len(self._nodes) - len({node.parent and node.parent.number for node in self._nodes})
-
-    @property
-    def _num_sampled(self) -> int:
-        """Number of sampled tokens of all nodes."""
-        before = sum(node.parent.num_sampled for node in self._nodes if node.parent is not None)
-        return sum(node.num_sampled for node in self._nodes) - before

@@ -93,6 +93,7 @@ EFFECTS: Mapping[str, Effect] = {
     "rollout.release_trainer": _MEMORY,
     "rollout.agent.harness": _ALL_SETS,
     "rollout.agent.command": _ALL_SETS,
+    "rollout.agent.train": _EXPERIMENT,
     "rollout.agent.thinking": _ALL_SETS,
     "rollout.agent.episode_timeout_s": Effect("A time limit.", "all sets"),
     "rollout.agent.call_timeout_s": Effect("A time limit.", "all sets"),

@@ -136,6 +136,9 @@ class AgentConfig(Section):
     command: tuple[str, ...] = ()
     """Program and arguments of one episode instead of `harness`, with {base_url}, {api_key}, {prompt} and
     {task} (a JSON file) filled in."""
+    train: Literal["main", "tools", "all"] = "main"
+    """Conversations of an episode that train: main (the tree with the most sampled tokens, with tools if some
+    have tools), all trees with tools, or all trees."""
     thinking: Literal["keep", "template"] = "keep"
     """keep: a conversation goes on with its thinking. template: it ends where the chat template leaves out
     earlier thinking, and a new one begins."""

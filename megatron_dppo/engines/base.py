@@ -51,6 +51,7 @@ class Completion:
     loss_mask: Tensor | None = None  # [R] bool: True for sampled tokens; None means that all were sampled
     episode: Episode | None = None  # result of its environment or agent; None without one
     prompt_tokens: tuple[int, ...] | None = None  # of an agent's conversation; None: the request's
+    branches: tuple["Completion", ...] = ()  # further conversations of an agent's episode that train
 
 
 @dataclass(frozen=True)

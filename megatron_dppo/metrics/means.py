@@ -82,4 +82,4 @@ def entropy(out: FusedPolicyLoss, microbatch: Microbatch) -> Tensor:
 @group_mean("reward/zero_variance_fraction")
 def has_zero_variance(group: SampleGroup) -> float:
     """Return 1.0 if all rewards of the group are equal up to rounding, so that no token learns."""
-    return float(have_equal_rewards([float(sample.reward or 0.0) for sample in group.samples]))
+    return float(have_equal_rewards([float(sample.reward or 0.0) for sample in group.rollouts]))

@@ -54,6 +54,7 @@ class RolloutCounts:
     num_dropped: Mapping[DropReason, int]  # faulty samples by reason; every reason has an entry
     num_agent_calls: int = 0  # responses to calls of agents
     num_agent_forks: int = 0  # of them, those that continue no earlier response, or one that has a continuation
+    num_agent_branches: int = 0  # samples of episodes in addition to the first one of each
     num_untrained_tokens: int = 0  # tokens that agents sampled beside the conversations that are trained on
     example: str | None = None  # message of the first fault on this rank
     engine: EngineCounts = field(default_factory=EngineCounts)  # the engine's counts during this rollout
@@ -100,6 +101,7 @@ class RolloutCounts:
             metrics |= {
                 "agents/calls": float(self.num_agent_calls),
                 "agents/forks": float(self.num_agent_forks),
+                "agents/branches": float(self.num_agent_branches),
                 "agents/untrained_tokens": float(self.num_untrained_tokens),
             }
         metrics |= {f"rollout/dropped_{reason}": float(n) for reason, n in self.num_dropped.items()}

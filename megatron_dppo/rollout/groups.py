@@ -43,6 +43,7 @@ class PromptGroup:
     requests: list[Request]
     completions: list[Completion | None]  # one per request; None until it is sampled
     scored: list[Sample | Fault | None]  # one per request: the sample, or why it cannot be trained on
+    branches: dict[str, list[Sample]] = field(default_factory=dict[str, list[Sample]])  # further ones, by id
     born: int | None = None  # version of the weights that may sample its first token; None before
     has_tokens: bool = False  # while it has no tokens and is not whole, a push resets `born`
     is_being_scored: bool = False  # whether a reward of whole groups has got the responses
@@ -66,8 +67,18 @@ class PromptGroup:
 
     @property
     def samples(self) -> tuple[Sample, ...]:
-        """Samples that can be trained on."""
+        """Samples that can be trained on, the first one of each request."""
         return tuple(each for each in self.scored if isinstance(each, Sample))
+
+    @property
+    def all_samples(self) -> tuple[Sample, ...]:
+        """Samples that can be trained on, with the further ones of agents' episodes."""
+        return tuple(part for each in self.samples for part in (each, *self.branches.get(each.id, ())))
+
+    @property
+    def sampled(self) -> list[Completion]:
+        """Completions of all samples, with the further ones of agents' episodes."""
+        return [part for _, completion in self.answers for part in (completion, *completion.branches)]
 
     @property
     def faults(self) -> list[Fault]:
@@ -128,11 +139,12 @@ class GroupMaker:
         return prompt_tokens(self.tokenizer, opening.text, opening.messages, *options)
 
 
-def sample_of(request: Request, completion: Completion) -> Sample:
-    """Return the sample of a response, without a reward."""
+def sample_of(request: Request, completion: Completion, branch: int = 0) -> Sample:
+    """Return the sample of a response or of an episode's further conversation, without a reward."""
     prompt = torch.tensor(request.prompt_of(completion), dtype=torch.int64)
     return Sample(
-        id=request.id,
+        id=f"{request.id}#{branch}" if branch else request.id,
+        branch=branch,
         group_id=request.id.rpartition("+")[0],
         tokens=torch.cat([prompt, completion.tokens]),
         prompt_length=len(prompt),
@@ -174,6 +186,7 @@ def usable_groups(
     kept = [group for group in scored if len(group.samples) >= smallest_group]
     everything = [*scored, *replaced]
     answers = [answer for group in everything for answer in group.answers]
+    sampled = [completion for group in everything for completion in group.sampled]
     faults = [fault for group in everything for fault in group.faults]
     episodes = [completion.episode for _, completion in answers if completion.episode is not None]
     counts = RolloutCounts(
@@ -182,8 +195,8 @@ def usable_groups(
         num_samples=len(answers),
         num_truncated=sum(completion.finish_reason == "length" for _, completion in answers),
         num_turns=sum(completion.episode.num_turns if completion.episode else 1 for _, completion in answers),
-        num_response_tokens=sum(completion.tokens.numel() for _, completion in answers),
-        num_old_tokens=sum(_num_old_tokens(completion, weight_version) for _, completion in answers),
+        num_response_tokens=sum(completion.tokens.numel() for completion in sampled),
+        num_old_tokens=sum(_num_old_tokens(completion, weight_version) for completion in sampled),
         num_requeued=sum(completion.num_moves for _, completion in answers),
         num_retractions=sum(completion.num_retractions for _, completion in answers),
         num_recomputed_routes=sum(
@@ -202,11 +215,12 @@ def usable_groups(
         num_left_alone=sum(len(group.samples) for group in scored) - sum(len(group.samples) for group in kept),
         num_agent_calls=sum(episode.num_calls for episode in episodes),
         num_agent_forks=sum(episode.num_forks for episode in episodes),
+        num_agent_branches=sum(len(group.all_samples) - len(group.samples) for group in everything),
         num_untrained_tokens=sum(episode.num_untrained_tokens for episode in episodes),
         num_dropped={reason: sum(fault.reason == reason for fault in faults) for reason in DROP_REASONS},
         example=str(faults[0]) if faults else None,
     )
-    return [SampleGroup(group.drawn.prompt, group.samples, group.index) for group in kept], counts
+    return [SampleGroup(group.drawn.prompt, group.all_samples, group.index) for group in kept], counts
 
 
 def _num_old_tokens(completion: Completion, weight_version: int) -> int:

@@ -26,6 +26,7 @@ from megatron_dppo.errors import RolloutError, ServerError
 from megatron_dppo.rollout.groups import PromptGroup, sample_of
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.runtime.concurrency import run_loop
+from megatron_dppo.types import Sample
 
 OpenSession = Callable[..., AbstractAsyncContextManager[Session]]
 """Opens a session; see `RolloutEngine.session`."""
@@ -212,7 +213,9 @@ class GroupSampler:
         if completion is None:
             with (await self._on_session(group.drawn.place)).conversation(request.id):
                 found = await self.converse(request, self.params, partial(self._ask, group))
-            completion = group.completions[index] = _check(request, found, self.params)
+            for each in (found, *found.branches):
+                _check(request, each, self.params)
+            completion = group.completions[index] = found
             if self._session is not None and self._is_enough():
                 await self.hold()
         if self.scorer.scores_groups:
@@ -220,12 +223,22 @@ class GroupSampler:
                 group.is_being_scored = True
                 answers = [(sample_of(*answer), answer[1].episode) for answer in group.answers]
                 group.scored[:] = await self.scorer.score_group(request.prompt, answers)
+                self._add_branches(group)
                 on_whole(group)
             return
         sample = sample_of(request, completion)
         group.scored[index] = await self.scorer.score(request.prompt, sample, completion.episode)
         if group.is_whole:
+            self._add_branches(group)
             on_whole(group)
+
+    def _add_branches(self, group: PromptGroup) -> None:
+        """Give the further samples of agents' episodes the rewards of the first ones; leave out faulty ones."""
+        for (request, completion), first in zip(group.answers, group.scored, strict=True):
+            if completion.branches and isinstance(first, Sample):
+                branches = enumerate(completion.branches, start=1)
+                found = (sample_of(request, branch, number) for number, branch in branches)
+                group.branches[first.id] = self.scorer.like(first, found)
 
     async def _ask(self, group: PromptGroup, request: Request, params: SamplingParams) -> Completion:
         """Sample one turn; a hold interrupts it and it resumes."""
@@ -264,8 +277,8 @@ class GroupSampler:
         self._num_flying += change
 
 
-def _check(request: Request, completion: Completion, params: SamplingParams) -> Completion:
-    """Return a completion after checking that it fits the request, with one log-prob per token."""
+def _check(request: Request, completion: Completion, params: SamplingParams) -> None:
+    """Raise unless a completion fits the request, with one log-prob per token."""
     if completion.request_id != request.id:
         raise RolloutError(
             f"engine's completions: found {completion.request_id!r} in place of {request.id!r}; expected one "
@@ -280,4 +293,3 @@ def _check(request: Request, completion: Completion, params: SamplingParams) -> 
             f"completion {completion.request_id}: found rows {num_rows}; expected {num_tokens}, one per "
             "token. This is a fault of the engine: report it."
         )
-    return completion

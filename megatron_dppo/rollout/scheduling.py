@@ -299,12 +299,12 @@ class Ahead:
     def _refuse_stale(self, groups: Sequence[PromptGroup], version: int) -> None:
         """Raise if a sample is older than the rules allow, which only a fault of the scheduler can cause."""
         for group in groups:
-            for request, completion in group.answers:
+            for completion in group.sampled:
                 oldest = min((span.version for span in completion.weight_versions), default=version)
                 if not 0 <= version - oldest <= self.bound.max_staleness:
                     raise RolloutError(
-                        f"sample {request.id}: found tokens of weights {oldest}, to be trained on by weights "
-                        f"{version}; expected at most rollout.max_staleness = {self.bound.max_staleness} "
+                        f"sample {completion.request_id}: found tokens of weights {oldest}, to be trained on by "
+                        f"weights {version}; expected at most rollout.max_staleness = {self.bound.max_staleness} "
                         "versions between them. This is a fault of the scheduler: report it."
                     )
 

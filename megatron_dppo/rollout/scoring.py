@@ -139,6 +139,11 @@ class Scorer:
                 scored[n] = self._add_result(sample, result)
         return scored
 
+    def like(self, first: Sample, others: Iterable[Sample]) -> list[Sample]:
+        """Return other samples of an episode with its reward, those that can be trained on."""
+        shared: Any = {"reward": first.reward, "reward_info": first.reward_info}
+        return [dataclasses.replace(each, **shared) for each in others if self._fault(each) is None]
+
     def _add_result(self, sample: Sample, result: RewardResult | RewardFault) -> Sample | Fault:
         if isinstance(result, RewardFault):
             return Fault(result.kind, sample.id, result.message)

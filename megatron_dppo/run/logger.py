@@ -194,12 +194,12 @@ class RunLogger:
         """
         metrics = Metrics()
         for group in groups:
-            rewards = [float(sample.reward or 0.0) for sample in group.samples]
+            rewards = [float(sample.reward or 0.0) for sample in group.rollouts]
             metrics.add_mean("reward/mean", sum(rewards), len(rewards))
             if group.prompt.file is not None:
                 metrics.add_mean(f"source/{group.prompt.file}/reward_mean", sum(rewards), len(rewards))
                 metrics.add_sum(f"source/{group.prompt.file}/num_prompts", 1)
-            for sample in group.samples:
+            for sample in group.rollouts:
                 for name, value in sample.reward_info.items():
                     metrics.add_mean(f"reward/{name}_mean", value, 1)
             add_group_means(metrics, group)

@@ -22,7 +22,16 @@ from megatron_dppo.types import Sample, WeightVersionSpan
 T = TypeVar("T")
 
 _ALIGNMENT = 8
-_PLAIN = ("id", "group_id", "prompt_length", "finish_reason", "num_retractions", "reward", "advantage")
+_PLAIN = (
+    "id",
+    "branch",
+    "group_id",
+    "prompt_length",
+    "finish_reason",
+    "num_retractions",
+    "reward",
+    "advantage",
+)
 
 
 class Peers(Protocol):

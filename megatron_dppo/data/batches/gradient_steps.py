@@ -19,18 +19,22 @@ from megatron_dppo.types import ModelRouting, Sample, SampleGroup, TrainBatch
 
 
 def with_advantages(groups: Sequence[SampleGroup], normalize_std: bool) -> list[SampleGroup]:
-    """Return the groups with each sample's advantage: its reward relative to its group's mean."""
-    samples = [sample for group in groups for sample in group.samples]
-    if not samples:
+    """Return the groups with each sample's advantage: its reward relative to its group's mean.
+
+    An episode counts once in the mean, and all its samples get its advantage.
+    """
+    rollouts = [sample for group in groups for sample in group.rollouts]
+    if not rollouts:
         return list(groups)
-    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
-    group_ids = torch.tensor([i for i, group in enumerate(groups) for _ in group.samples])
+    rewards = torch.tensor([sample.reward for sample in rollouts], dtype=torch.float64)
+    group_ids = torch.tensor([i for i, group in enumerate(groups) for _ in group.rollouts])
     values = _floats(group_advantages(rewards, group_ids, normalize_std))
-    advantages = iter(values)
-    return [
-        replace(group, samples=tuple(replace(sample, advantage=next(advantages)) for sample in group.samples))
-        for group in groups
-    ]
+    advantages = {sample.id: value for sample, value in zip(rollouts, values, strict=True)}
+
+    def with_advantage(sample: Sample) -> Sample:
+        return replace(sample, advantage=advantages[sample.rollout_id])
+
+    return [replace(group, samples=tuple(map(with_advantage, group.samples))) for group in groups]
 
 
 def _floats(values: Tensor) -> list[float]:
@@ -176,6 +180,7 @@ class _Size(NamedTuple):
     num_tokens: int
     num_loss_tokens: int
     num_shared_tokens: int  # in common with the sample before it
+    rollout_id: str  # of its response or episode
 
 
 def _sizes(samples: list[Sample], shares_prefixes: bool) -> list[_Size]:
@@ -189,7 +194,7 @@ def _sizes(samples: list[Sample], shares_prefixes: bool) -> list[_Size]:
         pairs = [(group[each.sequence], each.num_shared) for group, tree in found for each in tree]
         samples[:], shared = [sample for sample, _ in pairs], [num for _, num in pairs]
     return [
-        _Size(sample.tokens.numel(), int(sample.loss_mask.sum()), num)
+        _Size(sample.tokens.numel(), int(sample.loss_mask.sum()), num, sample.rollout_id)
         for sample, num in zip(samples, shared, strict=True)
     ]
 
@@ -208,9 +213,12 @@ def _train_batch(
         microbatches: Indices of this group's samples in each micro-batch.
         shape: Settings for packing and weighting.
     """
-    lengths = torch.tensor([size.num_loss_tokens for size in sizes], dtype=torch.int64)
+    rollouts = {name: number for number, name in enumerate(dict.fromkeys(size.rollout_id for size in sizes))}
+    number_of = torch.tensor([rollouts[size.rollout_id] for size in sizes], dtype=torch.int64)
+    of_samples = torch.tensor([size.num_loss_tokens for size in sizes], dtype=torch.int64)
+    lengths = of_samples.new_zeros(len(rollouts)).index_add(0, number_of, of_samples)
     num_loss_tokens = int(lengths.sum())
-    weights = sequence_weights(shape.aggregation, lengths, shape.response_length) * num_loss_tokens
+    weights = sequence_weights(shape.aggregation, lengths, shape.response_length)[number_of] * num_loss_tokens
 
     def weighted(place: int) -> Sample:
         sample = samples[place]

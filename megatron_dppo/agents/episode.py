@@ -322,9 +322,9 @@ class Episode:
 
     def _leaves(self) -> list[Node]:
         """Return the ends of the conversations that train, in order."""
-        trees: dict[int, list[Node]] = {}
+        trees: dict[tuple[int, ...], list[Node]] = {}  # by the first prompt
         for node in self._nodes:
-            trees.setdefault(node.path[0].number, []).append(node)
+            trees.setdefault(node.request.prompt_tokens, []).append(node)
         with_tools = [tree for tree in trees.values() if tree[0].tools]
         chosen = with_tools or list(trees.values())
         if self.limits.train == "main":

@@ -303,9 +303,10 @@ class Ahead:
                 oldest = min((span.version for span in completion.weight_versions), default=version)
                 if not 0 <= version - oldest <= self.bound.max_staleness:
                     raise RolloutError(
-                        f"sample {completion.request_id}: found tokens of weights {oldest}, to be trained on by "
-                        f"weights {version}; expected at most rollout.max_staleness = {self.bound.max_staleness} "
-                        "versions between them. This is a fault of the scheduler: report it."
+                        f"sample {completion.request_id}: found tokens of weights {oldest}, to be trained on "
+                        f"by weights {version}; expected at most rollout.max_staleness = "
+                        f"{self.bound.max_staleness} versions between them. This is a fault of the scheduler: "
+                        "report it."
                     )
 
     def _measure(

@@ -235,6 +235,7 @@ def agents(task: Path) -> dict[str, Any]:
     agent = {
         "harness": "tests.support.harnesses:adding",
         "command": ("agent", "{base_url}"),
+        "train": "all",
         "thinking": "template",
         "episode_timeout_s": 31.0,
         "call_timeout_s": 17.0,

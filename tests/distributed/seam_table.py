@@ -126,6 +126,7 @@ _AS_IT_IS = {
         rollout.agent.{harness,command}  agents.agents:HarnessPool.__init__  *
         rollout.agent.thinking  agents.agents:Rendering.__init__  thinking
         rollout.agent.{episode_timeout_s,call_timeout_s,max_calls}  agents.agents:Episode.__init__  limits.*
+        rollout.agent.train  agents.agents:Episode.__init__  limits.train
     """,
     "served": """
         run.seed  engines.weight_sync.factory:Probe.__init__  seed

@@ -64,6 +64,8 @@ unit/test_agents.py::test_a_harness_that_fails_costs_its_own_sample
     rollout.agent.max_calls  max_calls=4
 unit/test_episodes.py::test_the_clock_runs_only_while_the_harness_works
     rollout.agent.episode_timeout_s  episode_timeout_s=50.0
+unit/test_episodes.py::test_each_tree_that_is_chosen_trains
+    rollout.agent.train  train=train
 unit/test_episodes.py::test_a_conversation_goes_on_only_if_the_template_appends
     rollout.agent.thinking  thinking=thinking
 unit/test_ahead.py::test_no_token_is_older_than_the_bound_and_each_place_is_trained_on_once

@@ -121,22 +121,30 @@ def test_a_conversation_over_http_is_the_same_as_with_an_environment(model: Any,
 def test_branches_roots_parallel_calls_and_retries_have_exact_tokens(engine: Keyed) -> None:
     batch, conversations = play(engine, agents_of("forking"), [prompt("6")], samples=2)
     assert batch.counts.num_dropped_samples == 0
-    for sample, completion in zip(batch.samples, sorted(conversations.completions, key=_id), strict=True):
-        sampled, episode = engine.sampled[sample.id], completion.episode
+    firsts = [sample for group in batch.groups for sample in group.rollouts]
+    for first, completion in zip(firsts, sorted(conversations.completions, key=_id), strict=True):
+        sampled, episode = engine.sampled[first.id], completion.episode
         assert episode is not None and episode.num_calls == len(sampled) == 6, "a retry samples nothing"
-        assert sample.reward == 0.5 and sample.reward_info["replies"] == 1, "retries get equal bytes"
-        assert len(engine.keys[sample.id]) == 1 + episode.num_forks, "each fork has its own noise"
+        assert len(engine.keys[first.id]) == 1 + episode.num_forks, "each fork has its own noise"
         is_alike = sampled[0] == sampled[1]  # then the later one is continued three times
         assert episode.num_forks == 3 + is_alike, "the second of two calls, a branch, and another root"
-        trained = sample.tokens[sample.prompt_length :][sample.loss_mask].tolist()
-        assert trained == [*_first_of(sampled, trained), *_rest_of(sampled, trained)]
-        assert len(trained) + episode.num_untrained_tokens == sum(map(len, sampled))
-        assert sample.topk is not None and (sample.topk.ids[sample.loss_mask] >= 0).all()
-        assert sample.routed_experts is not None
-        assert sample.routed_experts.indices.shape[0] == sample.tokens.numel() - 1
-        assert sample.tokens[: sample.prompt_length].tolist() == TOKENIZER.apply_chat_template(
-            [{"role": "user", "content": "t5"}], add_generation_prompt=True, return_dict=False
-        )
+        samples = [sample for sample in batch.samples if sample.rollout_id == first.id]
+        assert len(samples) == 3 + is_alike == 1 + len(completion.branches), "each leaf of the first prompt"
+        assert [sample.branch for sample in samples] == list(range(len(samples)))
+        assert episode.num_untrained_tokens == len(sampled[5]), "the other root"
+        ends: list[list[int]] = []
+        for sample in samples:
+            assert sample.reward == 0.5 and sample.reward_info["replies"] == 1, "retries get equal bytes"
+            trained = sample.tokens[sample.prompt_length :][sample.loss_mask].tolist()
+            ends.append(trained)
+            assert sample.topk is not None and (sample.topk.ids[sample.loss_mask] >= 0).all()
+            assert sample.routed_experts is not None
+            assert sample.routed_experts.indices.shape[0] == sample.tokens.numel() - 1
+            assert sample.tokens[: sample.prompt_length].tolist() == TOKENIZER.apply_chat_template(
+                [{"role": "user", "content": "t5"}], add_generation_prompt=True, return_dict=False
+            )
+        assert sorted(itertools.chain(*ends)) == sorted(itertools.chain(*sampled[:5])), "each token trains once"
+        assert ends[0] == [*_first_of(sampled, ends[0]), *_rest_of(sampled, ends[0])]
 
 
 def _id(completion: Completion) -> str:
@@ -171,7 +179,7 @@ def test_a_harness_that_fails_costs_its_own_sample(engine: Keyed) -> None:
         ("no reason", "without a call", "SIGKILL", "many", "answered"), said[1:6], strict=True
     ):
         assert words in str(fault)
-    good, endless, leaves = batch.samples
+    good, endless, leaves = (group.rollouts[0] for group in batch.groups)
     assert good.reward == leaves.reward == 1.0
     assert endless.finish_reason == "length", "a limit cut it, and the reward scores what there is"
     assert endless.reward is not None and endless.reward < 0
@@ -288,7 +296,7 @@ def test_a_command_is_a_harness(engine: Keyed) -> None:
     batch, conversations = play(engine, agents_of(None, words), [prompt("6", "0"), prompt("7", "3")], samples=1)
     assert [group.prompt.answer for group in batch.groups] == ["0"]
     assert batch.counts.num_dropped["harness_failed"] == 1
-    (sample,) = batch.samples
+    (sample,) = batch.groups[0].rollouts
     assert sample.reward == -1.0 - len(words_of(sample.tokens[sample.prompt_length :])), "data.reward scores it"
     faults = [str(each.episode and each.episode.fault) for each in conversations.completions]
     assert any("status 3" in fault for fault in faults)

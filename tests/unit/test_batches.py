@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from megatron_dppo.algorithms import AGGREGATIONS, token_weights
+from megatron_dppo.algorithms import AGGREGATIONS, sequence_weights, token_weights
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.exchange import DataParallel
 from megatron_dppo.data.batches.gradient_steps import (
@@ -67,6 +67,45 @@ def test_weighted_losses_over_the_token_count_are_the_aggregated_loss(
     assert {batch.num_loss_tokens for batch in groups} == {sum(lengths)}
     assert {batch.num_samples for batch in groups} == {len(SAMPLES)}
     assert total / sum(lengths) == pytest.approx(expected, rel=1e-6)
+
+
+def branched(sample: Sample, number: int) -> Sample:
+    """A further sample of an episode, a token longer."""
+    longer = make_sample([*sample.tokens.tolist(), 90 + number], sample.prompt_length, reward=9.0)
+    return replace(longer, id=f"{sample.id}#{number}", branch=number, reward=sample.reward)
+
+
+@pytest.mark.parametrize("group_of_rank", LAYOUTS, ids=str)
+@pytest.mark.parametrize("mode", sorted(AGGREGATIONS))
+def test_means_over_sequences_weigh_an_episode_once(mode: str, group_of_rank: tuple[int, ...]) -> None:
+    samples = [*SAMPLES, *(branched(SAMPLES[n], k) for n, k in ((2, 1), (2, 2), (5, 1)))]
+    groups = one_of_each_group(
+        steps_of(samples, BatchShape(mode, 16, max_tokens=30), group_of_rank), group_of_rank
+    )
+    lengths = {sample.id: 0 for sample in SAMPLES}
+    for sample in samples:
+        lengths[sample.rollout_id] += int(sample.loss_mask.sum())
+    expected = dict(zip(lengths, sequence_weights(mode, list(lengths.values()), 16), strict=True))
+    seen = list[str]()
+    for batch in groups:
+        assert batch.num_loss_tokens == sum(lengths.values())
+        for m in batch.microbatches:
+            for name, start, stop in zip(m.sample_ids, m.cu_seqlens[:-1], m.cu_seqlens[1:], strict=False):
+                learns = m.loss_mask[start:stop]
+                found = m.token_weights[start:stop][learns] / batch.num_loss_tokens
+                assert torch.allclose(found.double(), expected[name.partition("#")[0]].expand(len(found)))
+                seen.append(name)
+    assert sorted(seen) == sorted(sample.id for sample in samples)
+
+
+def test_an_episode_counts_once_among_its_group_s_rewards() -> None:
+    rollouts = [make_sample([1, 2, 3 + n], 2, reward=reward) for n, reward in enumerate((1.0, 0.0, 0.25))]
+    (alone_,) = with_advantages([make_group(0, rollouts)], normalize_std=True)
+    further = [branched(rollouts[1], 1), branched(rollouts[1], 2)]
+    mixed = make_group(0, [rollouts[0], further[0], rollouts[1], further[1], rollouts[2]])
+    (found,) = with_advantages([mixed], normalize_std=True)
+    assert_same(found.rollouts, alone_.samples)
+    assert {sample.advantage for sample in found.samples if sample.branch} == {alone_.samples[1].advantage}
 
 
 def test_token_mean_weighs_every_token_one() -> None:
@@ -260,9 +299,10 @@ def test_a_minibatch_without_learning_tokens_makes_no_step() -> None:
 
 
 def test_advantages_stay_within_groups() -> None:
-    groups = [make_group(i, [make_sample([1, 2, 3], 2, reward=r) for r in rewards]) for i, rewards in enumerate(
-        [(0.0, 1.0), (3.0, 3.0)]
-    )]  # fmt: skip
+    groups = [
+        make_group(i, [make_sample([1, 2, n], 2, reward=r, group=str(i)) for n, r in enumerate(rewards)])
+        for i, rewards in enumerate([(0.0, 1.0), (3.0, 3.0)])
+    ]
     scored = with_advantages(groups, normalize_std=False)
     assert [[s.advantage for s in g.samples] for g in scored] == [[-0.5, 0.5], [0.0, 0.0]]
     assert with_advantages([], normalize_std=False) == []

@@ -25,7 +25,7 @@ from megatron_dppo.runtime.concurrency import run_loop
 from megatron_dppo.types import Prompt, WeightVersionSpan
 from tests.support.byte_tokenizers import byte_tokenizer, tools_tokenizer
 
-LIMITS = EpisodeLimits(600.0, 60.0, 9, 2000, None)
+LIMITS = EpisodeLimits(600.0, 60.0, 9, "main", 2000, None)
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 ASKS = {"role": "user", "content": "2 + 3?"}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
@@ -322,7 +322,7 @@ def test_a_stream_says_what_the_reply_says() -> None:
 
 def test_every_sampled_token_trains_at_most_once() -> None:
     async def play() -> Played:
-        each = Played("one", "two two", "three", "four four four four")
+        each = Played("one", "two two", "three", "four")
         first = await each.say(ASKS)
         for says in ("a", "b"):
             await each.say(ASKS, first, {"role": "user", "content": says})
@@ -332,9 +332,46 @@ def test_every_sampled_token_trains_at_most_once() -> None:
     each = played(play)
     result = each.episode.result(AgentOutcome(0.0))
     assert result.episode is not None and result.episode.num_forks == 2
-    num_sampled = len(each.ids("one<|im_end|>two two<|im_end|>three<|im_end|>four four four four<|im_end|>"))
-    assert int(mask_of(result).sum()) + result.episode.num_untrained_tokens == num_sampled
+    num_sampled = len(each.ids("one<|im_end|>two two<|im_end|>three<|im_end|>four<|im_end|>"))
+    num_trained = sum(int(mask_of(part).sum()) for part in (result, *result.branches))
+    assert num_trained + result.episode.num_untrained_tokens == num_sampled
     assert num_tokens_before(each.asked[1]) == num_tokens_before(each.asked[2])
+    (branch,) = result.branches
+    first, second = (trained_text(each, part) for part in (result, branch))
+    assert (first, second) == ("one<|im_end|>two two<|im_end|>", "three<|im_end|>"), "`one` trains once"
+
+
+def trained_text(each: Played, completion: Completion) -> str:
+    """Return the text of the tokens that train."""
+    return each.tokenizer.decode(completion.tokens[mask_of(completion)])
+
+
+@pytest.mark.parametrize(
+    ("train", "expected"),
+    [
+        ("main", ["sum five<|im_end|>"]),
+        ("tools", ["sum five<|im_end|>", "sub<|im_end|>"]),
+        ("all", ["sum five<|im_end|>", "a title of many words<|im_end|>", "sub<|im_end|>"]),
+    ],
+)
+def test_each_tree_that_is_chosen_trains(train: Any, expected: list[str]) -> None:
+    """A title without tools, the task, and a sub-agent with tools."""
+
+    async def play() -> Played:
+        each = Played("a title of many words", "sum five", "sub", train=train)
+        await each.say({"role": "user", "content": "Name it."})
+        await each.say(ASKS, tools=TOOLS)
+        await each.say({"role": "user", "content": "Look."}, tools=TOOLS)
+        return each
+
+    each = played(play)
+    result = each.episode.result(AgentOutcome(0.0))
+    parts = [result, *result.branches]
+    assert sorted(trained_text(each, part) for part in parts) == sorted(expected)
+    assert len({part.prompt_tokens for part in parts}) == len(parts) and result.episode is not None
+    num_sampled = len(each.ids("a title of many words<|im_end|>sum five<|im_end|>sub<|im_end|>"))
+    num_trained = sum(int(mask_of(part).sum()) for part in parts)
+    assert result.episode.num_untrained_tokens == num_sampled - num_trained
 
 
 def test_a_conversation_with_tools_trains_before_a_longer_one_without() -> None:

@@ -29,6 +29,7 @@ def whole() -> Sample:
         reward_info={"format": 0.1, "length": math.nan},
         advantage=-1e-17,
         token_weights=torch.linspace(0.0, 0.6, 7),
+        branch=3,
     )
 
 

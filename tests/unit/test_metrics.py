@@ -346,6 +346,7 @@ def test_each_count_has_its_own_name() -> None:
         "rollout/recomputed_routes": counts.num_recomputed_routes,
         "agents/calls": counts.num_agent_calls,
         "agents/forks": counts.num_agent_forks,
+        "agents/branches": counts.num_agent_branches,
         "agents/untrained_tokens": counts.num_untrained_tokens,
         "engine/retries": engine.num_retries,
         "engine/maybe_sampled_twice": engine.num_maybe_sampled_twice,

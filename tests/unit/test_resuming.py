@@ -54,7 +54,7 @@ data: prompts prompt_column answer_column shuffle reward reward_values thinking 
 rollout: engine prompts_per_rollout samples_per_prompt max_response_tokens environment generate max_turns
     max_turn_tokens temperature top_p num_topk_log_probs routing_replay lag
     over_sampling max_staleness keep_partials refill_zero_variance max_refills
-rollout.agent: harness command thinking max_calls
+rollout.agent: harness command train thinking max_calls
 rollout.transformers: weights
 algorithm: preset rule_options rule_divergence rule_over delta delta_low delta_high eps_low eps_high
     ratio_cap alpha anchor replay_recomputed_routes top_k include_other sampled_token rho_low rho_high
@@ -300,6 +300,7 @@ OTHER_VALUES: dict[str, Any] = {
     "rollout.generate": "a.b:c",
     "rollout.agent.harness": "a.b:c",
     "rollout.agent.command": ("agent",),
+    "rollout.agent.train": "all",
     "rollout.agent.thinking": "template",
     "rollout.transformers.weights": "float32",
     "evaluation.pass_at": [3],

@@ -6,6 +6,7 @@ root's prompt, with log-probs, Top-K, routes and weight versions as the engine r
 
 import asyncio
 import hashlib
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -322,9 +323,10 @@ class Episode:
 
     def _leaves(self) -> list[Node]:
         """Return the ends of the conversations that train, in order."""
-        trees: dict[tuple[int, ...], list[Node]] = {}  # by the first prompt
+        trees: dict[tuple[Any, ...], list[Node]] = {}  # by the first prompt
         for node in self._nodes:
-            trees.setdefault(node.request.prompt_tokens, []).append(node)
+            tools = json.dumps(node.tools, sort_keys=True)
+            trees.setdefault((node.request.prompt_tokens, tools), []).append(node)
         with_tools = [tree for tree in trees.values() if tree[0].tools]
         chosen = with_tools or list(trees.values())
         if self.limits.train == "main":

@@ -10,7 +10,7 @@ import torch
 from megatron_dppo.runtime.files import write_jsonl
 from tests.distributed.test_training_run import train
 from tests.support.ranks import run_ranks
-from tests.support.records import metrics_of
+from tests.support.records import lines_of, metrics_of
 from tests.support.sanity_run import settings, without_clocks
 from tests.support.tiny import write_model
 
@@ -39,6 +39,33 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     write_jsonl(folder / "prompts.jsonl", rows)
     return folder
+
+
+@pytest.mark.parametrize("shares_prefixes", [False, True])
+def test_each_branch_of_an_episode_trains(task: Path, tmp_path: Path, shares_prefixes: bool) -> None:
+    """On two ranks, which may train on each other's samples."""
+    name = f"branches_{shares_prefixes}"
+    rollout = EPISODES | {"agent": {"harness": "tests.support.harnesses:branching"}}
+    tables = settings(
+        task,
+        name,
+        run={"folder": str(task / name), "num_rollouts": 1},
+        data={"reward": "environment", "max_prompt_tokens": 8},
+        rollout=rollout,
+        parallel={"share_prefixes": shares_prefixes},
+        algorithm={"aggregation": "seq_mean_token_mean"},
+        tracking={"samples_every": 1},
+    )
+    run_ranks(train, 2, tmp_path, tables)
+    (row,) = (row for row in metrics_of(task / name) if row["kind"] == "rollout")
+    assert row["rollout/dropped_samples"] == 0
+    assert (row["agents/calls"], row["agents/branches"]) == (24, 6), "two leaves of each episode"
+    assert row["agents/untrained_tokens"] > 0, "the titles"
+    assert row["mismatch/abs_prob_diff_mean"] < 1e-5 and row["routing/agreement_mean"] > 0.999
+    rows = lines_of(task / name / "samples" / "rollout_000000.jsonl")
+    assert len(rows) == 6 and sum("#" in each["id"] for each in rows) == 3, "of the first rank"
+    by_id = {each["id"]: (each["reward"], each["advantage"]) for each in rows}
+    assert all(by_id[name] == by_id[name.partition("#")[0]] for name in by_id)
 
 
 def test_episodes_are_trained_on_and_a_resumed_run_is_bitwise_the_same(task: Path, tmp_path: Path) -> None:

@@ -112,6 +112,18 @@ async def adding(task: Prompt, base_url: str, api_key: str, workdir: Path) -> fl
     return float(task.answer in (final["content"] or ""))
 
 
+async def branching(task: Prompt, base_url: str, api_key: str, workdir: Path) -> float:
+    """Give two results of one tool call, each with a response, and ask for a title."""
+    messages: list[Any] = list(task.messages or [{"role": "user", "content": task.text}])
+    said = chat(base_url, api_key, messages, tools=[ADD])
+    chat(base_url, api_key, messages)
+    finals = [
+        chat(base_url, api_key, [*messages, said, {"role": "user", "content": result}], tools=[ADD])
+        for result in (task.answer, "3")
+    ]
+    return float(sum(task.answer in (final["content"] or "") for final in finals))
+
+
 def not_asynchronous(task: Prompt, base_url: str, api_key: str, workdir: Path) -> float:
     """No `async def`."""
     return 1.0

@@ -262,8 +262,8 @@ def _missing(objective: Objective, tokens: RolloutTokens) -> list[Problem]:
 
 
 def _misshapen(tokens: RolloutTokens, num_tokens: int) -> list[Problem]:
-    kinds = dict.fromkeys(("targets", "topk_ids", "positions", "lengths"), "integer numbers")
-    kinds["loss_mask"] = "bool or integer numbers"
+    integers: tuple[str, ...] = ("targets", "topk_ids", "positions", "lengths")
+    kinds = {**dict.fromkeys(integers, "integer numbers"), "loss_mask": "bool or integer numbers"}
     given: dict[str, Tensor | None] = {name: getattr(tokens, name) for name in ROLLOUT_TOKENS if name != "topk"}
     if tokens.topk is not None:
         given |= {"topk_ids": tokens.topk.ids, "topk_rollout_log_probs": tokens.topk.log_probs}

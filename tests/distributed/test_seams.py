@@ -141,7 +141,7 @@ def lines_of(path: Path) -> list[str]:
 METRICS_ELSEWHERE = {
     "agents/calls": "unit/test_agents.py",
     "agents/forks": "unit/test_agents.py",
-    "agents/branches": "unit/test_agents.py",
+    "agents/branches": "distributed/test_agent_run.py",
     "agents/untrained_tokens": "unit/test_agents.py",
     "engine/busy_in_training": "unit/test_ahead.py",
     "engine/requests_in_training": "unit/test_ahead.py",

@@ -387,7 +387,7 @@ class Actor:
 
         # interleaving needs a multiple of the number of stages
         multiple = self.layout.pipeline if self.layout.virtual_pipeline > 1 else 1
-        complete = filled_up(microbatches, multiple, self.routing)
+        complete = filled_up(microbatches, multiple, self.routing, self._observer.reads_places)
         forwardings = [Forwarding.of(m, self._config.parallel.share_prefixes) for m in complete]
         run_microbatches(
             self._ddp,

@@ -69,6 +69,11 @@ class Observer:
         return {area: rule for area, rule in areas.items() if names_of_values(rule)}
 
     @property
+    def reads_places(self) -> bool:
+        """Whether a rule may read the places of tokens in their responses: a custom one."""
+        return any(rule.own is not None for rule in (self._objective, *self.shadows.values()))
+
+    @property
     def topk_columns(self) -> int:
         """Largest number of the rollout's Top-K columns that a shadow reads; 0 if no shadow reads them."""
         return max((shadow.top_k for shadow in self.shadows.values() if shadow.needs_topk), default=0)

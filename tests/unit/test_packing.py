@@ -6,7 +6,14 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_dppo.data.batches.packing import is_chosen, measured_part, pack, placeholder, token_slice
+from megatron_dppo.data.batches.packing import (
+    is_chosen,
+    measured_part,
+    pack,
+    placeholder,
+    token_slice,
+    with_places,
+)
 from megatron_dppo.types import Microbatch
 from tests.support.counted_bytes import tensor_work
 from tests.support.samples import ROUTING, assert_same, make_sample
@@ -30,9 +37,6 @@ def test_a_token_is_scored_at_the_position_before_it() -> None:
     assert m.loss_mask.tolist() == [False, True, True, True, False, True, False, False]
     assert m.rollout_log_probs.tolist() == [0, -1, -2, -3, 0, -1, -2, 0]
     assert m.token_weights.tolist() == [0, 1, 2, 3, 0, 1, 1, 0]
-    assert m.positions is not None and m.lengths is not None
-    assert m.positions.tolist() == [0, 0, 1, 2, 0, 0, 0, 0]
-    assert m.lengths.tolist() == [0, 3, 3, 3, 0, 1, 0, 0]
     assert m.advantages.tolist() == [0, 0.5, 0.5, 0.5, 0, -0.5, -0.5, 0]
     assert m.topk is not None
     assert m.topk.ids[:, 1].tolist() == [-1, 50, 51, 52, -1, 50, 51, -1]
@@ -47,6 +51,13 @@ def test_samples_of_unknown_weights_carry_no_versions() -> None:
     assert pack([unknown]).weight_versions is None
     mixed = pack([unknown, replace(SECOND, token_weights=torch.ones(2))]).weight_versions
     assert mixed is not None and mixed.tolist() == [-1, -1, -1, 6, 7, -1]
+
+
+def test_custom_rules_get_the_place_of_each_learning_token() -> None:
+    m = with_places(packed())
+    assert m.positions is not None and m.lengths is not None
+    assert m.positions.tolist() == [0, 0, 1, 2, 0, 0, 0, 0]
+    assert m.lengths.tolist() == [0, 3, 3, 3, 0, 1, 0, 0]
 
 
 def test_the_measured_part_is_what_packing_its_samples_alone_gives() -> None:

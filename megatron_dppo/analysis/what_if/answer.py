@@ -24,6 +24,7 @@ from megatron_dppo.analysis.what_if.results import as_text, write_page
 from megatron_dppo.checkpoints.megatron_folder import load_weights
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.batch_file import read_share
+from megatron_dppo.data.batches.packing import with_places
 from megatron_dppo.mcore.groups import data_parallel_place, speaks_for_its_group
 from megatron_dppo.metrics.engine_comparison import Routes
 from megatron_dppo.metrics.metrics import Metrics
@@ -138,7 +139,7 @@ def _of_microbatch(
     kinds: Sequence[Routes],
 ) -> TokensByRoutes:
     rows = m.loss_mask.bool()
-    learning, has_topk = m.rows(rows), m.topk is not None and m.topk.ids.shape[1] > 0
+    learning, has_topk = with_places(m).rows(rows), m.topk is not None and m.topk.ids.shape[1] > 0
     found: dict[Routes, PolicyTokens] = {}
     for routes in kinds:
         columns = now[routes][rows]

@@ -31,7 +31,7 @@ def rollout_bytes_bound(config: Config, world_size: int, num_groups: int, routin
     topk = options.num_topk_log_probs * (4 + 4)  # ids, log-probs
     sample = num_tokens * (8 + 4 + 1 + topk + routes)  # tokens, log-probs, mask
     masks = 1 if config.tracking.mismatch_share == 1 else 2
-    floats = 7 + bool(algorithm.ref_kl_coef)  # log-probs, advantages, ..., the weight version, and the place
+    floats = 5 + bool(algorithm.ref_kl_coef)  # log-probs, advantages, ..., and the weight version
     packed = num_tokens * (3 * 8 + masks + floats * 4 + topk + routes)  # positions, targets
     num_refilled = options.max_refills * options.prompts_per_rollout if options.refill_zero_variance else 0
     num_begun = math.ceil(options.over_sampling * options.prompts_per_rollout) + num_refilled

@@ -39,8 +39,6 @@ def pack(samples: Sequence[Sample], measured_share: float = 1.0) -> Microbatch:
             [torch.full_like(w, _advantage(s)) for s, w in zip(samples, weights, strict=True)], samples
         ),
         token_weights=_scored(weights, samples),
-        positions=_scored([place_of_tokens(s.loss_mask)[0] for s in samples], samples),
-        lengths=_scored([place_of_tokens(s.loss_mask)[1] for s in samples], samples),
         topk=_pack_topk(samples),
         routed_experts=_pack_routes(samples),
         sample_ids=tuple(s.id for s in samples),
@@ -185,22 +183,32 @@ def placeholder(topk_columns: int, routing: ModelRouting | None) -> Microbatch:
         rollout_log_probs=zeros,
         advantages=zeros,
         token_weights=zeros,
-        positions=zeros.int(),
-        lengths=zeros.int(),
         topk=topk,
         routed_experts=routes,
     )
 
 
+def with_places(microbatch: Microbatch) -> Microbatch:
+    """Return a complete micro-batch with the `positions` and `lengths` that custom rules may read."""
+    lengths = [int(length) for length in microbatch.cu_seqlens.diff()]
+    places = [place_of_tokens(mask) for mask in torch.split(microbatch.loss_mask, lengths)]
+    positions, counts = (torch.cat(columns) for columns in zip(*places, strict=True))
+    return replace(microbatch, positions=positions, lengths=counts)
+
+
 def filled_up(
-    microbatches: Sequence[Microbatch], multiple: int, routing: ModelRouting | None
+    microbatches: Sequence[Microbatch], multiple: int, routing: ModelRouting | None, has_places: bool = False
 ) -> list[Microbatch]:
-    """Append placeholders, with all optional log-probs, until the number of micro-batches is a multiple."""
+    """Append placeholders, with all optional log-probs, until the number of micro-batches is a multiple.
+
+    With `has_places`, all get the columns of `with_places`.
+    """
     topk = microbatches[0].topk
     filler = placeholder(topk.ids.shape[1] if topk is not None else 0, routing)
     zeros = torch.zeros_like(filler.advantages)
     filler = replace(filler, old_log_probs=zeros, **dict.fromkeys(OPTIONAL_INPUTS, zeros))
-    return [*microbatches, *[filler] * (-len(microbatches) % multiple)]
+    complete = [*microbatches, *[filler] * (-len(microbatches) % multiple)]
+    return [with_places(microbatch) for microbatch in complete] if has_places else complete
 
 
 @dataclass(frozen=True, eq=False)

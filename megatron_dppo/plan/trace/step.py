@@ -164,8 +164,6 @@ def _batch(settings: StepSettings, config: Config, hf: dict[str, Any]) -> TrainB
         token_weights=torch.ones(num),
         old_log_probs=floats,
         ref_log_probs=floats,
-        positions=torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths]),
-        lengths=torch.tensor(lengths, dtype=torch.int32).repeat_interleave(torch.tensor(lengths)),
         topk=topk,
         routed_experts=None if routing is None else _routes(num, routing),
     )

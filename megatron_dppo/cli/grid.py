@@ -81,9 +81,9 @@ def grid(
     combination is the baseline in DIR/report.html, numbers.json, numbers.csv and table.tex.
 
     On a cluster each combination becomes a job array for unfinished seeds, and a last job writes the report.
-    The script gets the arguments, so its algorithm, a file in its folder, comes first:
+    The script gets the arguments: first a file of its folder, the algorithm, then the others:
 
-        megatron-dppo grid --variant grpo.toml --variant dppo_binary_tv.toml --seeds 0-2
+        megatron-dppo grid my_cluster.toml --variant grpo.toml --variant dppo_binary_tv.toml --seeds 0-2
         --sbatch examples/moe_base/train.sbatch -o runs/study
 
     Exit code 1: a run failed. 2: invalid arguments or config. 75: interrupted; start the same command again.
@@ -267,7 +267,7 @@ def _submit(script: Path, cells: Sequence[Cell], seeds: Sequence[int], out: Path
             expected, action = "a train.sbatch of examples/", "Run this in the repository's root."
             raise ConfigError(Problem("--sbatch", f"{script}, and no file {file}", expected, action))
     waiting: list[tuple[Cell, list[int]]] = []
-    for cell in cells:  # all are read before the first is submitted
+    for cell in (_algorithm_first(cell, folder) for cell in cells):  # all are read before one is submitted
         files = (folder / "base.toml", *(folder / name for name in cell.configs[:1]), *cell.configs[1:])
         runs = [(seed, _run_of(replace(cell, configs=files), seed, out, 1)) for seed in seeds]
         waiting.append((cell, [seed for seed, run in runs if not run.is_finished]))
@@ -286,6 +286,12 @@ def _submit(script: Path, cells: Sequence[Cell], seeds: Sequence[int], out: Path
     folders = [str(out / cell.name) for cell in cells]
     job = _sbatch([*after, f"--output={out}/slurm-%x-%j.out", str(report), str(out / "report.html"), *folders])
     typer.echo(f"then job {job} writes {out / 'report.html'}")
+
+
+def _algorithm_first(cell: Cell, folder: Path) -> Cell:
+    """Return the cell with a file that the script's folder has in front, such as the algorithm of a variant."""
+    own = [file for file in cell.configs if len(file.parts) == 1 and (folder / file).is_file()][:1]
+    return replace(cell, configs=(*own, *(file for file in cell.configs if file not in own)))
 
 
 def _sbatch(arguments: Sequence[str]) -> str:

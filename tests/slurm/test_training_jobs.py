@@ -4,14 +4,17 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests.faults.campaign import compare_rows, equal_states
 from tests.support.cluster import Cluster
-from tests.support.jobs import Job, is_alive, stand_in_environment, submit
+from tests.support.jobs import ROOT, Job, environment_of_jobs, is_alive, stand_in_environment, submit
 from tests.support.records import metrics_of
 
 ALGORITHM = "dppo_binary_tv.toml"
@@ -49,6 +52,32 @@ def test_a_pair_of_runs_and_their_report(pair: Path) -> None:
     report = (pair / "report.html").read_text()
     assert "measure" in report
     assert "replay" in report
+
+
+def test_a_grid_trains_an_array_for_each_value_and_compares_them(
+    cluster: Cluster, tiny: tuple[str, ...], tmp_path: Path
+) -> None:
+    out, (extra, *overrides) = tmp_path / "grid", tiny
+    flags = ["--variant", ALGORITHM, str(Path(extra).resolve()), "--vary", "algorithm.delta=0.2,0.05"]
+    command = [sys.executable, "-m", "megatron_dppo", "grid", *flags, *overrides]
+    command += ["--set", "run.num_rollouts=1", "--seeds", "7", "-o", str(out)]
+    command += ["--sbatch", "examples/moe_base/train.sbatch"]
+    environment = environment_of_jobs(cluster)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    arrays = re.findall(r"(delta_\S+): job (\d+), seeds 7$", done.stdout.replace("dppo_binary_tv-", ""), re.M)
+    assert [name for name, _ in arrays] == ["delta_0.2", "delta_0.05"], done.stdout
+    (report,) = re.findall(r"then job (\d+) writes", done.stdout)
+    for number in (*(number for _, number in arrays), report):
+        Job(cluster, number, out).wait_for_state("COMPLETED", timeout_s=_LIMIT_S)
+    runs = sorted(path.parent for path in out.glob("*/seed_*/metrics.jsonl"))
+    assert [run.name for run in runs] == ["seed_7", "seed_7"]
+    for run in runs:
+        config = tomllib.loads((run / "config.toml").read_text())
+        assert f"delta_{config['algorithm']['delta']:g}" in run.parent.name
+        assert f"seed_{config['run']['seed']}" == run.name
+    text = (out / "report.html").read_text()
+    assert all(delta in text for delta in ("0.05", "0.2"))
 
 
 def test_a_signalled_job_is_requeued_and_resumes_bitwise(

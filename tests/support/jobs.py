@@ -77,7 +77,21 @@ class Job:
 def submit(cluster: Cluster, outputs: Path, *command: str, **variables: str) -> Job:
     """`sbatch` in the repository's root, with this interpreter's environment for the job."""
     outputs.mkdir(parents=True, exist_ok=True)
-    environment = cluster.environment | {
+    submitted = subprocess.run(
+        cluster.on_head(["sbatch", "--parsable", f"--output={outputs}/%x-%j.out", *command]),
+        cwd=ROOT,
+        env=environment_of_jobs(cluster, **variables),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert submitted.returncode == 0, submitted.stderr
+    return Job(cluster, submitted.stdout.strip(), outputs)
+
+
+def environment_of_jobs(cluster: Cluster, **variables: str) -> dict[str, str]:
+    """Variables with which `sbatch` submits jobs of this interpreter's environment."""
+    return cluster.environment | {
         "MEGATRON_DPPO_VENV": sys.prefix,
         "OMP_NUM_THREADS": "1",
         "PROCESSES_PER_NODE": "1",
@@ -85,16 +99,6 @@ def submit(cluster: Cluster, outputs: Path, *command: str, **variables: str) -> 
         **({} if cluster.machines else {"GLOO_SOCKET_IFNAME": "lo"}),
         **variables,
     }
-    submitted = subprocess.run(
-        cluster.on_head(["sbatch", "--parsable", f"--output={outputs}/%x-%j.out", *command]),
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert submitted.returncode == 0, submitted.stderr
-    return Job(cluster, submitted.stdout.strip(), outputs)
 
 
 def tiny_arguments(folder: Path) -> tuple[str, ...]:

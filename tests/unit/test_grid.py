@@ -125,15 +125,17 @@ def test_a_cluster_gets_an_array_of_the_unfinished_seeds_and_a_report(tmp_path: 
     out, grpo, dppo = tmp_path / "a folder", "grpo_clip_higher.toml", "dppo_binary_tv.toml"
     finish_on_cluster(out, grpo, 1, 5, 4)
     finish_on_cluster(out, dppo, 4)
-    variants = ["--variant", dppo, "--variant", grpo]
-    done = CliRunner().invoke(app, [*ON_CLUSTER, *variants, "--seeds", "4-5,1", "-o", str(out)])
+    common = tmp_path / "common.toml"
+    common.write_text("[run]\ntimeout_s = 70.0\n")
+    command = [*ON_CLUSTER, str(common), "--variant", dppo, "--variant", grpo]
+    done = CliRunner().invoke(app, [*command, "--seeds", "4-5,1", "-o", str(out)])
     assert done.exit_code == 0, done.output
     array, report = ((calls / str(n)).read_text().splitlines() for n in range(2))
     assert len(list(calls.iterdir())) == 2 and "grpo_clip_higher: finished" in done.output
     assert array[0] == "--parsable" and "--array=5,1" in array and "--job-name=dppo_binary_tv" in array
     sets = ["run.num_rollouts=2", "optimizer.lr=2e-6", f'run.folder="{out / "dppo_binary_tv"}"']
     flags = [word for text in sets for word in ("--set", text)]
-    assert array[array.index(str(SCRIPT)) :] == [str(SCRIPT), dppo, *flags]
+    assert array[array.index(str(SCRIPT)) :] == [str(SCRIPT), dppo, str(common), *flags]
     assert "--dependency=afterany:71" in report and str(ROOT / "examples/slurm/report.sbatch") in report
     assert report[-3:] == [str(out / "report.html"), str(out / "dppo_binary_tv"), str(out / "grpo_clip_higher")]
 

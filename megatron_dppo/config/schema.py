@@ -140,7 +140,7 @@ class AgentConfig(Section):
     """Conversations of an episode that train: main (the tree with the most sampled tokens, with tools if some
     have tools), all trees with tools, or all trees."""
     thinking: Literal["keep", "template"] = "keep"
-    """keep: a conversation goes on with its thinking. template: it ends where the chat template leaves out
+    """keep: a conversation continues with its thinking. template: it ends where the chat template leaves out
     earlier thinking, and a new one begins."""
     episode_timeout_s: PositiveFloat = 600.0
     """Seconds that a harness may work in an episode, without its calls. Slower ones are dropped and counted."""
@@ -374,7 +374,7 @@ class Config(Section):
 
     @property
     def has_routes(self) -> bool:
-        """Whether micro-batches carry routes: the rollout's, or those of a recomputed anchor."""
+        """Whether micro-batches carry routes, of the rollout or of a recomputed anchor."""
         return self.rollout.routing_replay != "off" or self.algorithm.replay_recomputed_routes
 
     @property

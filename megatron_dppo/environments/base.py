@@ -116,7 +116,7 @@ class Environments(Protocol):
 class Episode:
     """The outcome of a trajectory. If `reward` is None, `data.reward` scores `response`.
 
-    The counts are those of an agent's episode, whose calls may be more than the trajectory's turns.
+    The counts are of an agent's complete episode, whose calls may be more than the trajectory's turns.
     """
 
     response: str  # the last response
@@ -127,7 +127,7 @@ class Episode:
     failed: Literal["environment", "harness"] = "environment"
     num_calls: int = 0  # responses
     num_forks: int = 0  # responses that continue no earlier one, or one that has a continuation
-    num_untrained_tokens: int = 0  # sampled beside the trajectory
+    num_untrained_tokens: int = 0  # sampled, and in no sample
 
 
 def append_to_prompt(prompt: Prompt, observation: str) -> Observation:

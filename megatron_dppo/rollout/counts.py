@@ -55,7 +55,7 @@ class RolloutCounts:
     num_agent_calls: int = 0  # responses to calls of agents
     num_agent_forks: int = 0  # of them, those that continue no earlier response, or one that has a continuation
     num_agent_branches: int = 0  # samples of episodes in addition to the first one of each
-    num_untrained_tokens: int = 0  # tokens that agents sampled beside the conversations that are trained on
+    num_untrained_tokens: int = 0  # tokens that agents sampled, and no sample trains on
     example: str | None = None  # message of the first fault on this rank
     engine: EngineCounts = field(default_factory=EngineCounts)  # the engine's counts during this rollout
 

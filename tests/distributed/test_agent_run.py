@@ -1,4 +1,4 @@
-"""A whole run of the real loop whose responses are those of an agent with a tool, with Top-K masks and R3."""
+"""A whole run of the real loop in which an agent with a tool responds, with Top-K masks and R3."""
 
 import runpy
 from pathlib import Path

@@ -8,6 +8,7 @@ a chat template and writes digits and `####`.
 """
 
 import argparse
+import copy
 import itertools
 import runpy
 from pathlib import Path
@@ -31,6 +32,7 @@ FAMILIES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
 }
 """Folder of each tiny model, and its architecture."""
@@ -92,6 +94,11 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": _TOP_K,
     },
     "MixtralForCausalLM": {"num_local_experts": _EXPERTS, "num_experts_per_tok": _TOP_K},
+    "MiniMaxM2ForCausalLM": {
+        "num_local_experts": _EXPERTS,
+        "num_experts_per_tok": _TOP_K,
+        "rotary_dim": 8,
+    },
     "Glm4MoeForCausalLM": _SIGMOID | {"attention_bias": True, "rope_parameters": HALF},
     "DeepseekV3ForCausalLM": _LATENT | {"n_group": 2, "topk_group": 1, "rope_parameters": YARN},
     "Glm4MoeLiteForCausalLM": {key: value for key, value in _LATENT.items() if key != "first_k_dense_replace"},
@@ -165,7 +172,7 @@ def write_model(folder: Path, architecture: str, **changes: Any) -> None:
 def tiny_config(architecture: str, sizes: dict[str, Any], **changes: Any) -> Any:
     """Return transformers' config of `sizes`, of what the architecture has instead, and of changes."""
     own = OWN_SIZES.get(architecture, {})
-    settings = sizes | own | changes
+    settings = copy.deepcopy(sizes | own | changes)  # transformers adds keys to tables
     if "kv_lora_rank" in own:  # their head_dim is another name of another size
         del settings["head_dim"]
     return getattr(transformers, architecture).config_class(**settings)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_dppo.architectures.sizes import ModelSizes
+from megatron_dppo.architectures.sizes import WIDE_NORM, ModelSizes
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.runtime.libraries import Library
@@ -62,6 +62,9 @@ def transformer_engine_limits(config: Config, sizes: ModelSizes | None = None) -
         found = "latent attention with Transformer Engine's layers"
         expected = "grouped-query attention: latent attention has not been tested yet"
         yield Problem("model.layer_spec", found, expected, "Set model.layer_spec = 'torch'.")
+    if sizes is not None and WIDE_NORM in sizes.options:
+        found = "norms over all heads with Transformer Engine's layers"
+        yield Problem("model.layer_spec", found, "the torch spec", "Set model.layer_spec = 'torch'.")
     if config.lora.rank:
         found = f"{config.lora.rank} with Transformer Engine's layers"
         expected = "0: adapters need the linears and stacked experts of the torch spec"

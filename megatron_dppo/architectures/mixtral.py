@@ -4,7 +4,7 @@ from megatron_dppo.architectures.family import DEFAULTS, SILU_ONLY, ModelFamily,
 from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, moe_sizes
 from megatron_dppo.architectures.weight_map import BACKBONE, MOE_MLP, OUTPUT, rename
 
-_NAMES = {
+NAMES = {
     ".mlp.gate.": ".block_sparse_moe.gate.",
     ".mlp.experts.": ".block_sparse_moe.experts.",
     ".gate_proj.": ".w1.",
@@ -20,7 +20,7 @@ def _sizes(hf: HFConfig) -> ModelSizes:
 MIXTRAL = ModelFamily(
     architecture="MixtralForCausalLM",
     sizes=_sizes,
-    rules=(*BACKBONE, OUTPUT, *(rename(rule, _NAMES) for rule in MOE_MLP)),
+    rules=(*BACKBONE, OUTPUT, *(rename(rule, NAMES) for rule in MOE_MLP)),
     variants={**SILU_ONLY, "sliding_window": (None, None)},
     defaults={
         **DEFAULTS,
@@ -30,7 +30,7 @@ MIXTRAL = ModelFamily(
         "num_experts_per_tok": 2,
     },
     spellings={"num_experts": "num_local_experts"},
-    module_names=_NAMES,
+    module_names=NAMES,
     sglang=SglangFacts(
         derives_head_dim=True, has_plain_rotary=True, has_own_output=True, lacks_routes=("0.5.21",)
     ),

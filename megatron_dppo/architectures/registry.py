@@ -10,6 +10,7 @@ from megatron_dppo.architectures.deepseek_v3 import DEEPSEEK_V3, GLM4_MOE_LITE
 from megatron_dppo.architectures.family import ModelFamily
 from megatron_dppo.architectures.glm4_moe import GLM4_MOE
 from megatron_dppo.architectures.llama import LLAMA
+from megatron_dppo.architectures.minimax_m2 import MINIMAX_M2
 from megatron_dppo.architectures.mixtral import MIXTRAL
 from megatron_dppo.architectures.published_names import BLOCK
 from megatron_dppo.architectures.qwen2 import QWEN2, QWEN2_MOE
@@ -31,6 +32,7 @@ ENTRY_POINTS = "megatron_dppo.families"
 
 def _families() -> Iterator[ModelFamily]:
     yield from (QWEN3_MOE, QWEN3, QWEN2, LLAMA, GLM4_MOE, DEEPSEEK_V3, GLM4_MOE_LITE, MIXTRAL, QWEN2_MOE)
+    yield MINIMAX_M2
     yield from (point.load() for point in entry_points(group=ENTRY_POINTS))
 
 

@@ -9,6 +9,8 @@ from typing import Any
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.types import ModelRouting
 
+WIDE_NORM = "norm over all heads"
+"""Option of models that normalise queries, and keys, over all heads at once."""
 HFConfig = Mapping[str, Any]  # config.json, in either spelling of transformers 4 and 5
 
 

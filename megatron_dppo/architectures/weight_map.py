@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_dppo.architectures.sizes import ModelSizes
+from megatron_dppo.architectures.sizes import WIDE_NORM, ModelSizes
 from megatron_dppo.errors import ConversionError
 
 Fusion = Literal["one", "qkv", "concatenate"]
@@ -131,6 +131,10 @@ QKV_BIAS = (
 QK_NORM = (
     WeightRule(_M + "self_attention.q_layernorm.weight", (_H + "self_attn.q_norm.weight",), ("D",)),
     WeightRule(_M + "self_attention.k_layernorm.weight", (_H + "self_attn.k_norm.weight",), ("D",)),
+)
+WIDE_QK_NORM = tuple(
+    replace(rule, shapes=(shape,), tensor_parallel_dim=0, only_with=WIDE_NORM)
+    for rule, shape in zip(QK_NORM, "QK", strict=True)
 )
 DENSE_MLP = (
     WeightRule(

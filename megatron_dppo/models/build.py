@@ -153,9 +153,9 @@ def _mark_split_parameters(chunk: GPTModel, hf: HFConfig) -> None:
 
 
 def _chunk(hf: HFConfig, config: TransformerConfig, stage: int | None, block_spec: BlockSpec) -> GPTModel:
-    spec: Any = block_spec(config, stage)  # Megatron annotates it as one layer's
-    ranks = config.tensor_model_parallel_size
     sizes = model_sizes(hf)
+    spec: Any = block_spec(config, sizes, stage)  # Megatron annotates it as one layer's
+    ranks = config.tensor_model_parallel_size
     rotary_base: Any = sizes.rope_theta  # annotated as int, and used as any number
     rope_factor = rope_scaling_factor(hf)
     model = GPTModel(

@@ -14,6 +14,10 @@ from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedStateDict
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -28,9 +32,11 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_dppo.architectures.megatron_options import LayerSpecName
+from megatron_dppo.architectures.sizes import WIDE_NORM, ModelSizes
 from megatron_dppo.kernels.ops import grouped_product
 from megatron_dppo.models.attention import PackedAttention
 
@@ -41,6 +47,46 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - Megatron reads it
+
+
+class WideNorm(torch.nn.Module):
+    """Root-mean-square norm over all heads at once, of which tensor-parallel ranks have some each."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.num_heads, self.eps = self.heads_of(config), eps
+        own = self.num_heads // config.tensor_model_parallel_size
+        self.weight = torch.nn.Parameter(torch.zeros(own * hidden_size, dtype=config.params_dtype))
+
+    def heads_of(self, config: TransformerConfig) -> int:
+        """Return the number of heads, on all ranks."""
+        return config.num_attention_heads
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Normalise [s, b, heads, head size], of this rank's heads."""
+        wide = heads.float()
+        total = wide.square().sum((-2, -1), keepdim=True)
+        total = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(total))
+        mean = total / (self.num_heads * heads.shape[-1])
+        normed = (wide * torch.rsqrt(mean + self.eps)).to(heads.dtype)
+        return self.weight.view(heads.shape[-2:]) * normed
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Return the weight as a shard of all heads'."""
+        return make_sharded_tensors_for_checkpoint(
+            {"weight": self.weight}, prefix, {"weight": 0}, sharded_offsets
+        )
+
+
+class WideKeyNorm(WideNorm):
+    """The same of keys."""
+
+    def heads_of(self, config: TransformerConfig) -> int:
+        """Return the number of heads of keys, on all ranks."""
+        assert config.num_query_groups is not None
+        return config.num_query_groups
 
 
 class WholeLinear(torch.nn.Module):
@@ -181,11 +227,13 @@ class GroupedExperts(torch.nn.Module):
         }
 
 
-def torch_layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
+def torch_layer_spec(config: TransformerConfig, sizes: ModelSizes, is_moe: bool) -> ModuleSpec:
     """Return the spec of one decoder layer, with experts or dense."""
     bias_dropout_add: Any = get_bias_dropout_add  # Megatron annotates it as a module
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    attention, norm_keys = _latent_attention() if config.multi_latent_attention else _grouped_attention(config)
+    attention, norm_keys = (
+        _latent_attention() if sizes.latent is not None else _grouped_attention(config, sizes)
+    )
     if is_moe:
         # Shared experts are built if the config has a width for them.
         shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
@@ -208,15 +256,17 @@ def torch_layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
     )
 
 
-def _grouped_attention(config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str]]:
+def _grouped_attention(config: TransformerConfig, sizes: ModelSizes) -> tuple[ModuleSpec, dict[str, str]]:
     """Return grouped-query attention, and the checkpoint keys of norms that Transformer Engine's spec fuses."""
-    head_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    norms: tuple[Any, Any] = (RMSNorm, RMSNorm) if config.qk_layernorm else (IdentityOp, IdentityOp)
+    if WIDE_NORM in sizes.options:
+        norms = WideNorm, WideKeyNorm
     submodules = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=PackedAttention,
         linear_proj=RowParallelLinear,
-        q_layernorm=head_norm,
-        k_layernorm=head_norm,
+        q_layernorm=norms[0],
+        k_layernorm=norms[1],
     )
     spec = ModuleSpec(
         module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules
@@ -246,7 +296,9 @@ def _latent_attention() -> tuple[ModuleSpec, dict[str, str]]:
     }
 
 
-def torch_block_spec(config: TransformerConfig, virtual_stage: int | None = None) -> TransformerBlockSubmodules:
+def torch_block_spec(
+    config: TransformerConfig, sizes: ModelSizes, virtual_stage: int | None = None
+) -> TransformerBlockSubmodules:
     """Return the spec of the layers of a pipeline stage, or of a virtual one, and the final norm."""
     final_norm: Any = RMSNorm  # Megatron annotates it as an instance
     frequency = config.moe_layer_freq
@@ -258,12 +310,12 @@ def torch_block_spec(config: TransformerConfig, virtual_stage: int | None = None
     first = get_transformer_layer_offset(config, virtual_stage)
     own = is_moe[first : first + get_num_layers_to_build(config, virtual_stage)]
     return TransformerBlockSubmodules(
-        layer_specs=[torch_layer_spec(config, moe) for moe in own], layer_norm=final_norm
+        layer_specs=[torch_layer_spec(config, sizes, moe) for moe in own], layer_norm=final_norm
     )
 
 
 def transformer_engine_block_spec(
-    config: TransformerConfig, virtual_stage: int | None = None
+    config: TransformerConfig, sizes: ModelSizes, virtual_stage: int | None = None
 ) -> TransformerBlockSubmodules:
     """Return the spec of Transformer Engine's modules: Megatron's own for a config like this."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -271,7 +323,7 @@ def transformer_engine_block_spec(
     return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=virtual_stage)
 
 
-BlockSpec = Callable[[TransformerConfig, int | None], TransformerBlockSubmodules]
+BlockSpec = Callable[[TransformerConfig, ModelSizes, int | None], TransformerBlockSubmodules]
 BLOCK_SPECS: Mapping[LayerSpecName, BlockSpec] = {
     "torch": torch_block_spec,
     "transformer_engine": transformer_engine_block_spec,

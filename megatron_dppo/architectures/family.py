@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, dense_sizes, rope_table
+from megatron_dppo.architectures.sizes import WIDE_NORM, HFConfig, ModelSizes, dense_sizes, rope_table
 from megatron_dppo.architectures.weight_map import (
     EMBEDDING,
     OUTPUT,
@@ -261,7 +261,8 @@ class ModelFamily:
             activation_func=F.silu,
             add_bias_linear=False,
             add_qkv_bias=self._has(QKV_BIAS, sizes),
-            qk_layernorm=self.has_qk_norm(sizes),
+            # With it Megatron sums these norms' gradients over tensor-parallel ranks, which split wide ones.
+            qk_layernorm=self.has_qk_norm(sizes) and WIDE_NORM not in sizes.options,
         )
         if any(rule.is_expert for rule in self.rules):
             is_sparse = [int(layer in sizes.moe_layers) for layer in range(sizes.num_layers)]

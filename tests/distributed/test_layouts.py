@@ -250,6 +250,9 @@ def write_models(folder: Path) -> None:
     write_family(folder / "DeepSeek", "DeepseekV3ForCausalLM", num_hidden_layers=NUM_LAYERS - 1)
     options = {"num_hidden_layers": NUM_LAYERS, "initializer_range": 0.2}  # wider ones round by 9e-6
     write_family(folder / "Qwen2-MoE", "Qwen2MoeForCausalLM", **options)
+    write_family(
+        folder / "MiniMax", "MiniMaxM2ForCausalLM", num_hidden_layers=NUM_LAYERS, initializer_range=0.15
+    )
     write_model(folder / "uneven", num_hidden_layers=NUM_LAYERS + 2)
 
 

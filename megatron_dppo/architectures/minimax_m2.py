@@ -64,7 +64,6 @@ MINIMAX_M2 = ModelFamily(
         "num_key_value_heads": 8,
         "head_dim": 128,
         "num_experts_per_tok": 8,
-        "num_local_experts": 256,
     },
     spellings={"num_experts": "num_local_experts"},
     problems=_problems,

@@ -208,6 +208,29 @@ QWEN2_57B: dict[str, Any] = QWEN15_MOE | {
     "shared_expert_intermediate_size": 20480,
     "max_position_embeddings": 32768,
 }
+MINIMAX_M2: dict[str, Any] = {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "hidden_size": 3072,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 62,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rotary_dim": 64,
+    "num_local_experts": 256,
+    "num_experts_per_tok": 8,
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "shared_intermediate_size": 0,
+    "attn_type_list": [1] * 62,
+    "rope_theta": 5000000,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 200064,
+    "max_position_embeddings": 196608,
+    "tie_word_embeddings": False,
+}
 PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
     "Qwen3-235B-A22B": (QWEN3_235B, 235, 22),
     "GLM-4.5-Air": (GLM45_AIR, 106, 12),
@@ -219,5 +242,6 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
     "Mixtral-8x7B": (MIXTRAL_8X7B, 46.7, 12.9),
     "Qwen1.5-MoE-A2.7B": (QWEN15_MOE, 14.3, 2.7),
     "Qwen2-57B-A14B": (QWEN2_57B, 57.4, 14),
+    "MiniMax-M2": (MINIMAX_M2, 230, 10),
 }
 """Each model, and billions of its parameters as published: of all, and of those that a token meets."""

@@ -57,6 +57,7 @@ OWN: dict[str, dict[str, Any]] = {
     "Glm4MoeLiteForCausalLM": {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
     "MixtralForCausalLM": dict(num_local_experts=4),
     "Qwen2MoeForCausalLM": dict(num_experts=4, shared_expert_intermediate_size=24),
+    "MiniMaxM2ForCausalLM": dict(num_local_experts=4),
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -150,6 +151,11 @@ def test_each_has_a_family_and_its_usual_variant_is_admitted(architecture: str, 
         ),
         ("MixtralForCausalLM", {"sliding_window": 4096}, "sliding_window = 4096"),
         ("Qwen2MoeForCausalLM", {"qkv_bias": False}, "qkv_bias = False"),
+        ("MiniMaxM2ForCausalLM", {"attn_type_list": [1, 0]}, "attn_type_list with [0]"),
+        ("MiniMaxM2ForCausalLM", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ("MiniMaxM2ForCausalLM", {"qk_norm_type": "per_head"}, "qk_norm_type = 'per_head'"),
+        ("MiniMaxM2ForCausalLM", {"shared_intermediate_size": 8}, "shared_intermediate_size = 8"),
+        ("MiniMaxM2ForCausalLM", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1"),
         ("MixtralForCausalLM", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         (
             "LlamaForCausalLM",

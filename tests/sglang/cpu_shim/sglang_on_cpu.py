@@ -99,6 +99,31 @@ def _weigh_without_triton(module: ModuleType) -> None:
     module.fused_gate_sigmoid_mul_add = add_weighed  # type: ignore[attr-defined]
 
 
+def _normalise_without_triton(module: ModuleType) -> None:
+    """MiniMax-M2's norms over all heads are two Triton kernels on every device but AMX."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+
+    def sums_of_squares(queries: Any, keys: Any) -> Any:
+        return torch.stack([heads.float().square().sum(-1) for heads in (queries, keys)])
+
+    def apply(*given: Any) -> tuple[Any, ...]:
+        queries, keys, of_queries, of_keys, sums, num_ranks, eps = given
+        pairs = ((queries, of_queries), (keys, of_keys))
+        scales = (
+            torch.rsqrt(sums[n] / heads.shape[-1] / num_ranks + eps) for n, (heads, _) in enumerate(pairs)
+        )
+        return tuple(
+            (heads.float() * scale[:, None] * weight.float()).to(heads.dtype)
+            for (heads, weight), scale in zip(pairs, scales, strict=True)
+        )
+
+    module.rms_sumsq_serial = sums_of_squares  # type: ignore[attr-defined]
+    module.rms_apply_serial = apply  # type: ignore[attr-defined]
+
+
 def _allow_determinism(module: ModuleType) -> None:
     """Deterministic inference is refused without kernels of a GPU; here it only seeds the sampling."""
     import torch
@@ -192,6 +217,7 @@ _AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.models.deepseek_common.attention_backend_handler": _prefill_from_latents,
     "sglang.srt.layers.rotary_embedding.factory": _rotate_without_yarn,
     "sglang.srt.models.qwen2_moe": _weigh_without_triton,
+    "sglang.srt.models.minimax_m2": _normalise_without_triton,
     "sglang.srt.arg_groups.choices": _allow_determinism,
     "sglang.srt.batch_invariant_ops": _leave_kernels,
     "sglang.kernels.ops.sampling.murmur_hash": _hash_with_torch,

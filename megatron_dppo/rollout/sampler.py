@@ -5,6 +5,7 @@ requests the rest once sampling resumes, possibly from other weights. It is scor
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
@@ -27,6 +28,10 @@ from megatron_dppo.rollout.groups import PromptGroup, sample_of
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.runtime.concurrency import run_loop
 from megatron_dppo.types import Sample
+
+logger = logging.getLogger(__name__)
+PROGRESS_S = 30.0
+"""Seconds between two log lines on responses that take longer."""
 
 OpenSession = Callable[..., AbstractAsyncContextManager[Session]]
 """Opens a session; see `RolloutEngine.session`."""
@@ -174,9 +179,14 @@ class GroupSampler:
             if group not in self._begun:
                 self._begun.add(group)
                 self.begin(group)
+        began = said = time.monotonic()
+        num_tasks = len(self._tasks)
         while self.fault is None and len(self._tasks) > len(self._held_up):
             self._has_changed.clear()
             await self._has_changed.wait()
+            if (now := time.monotonic()) - said >= PROGRESS_S:
+                said, num_done = now, num_tasks - len(self._tasks)
+                logger.info("responses of this rank: %d of %d after %.0f s", num_done, num_tasks, now - began)
         if self.fault is not None:
             raise self.fault
         await self._leave()

@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+import logging
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
@@ -282,6 +284,20 @@ def test_a_reward_of_groups_gets_each_group_once(ending: TransformersEngine, is_
             len(TOKENIZER.decode(s.tokens[s.prompt_length :], skip_special_tokens=True)) for s in group.samples
         ]
         assert [each.reward for each in group.samples] == [sorted(texts).index(length) for length in texts]
+
+
+def test_a_long_rollout_says_how_far_it_is(
+    ending: TransformersEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def until(request: RewardRequest) -> None:
+        pass
+
+    scorer = Scorer(TOKENIZER, Rewards(until), True, None)
+    monkeypatch.setattr("megatron_dppo.rollout.sampler.PROGRESS_S", 0.0)
+    with caplog.at_level(logging.INFO, "megatron_dppo"):
+        groups = sampled(OneByOne(ending), scorer)
+    num_responses = sum(len(group.requests) for group in groups)
+    assert re.search(rf"responses of this rank: {num_responses} of {num_responses} after \d+ s", caplog.text)
 
 
 def test_scoring_begins_when_a_response_ends(ending: TransformersEngine) -> None:

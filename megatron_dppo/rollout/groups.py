@@ -216,11 +216,23 @@ def usable_groups(
         num_agent_calls=sum(episode.num_calls for episode in episodes),
         num_agent_forks=sum(episode.num_forks for episode in episodes),
         num_agent_branches=sum(len(group.all_samples) - len(group.samples) for group in everything),
-        num_untrained_tokens=sum(episode.num_untrained_tokens for episode in episodes),
+        num_untrained_tokens=sum(episode.num_untrained_tokens for episode in episodes)
+        + sum(_num_tokens_left_out(group) for group in everything),
         num_dropped={reason: sum(fault.reason == reason for fault in faults) for reason in DROP_REASONS},
         example=str(faults[0]) if faults else None,
     )
     return [SampleGroup(group.drawn.prompt, group.all_samples, group.index) for group in kept], counts
+
+
+def _num_tokens_left_out(group: PromptGroup) -> int:
+    """Return the sampled tokens of further samples that have a fault, in episodes that are trained on."""
+    num_left_out = 0
+    for (_, completion), first in zip(group.answers, group.scored, strict=True):
+        if completion.branches and isinstance(first, Sample):
+            kept = group.branches.get(first.id, ())
+            num_left_out += sum(int(mask_of(each).sum()) for each in completion.branches)
+            num_left_out -= sum(int(each.loss_mask.sum()) for each in kept)
+    return num_left_out
 
 
 def _num_old_tokens(completion: Completion, weight_version: int) -> int:

@@ -147,6 +147,34 @@ def test_branches_roots_parallel_calls_and_retries_have_exact_tokens(engine: Key
         assert ends[0] == [*_first_of(sampled, ends[0]), *_rest_of(sampled, ends[0])]
 
 
+def test_tokens_of_a_further_sample_with_a_fault_are_counted(
+    engine: Keyed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is trained and what is not add up to what was sampled."""
+    build = agents_of("forking")
+    converse = build.converse
+
+    def with_a_fault(tokenizer: Any) -> Any:
+        run = converse(tokenizer)
+
+        async def broken(*arguments: Any) -> Completion:
+            completion = await run(*arguments)
+            first, *others = completion.branches
+            first = replace(first, log_probs=first.log_probs * float("nan"))
+            return replace(completion, branches=(first, *others))
+
+        return broken
+
+    monkeypatch.setattr(build, "converse", with_a_fault)
+    batch, conversations = play(engine, build, [prompt("6")], samples=2)
+    metrics = batch.counts.metrics()
+    num_sampled = sum(len(each) for sampled in engine.sampled.values() for each in sampled)
+    num_trained = sum(int(sample.loss_mask.sum()) for sample in batch.samples)
+    num_branches = sum(len(each.branches) for each in conversations.completions)
+    assert metrics["agents/branches"] == num_branches - 2 == len(batch.samples) - 2, "one of each episode"
+    assert num_trained + metrics["agents/untrained_tokens"] == num_sampled
+
+
 def _id(completion: Completion) -> str:
     return completion.request_id
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -68,6 +69,8 @@ class Switch(threading.Thread):
         self._places: dict[bytes, int] = {}  # descriptor of each hardware address
         self._old = set[int]()  # descriptors of cards that go
         self._cuts: frozenset[frozenset[str]] = frozenset()
+        self._late = deque[tuple[float, int, bytes]]()  # frames on their way: when they arrive, descriptor
+        self.delay_s = 0.0  # seconds that a frame is on its way
 
     def cut(self, pairs: Iterable[frozenset[str]]) -> None:
         """Lose every frame between these pairs of nodes from now on, in silence, and between no others."""
@@ -103,8 +106,11 @@ class Switch(threading.Thread):
             for tap in list(self._old):
                 self._remove(tap)
                 self._old.remove(tap)
-            for tap in select.select(list(self._cards), [], [], 0.2)[0]:
+            wait_s = self._late[0][0] - time.monotonic() if self._late else 0.2
+            for tap in select.select(list(self._cards), [], [], min(max(wait_s, 0.0), 0.2))[0]:
                 self._drain(tap)
+            while self._late and self._late[0][0] <= time.monotonic():
+                self._deliver(*self._late.popleft()[1:])
 
     def _drain(self, tap: int) -> None:
         for _ in range(64):  # then the other cards' turn
@@ -133,8 +139,15 @@ class Switch(threading.Thread):
         for other, (name, its_network) in list(self._cards.items()):
             is_meant = other == place if place is not None else other != tap and its_network == network
             if is_meant and frozenset((node, name)) not in self._cuts:
-                with suppress(OSError):  # down, full, or gone
-                    os.write(other, frame)
+                if self.delay_s or self._late:
+                    self._late.append((time.monotonic() + self.delay_s, other, frame))
+                else:
+                    self._deliver(other, frame)
+
+    def _deliver(self, tap: int, frame: bytes) -> None:
+        if tap in self._cards:
+            with suppress(OSError):  # down, full, or gone
+                os.write(tap, frame)
 
 
 @dataclass
@@ -246,9 +259,14 @@ class Lab:
         """Carry all frames again."""
         self._switch.cut(())
 
+    def delay(self, seconds: float) -> None:
+        """Let each frame take so long from now on."""
+        self._switch.delay_s = seconds
+
     def repair(self) -> None:
-        """Connect all nodes, by their names, and start the dead ones."""
+        """Connect all nodes without delay, by their names, and start the dead ones."""
         self.mend()
+        self.delay(0)
         for name, node in list(self.nodes.items()):
             if not node.is_alive:
                 self.start(name)

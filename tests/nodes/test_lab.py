@@ -49,6 +49,19 @@ def test_nothing_is_left_of_a_lab_that_is_killed(tmp_path: Path) -> None:
     wait_until(lambda: not any(Path(f"/proc/{node}").exists() for node in nodes), 10)
 
 
+def test_a_delay_holds_each_frame_up(lab: Lab) -> None:
+    """A refused connection takes one round trip."""
+    connect = (
+        "import socket, time; began = time.monotonic(); "
+        "socket.socket().connect_ex(('n0', 9)); print(time.monotonic() - began)"
+    )
+    lab.delay(0.2)
+    try:
+        assert float(lab.nodes["n1"].ask(sys.executable, "-c", connect)) >= 0.4
+    finally:
+        lab.delay(0)
+
+
 def test_nodes_share_a_disk_and_nothing_else(lab: Lab, tmp_path: Path) -> None:
     n0, n1 = lab.nodes["n0"], lab.nodes["n1"]
     n0.ask("touch", f"{tmp_path}/common", "/tmp/own", "/dev/shm/own", "/run/own")

@@ -11,7 +11,7 @@ from tests.nodes.lab import Node
 from tests.support.jobs import overrides_of
 
 CONFIGS = ("examples/moe_base/base.toml", "examples/moe_base/dppo_binary_tv.toml")
-OPTIONS: dict[str, object] = {"run.num_rollouts": 12, "checkpoint.every": 3, "evaluation.every": 100}
+OPTIONS: dict[str, object] = {"run.num_rollouts": 16, "checkpoint.every": 3, "evaluation.every": 100}
 
 
 def num_trained(run: Path) -> int:

@@ -63,12 +63,11 @@ class WideNorm(torch.nn.Module):
         return config.num_attention_heads
 
     def forward(self, heads: Tensor) -> Tensor:
-        """Normalise [s, b, heads, head size], of this rank's heads."""
-        wide = heads.float()
-        total = wide.square().sum((-2, -1), keepdim=True)
-        total = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(total))
-        mean = total / (self.num_heads * heads.shape[-1])
-        normed = (wide * torch.rsqrt(mean + self.eps)).to(heads.dtype)
+        """Normalise [s, b, heads, head size], of this rank's heads. Computes in float32, and keeps no copy in it."""
+        length = torch.linalg.vector_norm(heads, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+        total = reduce_from_tensor_model_parallel_region(length.square())
+        mean = copy_to_tensor_model_parallel_region(total) / (self.num_heads * heads.shape[-1])
+        normed = (heads * torch.rsqrt(mean + self.eps)).to(heads.dtype)
         return self.weight.view(heads.shape[-2:]) * normed
 
     def sharded_state_dict(

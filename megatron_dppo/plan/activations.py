@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import ModelShape
+from megatron_dppo.architectures.sizes import WIDE_NORM
 from megatron_dppo.architectures.weight_map import EXPERT_BIAS, SHARED_GATE
 from megatron_dppo.plan.job import EXPECTED, Assumptions, LayerSpec, Recompute
 
@@ -76,16 +77,24 @@ class LayerModel:
             return 0
         heads = sizes.num_attention_heads // self.layout.tensor
         groups = sizes.num_key_value_heads // self.layout.tensor
-        kept = self.norm(rows * heads, sizes.head_dim) + self.norm(rows * groups, sizes.head_dim)
+        if WIDE_NORM in sizes.options:  # inputs, normed ones before the weights, and three numbers of each norm
+            kept = rows * ((heads + groups) * sizes.head_dim * 2 * e + 2 * 3 * FLOAT)
+        else:
+            kept = self.norm(rows * heads, sizes.head_dim) + self.norm(rows * groups, sizes.head_dim)
         is_copied = self.spec != "torch" or groups > 1  # the queries of one group lie in a row in qkv
         # If the casts are kept, the keys' source is not kept. Otherwise keys are a view of qkv.
-        rest = 0 if self.is_norm_cast else (heads * is_copied + groups) * sizes.head_dim
+        rest = 0 if self.is_head_norm_cast else (heads * is_copied + groups) * sizes.head_dim
         return kept + rows * rest * e
 
     @property
     def is_norm_cast(self) -> bool:
         """Whether norms keep their inputs cast to float32: on a CPU, in half precision."""
         return self.spec == "torch-cpu" and self.dtype_bytes < FLOAT
+
+    @property
+    def is_head_norm_cast(self) -> bool:
+        """Whether norms of heads do. Norms over all heads never do."""
+        return self.is_norm_cast and WIDE_NORM not in self.shape.sizes.options
 
     @property
     def is_flash(self) -> bool:
@@ -131,7 +140,7 @@ class LayerModel:
         heads, groups = sizes.num_attention_heads, sizes.num_key_value_heads
         columns = (2 * heads + 3 * groups) * sizes.head_dim // self.layout.tensor
         shared = (heads + 2 * groups) * sizes.head_dim // self.layout.tensor
-        is_kept_by_norm = self.shape.has_qk_norm and not self.is_norm_cast
+        is_kept_by_norm = self.shape.has_qk_norm and not self.is_head_norm_cast
         return self.tokens.attended * (columns - shared * is_kept_by_norm) * self.dtype_bytes
 
     def attention(self) -> int:

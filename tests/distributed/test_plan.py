@@ -132,6 +132,7 @@ OF_FAMILIES = {
     **LATENTS,
     "latent attention without flash": Case(LATENT | {"v_head_dim": 32}, "Glm4MoeLiteForCausalLM"),
     "shared experts, half rotated": Case(SIGMOID, "Glm4MoeForCausalLM"),
+    "norms over all heads": Case({"num_local_experts": 8, "rotary_dim": 8}, "MiniMaxM2ForCausalLM"),
 }
 CASES = {
     **LOSSES,

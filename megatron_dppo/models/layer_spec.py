@@ -63,7 +63,7 @@ class WideNorm(torch.nn.Module):
         return config.num_attention_heads
 
     def forward(self, heads: Tensor) -> Tensor:
-        """Normalise [s, b, heads, head size], of this rank's heads. Computes in float32, and keeps no copy in it."""
+        """Normalise [s, b, heads, head size], of this rank's heads, in float32 without a copy for backward."""
         length = torch.linalg.vector_norm(heads, dim=(-2, -1), keepdim=True, dtype=torch.float32)
         total = reduce_from_tensor_model_parallel_region(length.square())
         mean = copy_to_tensor_model_parallel_region(total) / (self.num_heads * heads.shape[-1])

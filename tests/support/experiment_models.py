@@ -1,8 +1,8 @@
 """config.json of the experiments' models, typed by hand: what their sizes and families follow from.
 
 `OctoThinker-3B-Hybrid-Base` has the sizes of Llama-3.2-3B, from which it was trained. Those of Moonlight,
-GLM-4.5-Air and MiniMax-M2 were typed from memory of the published files; that they add up to the published numbers of
-parameters is all that was compared.
+GLM-4.5-Air and MiniMax-M2 were typed from memory of the published files; that they add up to the published
+numbers of parameters is all that was compared.
 """
 
 from typing import Any

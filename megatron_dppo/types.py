@@ -135,6 +135,22 @@ class Sample:
         return self.tokens.numel() - self.prompt_length
 
 
+CallKind = Literal["first", "continues", "branch", "repeats", "tools", "template", "edited", "another"]
+"""How a call of an agent relates to the earlier ones; `agents/README.md` explains each."""
+
+
+@dataclass(frozen=True)
+class AgentCall:
+    """One call of an agent's episode: a node of its tree."""
+
+    kind: CallKind
+    parent: int | None  # number of the call, from 0, whose conversation it continues; None: a new conversation
+    num_prompt_tokens: int  # before its response, all conversation
+    num_tokens: int  # sampled
+    is_trained: bool
+    response: str
+
+
 @dataclass(frozen=True)
 class SampleGroup:
     """All responses to one prompt; advantages are computed within the group."""
@@ -142,6 +158,8 @@ class SampleGroup:
     prompt: Prompt
     samples: tuple[Sample, ...]
     index: int  # index of the prompt in its rollout, over all ranks
+    calls: Mapping[str, tuple[AgentCall, ...]] = field(default_factory=dict[str, tuple[AgentCall, ...]])
+    """Calls of agents' episodes, by the first sample's id."""
 
     @property
     def rollouts(self) -> tuple[Sample, ...]:

@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ from megatron_dppo.engines.base import (
 )
 from megatron_dppo.environments import Episode as EpisodeResult
 from megatron_dppo.errors import DataError
+from megatron_dppo.types import AgentCall, CallKind
 
 _WHILE_CALLING_S = 1.0  # between two looks at the clock while a call is sampled
 Trees = Literal["main", "tools", "all"]
@@ -61,6 +62,7 @@ class Node:
     """One response, at the end of the path from its root."""
 
     number: int
+    kind: CallKind
     parent: "Node | None"
     request: Request  # with the root's prompt
     completion: Completion  # of the path
@@ -178,6 +180,7 @@ class Episode:
             raise self._cut(f"found {self.limits.max_calls} calls; expected at most rollout.agent.max_calls")
         parent = self._parent_of(chat)
         request = self._continue(parent, chat) if parent is not None else None
+        kind = self._kind(chat, parent, can_continue=request is not None)
         if request is None:
             parent, request = None, self._open(chat)
         params, start = self._params(chat), num_tokens_before(request)
@@ -191,7 +194,7 @@ class Episode:
             if not self.ended.done():
                 self.ended.set_result(completion)
             raise RefusedError(503, "the engine gave this call up", "aborted")
-        return self._add(chat, parent, request, completion, start)
+        return self._add(chat, kind, parent, request, completion, start)
 
     def _cut(self, found: str) -> RefusedError:
         """Return the refusal of a call above a limit; a harness that then fails has an episode that is cut."""
@@ -217,6 +220,25 @@ class Episode:
             return len(node.known_as), sum(each.number in named for each in node.path), node.number
 
         return max(found, key=rank, default=None)
+
+    def _kind(self, chat: Chat, parent: Node | None, *, can_continue: bool) -> CallKind:
+        """Return how a call relates to the earlier ones."""
+        if not self._nodes:
+            return "first"
+        if parent is not None and can_continue:
+            return "branch" if any(node.parent is parent for node in self._nodes) else "continues"
+        if parent is not None:
+            return "template"
+        known = canonical(chat.messages)
+        alike = [(node, _num_alike(node.known_as, known)) for node in self._nodes]
+        if any(number == len(node.known_as) for node, number in alike):
+            return "tools"
+        same = [node for node, number in alike if number == len(known) == len(node.known_as) - 1]
+        if same:
+            return "repeats" if any(node.tools == chat.tools for node in same) else "tools"
+        most = max(number for _, number in alike)
+        is_edited = any(message.get("role") != "system" for message in chat.messages[:most])
+        return "edited" if is_edited else "another"
 
     def _noise_key(self, parent: Node | None) -> tuple[int, int, int]:
         """Return the parent's noise key for its first child, and a new one for a fork."""
@@ -271,7 +293,13 @@ class Episode:
         return replace(parent.request, noise_key=self._noise_key(parent), partial=partial)
 
     def _add(
-        self, chat: Chat, parent: Node | None, request: Request, completion: Completion, start: int
+        self,
+        chat: Chat,
+        kind: CallKind,
+        parent: Node | None,
+        request: Request,
+        completion: Completion,
+        start: int,
     ) -> Reply:
         number, ids = len(self._nodes), completion.tokens[start:].tolist()
         text = self.rendering.text(ids)
@@ -279,7 +307,7 @@ class Episode:
         messages = (*chat.messages, message)
         request, self._is_cut = replace(request, partial=None), False
         known_as = canonical(messages)
-        node = Node(number, parent, request, completion, messages, known_as, chat.tools, text, start)
+        node = Node(number, kind, parent, request, completion, messages, known_as, chat.tools, text, start)
         self._nodes.append(node)
         reason = "tool_calls" if "tool_calls" in message and completion.finish_reason == "stop" else None
         counts = len(request.prompt_tokens) + start, len(ids)
@@ -314,7 +342,17 @@ class Episode:
             {**self.posted.info, **given.info},
             None if self._is_cut else failed,
             failed="harness",
-            num_calls=len(self._nodes),
+            calls=tuple(
+                AgentCall(
+                    node.kind,
+                    node.parent and node.parent.number,
+                    len(node.request.prompt_tokens) + node.start,
+                    node.num_own,
+                    node.number in done,
+                    node.text,
+                )
+                for node in self._nodes
+            ),
             num_forks=self._num_forks,
             num_untrained_tokens=sum(node.num_own for node in self._nodes) - num_trained,
         )
@@ -352,3 +390,9 @@ class Episode:
     def _num_forks(self) -> int:
         """Number of nodes that are not the first child of their parent, or not the first root."""
         return len(self._nodes) - len({node.parent and node.parent.number for node in self._nodes})
+
+
+def _num_alike(one: Sequence[str], other: Sequence[str]) -> int:
+    """Return the length of the common beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.runtime.user_code import import_named, problem_with_path
-from megatron_dppo.types import FinishReason, Message, Prompt
+from megatron_dppo.types import AgentCall, FinishReason, Message, Prompt
 
 _KEY = "rollout.environment"
 
@@ -125,9 +125,14 @@ class Episode:
     info: Mapping[str, float] = field(default_factory=dict[str, float])
     fault: str | None = None  # message of a fault of what `failed` names
     failed: Literal["environment", "harness"] = "environment"
-    num_calls: int = 0  # responses
+    calls: tuple[AgentCall, ...] = ()
     num_forks: int = 0  # responses that continue no earlier one, or one that has a continuation
     num_untrained_tokens: int = 0  # sampled, and in no sample
+
+    @property
+    def num_calls(self) -> int:
+        """Number of responses of an agent's episode."""
+        return len(self.calls)
 
 
 def append_to_prompt(prompt: Prompt, observation: str) -> Observation:

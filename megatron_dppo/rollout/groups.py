@@ -5,7 +5,7 @@ ranks and then calls `refuse_if_too_many_dropped`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ from megatron_dppo.environments import (
 from megatron_dppo.rollout.counts import DROP_REASONS, RolloutCounts
 from megatron_dppo.rollout.scoring import Fault, Tokenizer, as_text, ids_of
 from megatron_dppo.runtime.files import write_jsonl
-from megatron_dppo.types import Prompt, Sample, SampleGroup
+from megatron_dppo.types import AgentCall, Prompt, Sample, SampleGroup
 
 
 @dataclass(eq=False)
@@ -79,6 +79,13 @@ class PromptGroup:
     def sampled(self) -> list[Completion]:
         """Completions of all samples, with the further ones of agents' episodes."""
         return [part for _, completion in self.answers for part in (completion, *completion.branches)]
+
+    @property
+    def calls(self) -> dict[str, tuple[AgentCall, ...]]:
+        """Calls of the episodes that can be trained on, by the first sample's id."""
+        pairs = zip(self.answers, self.scored, strict=True)
+        episodes = {first.id: answer[1].episode for answer, first in pairs if isinstance(first, Sample)}
+        return {name: episode.calls for name, episode in episodes.items() if episode and episode.calls}
 
     @property
     def faults(self) -> list[Fault]:
@@ -160,7 +167,12 @@ def sample_of(request: Request, completion: Completion, branch: int = 0) -> Samp
 
 def write_samples(path: Path, groups: Sequence[SampleGroup], tokenizer: Tokenizer) -> None:
     """Write the samples as text, one JSON object per line. The file is either complete or absent."""
-    rows = (_readable(group.prompt, sample, tokenizer) for group in groups for sample in group.samples)
+    rows = (
+        _readable(group.prompt, sample, tokenizer)
+        | ({"calls": [asdict(call) for call in group.calls[sample.id]]} if sample.id in group.calls else {})
+        for group in groups
+        for sample in group.samples
+    )
     write_jsonl(path, rows)
 
 
@@ -221,7 +233,9 @@ def usable_groups(
         num_dropped={reason: sum(fault.reason == reason for fault in faults) for reason in DROP_REASONS},
         example=str(faults[0]) if faults else None,
     )
-    return [SampleGroup(group.drawn.prompt, group.all_samples, group.index) for group in kept], counts
+    return [
+        SampleGroup(group.drawn.prompt, group.all_samples, group.index, group.calls) for group in kept
+    ], counts
 
 
 def _num_tokens_left_out(group: PromptGroup) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_dppo.analysis.report.report import compare
 from megatron_dppo.runtime.files import write_jsonl
 from tests.distributed.test_training_run import train
 from tests.support.ranks import run_ranks
@@ -15,6 +16,7 @@ from tests.support.sanity_run import settings, without_clocks
 from tests.support.tiny import write_model
 
 ROOT = Path(__file__).parents[2]
+KINDS = ["first", "tools", "continues", "branch"]
 EPISODES = {
     "agent": {"harness": "tests.support.harnesses:adding"},
     "max_turn_tokens": 4,
@@ -64,6 +66,12 @@ def test_each_branch_of_an_episode_trains(task: Path, tmp_path: Path, shares_pre
     assert row["mismatch/abs_prob_diff_mean"] < 1e-5 and row["routing/agreement_mean"] > 0.999
     rows = lines_of(task / name / "samples" / "rollout_000000.jsonl")
     assert len(rows) == 6 and sum("#" in each["id"] for each in rows) == 3, "of the first rank"
+    for each in rows:
+        kinds = [call["kind"] for call in each.get("calls", ())]
+        assert kinds == ([] if "#" in each["id"] else KINDS), each["id"]
+    compare([task / name], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("0 first, ") == page.count("3 branch, ") == 3, "a tree of each episode"
     by_id = {each["id"]: (each["reward"], each["advantage"]) for each in rows}
     assert all(by_id[name] == by_id[name.partition("#")[0]] for name in by_id)
 

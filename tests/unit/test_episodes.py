@@ -173,6 +173,8 @@ def test_a_conversation_goes_on_only_if_the_template_appends(
 
     each = played(play)
     assert (each.asked[1].partial is not None) == is_continued
+    episode = each.episode.result(AgentOutcome(0.0)).episode
+    assert episode is not None and episode.calls[1].kind == ("continues" if is_continued else "template")
     assert ("well" in each.input_of(1)) == is_continued, "a new one is what the template writes"
 
 
@@ -318,6 +320,37 @@ def test_a_stream_says_what_the_reply_says() -> None:
         return each
 
     played(play)
+
+
+def test_each_call_says_how_it_was_matched() -> None:
+    brief, other = ({"role": "system", "content": text} for text in ("Be brief.", "Be exact."))
+
+    def asks(text: str) -> dict[str, str]:
+        return {"role": "user", "content": text}
+
+    async def play() -> Played:
+        each = Played(*"abcdefgh", train="tools")
+        first = await each.say(brief, ASKS)
+        await each.say(brief, ASKS, first, asks("a"))
+        await each.say(brief, ASKS, first, asks("b"))
+        await each.say(brief, ASKS)
+        await each.say(brief, ASKS, first, asks("c"), tools=TOOLS)
+        await each.say(brief, ASKS, {"role": "assistant", "content": "I said no."}, asks("d"))
+        await each.say(brief, asks("Look."))
+        await each.say(other, ASKS)
+        return each
+
+    each = played(play)
+    episode = each.episode.result(AgentOutcome(0.0)).episode
+    assert episode is not None
+    kinds = ("first", "continues", "branch", "repeats", "tools", "edited", "another", "another")
+    assert tuple(call.kind for call in episode.calls) == kinds
+    assert [call.parent for call in episode.calls] == [None, 0, 0, *[None] * 5]
+    assert [call.is_trained for call in episode.calls] == [number == 4 for number in range(8)], "with tools"
+    assert "".join(call.response for call in episode.calls) == "abcdefgh"
+    for call, asked in zip(episode.calls, each.asked, strict=True):
+        assert call.num_prompt_tokens == len(asked.prompt_tokens) + num_tokens_before(asked)
+        assert call.num_tokens == len(each.ids(f"{call.response}<|im_end|>"))
 
 
 def test_every_sampled_token_trains_at_most_once() -> None:

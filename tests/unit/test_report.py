@@ -15,6 +15,7 @@ import pytest
 import megatron_dppo.analysis as vendored
 from megatron_dppo.analysis.lines import smooth
 from megatron_dppo.analysis.pages import plotly_basic
+from megatron_dppo.analysis.report.episodes import draw
 from megatron_dppo.analysis.report.report import compare
 from megatron_dppo.analysis.report.summary import ROWS, summary
 from megatron_dppo.config.schema import Config
@@ -500,3 +501,28 @@ _TRACES = (
     ("paired", "mismatch_replayed/kl_k3", " (replayed)"),
 )
 _VARIED = tuple(metric for _, metric, _ in _TRACES)
+
+
+def test_a_tree_of_calls_is_drawn() -> None:
+    """A conversation goes straight down; branches and new conversations move to the right."""
+    parents = (None, 0, 1, 1, 3, None)
+    kinds = ("first", "continues", "continues", "branch", "continues", "another")
+    calls = [
+        {
+            "kind": kind,
+            "parent": parent,
+            "num_prompt_tokens": 10 * number,
+            "num_tokens": number,
+            "is_trained": kind != "another",
+            "response": f"{number}\n" + "x" * (100 if number == 4 else 1),
+        }
+        for number, (kind, parent) in enumerate(zip(kinds, parents, strict=True))
+    ]
+    assert draw(calls).splitlines() == [
+        "├ 0 first, 0 -> 0 tokens: 0 x",
+        "├ 1 continues, 10 -> 1 tokens: 1 x",
+        "│ ├ 2 continues, 20 -> 2 tokens: 2 x",
+        "│ └ 3 branch, 30 -> 3 tokens: 3 x",
+        f"│ └ 4 continues, 40 -> 4 tokens: 4 {'x' * 76} …",
+        "└ 5 another, 50 -> 5 tokens, not trained: 5 x",
+    ]

@@ -15,6 +15,7 @@ import tomli_w
 from megatron_dppo.analysis.lines import Line, folder_names, lines_of, run_names, seed_of
 from megatron_dppo.analysis.pages import page_templates, plotly_basic
 from megatron_dppo.analysis.report.diagnostics import alarm_table, why_not_comparable
+from megatron_dppo.analysis.report.episodes import episode_trees
 from megatron_dppo.analysis.report.findings import Finding, findings, why_not_compared
 from megatron_dppo.analysis.report.mismatch_sources import mismatch_tables
 from megatron_dppo.analysis.report.numbers import as_csv, as_json, as_latex, numbers, seed_tables
@@ -150,6 +151,7 @@ def render(
         alarms=alarm_table(runs),
         seeds=seed_tables(numbers(runs, names)),
         token_lists=listed,
+        episodes=episode_trees(runs, names),
         top=TOP,
         farthest=FARTHEST,
         caveats=caveats(runs, names),

@@ -207,7 +207,7 @@ faults: venv
 lint: venv
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/pyright --threads 2
+	$(VENV)/bin/pyright
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/shellcheck -x $$(git ls-files '*.sh' '*.sbatch' .ci/run)
 	$(VENV)/bin/hadolint $$(git ls-files '*.Dockerfile')

@@ -169,9 +169,7 @@ def test_a_checkpoint_is_the_same_in_another_layout(tmp_path: Path, source: str,
         biases = {key: bias for key, bias in tensors.items() if key.endswith("expert_bias")}
         assert bool(biases) == (name in WITH_BIAS)
         for key, bias in biases.items():
-            numbers = re.findall(
-                r"\d+", key
-            )  # none: Megatron stores equal layers in one tensor
+            numbers = re.findall(r"\d+", key)  # none: Megatron stores equal layers in one tensor
             names = [rule.hf[0] for rule in FAMILIES[name].rules if rule.is_buffer]
             layers = numbers or range(len(bias))
             began = [before.tensor(each.format(layer=layer)) for each in names for layer in layers]

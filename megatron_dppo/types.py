@@ -141,13 +141,13 @@ CallKind = Literal["first", "continues", "branch", "repeats", "tools", "template
 
 @dataclass(frozen=True)
 class AgentCall:
-    """One call of an agent's episode: a node of its tree."""
+    """One call of an agent in an episode: a node of the tree."""
 
     kind: CallKind
     parent: int | None  # number of the call, from 0, whose conversation it continues; None: a new conversation
     num_prompt_tokens: int  # before its response, all conversation
     num_tokens: int  # sampled
-    is_trained: bool
+    is_trained: bool  # whether a conversation that was chosen has it; a fault may still leave that one out
     response: str
 
 

@@ -75,7 +75,10 @@ class Node:
     @property
     def path(self) -> list["Node"]:
         """The nodes from the root to this one."""
-        return [*(self.parent.path if self.parent is not None else ()), self]
+        nodes = [self]
+        while (parent := nodes[-1].parent) is not None:
+            nodes.append(parent)
+        return nodes[::-1]
 
     @property
     def num_own(self) -> int:

@@ -13,7 +13,7 @@ from megatron_dppo.cli import app
 from megatron_dppo.metrics.alarms import RULES
 from tests.faults.campaign import compare_rows
 from tests.recipes.walking import ROOT, Walk, walk
-from tests.support.records import metrics_of
+from tests.support.records import lines_of, metrics_of
 from tests.unit.test_first_page import SETTING, require_setting
 
 GUIDES = ROOT / "examples" / "guides"
@@ -86,6 +86,8 @@ def test_train_your_agent(tmp_path: Path) -> None:
         assert row["rollout/num_turns_mean"] == 2.0 and row["reward/num_words_mean"] > 0
         assert row["agents/calls"] == 32 and row["agents/forks"] == row["agents/untrained_tokens"] == 0
         assert row["rollout/dropped_samples"] == 0
+    for row in lines_of(run / "samples" / "rollout_000000.jsonl"):
+        assert [(call["kind"], call["parent"]) for call in row["calls"]] == [("first", None), ("continues", 0)]
     assert all(row["optimizer/grad_norm"] > 0 for row in metrics_of(run, "step"))
     require_metrics("train_your_agent", run)
 

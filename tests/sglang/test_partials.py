@@ -52,7 +52,7 @@ def _half_done(
 ) -> tuple[list[Completion], list[Request]]:
     """Completions when `count` responses had ended, and the requests of those that were half done.
 
-    On a busy machine all that run may end before the rest is aborted. Then others are asked for.
+    On a busy machine all that run may end before the rest is aborted. Then it sends others.
     """
     for attempt in range(5):
         requests = requests_of(f"{name}-{attempt}", num_prompts=num_prompts, samples=4)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_dppo.agents.chat import Chat, RefusedError, parse_response, read_chat
-from megatron_dppo.agents.episode import Episode, EpisodeLimits
+from megatron_dppo.agents.episode import Episode, EpisodeLimits, Node
 from megatron_dppo.agents.harness import AgentOutcome
 from megatron_dppo.agents.rendering import Rendering, Thinking
 from megatron_dppo.engines.base import (
@@ -351,6 +351,15 @@ def test_each_call_says_how_it_was_matched() -> None:
     for call, asked in zip(episode.calls, each.asked, strict=True):
         assert call.num_prompt_tokens == len(asked.prompt_tokens) + num_tokens_before(asked)
         assert call.num_tokens == len(each.ids(f"{call.response}<|im_end|>"))
+
+
+def test_a_path_may_be_longer_than_the_recursion_limit() -> None:
+    request = Request("0", (), (0, 0, 0))
+    completion = Completion("0", torch.tensor([1]), torch.zeros(1), "stop", None, None, ())
+    node = None
+    for number in range(3000):
+        node = Node(number, "continues", node, request, completion, (), (), (), "", 0)
+    assert node is not None and [each.number for each in node.path] == list(range(3000))
 
 
 def test_every_sampled_token_trains_at_most_once() -> None:

@@ -526,3 +526,5 @@ def test_a_tree_of_calls_is_drawn() -> None:
         f"│ └ 4 continues, 40 -> 4 tokens: 4 {'x' * 76} …",
         "└ 5 another, 50 -> 5 tokens, not trained: 5 x",
     ]
+    long = [calls[1] | {"parent": number - 1 if number else None} for number in range(3000)]
+    assert len(draw(long).splitlines()) == 3000

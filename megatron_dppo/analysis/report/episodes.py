@@ -1,8 +1,11 @@
 """Trees of agents' episodes, of the last rollout whose samples were written."""
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from megatron_dppo.errors import DataError
 from megatron_dppo.run_folder.reader import Run
 from megatron_dppo.runtime.files import read_jsonl
 
@@ -20,36 +23,48 @@ def episode_trees(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, A
     found = list[dict[str, Any]]()
     for run, name in zip(runs, names, strict=True):
         files = sorted((run.path / "samples").glob("rollout_*.jsonl"))
-        rows: list[Any] = [row for _, row in read_jsonl(files[-1])] if files else []
-        episodes = sorted((row for row in rows if row.get("calls")), key=lambda row: -len(row["calls"]))
-        if episodes:
+        has_agent = run.option("rollout.agent.harness") or run.option("rollout.agent.command")
+        if files and has_agent:
             rollout = int(files[-1].stem.removeprefix("rollout_")) + 1
-            drawn = [{"id": row["id"], "tree": draw(row["calls"])} for row in episodes[:MOST]]
-            found.append({"name": name, "rollout": rollout, "episodes": drawn})
+            found.append({"name": name, "rollout": rollout, "episodes": _longest(files[-1])})
     return found
 
 
-def draw(calls: Sequence[dict[str, Any]]) -> str:
-    """Return the tree of calls as lines of text, each with its branch of the tree before it."""
+def _longest(file: Path) -> list[dict[str, str]]:
+    """Return the ids and trees of the episodes with the most calls."""
+    rows: Any = (row for _, row in read_jsonl(file) if row.get("calls"))
+    try:
+        episodes = heapq.nlargest(MOST, rows, key=lambda row: len(row["calls"]))
+        return [{"id": str(row["id"]), "tree": draw(row["calls"])} for row in episodes]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{file}: found calls of another form ({error!r}). Restore or remove the file."
+        ) from error
+
+
+def draw(calls: Sequence[Mapping[str, Any]]) -> str:
+    """Return the tree of calls as lines: a conversation goes straight down, branches move to the right."""
     children: dict[int | None, list[int]] = {}
     for number, call in enumerate(calls):
         children.setdefault(call["parent"], []).append(number)
-    lines = list[str]()
-
-    def add(number: int, before: str, is_last: bool) -> None:
-        call = calls[number]
-        said = " ".join(call["response"].split())
-        said = said if len(said) <= _SHOWN else said[: _SHOWN - 2] + " …"
-        counts = f"{call['num_prompt_tokens']} -> {call['num_tokens']} tokens"
-        trained = "" if call["is_trained"] else ", not trained"
-        lines.append(f"{before}{'└' if is_last else '├'} {number} {call['kind']}, {counts}{trained}: {said}")
-        of = children.get(number, [])
-        # A conversation goes on below its call; only branches move to the right.
-        inner = before + ("  " if is_last else "│ ") if len(of) > 1 else before
-        for place, child in enumerate(of):
-            add(child, inner if len(of) > 1 else before, is_last if len(of) == 1 else place == len(of) - 1)
-
-    roots = children.get(None, [])
-    for place, root in enumerate(roots):
-        add(root, "", place == len(roots) - 1)
+    lines, roots = list[str](), children.get(None, [])
+    left = [
+        (root, "", root == roots[-1]) for root in reversed(roots)
+    ]  # a stack: episodes have up to 10,000 calls
+    while left:
+        number, before, is_last = left.pop()
+        lines.append(f"{before}{'└' if is_last else '├'} {number} {_described(calls[number])}")
+        below = children.get(number, [])
+        if len(below) == 1:
+            left.append((below[0], before, is_last))
+        else:
+            inner = before + ("  " if is_last else "│ ")
+            left += [(child, inner, child == below[-1]) for child in reversed(below)]
     return "\n".join(lines)
+
+
+def _described(call: Mapping[str, Any]) -> str:
+    said = " ".join(call["response"].split())
+    said = said if len(said) <= _SHOWN else said[: _SHOWN - 2] + " …"
+    trained = "" if call["is_trained"] else ", not trained"
+    return f"{call['kind']}, {call['num_prompt_tokens']} -> {call['num_tokens']} tokens{trained}: {said}"

@@ -75,7 +75,7 @@ class Node:
     @property
     def path(self) -> list["Node"]:
         """The nodes from the root to this one."""
-        nodes = [self]
+        nodes: list[Node] = [self]
         while (parent := nodes[-1].parent) is not None:
             nodes.append(parent)
         return nodes[::-1]
@@ -239,9 +239,8 @@ class Episode:
         same = [node for node, number in alike if number == len(known) == len(node.known_as) - 1]
         if same:
             return "repeats" if any(node.tools == chat.tools for node in same) else "tools"
-        most = max(number for _, number in alike)
-        is_edited = any(message.get("role") != "system" for message in chat.messages[:most])
-        return "edited" if is_edited else "another"
+        common = chat.messages[: max(number for _, number in alike)]
+        return "edited" if any(message.get("role") != "system" for message in common) else "another"
 
     def _noise_key(self, parent: Node | None) -> tuple[int, int, int]:
         """Return the parent's noise key for its first child, and a new one for a fork."""

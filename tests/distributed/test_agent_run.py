@@ -5,12 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 
 from megatron_dppo.analysis.report.report import compare
 from megatron_dppo.runtime.files import write_jsonl
 from tests.distributed.test_training_run import train
-from tests.support.ranks import run_ranks
+from tests.faults.cases import at
+from tests.faults.starting import start_ranks
+from tests.support.lookup_run import GUESSING, STEPS, lookup_settings, make_lookup_task, require_learned
+from tests.support.ranks import ended, run_ranks
 from tests.support.records import lines_of, metrics_of
 from tests.support.sanity_run import settings, without_clocks
 from tests.support.tiny import write_model
@@ -95,3 +99,34 @@ def test_episodes_are_trained_on_and_a_resumed_run_is_bitwise_the_same(task: Pat
         assert (row["agents/calls"], row["agents/forks"], row["agents/untrained_tokens"]) == (12, 0, 0)
         assert row["mismatch/abs_prob_diff_mean"] < 1e-5, "the trainer says so too, of the whole conversation"
         assert row["routing/agreement_mean"] > 0.999
+
+
+def test_a_policy_learns_to_use_a_tool_and_a_killed_run_continues_bitwise(tmp_path: Path) -> None:
+    """Killed in rollout 16, it begins again with rollout 12, and repeats the rows that it had written."""
+    task, rollout = (
+        make_lookup_task(tmp_path),
+        {"samples_per_prompt": 3, "transformers": {"weights": "float32"}},
+    )
+    tables = lookup_settings(task, "run", 44, **rollout)
+    tables["run"]["seed"], tables["checkpoint"] = 1, {"every": 12, "asynchronous": False}
+    run, config, log = tmp_path / "run", tmp_path / "run.toml", tmp_path / "train.log"
+    config.write_text(tomli_w.dumps(tables))
+    killed = start_ranks(1, config, [at("SIGKILL", "step", 16 * STEPS + 3)], log)
+    assert ended(killed, 300) == [-9], log.read_text()[-3000:]
+    before, samples = metrics_of(run), samples_of(run)
+    assert before[-1]["kind"] == "step" and before[-1]["rollout"] == 16
+
+    assert ended(start_ranks(1, config, (), log), 300) == [0], log.read_text()[-3000:]
+    rows = metrics_of(run)
+    assert without_clocks(rows[: len(before)]) == without_clocks(before)
+    assert samples.items() <= samples_of(run).items()
+    rollouts = metrics_of(run, "rollout")
+    assert [row["rollout"] for row in rollouts] == list(range(44))
+    require_learned(rollouts, above=GUESSING)
+    for row in rollouts:
+        assert row["mismatch/abs_prob_diff_mean"] < 1e-5 and row["routing/agreement_mean"] > 0.999
+
+
+def samples_of(run: Path) -> dict[str, bytes]:
+    """Return the conversations of each rollout."""
+    return {file.name: file.read_bytes() for file in (run / "samples").glob("*.jsonl")}

@@ -81,11 +81,11 @@ def test_train_your_agent(tmp_path: Path) -> None:
     assert "no problems found" in walked.printed
     run = walked.folder / "runs" / "lookup"
     rollouts = metrics_of(run, "rollout")
-    assert len(rollouts) == 40
+    assert len(rollouts) == 50
     for row in rollouts:
         assert row["agents/forks"] == row["agents/untrained_tokens"] == row["rollout/dropped_samples"] == 0
-        assert row["agents/calls"] == pytest.approx(12 * row["rollout/num_turns_mean"])
-    for row in lines_of(run / "samples" / "rollout_000039.jsonl"):
+        assert row["agents/calls"] == pytest.approx(16 * row["rollout/num_turns_mean"])
+    for row in lines_of(run / "samples" / "rollout_000049.jsonl"):
         kinds = [("first", None), ("continues", 0)]
         assert [(call["kind"], call["parent"]) for call in row["calls"]] == kinds[: len(row["calls"])]
     rewards = [row["reward/mean"] for row in rollouts]

@@ -1,10 +1,11 @@
-"""`megatron-dppo train` with a server of its own: Top-K masks, R3, sampling ahead; killed, and resumed."""
+"""`megatron-dppo train` with its server: Top-K masks, R3, sampling ahead, and an agent; killed, and resumed."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import tomli_w
 
 from megatron_dppo.engines.sglang.records import API_KEY
 from tests.support.leaks import environment_of, readable_secrets, secret_files, secrets_on_command_lines
+from tests.support.lookup_run import CALLING, lookup_settings, make_lookup_task, require_learned
 from tests.support.processes import is_alive, wait_until
 from tests.support.sanity_run import make_task, settings
 from tests.support.serving import OPTIONS, ROOT
@@ -20,24 +22,30 @@ from tests.support.serving import OPTIONS, ROOT
 ROLLOUTS = 4
 
 
-@pytest.fixture(params=["ahead", "in turn"])
+SERVERS: dict[str, Any] = {
+    "engine": "sglang",
+    "sglang": {"num_own_servers": 1, "sync_bucket_bytes": 50_000},
+}
+
+
+@pytest.fixture(params=["ahead", "an agent in turn"])
 def config(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """A run of a few rollouts, saved after each; sampled while it trains, or before."""
-    ahead = {"max_staleness": 2, "over_sampling": 2.5}
-    tables = settings(
-        make_task(tmp_path),
-        "run",
-        run={"num_rollouts": ROLLOUTS},
-        rollout=(ahead if request.param == "ahead" else {})
-        | {
-            "engine": "sglang",
-            "sglang": {"num_own_servers": 1, "sync_bucket_bytes": 50_000},
-        },
-        data={"reward": "tests.faults.rewards:digits"},
-        checkpoint={"every": 1, "asynchronous": False},
-        tracking={"samples_every": 1},
-        sglang=OPTIONS | {"context_length": 64},
-    )
+    """A run of a few rollouts, sampled while it trains, or of an agent that learns, sampled before."""
+    if request.param == "ahead":
+        tables = settings(
+            make_task(tmp_path),
+            "run",
+            run={"num_rollouts": ROLLOUTS},
+            rollout={"max_staleness": 2, "over_sampling": 2.5} | SERVERS,
+            data={"reward": "tests.faults.rewards:digits"},
+        )
+    else:
+        tables = lookup_settings(make_lookup_task(tmp_path), "run", 48, **SERVERS)
+    tables |= {
+        "checkpoint": {"every": tables["run"]["num_rollouts"] // ROLLOUTS, "asynchronous": False},
+        "tracking": {"samples_every": 1},
+        "sglang": OPTIONS | {"context_length": 64},
+    }
     file = tmp_path / "run.toml"
     file.write_text(tomli_w.dumps(tables))
     return file
@@ -77,9 +85,12 @@ def start(config: Path, log: Path) -> subprocess.Popen[bytes]:
 
 def test_a_run_with_servers_of_its_own_survives_being_killed(config: Path) -> None:
     folder, log = config.parent / "run", config.parent / "train.log"
+    tables = tomllib.loads(config.read_text())
+    num_rollouts, algorithm = tables["run"]["num_rollouts"], tables["algorithm"]
+    num_before = num_rollouts // ROLLOUTS
     trainer = start(config, log)
     try:
-        wait_until(lambda: len(rows(folder, "rollout")) == 1 or trainer.poll() is not None, 300)
+        wait_until(lambda: len(rows(folder, "rollout")) >= num_before or trainer.poll() is not None, 300)
         assert trainer.poll() is None, log.read_text()
         server = json.loads((folder / "servers" / "own-0.json").read_text())["pid"]
         key = {"the key": environment_of(server)[API_KEY]}
@@ -94,16 +105,19 @@ def test_a_run_with_servers_of_its_own_survives_being_killed(config: Path) -> No
 
     assert start(config, log).wait(300) == 0, log.read_text()
     rollouts = rows(folder, "rollout")
-    assert [row["rollout"] for row in rollouts] == list(range(ROLLOUTS))
+    assert [row["rollout"] for row in rollouts] == list(range(num_rollouts))
     assert rollouts[0]["mismatch/abs_prob_diff_mean"] <= 1e-6
     assert rollouts[0]["routing/agreement_mean"] == 1.0
     if "rollout/open_groups" in rollouts[0]:
         require_ahead(folder, rollouts)
+    else:
+        require_learned(rollouts, above=CALLING)
     for row in rollouts:
         assert row["sync/probe_abs_diff_max"] <= 5e-5
         assert row["rollout/dropped_samples"] == 0
     steps = rows(folder, "step")
-    assert len(steps) == 2 * ROLLOUTS
+    num_steps = algorithm["minibatches_per_rollout"] * algorithm.get("epochs_per_rollout", 1)
+    assert len(steps) == num_rollouts * num_steps
     assert any(row["optimizer/grad_norm"] > 0 for row in steps)
     assert list((folder / "servers").glob("*.json")) == []
     assert readable_secrets(config.parent, key) == secret_files(config.parent, SECRETS) == []

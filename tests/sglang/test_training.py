@@ -14,7 +14,7 @@ import tomli_w
 
 from megatron_dppo.engines.sglang.records import API_KEY
 from tests.support.leaks import environment_of, readable_secrets, secret_files, secrets_on_command_lines
-from tests.support.lookup_run import CALLING, lookup_settings, make_lookup_task, require_learned
+from tests.support.lookup_run import lookup_settings, make_lookup_task, require_learned
 from tests.support.processes import is_alive, wait_until
 from tests.support.sanity_run import make_task, settings
 from tests.support.serving import OPTIONS, ROOT
@@ -40,7 +40,7 @@ def config(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
             data={"reward": "tests.faults.rewards:digits"},
         )
     else:
-        tables = lookup_settings(make_lookup_task(tmp_path), "run", 48, **SERVERS)
+        tables = lookup_settings(make_lookup_task(tmp_path), "run", 52, **SERVERS)
     tables |= {
         "checkpoint": {"every": tables["run"]["num_rollouts"] // ROLLOUTS, "asynchronous": False},
         "tracking": {"samples_every": 1},
@@ -111,7 +111,7 @@ def test_a_run_with_servers_of_its_own_survives_being_killed(config: Path) -> No
     if "rollout/open_groups" in rollouts[0]:
         require_ahead(folder, rollouts)
     else:
-        require_learned(rollouts, above=CALLING)
+        require_learned(rollouts, above=0.6)  # 0.5 is for the call; samples are not seeded
     for row in rollouts:
         assert row["sync/probe_abs_diff_max"] <= 5e-5
         assert row["rollout/dropped_samples"] == 0

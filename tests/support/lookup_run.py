@@ -9,8 +9,8 @@ from megatron_dppo.runtime.files import write_jsonl
 from tests.support.sanity_run import settings
 
 STEPS = 4  # of gradient, for each rollout
-CALLING, GUESSING = 0.5, 0.75
-"""Rewards of policies that call the tool with the right key, and that then say one of the two digits."""
+GUESSING = 0.75
+"""Reward of a policy that calls the tool with the right key, and then says one of the two digits."""
 _ROOT = Path(__file__).parents[2]
 
 

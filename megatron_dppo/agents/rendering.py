@@ -1,6 +1,7 @@
 """Turns chats into token ids: openings by the chat template, and what follows a response by its difference."""
 
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -82,6 +83,22 @@ class Rendering:
     def text(self, ids: Sequence[int]) -> str:
         """Decode a response without special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def ended(self, ids: Sequence[int], stops: Sequence[str]) -> tuple[int, str, str | None]:
+        """Return the number of tokens of a response up to its end, its text, and the stop string that ends it.
+
+        A response ends with the token that completes the first stop string. Its text ends before the string.
+        """
+
+        def found(number: int) -> list[tuple[int, str]]:
+            text = self.text(ids[:number])
+            return [(text.index(stop), stop) for stop in stops if stop in text]
+
+        if not stops or not found(len(ids)):
+            return len(ids), self.text(ids), None
+        number = bisect_left(range(len(ids)), True, key=lambda number: bool(found(number)))
+        place, stop = min(found(number))
+        return number, self.text(ids[:number])[:place], stop
 
     def _kept(self, text: str) -> str:
         return _THOUGHT.sub("", text) if self._thinking == "keep" else text

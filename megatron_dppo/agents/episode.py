@@ -174,7 +174,8 @@ class Episode:
         found = [
             node
             for node in self._nodes
-            if node.num_alike(known) == len(node.known_as) < len(known) and node.tools == chat.tools
+            if node.num_alike(chat.messages, known) == len(node.known_as) < len(known)
+            and node.tools == chat.tools
         ]
 
         def rank(node: Node) -> tuple[int, int, int]:
@@ -191,7 +192,7 @@ class Episode:
         if parent is not None:
             return "template"
         known = canonical(chat.messages)
-        alike = [(node, node.num_alike(known)) for node in self._nodes]
+        alike = [(node, node.num_alike(chat.messages, known)) for node in self._nodes]
         if any(number == len(node.known_as) for node, number in alike):
             return "tools"
         same = [node for node, number in alike if number == len(known) == len(node.known_as) - 1]
@@ -223,8 +224,9 @@ class Episode:
         """Return the tokens of new messages after a response, or None if they cannot be appended."""
         new, tokens = chat.messages[len(parent.messages) :], parent.completion.tokens
         last_token = int(tokens[-1]) if tokens.numel() else None
-        path = chat.messages[: len(parent.messages)]
-        return self.rendering.continuation(path, new, chat.tools, self._arguments, last_token)
+        path, sent = chat.messages[: len(parent.messages) - 1], chat.messages[len(parent.messages) - 1]
+        added = parent.addition(sent) or ""
+        return self.rendering.continuation(path, added, new, chat.tools, self._arguments, last_token)
 
     def count(self, chat: Chat) -> int:
         """Return the number of tokens of the prompt that a call with this chat would have.
@@ -269,7 +271,6 @@ class Episode:
         message = parse_response(shown, number, may_call=chat.may_call)
         messages = (*chat.messages, message)
         request, self._is_cut = replace(request, partial=None), False
-        with_stop = stop and canonical([message | {"content": message["content"] + stop}])[0]
         node = Node(
             number,
             kind,
@@ -281,8 +282,8 @@ class Episode:
             tools=chat.tools,
             text=self.rendering.text(ids[:num_kept]),
             start=start,
+            stop=stop,
             num_dropped=len(ids) - num_kept,
-            also_known_as=with_stop,
         )
         self._nodes.append(node)
         reason = "tool_calls" if "tool_calls" in message and completion.finish_reason == "stop" else None

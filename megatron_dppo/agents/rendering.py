@@ -47,6 +47,7 @@ class Rendering:
     def continuation(
         self,
         path: Sequence[ChatMessage],
+        added: str,
         new: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
@@ -57,7 +58,8 @@ class Rendering:
         The end-of-turn token of the response comes first if the response lacks it.
 
         Args:
-            path: Messages up to the response, which is the last one.
+            path: Messages before the response.
+            added: Text that the client added to the response.
             new: Messages after it.
             tools: Tools of the chat.
             arguments: Arguments of the chat template.
@@ -66,7 +68,7 @@ class Rendering:
         Returns:
             None if the template does not append: the new messages change how it writes the earlier ones.
         """
-        answered = [*path[:-1], {"role": "assistant", "content": _MARK}]
+        answered = [*path, {"role": "assistant", "content": f"{_MARK}{added}"}]
         try:
             before = self._write(answered, tools, arguments, asks=False)
             after = self._write([*answered, *new], tools, arguments, asks=True)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatron_dppo.agents.chat import ChatMessage
+from megatron_dppo.agents.chat import ChatMessage, canonical
 from megatron_dppo.engines.base import Completion, Request, mask_of
 from megatron_dppo.types import AgentCall, CallKind
 
@@ -33,8 +33,8 @@ class Node:
     tools: tuple[Mapping[str, Any], ...]
     text: str  # of the response
     start: int  # tokens of the path before the response
-    num_dropped: int = 0  # tokens that were sampled after the response's stop string
-    also_known_as: str | None = None  # the response with its stop string, in canonical form
+    stop: str | None = None  # the client's string that ended the response
+    num_dropped: int = 0  # tokens that were sampled after it
 
     @property
     def path(self) -> list["Node"]:
@@ -54,16 +54,26 @@ class Node:
         """Number of sampled tokens of the path."""
         return int(mask_of(self.completion).sum())
 
-    def num_alike(self, known: Sequence[str]) -> int:
-        """Return how many of the path's first messages are the first of others in canonical form.
+    def num_alike(self, messages: Sequence[ChatMessage], known: Sequence[str]) -> int:
+        """Return how many of the path's first messages are the first of a chat.
 
-        Clients send a response again without its stop string, as they got it, or with the string.
+        Args:
+            messages: Messages of the chat.
+            known: The same in canonical form.
         """
         pairs = enumerate(zip(self.known_as, known, strict=False))
         most = min(len(self.known_as), len(known))
         number = next((place for place, (own, other) in pairs if own != other), most)
         is_response = number == len(self.known_as) - 1 < len(known)
-        return number + (is_response and known[number] == self.also_known_as)
+        return number + (is_response and self.addition(messages[number]) is not None)
+
+    def addition(self, sent: ChatMessage) -> str | None:
+        """Return what a client added after the response's stop string, or None if it sends something else."""
+        response = self.messages[-1]
+        if self.stop is None or canonical([sent | {"content": response["content"]}])[0] != self.known_as[-1]:
+            return None
+        whole, text = (response["content"] + self.stop).lstrip(), sent["content"].lstrip()
+        return text.removeprefix(whole).rstrip() if text.startswith(whole) else None
 
     def call(self, *, is_trained: bool) -> AgentCall:
         """Return the record of the call."""

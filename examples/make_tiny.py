@@ -3,8 +3,8 @@
     python examples/make_tiny.py runs/tiny
 
 One random model of each family in Hugging Face form, with the quickstart's tokenizer and prompts; one for
-examples/tiny_gem.toml, all of whose words but `<unk>` are answers to tasks of the Gem library; and one that has
-a chat template and writes digits and `####`.
+examples/tiny_gem.toml, all of whose words but `<unk>` are answers to tasks of the Gem library; one that has a
+chat template and writes digits and `####`; and one that calls a tool.
 """
 
 import argparse
@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def write_tiny(folder: Path) -> None:
-    """Write a folder for each of `FAMILIES`, `gem` and `chat`, and files of prompts."""
+    """Write a folder for each of `FAMILIES`, `gem`, `chat` and `tools`, and files of prompts."""
     quickstart = runpy.run_path(str(Path(__file__).parent / "quickstart" / "make_model.py"))
     tokenizer = quickstart["make_tokenizer"]()
     derived = {"head_dim": _SIZES["hidden_size"] // _SIZES["num_attention_heads"]}
@@ -128,6 +128,7 @@ def write_tiny(folder: Path) -> None:
     own = {"vocab_size": len(chat), "eos_token_id": chat.eos_token_id, "initializer_range": 0.1}
     write_model(folder / "chat", "Qwen3MoeForCausalLM", **own)
     chat.save_pretrained(folder / "chat")
+    write_tool_model(folder / "tools")
     gem = gem_tokenizer()
     write_model(folder / "gem", "Qwen3ForCausalLM", vocab_size=len(gem), max_position_embeddings=1024)
     gem.save_pretrained(folder / "gem")
@@ -159,6 +160,37 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
         "{% if add_generation_prompt %}<bos>{% endif %}"
     )
     return chat
+
+
+def write_tool_model(folder: Path) -> None:
+    """Save a random model that can learn to call a tool, with tied embeddings: it tends to repeat words."""
+    tokenizer = tool_tokenizer()
+    own = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "initializer_range": 0.25}
+    write_model(folder, "Qwen3MoeForCausalLM", tie_word_embeddings=True, **own)
+    tokenizer.save_pretrained(folder)
+
+
+def tool_tokenizer() -> PreTrainedTokenizerFast:
+    """Digits are tokens, and so are the calls of the tool `look_up` with key 0 and with key 1.
+
+    The template writes the names of the tools first. Only responses end with `<eos>`.
+    """
+    call = '<tool_call>{{"name":"look_up","arguments":{{"key":{key}}}}}</tool_call>'
+    calls = (call.format(key=key) for key in (0, 1))
+    names = ["<pad>", "<bos>", "<eos>", "<unk>", "look_up", *"0123456789", *calls]
+    words = Tokenizer(models.WordLevel({name: id for id, name in enumerate(names)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tools = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )
+    tools.chat_template = (
+        "{% for tool in tools or [] %}{{ tool['function']['name'] }} {% endfor %}"
+        "{% for message in messages %}{{ message['content'] }} "
+        "{% for call in message['tool_calls'] or [] %}"
+        "<tool_call>{{ call['function'] | tojson(separators=(',', ':')) }}</tool_call> {% endfor %}"
+        "{% if message['role'] == 'assistant' %}<eos> {% endif %}{% endfor %}"
+    )
+    return tools
 
 
 def write_model(folder: Path, architecture: str, **changes: Any) -> None:

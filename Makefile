@@ -4,6 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 TRL_VENV := .venv-trl
 DOCS_VENV := .venv-docs
+AGENTS_VENV := .venv-agents
 PYTHON312 ?= python3.12
 VENV312 := .venv-py312
 MEGATRON312 := 0.19.2
@@ -37,7 +38,7 @@ $(1) examples/quickstart/run.py --short
 $(call ran,$(1),quickstart)
 endef
 
-.PHONY: smollm2 smollm2-servers quick docs test-newest versions study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-recipes test-py312 python312 test-sglang test-sglang-slow sglang-venv test-slurm test-nodes slurm faults lint bench bench-loss bench-save bench-trl gpu chromium
+.PHONY: smollm2 smollm2-servers quick docs test-newest versions study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-recipes test-py312 python312 test-sglang test-sglang-slow sglang-venv test-agents test-slurm test-nodes slurm faults lint bench bench-loss bench-save bench-trl gpu chromium
 
 help:
 	@echo "make quickstart  the whole loop on this machine's CPU, ending in runs/quickstart/report.html"
@@ -54,6 +55,7 @@ help:
 	@echo "make test-sglang tests/sglang: a real SGLang $(SGLANG) server on this machine's CPU (own environment); SGLANG=0.5.21 another"
 	@echo "make test-sglang-slow  a server of every model family, of which make test-sglang takes two"
 	@echo "make sglang-venv only SGLang's environment, $(SGLANG_VENV); SGLANG_FOR=gpu or cpu, else by nvidia-smi"
+	@echo "make test-agents tests/agents: agents that others wrote call this package's endpoint (own environment)"
 	@echo "make test-slurm  tests/slurm: jobs of a real SLURM on this machine; as root it installs Debian's packages"
 	@echo "make test-nodes  tests/nodes: several machines on one by namespaces, and faults of nodes and links; as root"
 	@echo "make versions    the tables of versions in the guide to installing, of what the targets above recorded with RECORD=1"
@@ -98,7 +100,7 @@ smollm2: venv $(if $(filter sglang,$(ENGINE)),smollm2-servers)
 smollm2-servers:
 	$(MAKE) sglang-venv SGLANG_FOR=cpu
 
-test test-recipes test-slow layouts test-newest test-py312 test-sglang test-sglang-slow test-slurm test-nodes faults: export OMP_NUM_THREADS := 1
+test test-recipes test-slow layouts test-newest test-py312 test-sglang test-sglang-slow test-agents test-slurm test-nodes faults: export OMP_NUM_THREADS := 1
 
 test: lint chromium
 	$(RUN) -m pytest tests/unit -n 2 $(RECORDING)
@@ -179,6 +181,15 @@ $(SGLANG_VENV)/.stamp-$(SGLANG_FOR): tests/sglang/requirements-cpu/$(SGLANG).txt
 	  printf '%s\nimport sglang_on_cpu\n' "$(CURDIR)/tests/sglang/cpu_shim" \
 	    >"$$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sglang_on_cpu.pth"; \
 	fi
+	@touch $@
+
+# The test runner is ours; the agents run in an environment of theirs.
+test-agents: venv $(AGENTS_VENV)/.stamp
+	AGENTS_PYTHON=$(CURDIR)/$(AGENTS_VENV)/bin/python $(RUN) -m pytest tests/agents -n 2
+
+$(AGENTS_VENV)/.stamp: tests/agents/requirements.txt
+	test -x $(AGENTS_VENV)/bin/python || $(PYTHON) -m venv $(AGENTS_VENV)
+	$(AGENTS_VENV)/bin/python -m pip install --quiet --no-deps --no-compile -r tests/agents/requirements.txt
 	@touch $@
 
 test-recipes: venv

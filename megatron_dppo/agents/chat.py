@@ -47,6 +47,7 @@ class Chat:
     is_stream: bool
     wants_usage: bool = True  # of a stream
     handles: frozenset[int] = frozenset()  # numbers of the nodes that ids and signatures name
+    stops: tuple[str, ...] = ()  # strings that end the response
 
     @classmethod
     def of(
@@ -57,6 +58,7 @@ class Chat:
         *,
         may_call: bool,
         handles: frozenset[int] = frozenset(),
+        stops: tuple[str, ...] = (),
         **options: bool,
     ) -> "Chat":
         """Return the chat with the nodes that the ids of its tool calls name, too.
@@ -70,7 +72,7 @@ class Chat:
         found = (_OWN_CALL.fullmatch(str(call.get("id"))) for call in calls)
         handles |= {int(match[1]) for match in found if match is not None}
         may_call = may_call and bool(tools)
-        return cls(tuple(messages), tools, max_tokens, may_call, handles=handles, **options)
+        return cls(tuple(messages), tools, max_tokens, may_call, handles=handles, stops=stops, **options)
 
 
 def read_chat(content: bytes) -> Chat:
@@ -87,7 +89,6 @@ def read_chat(content: bytes) -> Chat:
     choice, form = body.get("tool_choice"), body.get("response_format")
     faults = {
         "n": (body.get("n") or 1) != 1,
-        "stop": bool(body.get("stop")),
         "response_format": form is not None and form != {"type": "text"},
         "tool_choice": choice not in (None, "auto", "none", "required"),
     }
@@ -97,6 +98,7 @@ def read_chat(content: bytes) -> Chat:
         tools,
         largest(body, "max_tokens", "max_completion_tokens"),
         may_call=choice != "none",
+        stops=stops_of(body, "stop"),
         is_stream=bool(body.get("stream")),
         wants_usage=wants_usage,
     )
@@ -125,6 +127,19 @@ def largest(body: Mapping[str, Any], *keys: str) -> int | None:
     if any(type(limit) is not int or limit < 1 for limit in limits):
         raise RefusedError(400, f"{keys[0]}: found {limits}; expected a positive integer")
     return min(limits, default=None)
+
+
+def stops_of(body: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """Return the strings that end a response.
+
+    Raises:
+        RefusedError: One is no string, or empty.
+    """
+    found = body.get(key) or []
+    stops: list[Any] = [found] if isinstance(found, str) else found
+    if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
+        raise RefusedError(400, f"{key}: found {found!r}; expected strings that are not empty")
+    return tuple(stops)
 
 
 def refuse_sampling_options(
@@ -217,6 +232,7 @@ class Reply:
     created: int  # seconds since 1970
     finish_reason: str
     num_tokens: tuple[int, int]  # of the prompt and the response
+    stop: str | None = None  # the client's stop string that ended it
 
     @property
     def name(self) -> str:

@@ -1,23 +1,17 @@
-"""One episode: the tree of its calls, and the path that trains.
+"""One episode: its calls, their parents, its limits and its clock.
 
-All of it belongs to the sampler's event loop. A node is one response. Its completion has all tokens after the
-root's prompt, with log-probs, Top-K, routes and weight versions as the engine returned them.
+All of it belongs to the sampler's event loop.
 """
 
 import asyncio
 import hashlib
-import json
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from megatron_dppo.agents.chat import (
     Chat,
-    ChatMessage,
     RefusedError,
     Reply,
     canonical,
@@ -25,6 +19,7 @@ from megatron_dppo.agents.chat import (
 )
 from megatron_dppo.agents.harness import AgentOutcome
 from megatron_dppo.agents.rendering import Rendering
+from megatron_dppo.agents.tree import Node, Trees, conversation, leaves_of, num_forks_of
 from megatron_dppo.engines.base import (
     Ask,
     Completion,
@@ -33,15 +28,14 @@ from megatron_dppo.engines.base import (
     give_up,
     mask_of,
     num_tokens_before,
+    shortened,
     with_observation,
 )
 from megatron_dppo.environments import Episode as EpisodeResult
 from megatron_dppo.errors import DataError
-from megatron_dppo.types import AgentCall, CallKind
+from megatron_dppo.types import CallKind
 
 _WHILE_CALLING_S = 1.0  # between two looks at the clock while a call is sampled
-Trees = Literal["main", "tools", "all"]
-"""Which trees of an episode train."""
 _KEYS_APART = 1 << 40  # noise keys of forks: above the number of any sample of a rollout
 
 
@@ -55,40 +49,6 @@ class EpisodeLimits:
     train: Trees
     max_prompt_tokens: int  # of a root
     max_turn_tokens: int | None  # of a response
-
-
-@dataclass(frozen=True, eq=False)
-class Node:
-    """One response, at the end of the path from its root."""
-
-    number: int
-    kind: CallKind
-    parent: "Node | None"
-    request: Request  # with the root's prompt
-    completion: Completion  # of the path
-    messages: tuple[ChatMessage, ...]  # of the path; the last one is the response
-    known_as: tuple[str, ...]  # these messages in canonical form
-    tools: tuple[Mapping[str, Any], ...]
-    text: str  # of the response
-    start: int  # tokens of the path before the response
-
-    @property
-    def path(self) -> list["Node"]:
-        """The nodes from the root to this one."""
-        nodes: list[Node] = [self]
-        while (parent := nodes[-1].parent) is not None:
-            nodes.append(parent)
-        return nodes[::-1]
-
-    @property
-    def num_own(self) -> int:
-        """Number of sampled tokens of the response."""
-        return self.completion.tokens.numel() - self.start
-
-    @property
-    def num_sampled(self) -> int:
-        """Number of sampled tokens of the path."""
-        return int(mask_of(self.completion).sum())
 
 
 @dataclass(eq=False)
@@ -214,8 +174,7 @@ class Episode:
         found = [
             node
             for node in self._nodes
-            if len(node.known_as) < len(known)
-            and node.known_as == known[: len(node.known_as)]
+            if node.num_alike(chat.messages, known) == len(node.known_as) < len(known)
             and node.tools == chat.tools
         ]
 
@@ -233,7 +192,7 @@ class Episode:
         if parent is not None:
             return "template"
         known = canonical(chat.messages)
-        alike = [(node, _num_alike(node.known_as, known)) for node in self._nodes]
+        alike = [(node, node.num_alike(chat.messages, known)) for node in self._nodes]
         if any(number == len(node.known_as) for node, number in alike):
             return "tools"
         same = [node for node, number in alike if number == len(known) == len(node.known_as) - 1]
@@ -265,8 +224,9 @@ class Episode:
         """Return the tokens of new messages after a response, or None if they cannot be appended."""
         new, tokens = chat.messages[len(parent.messages) :], parent.completion.tokens
         last_token = int(tokens[-1]) if tokens.numel() else None
-        path = chat.messages[: len(parent.messages)]
-        return self.rendering.continuation(path, new, chat.tools, self._arguments, last_token)
+        path, sent = chat.messages[: len(parent.messages) - 1], chat.messages[len(parent.messages) - 1]
+        added = parent.addition(sent) or ""
+        return self.rendering.continuation(path, added, new, chat.tools, self._arguments, last_token)
 
     def count(self, chat: Chat) -> int:
         """Return the number of tokens of the prompt that a call with this chat would have.
@@ -303,18 +263,33 @@ class Episode:
         completion: Completion,
         start: int,
     ) -> Reply:
+        """Add the response, which ends with the client's first stop string, and return what the client sees."""
         number, ids = len(self._nodes), completion.tokens[start:].tolist()
-        text = self.rendering.text(ids)
-        message = parse_response(text, number, may_call=chat.may_call)
+        num_kept, shown, stop = self.rendering.ended(ids, chat.stops)
+        if stop is not None:
+            completion = replace(shortened(completion, start + num_kept), finish_reason="stop")
+        message = parse_response(shown, number, may_call=chat.may_call)
         messages = (*chat.messages, message)
         request, self._is_cut = replace(request, partial=None), False
-        known_as = canonical(messages)
-        node = Node(number, kind, parent, request, completion, messages, known_as, chat.tools, text, start)
+        node = Node(
+            number,
+            kind,
+            parent,
+            request,
+            completion,
+            messages,
+            known_as=canonical(messages),
+            tools=chat.tools,
+            text=self.rendering.text(ids[:num_kept]),
+            start=start,
+            stop=stop,
+            num_dropped=len(ids) - num_kept,
+        )
         self._nodes.append(node)
         reason = "tool_calls" if "tool_calls" in message and completion.finish_reason == "stop" else None
-        counts = len(request.prompt_tokens) + start, len(ids)
+        counts = len(request.prompt_tokens) + start, num_kept
         reason, now = reason or completion.finish_reason, int(time.time())
-        return Reply(message, number, self.request.id, now, reason, counts)
+        return Reply(message, number, self.request.id, now, reason, counts, stop)
 
     def result(self, outcome: AgentOutcome | str) -> Completion:
         """Return the conversation that trains, with the episode's result and the further ones that train.
@@ -326,7 +301,7 @@ class Episode:
         """
         if self.ended.done():
             return replace(self.ended.result(), request_id=self.request.id)
-        leaves = self._leaves()
+        leaves = leaves_of(self._nodes, self.limits.train)
         trained = max(leaves, key=lambda leaf: (leaf.num_sampled, -leaf.number), default=None)
         if trained is None:
             said = outcome if isinstance(outcome, str) else "the harness ended without a call that was answered"
@@ -335,7 +310,7 @@ class Episode:
         given, failed = (AgentOutcome(), outcome) if isinstance(outcome, str) else (outcome, None)
         done = set[int]()
         order = [trained, *(leaf for leaf in leaves if leaf is not trained)]
-        completion, *branches = [self._conversation(leaf, done) for leaf in order]
+        completion, *branches = [conversation(leaf, done) for leaf in order]
         num_trained = sum(int(mask_of(each).sum()) for each in (completion, *branches))
         result = EpisodeResult(
             trained.text,
@@ -344,57 +319,9 @@ class Episode:
             {**self.posted.info, **given.info},
             None if self._is_cut else failed,
             failed="harness",
-            calls=tuple(
-                AgentCall(
-                    node.kind,
-                    node.parent and node.parent.number,
-                    len(node.request.prompt_tokens) + node.start,
-                    node.num_own,
-                    node.number in done,
-                    node.text,
-                )
-                for node in self._nodes
-            ),
-            num_forks=self._num_forks,
-            num_untrained_tokens=sum(node.num_own for node in self._nodes) - num_trained,
+            calls=tuple(node.call(is_trained=node.number in done) for node in self._nodes),
+            num_forks=num_forks_of(self._nodes),
+            num_untrained_tokens=sum(node.num_own + node.num_dropped for node in self._nodes) - num_trained,
         )
         finish_reason = "length" if self._is_cut else completion.finish_reason
         return replace(completion, finish_reason=finish_reason, episode=result, branches=tuple(branches))
-
-    def _leaves(self) -> list[Node]:
-        """Return the ends of the conversations that train, in order."""
-        trees: dict[tuple[Any, ...], list[Node]] = {}  # by the first prompt
-        for node in self._nodes:
-            tools = json.dumps(node.tools, sort_keys=True)
-            trees.setdefault((node.request.prompt_tokens, tools), []).append(node)
-        with_tools = [tree for tree in trees.values() if tree[0].tools]
-        chosen = with_tools or list(trees.values())
-        if self.limits.train == "main":
-            chosen = sorted(chosen, key=lambda tree: -sum(node.num_own for node in tree))[:1]
-        elif self.limits.train == "all":
-            chosen = list(trees.values())
-        inner = {node.parent.number for node in self._nodes if node.parent is not None}
-        return [node for tree in chosen for node in tree if node.number not in inner]
-
-    def _conversation(self, leaf: Node, done: set[int]) -> Completion:
-        """Return the path to a leaf, in which responses that are `done` are context; adds the others to it."""
-        mask = torch.zeros(leaf.completion.tokens.numel(), dtype=torch.bool)
-        for node in leaf.path:
-            if node.number not in done:
-                mask[node.start : node.start + node.num_own] = True
-        done.update(node.number for node in leaf.path)
-        is_whole = torch.equal(mask, mask_of(leaf.completion))
-        loss_mask = leaf.completion.loss_mask if is_whole else mask
-        prompt = leaf.request.prompt_tokens
-        return replace(leaf.completion, prompt_tokens=prompt, loss_mask=loss_mask)
-
-    @property
-    def _num_forks(self) -> int:
-        """Number of nodes that are not the first child of their parent, or not the first root."""
-        return len(self._nodes) - len({node.parent and node.parent.number for node in self._nodes})
-
-
-def _num_alike(one: Sequence[str], other: Sequence[str]) -> int:
-    """Return the length of the common beginning."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))

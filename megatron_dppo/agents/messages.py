@@ -13,6 +13,7 @@ from megatron_dppo.agents.chat import (
     largest,
     parsing,
     refuse_sampling_options,
+    stops_of,
     text_of,
 )
 
@@ -34,15 +35,13 @@ def read_messages(content: bytes) -> Chat:
         signatures = (_SIGNATURE.fullmatch(str(block.get("signature"))) for block in blocks)
         tools = tuple(_tool(tool) for tool in body.get("tools") or ())
         choice = (body.get("tool_choice") or {}).get("type")
-    refuse_sampling_options(
-        body,
-        {"stop_sequences": bool(body.get("stop_sequences")), "tool_choice": choice == "tool"},
-    )
+    refuse_sampling_options(body, {"tool_choice": choice == "tool"})
     return Chat.of(
         [*system, *messages],
         tools,
         largest(body, "max_tokens"),
         may_call=choice != "none",
+        stops=stops_of(body, "stop_sequences"),
         is_stream=bool(body.get("stream")),
         handles=frozenset(int(match[1]) for match in signatures if match is not None),
     )
@@ -154,6 +153,8 @@ def _head(reply: Reply) -> dict[str, Any]:
 
 
 def _end(reply: Reply) -> dict[str, Any]:
+    if reply.stop is not None and reply.finish_reason == "stop":
+        return {"stop_reason": "stop_sequence", "stop_sequence": reply.stop}
     return {"stop_reason": _STOP_REASONS[reply.finish_reason], "stop_sequence": None}
 
 

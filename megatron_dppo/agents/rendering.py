@@ -1,6 +1,7 @@
 """Turns chats into token ids: openings by the chat template, and what follows a response by its difference."""
 
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -46,6 +47,7 @@ class Rendering:
     def continuation(
         self,
         path: Sequence[ChatMessage],
+        added: str,
         new: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
@@ -56,7 +58,8 @@ class Rendering:
         The end-of-turn token of the response comes first if the response lacks it.
 
         Args:
-            path: Messages up to the response, which is the last one.
+            path: Messages before the response.
+            added: Text that the client added to the response.
             new: Messages after it.
             tools: Tools of the chat.
             arguments: Arguments of the chat template.
@@ -65,7 +68,7 @@ class Rendering:
         Returns:
             None if the template does not append: the new messages change how it writes the earlier ones.
         """
-        answered = [*path[:-1], {"role": "assistant", "content": _MARK}]
+        answered = [*path, {"role": "assistant", "content": f"{_MARK}{added}"}]
         try:
             before = self._write(answered, tools, arguments, asks=False)
             after = self._write([*answered, *new], tools, arguments, asks=True)
@@ -82,6 +85,22 @@ class Rendering:
     def text(self, ids: Sequence[int]) -> str:
         """Decode a response without special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def ended(self, ids: Sequence[int], stops: Sequence[str]) -> tuple[int, str, str | None]:
+        """Return the number of tokens of a response up to its end, its text, and the stop string that ends it.
+
+        A response ends with the token that completes the first stop string. Its text ends before the string.
+        """
+
+        def found(number: int) -> list[tuple[int, str]]:
+            text = self.text(ids[:number])
+            return [(text.index(stop), stop) for stop in stops if stop in text]
+
+        if not stops or not found(len(ids)):
+            return len(ids), self.text(ids), None
+        number = bisect_left(range(len(ids)), True, key=lambda number: bool(found(number)))
+        place, stop = min(found(number))
+        return number, self.text(ids[:number])[:place], stop
 
     def _kept(self, text: str) -> str:
         return _THOUGHT.sub("", text) if self._thinking == "keep" else text

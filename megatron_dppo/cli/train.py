@@ -1,5 +1,6 @@
 """Commands for runs: train, check, plan, serve, evaluate."""
 
+import gc
 import json
 import os
 import signal
@@ -109,6 +110,7 @@ def train(
         else:
             from megatron_dppo.train import main as run
 
+            gc.freeze()  # searching half a million imported objects for garbage took 10 % of a small run's time
             run(config, accepts_changes=accepts_changes)
 
 

@@ -244,6 +244,29 @@ def with_observation(completion: Completion, tokens: Tensor) -> Completion:
     )
 
 
+def shortened(completion: Completion, num_tokens: int) -> Completion:
+    """Return a completion's first `num_tokens` tokens, with their log-probs, top-K, routes and versions."""
+    topk, routes = completion.topk, completion.routed_experts
+    if topk is not None:
+        topk = RolloutTopK(topk.ids[:num_tokens], topk.log_probs[:num_tokens])
+    if routes is not None:
+        num_rows = routes.indices.shape[0] - (completion.tokens.numel() - num_tokens)
+        routes = dataclasses.replace(routes, indices=routes.indices[:num_rows])
+    return dataclasses.replace(
+        completion,
+        tokens=completion.tokens[:num_tokens],
+        log_probs=completion.log_probs[:num_tokens],
+        topk=topk,
+        routed_experts=routes,
+        loss_mask=None if completion.loss_mask is None else completion.loss_mask[:num_tokens],
+        weight_versions=tuple(
+            dataclasses.replace(span, stop=min(span.stop, num_tokens))
+            for span in completion.weight_versions
+            if span.start < num_tokens
+        ),
+    )
+
+
 def join_parts(partial: Completion, rest: Completion) -> Completion:
     """Join the tokens of `partial` and `rest` into one completion, with the finish reason of `rest`.
 

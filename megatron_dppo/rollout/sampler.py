@@ -283,7 +283,8 @@ class GroupSampler:
         """Count a request that starts (+1) or ends (-1), and the time since the last change."""
         now = time.monotonic()
         passed, self._changed_at = now - self._changed_at, now
-        self.count(busy_s=passed * (self._num_flying > 0), request_s=passed * self._num_flying)
+        self._produced.busy_s += passed * (self._num_flying > 0)
+        self._produced.request_s += passed * self._num_flying
         self._num_flying += change
 
 

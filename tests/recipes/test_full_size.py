@@ -109,6 +109,8 @@ def test_plan_says_that_it_fits_and_which_layout_to_take(experiment: str) -> Non
             assert plan.time.total <= 1.05 * min(each.time.total for each in roomy)
             assert plan.retraction is not None
             assert plan.retraction.expected == 0  # at a mean of a quarter of the longest response
+            largest_graph = config.sglang.get("cuda_graph_max_bs_decode", 256)
+            assert plan.retraction.num_open <= largest_graph, "SGLang would decode without graphs"
             assert experiment not in THINKING or max(plan.retraction.shares.values()) <= 0.05
     if fewest > 8:
         assert not make_plan(config, Machine(fewest // 2, 80 * GB, HOST_BYTES)).fits

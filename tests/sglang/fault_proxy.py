@@ -37,6 +37,7 @@ class FaultProxy:
         self.url = ""
         self.faults: dict[str, Fault] = {}
         self.num_asked: Counter[str] = Counter()
+        self.passed: dict[str, list[tuple[Body, Body]]] = {}  # requests by id, and replies
         self._upstream = upstream
         self._answers: dict[str, bytes] = {}
 
@@ -80,8 +81,11 @@ class FaultProxy:
         if path != "/generate":
             _send(writer, answer.status_code, answer.content)
             return
-        rid, _, _ = json.loads(body)["rid"].partition("#")
+        asked = json.loads(body)
+        rid, _, _ = asked["rid"].partition("#")
         self.num_asked[rid] += 1
+        if answer.status_code == 200:
+            self.passed.setdefault(rid, []).append((asked, json.loads(answer.content)))
         self._answers[rid] = answer.content
         fault = self.faults.get(rid, Fault())
         if fault.is_lasting or self.num_asked[rid] == 1:

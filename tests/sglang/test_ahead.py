@@ -3,7 +3,8 @@
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
+from megatron_dppo.agents.agents import Agents, Converse
+from megatron_dppo.config.schema import AgentConfig, RolloutConfig
+from megatron_dppo.config.sections import DataConfig
 from megatron_dppo.data.prompts.prompts import PromptStream
 from megatron_dppo.engines.base import Ask, Completion, Request, SamplingParams
 from megatron_dppo.engines.sglang.client import Patience
@@ -29,14 +33,14 @@ from megatron_dppo.rollout.scheduling import Ahead, run_to_end
 from megatron_dppo.rollout.scoring import Scorer, as_text
 from megatron_dppo.rollout.staleness import StalenessBound
 from megatron_dppo.types import FinishReason, Prompt, Sample
-from tests.support.comparing import PARITY, Lengths, Letters
+from tests.support.comparing import PARITY, ChatLetters, Lengths, Letters
 from tests.support.serving import KEY, MODEL, VERSION, Served, num_requests
 from tests.support.tiny import TOP_K
 
 pytestmark = pytest.mark.usefixtures("changes_weights")
 
 BOUND = StalenessBound(prompts_per_rollout=4, max_staleness=3, over_sampling=2.5)
-SAMPLES, LONGEST, FIRST_VERSION, ROLLOUTS = 3, 420, 7, 5
+SAMPLES, LONGEST, FIRST_VERSION, ROLLOUTS, MOST_ROLLOUTS = 3, 420, 7, 5, 20
 PARAMS = SamplingParams(LONGEST, num_topk_log_probs=5, capture_routes=True)
 LIMITS = TurnLimits(max_turns=3, max_turn_tokens=90)
 SAYS = ["and then?", "why?", None]
@@ -107,11 +111,11 @@ class Weights:
         return self.models[version]
 
 
-def make_ahead(engine: SglangEngine, conversations: Conversations, environments: InProcess) -> Ahead:
+def make_ahead(engine: SglangEngine, converse: Converse, environments: InProcess) -> Ahead:
     stream = PromptStream(PROMPTS, 0, shuffle=False)
     maker = GroupMaker(Letters(), SAMPLES, max_prompt_tokens=64, seed=0, environments=environments)
     scorer = Scorer(Letters(), Lengths(), True, None)
-    sampler = GroupSampler(engine.session, conversations.run, scorer, PARAMS)
+    sampler = GroupSampler(engine.session, converse, scorer, PARAMS)
     return Ahead(BOUND, Producer(maker, sampler, stream, (0, 1)), smallest_group=1)
 
 
@@ -120,8 +124,14 @@ def weights(served: Served, tmp_path: Path) -> Weights:
     return Weights(served, tmp_path)
 
 
-def train(ahead: Ahead, engine: SglangEngine, weights: Weights) -> Iterator[tuple[int, Sample]]:
-    """Sample and "train" a few rollouts; yields each version with the samples that it trained on."""
+def train(ahead: Ahead, engine: SglangEngine, weights: Weights, num_pushes: int) -> list[tuple[int, Sample]]:
+    """Sample and "train" a few rollouts, and more until so many pushes have interrupted responses.
+
+    Whether a push meets a short turn, or the time between two, depends on how busy the machine is.
+
+    Returns:
+        Each version with each of the samples that it trained on.
+    """
 
     def push(version: int) -> None:
         with ahead.pause(version, FIRST_VERSION + 99 - version):
@@ -130,15 +140,29 @@ def train(ahead: Ahead, engine: SglangEngine, weights: Weights) -> Iterator[tupl
             engine.admit(engine.urls, version)
 
     push(FIRST_VERSION)
-    for version in range(FIRST_VERSION, FIRST_VERSION + ROLLOUTS):
+    trained = list[tuple[int, Sample]]()
+    for version in range(FIRST_VERSION, FIRST_VERSION + MOST_ROLLOUTS):
         taken = ahead.next(version, version, lambda value: [value], run_to_end)
         assert taken is not None
         groups, counts = taken
         assert sum(counts.num_dropped.values()) == 0
         assert [len(group.samples) for group in groups] == [SAMPLES] * BOUND.prompts_per_rollout
-        yield from ((version, sample) for group in groups for sample in group.samples)
+        trained += [(version, sample) for group in groups for sample in group.samples]
         time.sleep(TRAIN_S)
         push(version + 1)
+        if version + 1 >= FIRST_VERSION + ROLLOUTS and are_interrupted(trained, num_pushes):
+            return trained
+    raise AssertionError(f"{MOST_ROLLOUTS} pushes interrupted too few responses")
+
+
+def are_interrupted(trained: Sequence[tuple[int, Sample]], num_pushes: int) -> bool:
+    """Whether so many pushes interrupted responses, and two or more of them one response."""
+    interrupting, most = set[int](), 0
+    for _, sample in trained:
+        spans = sample.weight_versions
+        most = max(most, len({span.version for span in spans}))
+        interrupting |= {b.version for a, b in pairwise(spans) if a.stop == b.start}
+    return most >= 3 and len(interrupting) >= num_pushes
 
 
 def turns_of(mask: Tensor) -> list[tuple[int, int]]:
@@ -201,19 +225,6 @@ def compare_by_version(
     return worst[0], worst[1], worst[2]
 
 
-def require_held_in_mid_response(samples: Sequence[Sample], num_pushes: int) -> None:
-    """Some responses were interrupted by two pushes or more, and so many pushes interrupted some.
-
-    Whether a push meets a short turn, or the time between two, depends on how busy the machine is.
-    """
-    assert max(len({span.version for span in sample.weight_versions}) for sample in samples) >= 3
-    interrupting = set[int]()
-    for sample in samples:
-        spans = sample.weight_versions
-        interrupting |= {b.version for a, b in pairwise(spans) if a.stop == b.start}
-    assert len(interrupting) >= num_pushes
-
-
 @pytest.mark.parametrize("num_turns", [1, 3])
 def test_each_token_is_that_of_a_forward_pass_of_its_version(
     served: Served, weights: Weights, num_turns: int
@@ -228,9 +239,9 @@ def test_each_token_is_that_of_a_forward_pass_of_its_version(
     engine = SglangEngine(
         served.url, model, Patience(generate_timeout_s=120), api_key=KEY, max_concurrent_requests=24
     )
-    ahead = make_ahead(engine, conversations, environments)
+    ahead = make_ahead(engine, conversations.run, environments)
     try:
-        trained = list(train(ahead, engine, weights))
+        trained = train(ahead, engine, weights, num_pushes=3 if num_turns == 1 else 1)
         cursor = ahead.cursor
     finally:
         ahead.close()
@@ -240,7 +251,6 @@ def test_each_token_is_that_of_a_forward_pass_of_its_version(
     for version, sample in trained:
         require_whole_spans(sample)
         assert 0 <= version - sample.weight_versions[0].version <= BOUND.max_staleness
-    require_held_in_mid_response(samples, num_pushes=3 if num_turns == 1 else 1)
     places = {sample.id.partition("+")[0] for sample in samples}
     assert len(places) * SAMPLES == len({sample.id for sample in samples}) == len(samples)
     top, again = PromptStream(PROMPTS, 0, shuffle=False, cursor=cursor).upcoming
@@ -252,6 +262,31 @@ def test_each_token_is_that_of_a_forward_pass_of_its_version(
     assert min(compare_by_version(weights, samples, shift=1)) > 100 * PARITY  # other versions are told apart
     if num_turns > 1:
         require_whole_conversations(samples, heard)
+
+
+def test_pushes_in_the_middle_of_an_agents_calls_are_not_seen_by_its_client(
+    served: Served, weights: Weights
+) -> None:
+    """It gets one reply to each call, whose tokens have the versions that sampled them."""
+    engine = SglangEngine(
+        served.url, MODEL, Patience(generate_timeout_s=120), api_key=KEY, max_concurrent_requests=24
+    )
+    options = RolloutConfig(
+        agent=AgentConfig(harness="tests.support.harnesses:scripted"), max_turn_tokens=LIMITS.max_turn_tokens
+    )
+    with (
+        closing(Agents(options, DataConfig(reward="x", max_prompt_tokens=99))) as agents,
+        closing(make_ahead(engine, agents.converse(ChatLetters()), InProcess(SingleTurn))) as ahead,
+    ):
+        samples = [sample for _, sample in train(ahead, engine, weights, num_pushes=3)]
+    for sample in samples:
+        require_whole_spans(sample)
+        assert len(turns_of(sample.loss_mask)) == 3
+        assert sample.reward == sample.loss_mask.sum(), "the client saw each sampled token"
+    worst = compare_by_version(weights, samples)
+    print(f"log-probs {worst[0]:.1e}, top-5 {worst[1]:.1e}, routes {worst[2]:.1e} of {len(samples)} samples")
+    assert max(worst) <= PARITY
+    assert min(compare_by_version(weights, samples, shift=1)) > 100 * PARITY
 
 
 def require_whole_conversations(samples: Sequence[Sample], heard: Sequence[str]) -> None:

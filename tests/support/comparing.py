@@ -84,6 +84,17 @@ class Letters:
         return " ".join(map(str, token_ids))
 
 
+class ChatLetters(Letters):
+    """Writes chats, too."""
+
+    chat_template, name_or_path = "role: content;", "letters"
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+        text = "".join(f"{message['role']}: {message['content']};" for message in conversation)
+        text += "assistant: " * options["add_generation_prompt"]
+        return self.encode(text, add_special_tokens=False) if options["tokenize"] else text
+
+
 class Lengths:
     """Rewards long responses."""
 

@@ -55,6 +55,15 @@ async def scripted(task: Prompt, base_url: str, api_key: str, workdir: Path) -> 
     return AgentOutcome(reward, {"turns": 3.0})
 
 
+async def stopping(task: Prompt, base_url: str, api_key: str, workdir: Path) -> float:
+    """Three responses, sampled with the options that the prompt's answer has as JSON."""
+    messages: list[Any] = list(task.messages or [])
+    for says in ("t1 t2", "t3", None):
+        said = chat(base_url, api_key, messages, **json.loads(task.answer))
+        messages += [said, {"role": "user", "content": says}]
+    return 1.0
+
+
 async def forking(task: Prompt, base_url: str, api_key: str, workdir: Path) -> AgentOutcome:
     """Two calls in parallel, a second turn after each, a branch, another root, and a retry."""
     first = [{"role": "user", "content": "t5"}]

@@ -206,6 +206,23 @@ def test_a_tool_task_continues_what_was_sampled(name: str, is_stream: bool) -> N
     assert episode is not None and (episode.num_turns, episode.num_forks) == (2, 0)
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(("name", "option"), [("chat", "stop"), ("messages", "stop_sequences")])
+def test_a_response_ends_with_a_stop_string(name: str, option: str, is_stream: bool) -> None:
+    async def play(client: Client, each: Played) -> None:
+        client.ask(QUESTION)
+        first = await client.next(**{option: ["Observation:"]})
+        assert (first["text"], first["thinking"]) == ("I add.", "well")
+        assert first["reason"] == {"chat": "stop", "messages": "stop_sequence"}[name]
+        assert first["counts"][1] == len(each.ids("<think>\nwell\n</think>\n\nI add.\nObservation:"))
+        client.ask("5")
+        assert (await client.next())["reason"] == REASONS[name][1]
+
+    text = "<think>\nwell\n</think>\n\nI add.\nObservation:"
+    each = with_client(name, play, f"{text} 6", "It is 5.", is_stream=is_stream)
+    assert each.input_of(1).startswith(f"{each.input_of(0)}{text}<|im_end|>\n")
+
+
 def test_all_protocols_render_the_same_prompt() -> None:
     async def play(client: Client, each: Played) -> None:
         client.ask(QUESTION)
@@ -249,9 +266,9 @@ def test_a_limit_is_an_error_that_clients_know(name: str) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("chat", {"stop": ["\n"]}),
+    ("chat", {"stop": [""]}),
     ("chat", {"n": 2}),
-    ("messages", {"stop_sequences": ["\n"]}),
+    ("messages", {"stop_sequences": [""]}),
     ("messages", {"tool_choice": {"type": "tool", "name": "add"}}),
     ("responses", {"previous_response_id": "resp_1"}),
     ("responses", {"text": {"format": {"type": "json_object"}}}),

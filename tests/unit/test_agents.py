@@ -36,7 +36,7 @@ from tests.support.collecting import Collected, MultiTurn, collect
 from tests.support.concurrent_engines import OneByOne, interrupted
 from tests.support.harnesses import post
 from tests.support.samples import InProcessScorer, assert_same
-from tests.unit.test_multi_turn import ENDS, PARAMS, TOKENIZER, Recorded, rolled_out, words_of
+from tests.unit.test_multi_turn import ENDS, EOS, PARAMS, TOKENIZER, Recorded, rolled_out, words_of
 from tests.unit.test_transformers_engine import checkpoint, engine_of, moe_config, reference_model, requests_of
 
 HARNESSES = "tests.support.harnesses"
@@ -117,6 +117,22 @@ def test_a_conversation_over_http_is_the_same_as_with_an_environment(model: Any,
     assert (metrics["agents/calls"], metrics["agents/forks"], metrics["agents/untrained_tokens"]) == (9, 0, 0)
     same = {name: value for name, value in metrics.items() if not name.startswith("agents/")}
     assert same == expected.counts.metrics()
+
+
+def test_a_stop_string_ends_a_response_as_an_end_of_sequence_token_does(model: Any) -> None:
+    """No tokens, log-probs, Top-K, routes or later responses depend on what is sampled after it."""
+    stops = [f"t{token}" for token in ENDS if token != EOS]
+    ending, endless = (Keyed(engine_of(model, eos_token_ids=ids, batch_size=1)) for ids in (ENDS, (EOS,)))
+    expected, _ = play(ending, agents_of("stopping"), [prompt("6", "{}")])
+    batch, _ = play(endless, agents_of("stopping"), [prompt("6", json.dumps({"stop": stops}))])
+    assert_same(batch.samples, expected.samples)
+    ends = [sample.finish_reason for sample in batch.samples]
+    num_trained = sum(int(sample.loss_mask.sum()) for sample in batch.samples)
+    num_sampled = sum(len(each) for sampled in endless.sampled.values() for each in sampled)
+    assert "stop" in ends and num_sampled > num_trained
+    metrics = batch.counts.metrics()
+    assert metrics["agents/forks"] == 0 and metrics["agents/calls"] == 9
+    assert metrics["agents/untrained_tokens"] == num_sampled - num_trained
 
 
 def test_branches_roots_parallel_calls_and_retries_have_exact_tokens(engine: Keyed) -> None:

@@ -10,20 +10,21 @@ import pytest
 import torch
 
 from megatron_dppo.agents.chat import Chat, RefusedError, parse_response, read_chat
-from megatron_dppo.agents.episode import Episode, EpisodeLimits, Node
+from megatron_dppo.agents.episode import Episode, EpisodeLimits
 from megatron_dppo.agents.harness import AgentOutcome
 from megatron_dppo.agents.rendering import Rendering, Thinking
+from megatron_dppo.agents.tree import Node
 from megatron_dppo.engines.base import (
     Completion,
     Request,
     SamplingParams,
-    join_parts,
     mask_of,
     num_tokens_before,
 )
 from megatron_dppo.runtime.concurrency import run_loop
-from megatron_dppo.types import Prompt, WeightVersionSpan
+from megatron_dppo.types import FinishReason, Prompt
 from tests.support.byte_tokenizers import byte_tokenizer, tools_tokenizer
+from tests.support.scripted_policy import ScriptedPolicy
 
 LIMITS = EpisodeLimits(600.0, 60.0, 9, "main", 2000, None)
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
@@ -45,40 +46,29 @@ LATEST_TEMPLATE = (  # tools stand before the last message, so earlier text move
 TOKENIZER = tools_tokenizer()
 
 
-class Played:
-    """An episode whose responses are given texts; each ends with the end of a turn."""
+class Played(ScriptedPolicy):
+    """An episode whose responses are given texts."""
 
     def __init__(
-        self, *texts: str, tokenizer: Any = TOKENIZER, thinking: Thinking = "keep", **limits: Any
+        self,
+        *texts: str,
+        tokenizer: Any = TOKENIZER,
+        thinking: Thinking = "keep",
+        finish_reason: FinishReason = "stop",
+        **limits: Any,
     ) -> None:
-        self.tokenizer, self.texts, self.asked = tokenizer, list(texts), list[Request]()
+        super().__init__(tokenizer, *texts, finish_reason=finish_reason)
         row = Prompt("0", "5", "test", messages=({"role": "user", "content": "?"},))
         request = Request("rollout0/0/0+0", (1, 2), (3, 4, 5), prompt=row, is_chat=True)
         most = limits.pop("max_response_tokens", 1000)
         rendering = Rendering(tokenizer, thinking)
-        self.episode = Episode(request, SamplingParams(most), self._ask, rendering, replace(LIMITS, **limits))
-
-    async def _ask(self, request: Request, params: SamplingParams) -> Completion:
-        self.asked.append(request)
-        await asyncio.sleep(0)
-        ids = torch.tensor(self.ids(f"{self.texts.pop(0)}<|im_end|>"))
-        new = Completion(request.id, ids, ids / -100, "stop", None, None, (WeightVersionSpan(0, len(ids), 7),))
-        return join_parts(request.partial, new) if request.partial is not None else new
-
-    def ids(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        self.episode = Episode(request, SamplingParams(most), self.ask, rendering, replace(LIMITS, **limits))
 
     async def say(self, *messages: Any, **options: Any) -> dict[str, Any]:
         """Return the message of a reply."""
         body = json.dumps({"messages": messages} | options).encode()
         reply = await self.episode.call(read_chat(body), body, is_retry=False)
         return json.loads(reply.json())["choices"][0]["message"]
-
-    def input_of(self, number: int) -> str:
-        """Return the text that the engine got with a request."""
-        request = self.asked[number]
-        tokens = [*request.prompt_tokens, *(request.partial.tokens.tolist() if request.partial else ())]
-        return self.tokenizer.decode(tokens)
 
 
 def played(play: Callable[[], Coroutine[Any, Any, Played]]) -> Played:
@@ -194,6 +184,52 @@ def test_a_retry_gets_the_same_bytes_and_another_equal_call_gets_a_new_response(
     assert len(played(play).asked) == 2
 
 
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize("added", ["", "</code>", "</code>\nI called it.", "</Code>"])
+def test_a_response_ends_with_the_token_that_completes_a_stop_string(thinks: bool, added: str) -> None:
+    thought = "<think>\nwell\n</think>\n\n" * thinks
+    kept, dropped = f"{thought}add(2, 3) \n</code>", "Observation: 6<|im_end|>"
+
+    async def play() -> Played:
+        each = Played(f"{kept}Observation: 6", "It is 5.")
+        said = await each.say(ASKS, stop=["Observation:", "</code>"])
+        assert said["content"].rstrip() == "add(2, 3)"
+        said["content"] += added
+        await each.say(ASKS, said, {"role": "user", "content": "5"}, stop="Observation:")
+        return each
+
+    each = played(play)
+    result = each.episode.result(AgentOutcome(1.0))
+    assert result.episode is not None
+    counts = [len(each.ids(text)) for text in (kept, "It is 5.<|im_end|>", dropped)]
+    assert [call.num_tokens for call in result.episode.calls] == counts[:2]
+    if added == "</Code>":
+        assert result.episode.calls[1].kind == "edited"
+        return
+    assert result.episode.calls[0].response == kept and result.episode.calls[1].kind == "continues"
+    end = added.removeprefix("</code>") + "<|im_end|>\n<|im_start|>user\n5<|im_end|>\n<|im_start|>assistant\n"
+    assert each.input_of(1) == each.input_of(0) + kept + end
+    assert result.tokens[mask_of(result)].tolist() == each.ids(f"{kept}It is 5.<|im_end|>")
+    assert torch.equal(result.log_probs, torch.where(mask_of(result), result.tokens / -100, 0))
+    spans = [(span.start, span.stop) for span in result.weight_versions]
+    assert spans == [(0, counts[0]), (result.tokens.numel() - counts[1], result.tokens.numel())]
+    assert result.episode.num_untrained_tokens == counts[2], "sampled, and after the end"
+
+
+def test_a_response_that_a_limit_cut_ends_with_a_stop_string_before_it() -> None:
+    async def play() -> Played:
+        each = Played("5. I am sure.", finish_reason="length")
+        for stop, reason in ((None, "length"), (["."], "stop"), (["?"], "length")):
+            body = json.dumps({"messages": [ASKS], "stop": stop}).encode()
+            each.texts.append("5. I am sure.")
+            reply = await each.episode.call(read_chat(body), body, is_retry=False)
+            assert reply.finish_reason == reason
+        assert [node.completion.finish_reason for node in each.episode._nodes] == ["length", "stop", "length"]
+        return each
+
+    played(play)
+
+
 @pytest.mark.parametrize(
     ("limits", "said"),
     [
@@ -262,7 +298,8 @@ def test_the_clock_runs_only_while_the_harness_works() -> None:
         {"logit_bias": {"3": 1.0}},
         {"frequency_penalty": 0.5},
         {"presence_penalty": 0.5},
-        {"stop": ["x"]},
+        {"stop": ["x", ""]},
+        {"stop": {"x": 1}},
         {"response_format": {"type": "json_object"}},
         {"tool_choice": {"type": "function", "function": {"name": "add"}}},
         {"logprobs": True},

@@ -37,6 +37,16 @@ def test_garbage_of_empty_groups_becomes_zero(sizes: list[int]) -> None:
     assert torch.equal(weight.grad, garbage.nan_to_num(0.0))
 
 
+def test_a_rank_without_rows_has_gradients_of_zero_also_for_an_expanded_one() -> None:
+    """`F.grouped_mm` refuses the gradient of a sum, which has no strides."""
+    rows = torch.randn(0, 8, requires_grad=True)
+    weight = torch.randn(4, 6, 8, requires_grad=True)
+    output = grouped_product(rows, weight, torch.zeros(4, dtype=torch.int32))
+    output.backward(torch.ones(()).expand(0, 6))
+    assert output.shape == (0, 6) and rows.grad is not None and rows.grad.shape == (0, 8)
+    assert weight.grad is not None and torch.equal(weight.grad, torch.zeros_like(weight))
+
+
 def test_the_guard_changes_nothing_where_the_kernel_is_right() -> None:
     ends = torch.tensor([5, 5, 8, 12], dtype=torch.int32)
     rows, weight = torch.randn(12, 8), torch.randn(4, 4, 8)

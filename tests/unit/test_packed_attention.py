@@ -4,8 +4,10 @@ Flash attention runs as `varlen_reference` has it, called through PyTorch's own 
 """
 
 import re
+import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron_dppo.data.batches.packing import zigzag
-from megatron_dppo.models import attention
+from megatron_dppo.models import attention, varlen_attention
 from megatron_dppo.models.attention import (
     PackedAttentionForm,
     activate_flash_attention_3,
@@ -51,6 +53,24 @@ def packed(packing: str, size: int = 1, dim: int = DIM) -> tuple[Tensor, list[Te
     shapes = [(num_tokens, heads, dim) for heads in (HEADS, GROUPS, GROUPS)]
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     return torch.cat([ends.new_zeros(1), ends]).int(), [tensor.requires_grad_() for tensor in tensors]
+
+
+def test_a_torch_without_the_keyword_gets_fewer_key_value_heads_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As torch 2.11, whose kernel takes them unasked."""
+    passed: dict[str, Any] = {}
+
+    def older(query: Tensor, key: Tensor, *others: Any, **options: Any) -> Tensor:
+        passed.update(options, num_heads=(query.shape[1], key.shape[1]))
+        return query
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", older)
+    sequences: Any = runpy.run_path(varlen_attention.__file__)["VarlenSequences"]
+    cu_seqlens, tensors = packed("five batches")
+    sequences.of(spans_of(cu_seqlens, 0, 1)).attend(*tensors, None)
+    assert passed.pop("num_heads") == (HEADS, GROUPS)
+    assert set(passed) == {"window_size", "scale"}
 
 
 def spans_of(cu_seqlens: Tensor, rank: int, size: int) -> Spans:

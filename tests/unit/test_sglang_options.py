@@ -18,6 +18,7 @@ from megatron_dppo.engines.sglang.options import (
     CUMEM,
     NCCL,
     NVLS,
+    TORCH,
     differences,
     environment_problems,
     installed_nccl,
@@ -157,13 +158,15 @@ def test_another_version_of_nccl_is_a_difference() -> None:
     own = {CUMEM: "0", NVLS: "0"}
     assert differences(own, own | {NCCL: "2.30.7"}) is None, "a trainer on CPUs"
     assert differences(own | {NCCL: "2.29.7"}, own) is None, "a server on CPUs"
-    found = differences(own | {NCCL: "2.29.7"}, own | {NCCL: "2.30.7"})
-    assert found is not None and found.startswith("NCCL=2.30.7 there and 2.29.7 in the trainer; ")
+    found = differences(own | {NCCL: "2.29.7"}, own | {NCCL: "2.30.7", TORCH: "2.14.1"})
+    assert found is not None and found.startswith(
+        "NCCL=2.30.7 there and 2.29.7 in the trainer (torch 2.14.1); "
+    )
     assert "nvidia-nccl-cu13==2.30.7" in found and "'disk'" in found
 
 
 def test_an_interpreter_with_a_torch_for_cpus_has_no_nccl() -> None:
-    assert installed_nccl(Path(sys.executable)) == {}
+    assert installed_nccl(Path(sys.executable)) == {}, "of torch's build for CPUs"
     assert installed_nccl(Path("/nowhere/python")) == {}
 
 
@@ -197,13 +200,14 @@ def test_a_server_with_another_nccl_than_the_trainer_s_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\ncase "$4" in *nccl*) echo 2.30.7;; *) echo 0.5.23;; esac\n')
+    python.write_text('#!/bin/sh\ncase "$4" in *nccl*) echo 2.30.7 2.14.1;; *) echo 0.5.23;; esac\n')
     python.chmod(0o755)
     monkeypatch.setattr(server, "read_options", lambda python: {})
     monkeypatch.setattr(options, "trainer_nccl", lambda: {NCCL: "2.29.7"})
     table = {"python": str(python)}
     with pytest.raises(
-        ConfigError, match=r"NCCL 2\.29\.7 here and 2\.30\.7 in .*--no-deps nvidia-nccl-cu13==2"
+        ConfigError,
+        match=r"NCCL 2\.29\.7 here and 2\.30\.7 in .* \(torch 2\.14\.1\).*--no-deps nvidia-nccl-cu13==2",
     ):
         server.plan_launch(config_of(table))
     with pytest.raises(ConfigError) as refusal:  # of the model's folder, which is missing
@@ -214,11 +218,12 @@ def test_a_server_with_another_nccl_than_the_trainer_s_does_not_start(
 def test_a_push_leaves_out_a_registered_server_with_another_nccl(tmp_path: Path) -> None:
     """From the interpreter that serves, through the server's record, to the trainer's push."""
     python, run = tmp_path / "python", tmp_path / "run"
-    python.write_text('#!/bin/sh\ncase "$4" in *nccl*) echo 2.30.7;; esac\n')
+    python.write_text('#!/bin/sh\ncase "$4" in *nccl*) echo 2.30.7 2.14.1;; esac\n')
     python.chmod(0o755)
     config = config_of({})
     config = config.model_copy(update={"run": config.run.model_copy(update={"folder": run})})
     shared = nccl_settings(config) | dict(installed_nccl(python))
+    assert shared[TORCH] == "2.14.1", "recorded"
     record = ServerRecord("s", "http://127.0.0.1:9", "h", 1, "0.5.23", "now", 1, shared)
     (run / "servers").mkdir(parents=True)
     write_jsonl(run / "servers" / "s.json", [asdict(record)])

@@ -42,9 +42,16 @@ print(json.dumps({action.dest: dict(
     choices=None if action.choices is None else [str(choice) for choice in action.choices],
 ) for action in parser._actions if action.dest != "help"}))
 """
-_PRINT_NCCL = inspect.getsource(nccl_version) + "\nprint(nccl_version() or '')"
+_PRINT_NCCL = (
+    inspect.getsource(nccl_version)
+    + """
+import torch
+print(nccl_version() or "none", torch.__version__)
+"""
+)
 CUMEM, NVLS = "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"
 NCCL = "NCCL"  # name of the library's version among the settings that trainer and servers must share
+TORCH = "torch"  # recorded with it, and not compared: two versions exchange weights
 
 
 @dataclass(frozen=True)
@@ -71,12 +78,13 @@ def installed_version(python: Path) -> str | None:
 
 @functools.cache  # importing torch takes seconds
 def installed_nccl(python: Path) -> Mapping[str, str]:
-    """Return the version of NCCL in an interpreter's torch, by the name NCCL.
+    """Return the versions of NCCL and torch of an interpreter, by the names NCCL and TORCH.
 
-    It is empty, and nothing is compared, if that torch is for CPUs or does not import within a minute.
+    It is empty, and nothing is compared, if that torch is for CPUs or does not import within five minutes.
     """
-    lines = _run(python, _PRINT_NCCL, timeout_s=60)
-    return {NCCL: lines[-1]} if lines and lines[-1] else {}
+    lines = _run(python, _PRINT_NCCL, timeout_s=300)
+    versions = lines[-1].split() if lines else []
+    return {} if versions[:1] in ([], ["none"]) else dict(zip((NCCL, TORCH), versions, strict=False))
 
 
 def is_for_cpu(python: Path) -> bool:
@@ -203,7 +211,9 @@ def differences(own: Mapping[str, str], of_server: Mapping[str, str]) -> str | N
     has no NCCL. NCCL refuses to connect ranks of different versions.
     """
     names = [name for name, value in own.items() if of_server.get(name, value) != value]
+    torch = f" (torch {of_server[TORCH]})" if TORCH in of_server and NCCL in names else ""
     found = " and ".join(f"{name}={of_server[name]} there and {own[name]} in the trainer" for name in names)
+    found += torch
     action = one_nccl(of_server[NCCL]) if NCCL in names else "export the same values on every node"
     return f"{found}; {action}" if names else None
 
@@ -214,14 +224,15 @@ def nccl_problems(config: Config) -> Iterator[Problem]:
         return
     served = installed_nccl(interpreter(config))
     own = trainer_nccl() if served else {}
-    if own and own != served:
+    if own and own[NCCL] != served[NCCL]:
         found = f"'distributed' with NCCL {own[NCCL]} here and {served[NCCL]} in {interpreter(config)}"
+        found += f" (torch {served[TORCH]})" if TORCH in served else ""
         action = f"To have one version, {one_nccl(served[NCCL])}."
         yield Problem("rollout.sglang.weight_sync", found, "one version: NCCL refuses to connect two", action)
 
 
 def trainer_nccl() -> Mapping[str, str]:
-    """Return the version of NCCL in this interpreter, as `installed_nccl` does."""
+    """Return the versions of NCCL and torch in this interpreter, as `installed_nccl` does."""
     return installed_nccl(Path(sys.executable))
 
 

@@ -34,7 +34,7 @@ class ServerRecord:
     version: str
     since: str
     num_starts: int  # above 1 after a restart, which loads the weights of model.load again
-    nccl: Mapping[str, str] = field(default_factory=dict[str, str])  # NCCL's variables and version
+    nccl: Mapping[str, str] = field(default_factory=dict[str, str])  # NCCL's variables; versions
 
 
 def write_record(path: Path, record: ServerRecord) -> None:

@@ -79,7 +79,7 @@ class Launch:
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(repr=False)  # with secrets
     url: str
-    nccl: Mapping[str, str]  # NCCL's variables, which `environment` has too, and its version
+    nccl: Mapping[str, str]  # NCCL's variables, which `environment` has too; its version and torch's
 
 
 def plan_launch(config: Config, index: int = 0) -> Launch:

@@ -1,0 +1,121 @@
+"""The responses of an episode as a tree, and the conversations of it that train.
+
+A node is one response. Its completion has all tokens after the root's prompt, with log-probs, Top-K, routes and
+weight versions as the engine returned them.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from megatron_dppo.agents.chat import ChatMessage, canonical
+from megatron_dppo.engines.base import Completion, Request, mask_of
+from megatron_dppo.types import AgentCall, CallKind
+
+Trees = Literal["main", "tools", "all"]
+"""Which trees of an episode train."""
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """One response, at the end of the path from its root."""
+
+    number: int
+    kind: CallKind
+    parent: "Node | None"
+    request: Request  # with the root's prompt
+    completion: Completion  # of the path
+    messages: tuple[ChatMessage, ...]  # of the path; the last one is the response
+    known_as: tuple[str, ...]  # these messages in canonical form
+    tools: tuple[Mapping[str, Any], ...]
+    text: str  # of the response
+    start: int  # tokens of the path before the response
+    stop: str | None = None  # the client's string that ended the response
+    num_dropped: int = 0  # tokens that were sampled after it
+
+    @property
+    def path(self) -> list["Node"]:
+        """The nodes from the root to this one."""
+        nodes: list[Node] = [self]
+        while (parent := nodes[-1].parent) is not None:
+            nodes.append(parent)
+        return nodes[::-1]
+
+    @property
+    def num_own(self) -> int:
+        """Number of sampled tokens of the response."""
+        return self.completion.tokens.numel() - self.start
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of sampled tokens of the path."""
+        return int(mask_of(self.completion).sum())
+
+    def num_alike(self, messages: Sequence[ChatMessage], known: Sequence[str]) -> int:
+        """Return how many of the path's first messages are the first of a chat.
+
+        Args:
+            messages: Messages of the chat.
+            known: The same in canonical form.
+        """
+        pairs = enumerate(zip(self.known_as, known, strict=False))
+        most = min(len(self.known_as), len(known))
+        number = next((place for place, (own, other) in pairs if own != other), most)
+        is_response = number == len(self.known_as) - 1 < len(known)
+        return number + (is_response and self.addition(messages[number]) is not None)
+
+    def addition(self, sent: ChatMessage) -> str | None:
+        """Return what a client added after the response's stop string, or None if it sends something else."""
+        response = self.messages[-1]
+        if self.stop is None or canonical([sent | {"content": response["content"]}])[0] != self.known_as[-1]:
+            return None
+        whole, text = (response["content"] + self.stop).lstrip(), sent["content"].lstrip()
+        return text.removeprefix(whole).rstrip() if text.startswith(whole) else None
+
+    def call(self, *, is_trained: bool) -> AgentCall:
+        """Return the record of the call."""
+        return AgentCall(
+            self.kind,
+            self.parent and self.parent.number,
+            len(self.request.prompt_tokens) + self.start,
+            self.num_own,
+            is_trained,
+            self.text,
+        )
+
+
+def leaves_of(nodes: Sequence[Node], train: Trees) -> list[Node]:
+    """Return the ends of the conversations that train, in order."""
+    trees: dict[tuple[Any, ...], list[Node]] = {}  # by the first prompt
+    for node in nodes:
+        tools = json.dumps(node.tools, sort_keys=True)
+        trees.setdefault((node.request.prompt_tokens, tools), []).append(node)
+    with_tools = [tree for tree in trees.values() if tree[0].tools]
+    chosen = with_tools or list(trees.values())
+    if train == "main":
+        chosen = sorted(chosen, key=lambda tree: -sum(node.num_own for node in tree))[:1]
+    elif train == "all":
+        chosen = list(trees.values())
+    inner = {node.parent.number for node in nodes if node.parent is not None}
+    return [node for tree in chosen for node in tree if node.number not in inner]
+
+
+def conversation(leaf: Node, done: set[int]) -> Completion:
+    """Return the path to a leaf, in which responses that are `done` are context; adds the others to it."""
+    mask = torch.zeros(leaf.completion.tokens.numel(), dtype=torch.bool)
+    for node in leaf.path:
+        if node.number not in done:
+            mask[node.start : node.start + node.num_own] = True
+    done.update(node.number for node in leaf.path)
+    is_whole = torch.equal(mask, mask_of(leaf.completion))
+    loss_mask = leaf.completion.loss_mask if is_whole else mask
+    prompt = leaf.request.prompt_tokens
+    return replace(leaf.completion, prompt_tokens=prompt, loss_mask=loss_mask)
+
+
+def num_forks_of(nodes: Sequence[Node]) -> int:
+    """Return the number of nodes that are not the first child of their parent, or not the first root."""
+    return len(nodes) - len({node.parent and node.parent.number for node in nodes})

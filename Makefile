@@ -183,7 +183,7 @@ $(SGLANG_VENV)/.stamp-$(SGLANG_FOR): tests/sglang/requirements-cpu/$(SGLANG).txt
 	fi
 	@touch $@
 
-# The test runner is ours; the agents run in an environment of theirs.
+# The test runner is ours; the agents run in a separate environment.
 test-agents: venv $(AGENTS_VENV)/.stamp
 	AGENTS_PYTHON=$(CURDIR)/$(AGENTS_VENV)/bin/python $(RUN) -m pytest tests/agents -n 2
 

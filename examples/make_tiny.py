@@ -137,11 +137,18 @@ def write_tiny(folder: Path) -> None:
 
 def gem_tokenizer() -> PreTrainedTokenizerFast:
     """Every answer to Acre and every move of the small Sudoku is a token of its own; other words are one."""
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<bos>": 1, "<eos>": 2, "<unk>": 3}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     moves = (" ".join(move) for move in itertools.product("1234", repeat=3))
     answers = [rf"\boxed{{{answer}}}" for answer in ("on", "off", "undetermined", *moves)]
-    words.add_tokens([AddedToken(answer, normalized=False) for answer in answers])
+    gem = word_tokenizer()
+    gem.add_tokens([AddedToken(answer, normalized=False) for answer in answers])
+    return gem
+
+
+def word_tokenizer(*names: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with these words, separated by spaces; all others are `<unk>`."""
+    ids = {name: id for id, name in enumerate(("<pad>", "<bos>", "<eos>", "<unk>", *names))}
+    words = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
     )
@@ -149,12 +156,7 @@ def gem_tokenizer() -> PreTrainedTokenizerFast:
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
     """Digits and `####` are tokens, and all other words are one; every message ends with `<eos>`."""
-    names = ["<pad>", "<bos>", "<eos>", "<unk>", "####", *"0123456789"]
-    words = Tokenizer(models.WordLevel({name: id for id, name in enumerate(names)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    chat = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
-    )
+    chat = word_tokenizer("####", *"0123456789")
     chat.chat_template = (
         "{% for message in messages %}{{ message['content'] }} <eos> {% endfor %}"
         "{% if add_generation_prompt %}<bos>{% endif %}"
@@ -177,12 +179,7 @@ def tool_tokenizer() -> PreTrainedTokenizerFast:
     """
     call = '<tool_call>{{"name":"look_up","arguments":{{"key":{key}}}}}</tool_call>'
     calls = (call.format(key=key) for key in (0, 1))
-    names = ["<pad>", "<bos>", "<eos>", "<unk>", "look_up", *"0123456789", *calls]
-    words = Tokenizer(models.WordLevel({name: id for id, name in enumerate(names)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tools = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
-    )
+    tools = word_tokenizer("look_up", *"0123456789", *calls)
     tools.chat_template = (
         "{% for tool in tools or [] %}{{ tool['function']['name'] }} {% endfor %}"
         "{% for message in messages %}{{ message['content'] }} "

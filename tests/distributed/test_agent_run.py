@@ -103,11 +103,8 @@ def test_episodes_are_trained_on_and_a_resumed_run_is_bitwise_the_same(task: Pat
 
 def test_a_policy_learns_to_use_a_tool_and_a_killed_run_continues_bitwise(tmp_path: Path) -> None:
     """Killed in rollout 16, it begins again with rollout 12, and repeats the rows that it had written."""
-    task, rollout = (
-        make_lookup_task(tmp_path),
-        {"samples_per_prompt": 3, "transformers": {"weights": "float32"}},
-    )
-    tables = lookup_settings(task, "run", 44, **rollout)
+    rollout: dict[str, Any] = {"samples_per_prompt": 3, "transformers": {"weights": "float32"}}
+    tables = lookup_settings(make_lookup_task(tmp_path), "run", 44, **rollout)
     tables["run"]["seed"], tables["checkpoint"] = 1, {"every": 12, "asynchronous": False}
     run, config, log = tmp_path / "run", tmp_path / "run.toml", tmp_path / "train.log"
     config.write_text(tomli_w.dumps(tables))

@@ -170,6 +170,14 @@ def test_an_interpreter_with_a_torch_for_cpus_has_no_nccl() -> None:
     assert installed_nccl(Path("/nowhere/python")) == {}
 
 
+def test_an_interpreter_that_does_not_reply_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o755)
+    assert options._run(python, "", timeout_s=0.2) == []
+    assert str(python) in caplog.text and "not checked" in caplog.text
+
+
 class Library:
     """NCCL as ctypes loads it, whatever torch was compiled with."""
 

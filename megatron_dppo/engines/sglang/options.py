@@ -7,6 +7,7 @@ SGLang is not installed, the arguments of a tested version are used, which ship 
 import functools
 import inspect
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -27,6 +28,7 @@ from megatron_dppo.runtime.libraries import nccl_version
 PYTHON = "python"
 """The only key of [sglang] that is not a server argument: the interpreter that SGLang is installed in."""
 DEFAULT_PYTHON = ".venv-sglang/bin/python"
+logger = logging.getLogger(__name__)
 _PRINT_VERSION = "import importlib.metadata; print(importlib.metadata.version('sglang'))"
 _PRINT_OPTIONS = """
 import argparse, json
@@ -211,9 +213,8 @@ def differences(own: Mapping[str, str], of_server: Mapping[str, str]) -> str | N
     has no NCCL. NCCL refuses to connect ranks of different versions.
     """
     names = [name for name, value in own.items() if of_server.get(name, value) != value]
-    torch = f" (torch {of_server[TORCH]})" if TORCH in of_server and NCCL in names else ""
     found = " and ".join(f"{name}={of_server[name]} there and {own[name]} in the trainer" for name in names)
-    found += torch
+    found += f" (torch {of_server[TORCH]})" if NCCL in names and TORCH in of_server else ""
     action = one_nccl(of_server[NCCL]) if NCCL in names else "export the same values on every node"
     return f"{found}; {action}" if names else None
 
@@ -277,6 +278,10 @@ def _run(python: Path, program: str, timeout_s: float) -> list[str]:
             check=True,
             env=environment,
         )
+    except subprocess.TimeoutExpired:
+        text = "%s: found no reply within %.0f s, so the versions there are not checked. Is its disk slow?"
+        logger.warning(text, python, timeout_s)
+        return []
     except (subprocess.SubprocessError, OSError):
         return []
     return result.stdout.splitlines()

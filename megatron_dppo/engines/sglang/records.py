@@ -34,7 +34,8 @@ class ServerRecord:
     version: str
     since: str
     num_starts: int  # above 1 after a restart, which loads the weights of model.load again
-    nccl: Mapping[str, str] = field(default_factory=dict[str, str])  # NCCL's variables; versions
+    # NCCL's environment variables, and the versions of NCCL and torch
+    nccl: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def write_record(path: Path, record: ServerRecord) -> None:

@@ -140,8 +140,7 @@ def gem_tokenizer() -> PreTrainedTokenizerFast:
     moves = (" ".join(move) for move in itertools.product("1234", repeat=3))
     answers = [rf"\boxed{{{answer}}}" for answer in ("on", "off", "undetermined", *moves)]
     gem = word_tokenizer()
-    added: list[str | AddedToken] = [AddedToken(answer, normalized=False) for answer in answers]
-    gem.add_tokens(added)
+    gem.backend_tokenizer.add_tokens([AddedToken(answer, normalized=False) for answer in answers])
     return gem
 
 

@@ -128,6 +128,12 @@ def test_servers_stand_in_the_order_of_the_ranks_that_push_to_them(tmp_path: Pat
     assert read_records(tmp_path) == [record(name) for name in names]
 
 
+def test_a_record_that_is_removed_meanwhile_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "b.json").write_text(json.dumps(asdict(record("b"))))
+    (tmp_path / "a.json").symlink_to(tmp_path / "removed")  # listed, and not there when it is read
+    assert read_records(tmp_path) == [record("b")]
+
+
 def test_a_torn_record_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("{")
     with pytest.raises(ServerError, match="expected a file of megatron-dppo serve"):

@@ -45,12 +45,17 @@ def write_record(path: Path, record: ServerRecord) -> None:
 
 
 def read_records(folder: Path) -> list[ServerRecord]:
-    """Return the servers registered in a run's servers/, sorted by name with node-2 before node-10."""
+    """Return the servers registered in a run's servers/, sorted by name with node-2 before node-10.
+
+    A server that ends in the meantime removes its record, which is then left out.
+    """
     records: list[ServerRecord] = []
     for path in sorted(folder.glob("*.json"), key=_by_numbers):
         try:
             content: Any = json.loads(path.read_text(encoding="utf-8"))
             records.append(ServerRecord(**content))
+        except FileNotFoundError:
+            continue
         except (OSError, ValueError, TypeError) as error:
             raise ServerError(
                 f"{path}: found {error}; expected a file of megatron-dppo serve. Remove the file, and start "

@@ -217,9 +217,18 @@ def canonical(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
 
 
 def _canonical(message: ChatMessage) -> str:
-    calls = [call["function"] for call in message.get("tool_calls", ())]
+    calls = [_with_whole_numbers(call["function"]) for call in message.get("tool_calls", ())]
     kept = [message["role"], message["content"].strip(), message.get("name") or "", calls]
     return json.dumps(kept, sort_keys=True)
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    """Return a JSON value with 2.0 as 2: JavaScript's clients write it so."""
+    if isinstance(value, dict):
+        return {key: _with_whole_numbers(each) for key, each in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [_with_whole_numbers(each) for each in cast("list[Any]", value)]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 @dataclass(frozen=True)

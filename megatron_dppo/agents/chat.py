@@ -211,6 +211,22 @@ def arguments_text(function: Mapping[str, Any]) -> str:
     return json.dumps(function["arguments"], ensure_ascii=False)
 
 
+def with_call_ids(message: ChatMessage, ids: Mapping[str, str]) -> ChatMessage:
+    """Return a message with other ids of tool calls.
+
+    Args:
+        message: A client's message.
+        ids: New ids by those that replies in the format of chats have.
+    """
+    calls = [call | {"id": _renamed(call.get("id"), ids)} for call in message.get("tool_calls", ())]
+    result = {"tool_call_id": _renamed(message["tool_call_id"], ids)} if "tool_call_id" in message else {}
+    return message | ({"tool_calls": calls} if calls else {}) | result
+
+
+def _renamed(found: Any, ids: Mapping[str, str]) -> Any:
+    return ids.get(str(found).replace("toolu_", "call_"), found)
+
+
 def canonical(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
     """Return what clients keep of messages when they send them again: not ids, reasoning or outer spaces."""
     return tuple(_canonical(message) for message in messages)

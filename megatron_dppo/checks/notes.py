@@ -19,7 +19,7 @@ from megatron_dppo.checks.algorithm_rules import objective_of, problems_with_own
 from megatron_dppo.checks.data_rules import THINKING_ENDS, find_misread, iterate_surveys, rewards_of
 from megatron_dppo.checks.facts import TRAINING, Facts, prompt_files, section_of
 from megatron_dppo.checks.run_rules import checkpoint_bytes
-from megatron_dppo.checks.sampling_rules import rounding_remarks
+from megatron_dppo.checks.sampling_rules import agent_doubts, rounding_remarks
 from megatron_dppo.config.load import shown
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts.final_answer import KINDS, excerpt, final_answer, number_of, text_only_doubt
@@ -175,7 +175,7 @@ def doubts(config: Config, facts: Facts) -> list[str]:
     found = [doubt for _, path, each in iterate_surveys(config, facts) for doubt in _of_prompts(path, each)]
     for key, path, each in iterate_surveys(config, facts, is_once=False):
         found += _of_answers(config, key, path, each)
-    return list(dict.fromkeys([*found, *_of_turn_ends(config, facts)]))
+    return list(dict.fromkeys([*found, *_of_turn_ends(config, facts), *agent_doubts(config, facts)]))
 
 
 def _of_prompts(path: Path, found: Survey) -> Iterator[str]:

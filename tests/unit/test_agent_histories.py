@@ -199,15 +199,15 @@ def test_a_sub_agent_between_two_turns_is_a_tree_of_its_own() -> None:
 
 def _messages_body(chat: Sequence[Any], turn: int) -> dict[str, Any]:
     """A request as Claude Code sends it: `cache_control` is at the last content alone, in a list of blocks."""
-    sent = json.loads(json.dumps(chat))
+    sent: list[Any] = json.loads(json.dumps(chat))
     for place, message in enumerate(sent):
         if message["role"] == "user" and isinstance(message["content"], str) and (place + turn) % 2:
             message["content"] = [{"type": "text", "text": message["content"]}]
-    last = sent[-1]["content"]
+    last: Any = sent[-1]["content"]
     if isinstance(last, str):
         last = sent[-1]["content"] = [{"type": "text", "text": last}]
     last[-1]["cache_control"] = {"type": "ephemeral", "ttl": "5m"}
-    system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+    system: list[Any] = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
     extra = {
         "thinking": {"type": "adaptive"},
         "context_management": {"edits": []},

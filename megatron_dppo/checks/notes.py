@@ -244,16 +244,8 @@ def remarks(config: Config) -> list[str]:
     """Return notes on settings that may surprise: rounding, findings of the paper, custom rules."""
     objective = objective_of(config)
     found = findings_against(config, objective) if isinstance(objective, Objective) else ()
-    own = (_aggregation_remarks, _own_rule_remarks, _prefix_remarks)
+    own = (_aggregation_remarks, _own_rule_remarks)
     return [*rounding_remarks(config), *found, *(remark for of in own for remark in of(config))]
-
-
-def _prefix_remarks(config: Config) -> Iterator[str]:
-    if config.parallel.share_prefixes:
-        yield (
-            "parallel.share_prefixes: plan assumes that no prefix is shared. It counts neither the time that "
-            "is saved, nor the keys and values that are gathered once for each sample."
-        )
 
 
 def _aggregation_remarks(config: Config) -> Iterator[str]:

@@ -1,0 +1,148 @@
+"""Command-line agents that are npm packages play a task with a tool, and reach no other host."""
+
+import json
+import os
+import select
+import socket
+import socketserver
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.agents.playing import (
+    CONTINUED,
+    END,
+    THOUGHT,
+    Harness,
+    call,
+    check_episode,
+    tool_result,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER = ROOT / "tests" / "agents" / "npm"
+MODULES = Path(os.environ.get("NPM_AGENTS", ROOT / ".npm-agents")) / "node_modules"
+PINS: dict[str, str] = json.loads((FOLDER / "package.json").read_text())["dependencies"]
+LOOPBACK = "127.0.0.1"
+ANSWER = "It is 5."
+
+
+def running(name: str, command: str = "echo $((2 + 3))") -> str:
+    """Return a response that runs a command with the tool of this name."""
+    words = json.dumps({"cmd" if name == "exec_command" else "command": command})
+    return THOUGHT + call(name, words.replace(": ", ":  "))
+
+
+def shell(package: str, what: str, agent: str, tool: str, output: str, *, has_title: bool = False) -> Harness:
+    """A harness that runs a command, and answers."""
+    trained = f"{running(tool)}{END}{ANSWER}{END}"
+    return Harness(
+        (package,),
+        what,
+        (agent,),
+        (running(tool), ANSWER),
+        ("first", "another", "continues") if has_title else CONTINUED,
+        (tool_result(output),),
+        (trained,),
+        is_parallel=has_title,
+    )
+
+
+CHUNK = r"Chunk ID: \w+\nWall time: [\d.]+ seconds\nProcess exited with code 0\n.*Output:\n5\n"
+DELEGATE = THOUGHT + call(
+    "Agent",
+    '{"description":  "add", "prompt": "What is 2 + 4?", "subagent_type": "general-purpose",'
+    ' "run_in_background": false}',
+)
+INNER = running("Bash", "echo $((2 + 4))")
+HARNESSES = (
+    shell("@anthropic-ai/claude-code", "messages", "claude", "Bash", "5"),
+    Harness(
+        ("@anthropic-ai/claude-code",),
+        'messages, with a sub-agent, `train = "tools"`',
+        ("claude",),
+        (DELEGATE, INNER, "It is 6.", ANSWER),
+        ("first", "another", "continues", "continues"),
+        (tool_result("6.*"), tool_result(r".*It is 6\..*")),
+        (f"{DELEGATE}{END}{ANSWER}{END}", f"{INNER}{END}It is 6.{END}"),
+        "tools",
+    ),
+    shell("@openai/codex", "responses", "codex", "exec_command", CHUNK),
+    Harness(
+        ("@openai/codex",),
+        'responses, with a compaction, `train = "tools"`',
+        ("codex", "-c", "model_auto_compact_token_limit=20000"),
+        (running("exec_command"), ANSWER),
+        ("first", "tools", "edited"),
+        (),
+        (f"{running('exec_command')}{END}", f"{ANSWER}{END}"),
+        "tools",
+    ),
+    shell("opencode-ai", "chat", "opencode", "bash", "5\n", has_title=True),
+    shell("@qwen-code/qwen-code", "chat", "qwen", "run_shell_command", "Command: .*Output: 5\n.*"),
+)
+
+
+class Tunnel(socketserver.BaseRequestHandler):
+    """Notes the host of a proxied connection, and connects only to this machine."""
+
+    def handle(self) -> None:
+        client: socket.socket = self.request
+        words = client.recv(65536).split()
+        target = words[1].decode() if len(words) > 1 else ""
+        hosts: Any = self.server
+        hosts.found.append(target)
+        host, _, port = target.partition(":")
+        if host != LOOPBACK:
+            return
+        with socket.create_connection((host, int(port))) as policy:
+            client.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            other = {client: policy, policy: client}
+            while data := (source := select.select(list(other), [], [])[0][0]).recv(65536):
+                other[source].sendall(data)
+
+
+class Proxy(socketserver.ThreadingTCPServer):
+    """A proxy that tells which hosts a program tried to reach."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__((LOOPBACK, 0), Tunnel)
+        self.found = list[str]()
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    with Proxy() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def test_the_folder_has_the_pinned_versions() -> None:
+    found = {name: json.loads((MODULES / name / "package.json").read_text())["version"] for name in PINS}
+    assert found == PINS
+
+
+def test_a_program_that_ignores_its_settings_is_found(proxy: Proxy) -> None:
+    program = "import urllib.request; urllib.request.urlopen('http://example.invalid/')"
+    names = {"http_proxy": f"http://{LOOPBACK}:{proxy.server_address[1]}"}
+    subprocess.run([sys.executable, "-c", program], env=names, check=False, capture_output=True)
+    assert proxy.found == ["http://example.invalid/"]
+
+
+@pytest.mark.parametrize("harness", HARNESSES, ids=lambda each: each.name)
+def test_an_episode_has_the_expected_calls_and_reaches_no_other_host(harness: Harness, proxy: Proxy) -> None:
+    address = f"http://{LOOPBACK}:{proxy.server_address[1]}"
+    names = {"HTTP_PROXY": address, "HTTPS_PROXY": address, "NO_PROXY": LOOPBACK}
+    names["PATH"] = f"{MODULES / '.bin'}:{os.environ['PATH']}"
+    program, (agent, *words) = str(FOLDER / "harness.py"), harness.command
+    command = ("env", *(f"{name}={value}" for name, value in names.items()), sys.executable, program)
+    check_episode(harness, (*command, agent, "{prompt}", *words), PINS)
+    assert {target.partition(":")[0] for target in proxy.found} <= {LOOPBACK}

@@ -84,7 +84,7 @@ def _in_order_of_calls(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     ordered: list[ChatMessage] = []
     for _, run in groupby(messages, lambda message: message["role"] == "tool"):
         calls = ordered[-1].get("tool_calls", ()) if ordered else ()
-        places = {call.get("id"): place for place, call in enumerate(calls)}
+        places: dict[Any, int] = {call.get("id"): place for place, call in enumerate(calls)}
         ordered += sorted(run, key=lambda each: places.get(each.get("tool_call_id"), len(places)))
     return ordered
 

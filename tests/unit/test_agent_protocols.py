@@ -281,11 +281,14 @@ def test_a_limit_is_an_error_that_clients_know(name: str) -> None:
     with_client(name, play, "yes", max_response_tokens=50)
 
 
+FORM = {"type": "json_schema", "schema": {"type": "object", "properties": {}, "additionalProperties": False}}
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("chat", {"stop": [""]}),
     ("chat", {"n": 2}),
     ("messages", {"stop_sequences": [""]}),
     ("messages", {"tool_choice": {"type": "tool", "name": "add"}}),
+    ("messages", {"output_config": {"effort": "low", "format": FORM}}),
+    ("messages", {"extra_body": {"output_format": FORM}}),
     ("responses", {"previous_response_id": "resp_1"}),
     ("responses", {"text": {"format": {"type": "json_object"}}}),
     ("responses", {"tool_choice": {"type": "function", "name": "add"}}),
@@ -296,7 +299,9 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 def test_what_a_rollout_cannot_have_is_refused(name: str, options: dict[str, Any]) -> None:
     async def play(client: Client, each: Played) -> None:
         client.ask(QUESTION)
-        with pytest.raises((OpenAIRefusal, AnthropicRefusal), match=next(iter(options))):
+        with pytest.raises(
+            (OpenAIRefusal, AnthropicRefusal), match=next(iter(options.get("extra_body", options)))
+        ):
             await client.next(**options)
         assert not each.asked
 

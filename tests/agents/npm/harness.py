@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 KEPT = ("PATH", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
@@ -12,7 +13,7 @@ HOME = Path("home").resolve()
 PLUGIN = "@opencode-ai/plugin"
 
 
-def write(path: Path, content: dict[str, object]) -> None:
+def write(path: Path, content: Mapping[str, object]) -> None:
     """Write a file of settings."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content))

@@ -58,6 +58,7 @@ class Harness:
     trained: tuple[str, ...]
     train: Trees = "main"
     is_parallel: bool = False
+    max_response_tokens: int = 40_000
 
     @property
     def name(self) -> str:
@@ -115,7 +116,8 @@ def episode_of(harness: Harness, command: tuple[str, ...], policy: ScriptedPolic
     """Play one episode."""
     agent = AgentConfig(command=command, call_timeout_s=300.0, train=harness.train)
     prompt = Prompt("0", "5", "test", messages=({"role": "user", "content": "What is 2 + 3?"},))
-    request, params = Request("0", (), (0, 0, 0), prompt=prompt, is_chat=True), SamplingParams(40_000)
+    request = Request("0", (), (0, 0, 0), prompt=prompt, is_chat=True)
+    params = SamplingParams(harness.max_response_tokens)
     data = DataConfig(reward="x", max_prompt_tokens=150_000)
     with closing(Agents(RolloutConfig(agent=agent), data)) as agents:
         return run_loop(agents.converse(policy.tokenizer)(request, params, policy.ask))

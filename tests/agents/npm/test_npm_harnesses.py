@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import select
 import socket
 import socketserver
@@ -59,7 +60,11 @@ DELEGATE = THOUGHT + call(
     '{"description":  "add", "prompt": "What is 2 + 4?", "subagent_type": "general-purpose",'
     ' "run_in_background": false}',
 )
+PARALLEL = THOUGHT + "\n".join(
+    call("Bash", f'{{"command":  "{command}"}}') for command in ("sleep 2; echo 5", "echo 6")
+)
 INNER = running("Bash", "echo $((2 + 4))")
+SUMMARY = "<summary>The sum is asked for.</summary>"
 HARNESSES = (
     shell("@anthropic-ai/claude-code", "messages", "claude", "Bash", "5"),
     Harness(
@@ -71,6 +76,26 @@ HARNESSES = (
         (tool_result("6.*"), tool_result(r".*It is 6\..*")),
         (f"{DELEGATE}{END}{ANSWER}{END}", f"{INNER}{END}It is 6.{END}"),
         "tools",
+    ),
+    Harness(  # which sends the second result first
+        ("@anthropic-ai/claude-code",),
+        "messages, with parallel calls",
+        ("claude",),
+        (PARALLEL, ANSWER),
+        CONTINUED,
+        (tool_result(f"5{re.escape(END)}\n{re.escape('<|im_start|>tool')}\n6"),),
+        (f"{PARALLEL}{END}{ANSWER}{END}",),
+    ),
+    Harness(
+        ("@anthropic-ai/claude-code",),
+        'messages, with a compaction at `max_response_tokens`, `train = "tools"`',
+        ("claude",),
+        (running("Bash", "seq 100"), SUMMARY, ANSWER),
+        ("first", "another", "another"),
+        (),
+        tuple(f"{text}{END}" for text in (running("Bash", "seq 100"), SUMMARY, ANSWER)),
+        "tools",
+        max_response_tokens=200,
     ),
     shell("@openai/codex", "responses", "codex", "exec_command", CHUNK),
     Harness(

@@ -198,10 +198,11 @@ $(AGENTS_VENV)/.stamp: tests/agents/requirements.txt
 test-agents-npm: venv $(NPM_AGENTS)/.stamp
 	NPM_AGENTS=$(CURDIR)/$(NPM_AGENTS) $(RUN) -m pytest tests/agents/npm
 
-$(NPM_AGENTS)/.stamp: tests/agents/npm/package.json tests/agents/npm/package-lock.json
+# Each package has its libraries in it, and names its binaries by exact versions, so there is no lock file.
+$(NPM_AGENTS)/.stamp: tests/agents/npm/package.json
 	mkdir -p $(NPM_AGENTS)
-	cp $^ $(NPM_AGENTS)
-	npm ci --prefix $(NPM_AGENTS) --no-audit --no-fund
+	cp $< $(NPM_AGENTS)
+	cd $(NPM_AGENTS) && npm install --no-package-lock --no-audit --no-fund
 	@touch $@
 
 test-recipes: venv

@@ -13,6 +13,7 @@ from megatron_dppo.agents.tree import Trees
 from megatron_dppo.config.schema import AgentConfig, RolloutConfig
 from megatron_dppo.config.sections import DataConfig
 from megatron_dppo.engines.base import Completion, Request, SamplingParams, mask_of
+from megatron_dppo.environments import Episode
 from megatron_dppo.runtime.concurrency import run_loop
 from megatron_dppo.types import CallKind, Prompt
 from tests.support.byte_tokenizers import tools_tokenizer
@@ -59,6 +60,7 @@ class Harness:
     train: Trees = "main"
     is_parallel: bool = False
     max_response_tokens: int = 40_000
+    prompt_id: str = "0"
 
     @property
     def name(self) -> str:
@@ -80,8 +82,8 @@ class Policy(ScriptedPolicy):
         return await super().ask(request, params)
 
 
-def check_episode(harness: Harness, command: tuple[str, ...], pins: Mapping[str, str]) -> None:
-    """Play the episode, and compare its calls, its tokens and its row in the README with what is expected."""
+def check_episode(harness: Harness, command: tuple[str, ...], pins: Mapping[str, str]) -> Episode:
+    """Play an episode; compare its calls, its tokens and its row in the README with what is expected."""
     scripted = Policy if harness.num_without_tools else ScriptedPolicy
     policy = scripted(tools_tokenizer(), *harness.texts)
     completion = episode_of(harness, command, policy)
@@ -110,12 +112,13 @@ def check_episode(harness: Harness, command: tuple[str, ...], pins: Mapping[str,
     assert episode.num_untrained_tokens == num_sampled - sum(map(len, trained))
     num_trained = sum(call.is_trained for call in episode.calls)
     assert row_of(harness, pins, episode.num_forks, num_trained) in README.read_text("utf-8").splitlines()
+    return episode
 
 
 def episode_of(harness: Harness, command: tuple[str, ...], policy: ScriptedPolicy) -> Completion:
     """Play one episode."""
     agent = AgentConfig(command=command, call_timeout_s=300.0, train=harness.train)
-    prompt = Prompt("0", "5", "test", messages=({"role": "user", "content": "What is 2 + 3?"},))
+    prompt = Prompt(harness.prompt_id, "5", "test", messages=({"role": "user", "content": "What is 2 + 3?"},))
     request = Request("0", (), (0, 0, 0), prompt=prompt, is_chat=True)
     params = SamplingParams(harness.max_response_tokens)
     data = DataConfig(reward="x", max_prompt_tokens=150_000)

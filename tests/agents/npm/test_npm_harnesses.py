@@ -3,18 +3,13 @@
 import json
 import os
 import re
-import select
-import socket
-import socketserver
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.agents.loopback_proxy import LoopbackProxy
 from tests.agents.playing import (
     CONTINUED,
     END,
@@ -29,7 +24,6 @@ ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "tests" / "agents" / "npm"
 MODULES = Path(os.environ.get("NPM_AGENTS", ROOT / ".npm-agents")) / "node_modules"
 PINS: dict[str, str] = json.loads((FOLDER / "package.json").read_text())["dependencies"]
-LOOPBACK = "127.0.0.1"
 ANSWER = "It is 5."
 
 
@@ -113,61 +107,23 @@ HARNESSES = (
 )
 
 
-class Tunnel(socketserver.BaseRequestHandler):
-    """Notes the host of a proxied connection, and connects only to this machine."""
-
-    def handle(self) -> None:
-        client: socket.socket = self.request
-        words = client.recv(65536).split()
-        target = words[1].decode() if len(words) > 1 else ""
-        hosts: Any = self.server
-        hosts.found.append(target)
-        host, _, port = target.partition(":")
-        if host != LOOPBACK:
-            return
-        with socket.create_connection((host, int(port))) as policy:
-            client.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-            other = {client: policy, policy: client}
-            while data := (source := select.select(list(other), [], [])[0][0]).recv(65536):
-                other[source].sendall(data)
-
-
-class Proxy(socketserver.ThreadingTCPServer):
-    """A proxy that tells which hosts a program tried to reach."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__((LOOPBACK, 0), Tunnel)
-        self.found = list[str]()
-
-
-@pytest.fixture
-def proxy() -> Iterator[Proxy]:
-    with Proxy() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server
-        server.shutdown()
-
-
 def test_the_folder_has_the_pinned_versions() -> None:
     found = {name: json.loads((MODULES / name / "package.json").read_text())["version"] for name in PINS}
     assert found == PINS
 
 
-def test_a_program_that_ignores_its_settings_is_found(proxy: Proxy) -> None:
+def test_a_program_that_calls_another_host_is_found() -> None:
     program = "import urllib.request; urllib.request.urlopen('http://example.invalid/')"
-    names = {"http_proxy": f"http://{LOOPBACK}:{proxy.server_address[1]}"}
-    subprocess.run([sys.executable, "-c", program], env=names, check=False, capture_output=True)
-    assert proxy.found == ["http://example.invalid/"]
+    with LoopbackProxy() as proxy:
+        subprocess.run([sys.executable, "-c", program], env=proxy.names, check=False, capture_output=True)
+        assert proxy.other_hosts == ["example.invalid"]
 
 
 @pytest.mark.parametrize("harness", HARNESSES, ids=lambda each: each.name)
-def test_an_episode_has_the_expected_calls_and_reaches_no_other_host(harness: Harness, proxy: Proxy) -> None:
-    address = f"http://{LOOPBACK}:{proxy.server_address[1]}"
-    names = {"HTTP_PROXY": address, "HTTPS_PROXY": address, "NO_PROXY": LOOPBACK}
-    names["PATH"] = f"{MODULES / '.bin'}:{os.environ['PATH']}"
+def test_an_episode_has_the_expected_calls_and_reaches_no_other_host(harness: Harness) -> None:
     program, (agent, *words) = str(FOLDER / "harness.py"), harness.command
-    command = ("env", *(f"{name}={value}" for name, value in names.items()), sys.executable, program)
-    check_episode(harness, (*command, agent, "{prompt}", *words), PINS)
-    assert {target.partition(":")[0] for target in proxy.found} <= {LOOPBACK}
+    with LoopbackProxy() as proxy:
+        names = proxy.names | {"PATH": f"{MODULES / '.bin'}:{os.environ['PATH']}"}
+        command = ("env", *(f"{name}={value}" for name, value in names.items()), sys.executable, program)
+        check_episode(harness, (*command, agent, "{prompt}", *words), PINS)
+        assert not proxy.other_hosts

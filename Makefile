@@ -5,6 +5,8 @@ RUN := $(VENV)/bin/python
 TRL_VENV := .venv-trl
 DOCS_VENV := .venv-docs
 AGENTS_VENV := .venv-agents
+NPM_AGENTS := .npm-agents
+VERIFIERS_VENV := .venv-verifiers
 PYTHON312 ?= python3.12
 VENV312 := .venv-py312
 MEGATRON312 := 0.19.2
@@ -38,7 +40,7 @@ $(1) examples/quickstart/run.py --short
 $(call ran,$(1),quickstart)
 endef
 
-.PHONY: smollm2 smollm2-servers quick docs test-newest versions study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-recipes test-py312 python312 test-sglang test-sglang-slow sglang-venv test-agents test-slurm test-nodes slurm faults lint bench bench-loss bench-save bench-trl gpu chromium
+.PHONY: smollm2 smollm2-servers quick docs test-newest versions study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-recipes test-py312 python312 test-sglang test-sglang-slow sglang-venv test-agents test-agents-npm test-agents-verifiers test-slurm test-nodes slurm faults lint bench bench-loss bench-save bench-trl gpu chromium
 
 help:
 	@echo "make quickstart  the whole loop on this machine's CPU, ending in runs/quickstart/report.html"
@@ -56,6 +58,8 @@ help:
 	@echo "make test-sglang-slow  a server of every model family, of which make test-sglang takes two"
 	@echo "make sglang-venv only SGLang's environment, $(SGLANG_VENV); SGLANG_FOR=gpu or cpu, else by nvidia-smi"
 	@echo "make test-agents tests/agents: agents that others wrote call this package's endpoint (own environment)"
+	@echo "make test-agents-npm  the same with Claude Code, Codex, opencode and qwen-code (needs npm; 1.2 GB)"
+	@echo "make test-agents-verifiers  the same with an environment of the library verifiers (own environment)"
 	@echo "make test-slurm  tests/slurm: jobs of a real SLURM on this machine; as root it installs Debian's packages"
 	@echo "make test-nodes  tests/nodes: several machines on one by namespaces, and faults of nodes and links; as root"
 	@echo "make versions    the tables of versions in the guide to installing, of what the targets above recorded with RECORD=1"
@@ -100,7 +104,7 @@ smollm2: venv $(if $(filter sglang,$(ENGINE)),smollm2-servers)
 smollm2-servers:
 	$(MAKE) sglang-venv SGLANG_FOR=cpu
 
-test test-recipes test-slow layouts test-newest test-py312 test-sglang test-sglang-slow test-agents test-slurm test-nodes faults: export OMP_NUM_THREADS := 1
+test test-recipes test-slow layouts test-newest test-py312 test-sglang test-sglang-slow test-agents test-agents-npm test-agents-verifiers test-slurm test-nodes faults: export OMP_NUM_THREADS := 1
 
 test: lint chromium
 	$(RUN) -m pytest tests/unit -n 2 $(RECORDING)
@@ -185,11 +189,31 @@ $(SGLANG_VENV)/.stamp-$(SGLANG_FOR): tests/sglang/requirements-cpu/$(SGLANG).txt
 
 # The test runner is ours; the agents run in a separate environment.
 test-agents: venv $(AGENTS_VENV)/.stamp
-	AGENTS_PYTHON=$(CURDIR)/$(AGENTS_VENV)/bin/python $(RUN) -m pytest tests/agents -n 2
+	AGENTS_PYTHON=$(CURDIR)/$(AGENTS_VENV)/bin/python $(RUN) -m pytest tests/agents --ignore=tests/agents/npm --ignore=tests/agents/verifiers -n 2
 
 $(AGENTS_VENV)/.stamp: tests/agents/requirements.txt
 	test -x $(AGENTS_VENV)/bin/python || $(PYTHON) -m venv $(AGENTS_VENV)
 	$(AGENTS_VENV)/bin/python -m pip install --quiet --no-deps --no-compile -r tests/agents/requirements.txt
+	@touch $@
+
+# Command-line agents from npm, which write to a home of each episode. Not part of CI.
+test-agents-npm: venv $(NPM_AGENTS)/.stamp
+	NPM_AGENTS=$(CURDIR)/$(NPM_AGENTS) $(RUN) -m pytest tests/agents/npm
+
+# Each package has its libraries in it, and names its binaries by exact versions, so there is no lock file.
+$(NPM_AGENTS)/.stamp: tests/agents/npm/package.json
+	mkdir -p $(NPM_AGENTS)
+	cp $< $(NPM_AGENTS)
+	cd $(NPM_AGENTS) && npm install --no-package-lock --no-audit --no-fund
+	@touch $@
+
+# Not part of CI: an episode imports the library in three processes, about 20 seconds.
+test-agents-verifiers: venv $(VERIFIERS_VENV)/.stamp
+	VERIFIERS_PYTHON=$(CURDIR)/$(VERIFIERS_VENV)/bin/python $(RUN) -m pytest tests/agents/verifiers
+
+$(VERIFIERS_VENV)/.stamp: tests/agents/verifiers/requirements.txt
+	test -x $(VERIFIERS_VENV)/bin/python || $(PYTHON) -m venv $(VERIFIERS_VENV)
+	$(VERIFIERS_VENV)/bin/python -m pip install --quiet --no-deps --no-compile -r tests/agents/verifiers/requirements.txt
 	@touch $@
 
 test-recipes: venv

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, cast
 
 _OWN_CALL = re.compile(
@@ -71,8 +72,21 @@ class Chat:
         calls = [call for message in messages for call in message.get("tool_calls", ())]
         found = (_OWN_CALL.fullmatch(str(call.get("id"))) for call in calls)
         handles |= {int(match[1]) for match in found if match is not None}
-        may_call = may_call and bool(tools)
-        return cls(tuple(messages), tools, max_tokens, may_call, handles=handles, stops=stops, **options)
+        may_call, ordered = may_call and bool(tools), tuple(_in_order_of_calls(messages))
+        return cls(ordered, tools, max_tokens, may_call, handles=handles, stops=stops, **options)
+
+
+def _in_order_of_calls(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return the messages with the results of a response's tool calls in the order of the calls.
+
+    Clients send them as the tools end, and most chat templates write only the results, without ids.
+    """
+    ordered: list[ChatMessage] = []
+    for _, run in groupby(messages, lambda message: message["role"] == "tool"):
+        calls = ordered[-1].get("tool_calls", ()) if ordered else ()
+        places: dict[Any, int] = {call.get("id"): place for place, call in enumerate(calls)}
+        ordered += sorted(run, key=lambda each: places.get(each.get("tool_call_id"), len(places)))
+    return ordered
 
 
 def read_chat(content: bytes) -> Chat:

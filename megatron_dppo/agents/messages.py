@@ -35,7 +35,13 @@ def read_messages(content: bytes) -> Chat:
         signatures = (_SIGNATURE.fullmatch(str(block.get("signature"))) for block in blocks)
         tools = tuple(_tool(tool) for tool in body.get("tools") or ())
         choice = (body.get("tool_choice") or {}).get("type")
-    refuse_sampling_options(body, {"tool_choice": choice == "tool"})
+        has_form = bool((body.get("output_config") or {}).get("format"))
+    faults = {
+        "tool_choice": choice == "tool",
+        "output_config": has_form,
+        "output_format": bool(body.get("output_format")),
+    }
+    refuse_sampling_options(body, faults)
     return Chat.of(
         [*system, *messages],
         tools,

@@ -3,6 +3,7 @@
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any, Literal, cast
 
 import torch
@@ -33,6 +34,7 @@ class Rendering:
         """
         require_chat_template(tokenizer)
         self._tokenizer, self._thinking = tokenizer, thinking
+        self._has_system_anywhere = _writes_system_anywhere(tokenizer)
 
     def opening(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
@@ -42,7 +44,7 @@ class Rendering:
         Raises:
             DataError: The chat template refuses the chat.
         """
-        return prompt_tokens(self._tokenizer, None, cast(Any, messages), tools, arguments)
+        return prompt_tokens(self._tokenizer, None, cast(Any, self._placed(messages)), tools, arguments)
 
     def continuation(
         self,
@@ -136,6 +138,19 @@ class Rendering:
     def _kept(self, text: str) -> str:
         return _THOUGHT.sub("", text) if self._thinking == "keep" else text
 
+    def _placed(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """Return messages of which only the first may be a system message, unless the template writes all."""
+        if self._has_system_anywhere:
+            return list(messages)
+        first = list(takewhile(lambda message: message["role"] == "system", messages))
+        rest = [
+            each | {"role": "user"} if each["role"] == "system" else each for each in messages[len(first) :]
+        ]
+        joined = (
+            [{"role": "system", "content": "\n\n".join(each["content"] for each in first)}] if first else []
+        )
+        return [*joined, *rest]
+
     def _write(
         self,
         messages: Sequence[ChatMessage],
@@ -145,6 +160,21 @@ class Rendering:
         asks: bool,
     ) -> str:
         written = apply_chat_template(
-            self._tokenizer, cast(Any, messages), tools, arguments, add_generation_prompt=asks
+            self._tokenizer, cast(Any, self._placed(messages)), tools, arguments, add_generation_prompt=asks
         )
         return cast(str, written)
+
+
+def _writes_system_anywhere(tokenizer: Any) -> bool:
+    """Return whether the chat template writes every system message, and each one in its place.
+
+    Some write only the first one, move all of them to the top, or refuse the chat.
+    """
+    roles = ("system", "system", "user", "system")
+    marks = [f"{_MARK}-{number}" for number in range(len(roles))]
+    chat = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+    try:
+        written = apply_chat_template(tokenizer, cast(Any, chat))
+    except DataError:
+        return False
+    return re.findall(rf"{_MARK}-\d", cast(str, written)) == marks

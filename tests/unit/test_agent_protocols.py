@@ -206,6 +206,22 @@ def test_a_tool_task_continues_what_was_sampled(name: str, is_stream: bool) -> N
     assert episode is not None and (episode.num_turns, episode.num_forks) == (2, 0)
 
 
+@pytest.mark.parametrize("name", CLIENTS)
+def test_results_of_parallel_calls_stand_in_the_order_of_the_calls(name: str) -> None:
+    async def play(client: Client, each: Played) -> None:
+        client.ask(QUESTION)
+        first, second = (await client.next())["calls"]
+        client.result(second, "later")
+        client.result("call_8", "unknown")
+        client.result(first, "sooner")
+        await client.next()
+
+    calls = "".join(f'<tool_call>{{"name": "add", "arguments": {{"a": {n}}}}}</tool_call>' for n in (1, 2))
+    each = with_client(name, play, calls, "It is 5.")
+    results = "".join(f"<|im_start|>tool\n{text}<|im_end|>\n" for text in ("sooner", "later", "unknown"))
+    assert each.input_of(1) == f"{each.input_of(0)}{calls}<|im_end|>\n{results}<|im_start|>assistant\n"
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize(("name", "option"), [("chat", "stop"), ("messages", "stop_sequences")])
 def test_a_response_ends_with_a_stop_string(name: str, option: str, is_stream: bool) -> None:
@@ -265,11 +281,14 @@ def test_a_limit_is_an_error_that_clients_know(name: str) -> None:
     with_client(name, play, "yes", max_response_tokens=50)
 
 
+FORM = {"type": "json_schema", "schema": {"type": "object", "properties": {}, "additionalProperties": False}}
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("chat", {"stop": [""]}),
     ("chat", {"n": 2}),
     ("messages", {"stop_sequences": [""]}),
     ("messages", {"tool_choice": {"type": "tool", "name": "add"}}),
+    ("messages", {"output_config": {"effort": "low", "format": FORM}}),
+    ("messages", {"extra_body": {"output_format": FORM}}),
     ("responses", {"previous_response_id": "resp_1"}),
     ("responses", {"text": {"format": {"type": "json_object"}}}),
     ("responses", {"tool_choice": {"type": "function", "name": "add"}}),
@@ -280,7 +299,9 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 def test_what_a_rollout_cannot_have_is_refused(name: str, options: dict[str, Any]) -> None:
     async def play(client: Client, each: Played) -> None:
         client.ask(QUESTION)
-        with pytest.raises((OpenAIRefusal, AnthropicRefusal), match=next(iter(options))):
+        with pytest.raises(
+            (OpenAIRefusal, AnthropicRefusal), match=next(iter(options.get("extra_body", options)))
+        ):
             await client.next(**options)
         assert not each.asked
 

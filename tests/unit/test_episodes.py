@@ -23,7 +23,7 @@ from megatron_dppo.engines.base import (
 )
 from megatron_dppo.runtime.concurrency import run_loop
 from megatron_dppo.types import FinishReason, Prompt
-from tests.support.byte_tokenizers import byte_tokenizer, tools_tokenizer
+from tests.support.byte_tokenizers import TOOLS_TEMPLATE, byte_tokenizer, tools_tokenizer
 from tests.support.scripted_policy import ScriptedPolicy
 
 LIMITS = EpisodeLimits(600.0, 60.0, 9, "main", 2000, None)
@@ -44,6 +44,20 @@ LATEST_TEMPLATE = (  # tools stand before the last message, so earlier text move
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
 )
 TOKENIZER = tools_tokenizer()
+
+SYSTEM_TEMPLATES = {  # of what they do with a system message that is not the first message
+    "raises": THINKING_TEMPLATE.replace(
+        "{{ '<|im_start|>'",
+        "{%- if m.role == 'system' and not loop.first %}{{ raise_exception('system') }}{%- endif %}"
+        "{{ '<|im_start|>'",
+    ),
+    "drops": TOOLS_TEMPLATE.replace(
+        "for m in messages if m.role in ['system', 'user', 'assistant', 'tool']",
+        "for m in messages if m.role != 'system' or m == messages[0]",
+    ),
+    "moves": "{%- for m in messages if m.role == 'system' %}{{ m.content }}{%- endfor %}"
+    + TOOLS_TEMPLATE.replace("['system', ", "["),
+}
 
 
 class Played(ScriptedPolicy):
@@ -167,6 +181,24 @@ def test_a_conversation_goes_on_only_if_the_template_appends(
     episode = each.episode.result(AgentOutcome(0.0)).episode
     assert episode is not None and episode.calls[1].kind == ("continues" if is_continued else "template")
     assert ("well" in each.input_of(1)) == is_continued, "a new one is what the template writes"
+
+
+@pytest.mark.parametrize("template", SYSTEM_TEMPLATES)
+def test_every_system_message_is_written_and_a_later_one_is_appended(template: str) -> None:
+    tokenizer = byte_tokenizer(("<|im_start|>", "<|im_end|>"), SYSTEM_TEMPLATES[template], eos="<|im_end|>")
+    first, second, third = ({"role": "system", "content": text} for text in ("Be brief.", "Use tools.", "Now!"))
+
+    async def play() -> Played:
+        each = Played("5", "6", tokenizer=tokenizer)
+        said = await each.say(first, second, ASKS, third)
+        await each.say(first, second, ASKS, third, said, third)
+        return each
+
+    each = played(play)
+    assert "Be brief.\n\nUse tools." in each.input_of(0)
+    later = "<|im_start|>user\nNow!<|im_end|>\n<|im_start|>assistant\n"
+    assert each.input_of(0).endswith(later) and each.input_of(1).endswith(f"<|im_end|>\n{later}")
+    assert [node.kind for node in each.episode._nodes] == ["first", "continues"]
 
 
 def test_a_retry_gets_the_same_bytes_and_another_equal_call_gets_a_new_response() -> None:

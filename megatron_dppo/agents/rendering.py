@@ -44,7 +44,7 @@ class Rendering:
         Raises:
             DataError: The chat template refuses the chat.
         """
-        return prompt_tokens(self._tokenizer, None, cast(Any, self._placed(messages)), tools, arguments)
+        return prompt_tokens(self._tokenizer, None, cast(Any, self.placed(messages)), tools, arguments)
 
     def continuation(
         self,
@@ -138,7 +138,7 @@ class Rendering:
     def _kept(self, text: str) -> str:
         return _THOUGHT.sub("", text) if self._thinking == "keep" else text
 
-    def _placed(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    def placed(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Return messages of which only the first may be a system message, unless the template writes all."""
         if self._has_system_anywhere:
             return list(messages)
@@ -160,7 +160,7 @@ class Rendering:
         asks: bool,
     ) -> str:
         written = apply_chat_template(
-            self._tokenizer, cast(Any, self._placed(messages)), tools, arguments, add_generation_prompt=asks
+            self._tokenizer, cast(Any, self.placed(messages)), tools, arguments, add_generation_prompt=asks
         )
         return cast(str, written)
 

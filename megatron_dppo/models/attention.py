@@ -9,10 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.attention
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_dppo.models.padded_attention import PaddedBatches
@@ -135,11 +137,15 @@ class PackedSequences(PackedSeqParams):
 
 
 class PackedAttention(torch.nn.Module):
-    """Core attention over packed (`thd`) sequences; under context parallelism keys and values are gathered."""
+    """Core attention over packed (`thd`) sequences; under context parallelism keys and values are gathered.
+
+    A layer may have a window, and a learned sink of each head, which tensor-parallel ranks split.
+    """
 
     def __init__(
         self,
         config: TransformerConfig,
+        layer_number: int,
         *_: Any,
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
@@ -149,6 +155,13 @@ class PackedAttention(torch.nn.Module):
         assert pg_collection is not None, "Megatron gives the groups to each attention"
         self.softmax_scale = softmax_scale
         self.context: dist.ProcessGroup = pg_collection.cp
+        skipped: Any = config.window_attn_skip_freq
+        has_window = is_layer_window_attention(config.window_size, skipped, layer_number)
+        self.window = config.window_size[0] + 1 if has_window and config.window_size is not None else None
+        self.softmax_offset: torch.nn.Parameter | None = None  # as Megatron names the sinks
+        if config.softmax_type == "learnable":
+            own = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(own, dtype=config.params_dtype))
 
     def forward(
         self,
@@ -170,4 +183,12 @@ class PackedAttention(torch.nn.Module):
             )
             parts = gathered.split([shape.numel() for shape in shapes], dim=1)
             key, value = (part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True))
-        return packed_seq_params.attention.attend(query, key, value, self.softmax_scale).flatten(1)
+        attention, options = packed_seq_params.attention, (self.softmax_scale, self.window, self.softmax_offset)
+        return attention.attend(query, key, value, *options).flatten(1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Return the sinks as a shard of all heads'."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, dict.fromkeys(state, 0), sharded_offsets)

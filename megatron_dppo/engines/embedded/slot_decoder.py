@@ -7,13 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.initialization import no_init_weights
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from megatron_dppo.architectures.published_names import stays_float32
+from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.errors import RolloutError
+
+_WINDOWED = "sliding_attention"  # in transformers' layer_types
 
 
 class SlotCache(Cache):
@@ -146,7 +149,10 @@ class SlotDecoder:
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
         own: Any = copy.deepcopy(config)
-        if getattr(own, "sliding_window", None):  # transformers writes null for none, but 0 for Qwen2-MoE
+        self._kinds = sorted(set(getattr(own, "layer_types", None) or ()))
+        window = getattr(own, "sliding_window", None)  # null for none, but 0 for Qwen2-MoE
+        self._window = int(window) if _WINDOWED in self._kinds else None
+        if window and self._window is None:
             raise RolloutError(
                 f"the transformers engine: found sliding_window = {own.sliding_window}; expected full "
                 "attention. Set rollout.engine = 'sglang' for this model."
@@ -156,8 +162,10 @@ class SlotDecoder:
         if hasattr(own, "quantization_config"):
             del own.quantization_config  # weights arrive dequantised
         with no_init_weights(), device:  # draws nothing from any random generator
+            # Its plain attention, for a model with sinks, which PyTorch's does not have.
+            kind = "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[type(own)]._supports_sdpa else "eager"
             self.model: Any = AutoModelForCausalLM.from_config(
-                own, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+                own, dtype=dtype, attn_implementation=kind, trust_remote_code=False
             )
         for module in self.model.modules():  # created in the weights' dtype, which would round their values
             for name, buffer in list(module.named_buffers(recurse=False)):
@@ -181,15 +189,19 @@ class SlotDecoder:
             experts: Any = getattr(layer.mlp, "experts", None)
             if experts is None:
                 continue
-            if experts.has_bias or experts.is_transposed or not experts.has_gate or not experts.is_concatenated:
+            is_plain = experts.has_gate and experts.is_concatenated and not experts.has_bias
+            is_plain = is_plain and not experts.is_transposed
+            family = FAMILIES.get(type(self.model).__name__)
+            if not is_plain and (family is None or not family.has_interleaved_stacks):
                 raise RolloutError(
                     f"layer {index}: found {type(experts).__name__}; expected experts with concatenated gate "
                     "and up projections and no bias. Set rollout.engine = 'sglang' for this model."
                 )
             moe_layers.append(index)
             num_experts = int(experts.num_experts)
-            layer.mlp.gate.register_forward_hook(self._record_choice)
-            if self._device.type == "cpu" and self._dtype == torch.bfloat16:
+            router: nn.Module = layer.mlp.gate if hasattr(layer.mlp, "gate") else layer.mlp.router
+            router.register_forward_hook(self._record_choice)
+            if is_plain and self._device.type == "cpu" and self._dtype == torch.bfloat16:
                 experts.forward = partial(padded_experts_forward, experts)
         return tuple(moe_layers), num_experts
 
@@ -213,9 +225,10 @@ class SlotDecoder:
         """
         count, length = tokens.shape
         cache.prefill_into(first_slot, source)
-        ahead = torch.ones(length, length, dtype=torch.bool, device=self._device).triu_(1)
         positions = torch.arange(length, device=self._device).unsqueeze(0)
-        _, choices = self._forward(self.model.base_model, cache, tokens, positions, ahead[None, None], capture)
+        _, choices = self._forward(
+            self.model.base_model, cache, tokens, positions, positions - positions.mT, capture
+        )
         return None if choices is None else choices.unflatten(0, (count, length))
 
     def decode(
@@ -227,26 +240,34 @@ class SlotDecoder:
             Logits `[n, V]` of the next tokens, and expert choices `[n, moe_layers, top_k]` when captured.
         """
         cache.decode_at(positions, live_length)
-        unseen = torch.arange(live_length, device=self._device) > positions.unsqueeze(1)
+        ahead = torch.arange(live_length, device=self._device) - positions.unsqueeze(1)
         output, choices = self._forward(
-            self.model, cache, tokens.unsqueeze(1), positions.unsqueeze(1), unseen[:, None, None], capture
+            self.model, cache, tokens.unsqueeze(1), positions.unsqueeze(1), ahead.unsqueeze(1), capture
         )
         return output.logits.squeeze(1), choices
 
     def _forward(
-        self, module: Any, cache: SlotCache, tokens: Tensor, positions: Tensor, hidden: Tensor, capture: bool
+        self, module: Any, cache: SlotCache, tokens: Tensor, positions: Tensor, ahead: Tensor, capture: bool
     ) -> tuple[Any, Tensor | None]:
-        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
-        mask.masked_fill_(hidden, -torch.inf)
+        """Forward tokens. `ahead` is each key's position minus the query's, ([n,] queries, keys)."""
+        mask: Any = self._mask(ahead > 0)
+        if self._window is not None:  # a mask for each kind of layer
+            windowed = self._mask((ahead > 0) | (ahead <= -self._window))
+            mask = {kind: windowed if kind == _WINDOWED else mask for kind in self._kinds}
         self._choices = [] if capture else None
         try:
             output = module(
                 input_ids=tokens,
                 position_ids=positions,
-                attention_mask=mask,  # 4-D: used unchanged
+                attention_mask=mask,  # 4-D, or of kinds of layers: used unchanged
                 past_key_values=cache,
                 use_cache=True,
             )
             return output, torch.stack(self._choices, dim=1) if self._choices else None
         finally:
             self._choices = None
+
+    def _mask(self, hidden: Tensor) -> Tensor:
+        """Return the mask to add to scores, [n or 1, 1, queries, keys], of what queries do not see."""
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
+        return mask.masked_fill_(hidden, -torch.inf).view(-1, 1, *hidden.shape[-2:])

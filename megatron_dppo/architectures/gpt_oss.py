@@ -1,8 +1,8 @@
 """gpt-oss: attention sinks, windows in every other layer, YaRN, and biases in attention, routers and experts.
 
 A sink is a learned score of each head, for which no value is added. Experts clamp the gate from above and the
-up projection on both sides, and compute `(up + 1) * gate * sigmoid(1.702 * gate)`. Checkpoints stack the experts
-of a layer in one tensor, and publishers store them as MXFP4 (`published_names.py`).
+up projection on both sides, and compute `(up + 1) * gate * sigmoid(1.702 * gate)`. Checkpoints stack the
+experts of a layer in one tensor, and publishers store them as MXFP4 (`published_names.py`).
 """
 
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,8 @@ Newer transformers may stack all experts of a layer in one tensor. Some publishe
 with a scale for each block. Both are mapped to one tensor per expert and linear, in a dtype for computation.
 
 gpt-oss's experts are published only in stacks of [experts, in, out], and the columns of gate and up take turns.
-Publishers store them as MXFP4: 4-bit floats of [experts, out, in], and a power of two for each 32 of them. These
-stacks are made again when weights are written or pushed (`in_published_stacks`), in the weights' dtype.
+Publishers store them as MXFP4: 4-bit floats of [experts, out, in], and a power of two for each 32 of them.
+These stacks are made again when weights are written or pushed (`in_published_stacks`), in the weights' dtype.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Experts of the torch layer spec: stacked weights, computed by grouped matrix products."""
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -184,6 +184,6 @@ class BiasedMoELayer(MoELayer):
 
     def __init__(self, config: TransformerConfig, *given: Any, **options: Any) -> None:
         super().__init__(config, *given, **options)
-        router = cast(Any, self.router)
-        router.bias = torch.nn.Parameter(router.weight.new_zeros(router.weight.shape[0]))
-        router.bias.sequence_parallel = config.sequence_parallel
+        router: Any = self.router
+        router.bias = torch.nn.Parameter(torch.zeros_like(router.weight[:, 0]))
+        setattr(router.bias, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - Megatron reads it

@@ -108,10 +108,10 @@ class PaddedBatches:
         q, k, v = (x.view(batch.num_spans, -1, *x.shape[1:]).transpose(1, 2) for x in inputs)
         is_seen = self._seen(batch, window, is_needed=sinks is not None)
         if sinks is not None:
-            scale = q.shape[-1] ** -0.5 if scale is None else scale
-            q, k, v = _with_sinks(q, k, v, sinks / scale)
+            factor = q.shape[-1] ** -0.5 if scale is None else scale
+            q, k, v = _with_sinks(q, k, v, sinks / factor)
             assert is_seen is not None
-            is_seen = F.pad(is_seen, (1, 0), value=True)
+            is_seen, scale = F.pad(is_seen, (1, 0), value=True), factor
         options: dict[str, Any] = dict(attn_mask=is_seen, is_causal=is_seen is None, scale=scale)
         attended = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
         return attended.transpose(1, 2).flatten(0, 1)

@@ -10,9 +10,9 @@ computes them without a mask, and without reordering queries. The keys of a span
 are stored once for each of them.
 
 The kernel has no attention sinks. A sink adds exp(sink) to the sum that divides a query's result, so the result
-is scaled by sigmoid(log-sum-exp - sink). The kernel's log-sum-exp has no gradient, but its backward pass computes
-each probability from the log-sum-exp that it is given, and the product of the result with its gradient. Given
-the scaled result and the log-sum-exp with the sink, it returns the gradients of attention with sinks.
+is scaled by sigmoid(log-sum-exp - sink). The kernel's log-sum-exp has no gradient, but its backward pass takes
+it as an argument, to compute probabilities, and the result, to multiply it with its gradient. Given the
+scaled result and the log-sum-exp with the sink, it returns the gradients of attention with sinks.
 """
 
 import inspect
@@ -28,7 +28,9 @@ from megatron_dppo.data.batches.prefixes import RepeatedRows
 from megatron_dppo.models.spans import Spans, starts_of
 
 # torch 2.11 has no `enable_gqa`: it passes fewer key-value heads to the same kernel unasked.
-_GROUPED_HEADS = dict(enable_gqa=True) if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_GROUPED_HEADS: dict[str, Any] = (
+    dict(enable_gqa=True) if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ class _AttentionWithSinks(torch.autograd.Function):
         causal: dict[str, Any],
     ) -> Tensor:
         options: Any = causal | _GROUPED_HEADS
-        plain, statistics = varlen_attn(query, key, value, *places, return_aux=AuxRequest(lse=True), **options)
+        options["return_aux"] = AuxRequest(lse=True)
+        plain, statistics = varlen_attn(query, key, value, *places, **options)
         assert statistics.shape == (query.shape[1], query.shape[0]), "[heads, T']"
         own = sinks.to(statistics)[:, None]
         with_sinks = torch.logaddexp(statistics, own)

@@ -150,7 +150,7 @@ class SlotDecoder:
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
         own: Any = copy.deepcopy(config)
         self._kinds = sorted(set(getattr(own, "layer_types", None) or ()))
-        window = getattr(own, "sliding_window", None)  # null for none, but 0 for Qwen2-MoE
+        window: Any = getattr(own, "sliding_window", None)  # null for none, but 0 for Qwen2-MoE
         self._window = int(window) if _WINDOWED in self._kinds else None
         if window and self._window is None:
             raise RolloutError(
@@ -163,7 +163,8 @@ class SlotDecoder:
             del own.quantization_config  # weights arrive dequantised
         with no_init_weights(), device:  # draws nothing from any random generator
             # Its plain attention, for a model with sinks, which PyTorch's does not have.
-            kind = "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[type(own)]._supports_sdpa else "eager"
+            model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(own)]
+            kind = "sdpa" if model_class._supports_sdpa else "eager"
             self.model: Any = AutoModelForCausalLM.from_config(
                 own, dtype=dtype, attn_implementation=kind, trust_remote_code=False
             )

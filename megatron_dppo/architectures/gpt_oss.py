@@ -10,7 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_dppo.architectures.family import DEFAULTS, ROPE, SILU_ONLY, ModelFamily
-from megatron_dppo.architectures.sizes import BIASED_EXPERTS, SINKS, HFConfig, ModelSizes, moe_sizes
+from megatron_dppo.architectures.sizes import (
+    BIASED_EXPERTS,
+    BIASED_OUTPUT,
+    SINKS,
+    HFConfig,
+    ModelSizes,
+    moe_sizes,
+)
 from megatron_dppo.architectures.weight_map import BACKBONE, MOE_MLP, OUTPUT, QKV_BIAS, WeightRule, rename
 from megatron_dppo.errors import Problem
 
@@ -25,8 +32,14 @@ _SINKS = WeightRule(
     tensor_parallel_dim=0,
     only_with=SINKS,
 )
-_OUTPUT_BIAS = WeightRule(
-    _M + "self_attention.linear_proj.bias", (_H + "self_attn.o_proj.bias",), ("H",), only_with=SINKS
+_ATTENTION_BIASES = (
+    *(replace(rule, only_with=BIASED_OUTPUT) for rule in QKV_BIAS),
+    WeightRule(
+        _M + "self_attention.linear_proj.bias",
+        (_H + "self_attn.o_proj.bias",),
+        ("H",),
+        only_with=BIASED_OUTPUT,
+    ),
 )
 _ROUTER_BIAS = WeightRule(
     _M + "mlp.router.bias", (_H + "mlp.router.bias",), ("E",), layers="sparse", only_with=BIASED_EXPERTS
@@ -63,7 +76,8 @@ def windows(hf: HFConfig) -> list[bool]:
 
 def _sizes(hf: HFConfig) -> ModelSizes:
     sizes = moe_sizes(hf, int(hf["num_local_experts"]), int(hf["intermediate_size"]))
-    return replace(sizes, options=frozenset({SINKS, BIASED_EXPERTS}))
+    options = {SINKS, BIASED_EXPERTS} | ({BIASED_OUTPUT} if hf["attention_bias"] else set())
+    return replace(sizes, options=frozenset(options))
 
 
 def _transformer_config(hf: HFConfig, sizes: ModelSizes) -> Mapping[str, Any]:
@@ -95,14 +109,13 @@ GPT_OSS = ModelFamily(
     rules=(
         *BACKBONE,
         OUTPUT,
-        *QKV_BIAS,
+        *_ATTENTION_BIASES,
         _SINKS,
-        _OUTPUT_BIAS,
         *(rename(rule, _NAMES) for rule in MOE_MLP),
         _ROUTER_BIAS,
         *_EXPERTS_BIASES,
     ),
-    variants={**SILU_ONLY, "attention_bias": (True, True), "swiglu_alpha": (1.702, 1.702)},
+    variants={**SILU_ONLY, "swiglu_alpha": (1.702, 1.702)},
     defaults={
         **DEFAULTS,
         "rms_norm_eps": 1e-5,
@@ -110,6 +123,7 @@ GPT_OSS = ModelFamily(
         "num_key_value_heads": 8,
         "head_dim": 64,
         "num_experts_per_tok": 4,
+        "attention_bias": True,
         "sliding_window": 128,
         "layer_types": None,
         "swiglu_limit": 7.0,

@@ -12,7 +12,9 @@ from megatron_dppo.types import ModelRouting
 WIDE_NORM = "norm over all heads"
 """Option of models that normalise queries, and keys, over all heads at once."""
 SINKS = "attention sinks"
-"""Option of models with a learned sink of each head, and a bias after attention."""
+"""Option of models with a learned attention sink of each head."""
+BIASED_OUTPUT = "biased attention output"
+"""Option of models whose attention has a bias in its output projection."""
 BIASED_EXPERTS = "biased experts"
 """Option of models whose router and experts have biases, and whose experts' activation is clamped."""
 HFConfig = Mapping[str, Any]  # config.json, in either spelling of transformers 4 and 5

@@ -14,7 +14,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron_dppo.architectures.layout import layers_of_stages
 from megatron_dppo.architectures.megatron_options import LayerSpecName, RouterCoefficients, choose_layer_spec
 from megatron_dppo.architectures.registry import family_of, model_sizes
-from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, rope_scaling_factor, yarn_table
+from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, rope_kind, rope_scaling_factor, yarn_table
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.mcore.layer_functions import share_rotary_table
@@ -175,19 +175,25 @@ def _chunk(hf: HFConfig, config: TransformerConfig, stage: int | None, block_spe
         rope_scaling_factor=rope_factor or 1.0,
         vp_stage=stage,
     )
-    yarn = yarn_table(family_of(hf).completed(hf))
-    if yarn is not None and sizes.latent is None:  # Megatron's config has no fields for it
-        model.rotary_pos_emb = YarnRotaryEmbedding(
-            sizes.head_dim,
-            rotary_base=sizes.rope_theta,
-            scaling_factor=yarn["factor"],
-            original_max_position_embeddings=yarn["original_max_position_embeddings"],
-            beta_fast=yarn.get("beta_fast") or 32,
-            beta_slow=yarn.get("beta_slow") or 1,
-            mscale=yarn["mscale"],
-            mscale_all_dim=yarn["mscale_all_dim"],
-            correction_range_round_to_int=yarn.get("truncate", True),
-        )
+    if sizes.latent is None and rope_kind(family_of(hf).completed(hf)) == "yarn":
+        model.rotary_pos_emb = yarn_embedding(hf)
     if not config.apply_rope_fusion:
         share_rotary_table(model)
     return model
+
+
+def yarn_embedding(hf: HFConfig) -> YarnRotaryEmbedding:
+    """Return YaRN's frequencies of complete heads, which Megatron's config has no fields for."""
+    sizes, yarn = model_sizes(hf), yarn_table(family_of(hf).completed(hf))
+    assert yarn is not None, "the model has them"
+    return YarnRotaryEmbedding(
+        sizes.head_dim,
+        rotary_base=sizes.rope_theta,
+        scaling_factor=yarn["factor"],
+        original_max_position_embeddings=yarn["original_max_position_embeddings"],
+        beta_fast=yarn.get("beta_fast") or 32,
+        beta_slow=yarn.get("beta_slow") or 1,
+        mscale=yarn["mscale"],
+        mscale_all_dim=yarn["mscale_all_dim"],
+        correction_range_round_to_int=yarn.get("truncate", True),
+    )

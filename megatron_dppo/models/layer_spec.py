@@ -34,7 +34,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_dppo.architectures.megatron_options import LayerSpecName
-from megatron_dppo.architectures.sizes import BIASED_EXPERTS, SINKS, WIDE_NORM, ModelSizes
+from megatron_dppo.architectures.sizes import BIASED_EXPERTS, BIASED_OUTPUT, WIDE_NORM, ModelSizes
 from megatron_dppo.models.attention import PackedAttention
 from megatron_dppo.models.experts import BiasedExperts, BiasedMoELayer, GroupedExperts
 
@@ -167,7 +167,7 @@ def _grouped_attention(config: TransformerConfig, sizes: ModelSizes) -> tuple[Mo
     submodules = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=PackedAttention,
-        linear_proj=BiasedOutput if SINKS in sizes.options else RowParallelLinear,
+        linear_proj=BiasedOutput if BIASED_OUTPUT in sizes.options else RowParallelLinear,
         q_layernorm=norms[0],
         k_layernorm=norms[1],
     )

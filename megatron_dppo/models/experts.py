@@ -160,7 +160,7 @@ class BiasedExperts(GroupedExperts):
         group, bias = self.groups.expt_tp, self.fc2_bias
         if group.size() > 1:
             bias = with_summed_gradient(bias / group.size(), group)
-        return self._product("fc2_weight", activated, ends) + (is_of @ bias * weights).to(hidden.dtype)
+        return self._product("fc2_weight", activated, ends) + (is_of * weights).to(hidden.dtype) @ bias
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -104,7 +104,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "num_local_experts": _EXPERTS,
         "num_experts_per_tok": _TOP_K,
         "sliding_window": 4,  # shorter than the sequences
-        "swiglu_limit": 1.5,  # small activations reach it
+        "swiglu_limit": 3.0,  # which small activations reach
         "rope_parameters": {key: value for key, value in YARN.items() if "mscale" not in key}
         | {"truncate": False},
     },

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_dppo.architectures.family import DEFAULTS, ROPE, SILU_ONLY, ModelFamily
+from megatron_dppo.architectures.family import DEFAULTS, ROPE, SILU_ONLY, ModelFamily, SglangFacts
 from megatron_dppo.architectures.sizes import (
     BIASED_EXPERTS,
     BIASED_OUTPUT,
@@ -144,4 +144,5 @@ GPT_OSS = ModelFamily(
     has_interleaved_stacks=True,
     transformer_config=_transformer_config,
     module_names=_NAMES,
+    sglang=SglangFacts(has_own_output=True),
 )

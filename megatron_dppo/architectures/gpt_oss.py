@@ -71,7 +71,9 @@ _EXPERTS_BIASES = (
 def windows(hf: HFConfig) -> list[bool]:
     """Return whether each layer has a window, from a completed config.json: by default the 1st, 3rd, ..."""
     num_layers, kinds = int(hf["num_hidden_layers"]), hf["layer_types"]
-    return [kind == WINDOWED for kind in kinds] if kinds else [layer % 2 == 0 for layer in range(num_layers)]
+    if kinds:
+        return [kind == WINDOWED for kind in kinds[:num_layers]]
+    return [layer % 2 == 0 for layer in range(num_layers)]
 
 
 def _sizes(hf: HFConfig) -> ModelSizes:
@@ -95,9 +97,9 @@ def _problems(hf: HFConfig) -> Iterator[Problem]:
         found = "num_experts_per_tok = 1 in config.json"
         yield Problem("model.load", found, "at least 2: a softmax over one logit is 1", action)
     kinds, num_layers = hf["layer_types"], hf.get("num_hidden_layers")
-    if kinds and num_layers is not None and len(kinds) != num_layers:
+    if kinds and num_layers is not None and len(kinds) < num_layers:
         found = f"layer_types of {len(kinds)} layers in config.json"
-        yield Problem("model.load", found, f"num_hidden_layers, {num_layers}", action)
+        yield Problem("model.load", found, f"at least num_hidden_layers, {num_layers}", action)
     for key in ("sliding_window", "swiglu_limit"):
         if not hf[key] > 0:
             yield Problem("model.load", f"{key} = {hf[key]!r} in config.json", "a number above 0", action)

@@ -14,7 +14,14 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron_dppo.architectures.layout import layers_of_stages
 from megatron_dppo.architectures.megatron_options import LayerSpecName, RouterCoefficients, choose_layer_spec
 from megatron_dppo.architectures.registry import family_of, model_sizes
-from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, rope_kind, rope_scaling_factor, yarn_table
+from megatron_dppo.architectures.sizes import (
+    SINKS,
+    HFConfig,
+    ModelSizes,
+    rope_kind,
+    rope_scaling_factor,
+    yarn_table,
+)
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.mcore.layer_functions import share_rotary_table
@@ -125,7 +132,7 @@ def agreed_layer_spec(config: Config, runtime: Runtime, model: ModelSizes | None
 
 def _flash_attention(config: Config, runtime: Runtime, model: ModelSizes) -> str:
     dtype, head_dim = getattr(torch, config.model.dtype), max(model.head_dim, model.value_head_dim)
-    return choose_flash_attention(runtime.device, dtype, head_dim)
+    return choose_flash_attention(runtime.device, dtype, head_dim, has_sinks=SINKS in model.options)
 
 
 def build_model(hf: HFConfig, config: TransformerConfig, layer_spec: LayerSpecName = "torch") -> list[GPTModel]:

@@ -173,6 +173,7 @@ for name in {names}:
 """
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(
     ("names", "is_wrong", "chosen"),
     [
@@ -188,6 +189,7 @@ def test_flash_attention_3_is_taken_if_its_package_is_there_and_right(
     names: tuple[str, ...] | None,
     is_wrong: bool,
     chosen: str,
+    has_sinks: bool,
 ) -> None:
     """PyTorch's own activation, with operators of these names; the CPU's kernel stands for theirs."""
     monkeypatch.syspath_prepend(tmp_path)
@@ -198,7 +200,7 @@ def test_flash_attention_3_is_taken_if_its_package_is_there_and_right(
         attend = VarlenSequences.attend
         monkeypatch.setattr(VarlenSequences, "attend", lambda *arguments: attend(*arguments) * 1.1)
     try:
-        found = activate_flash_attention_3(torch.device("cpu"), torch.bfloat16, 64)
+        found = activate_flash_attention_3(torch.device("cpu"), torch.bfloat16, 64, has_sinks=has_sinks)
         assert re.match(chosen, found), found
         is_active = torch.nn.attention.current_flash_attention_impl() == "FA3"
         assert is_active == found.startswith("FlashAttention-3")

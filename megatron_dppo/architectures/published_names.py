@@ -142,14 +142,10 @@ def _interleaved_experts(
 
 
 def _require_mxfp4(of: StoredTensor, blocks: StoredTensor | None, scales: StoredTensor | None) -> None:
-    is_pair = blocks is not None and scales is not None
-    if (
-        is_pair
-        and len(blocks.shape) == 4
-        and blocks.shape == (*scales.shape, 16)
-        and {blocks.dtype, scales.dtype} == {MXFP4}
-    ):
-        return
+    if blocks is not None and scales is not None:
+        fits = len(blocks.shape) == 4 and blocks.shape == (*scales.shape, 16)
+        if fits and {blocks.dtype, scales.dtype} == {MXFP4}:
+            return
     found = " and ".join(f"{x.name!r} {x.shape} of {x.dtype}" for x in (blocks, scales) if x is not None)
     raise ConversionError(
         f"{of.file}: {found}. Expected blocks [experts, out, in / 32, 16] and scales [experts, out, in / 32], "

@@ -240,10 +240,10 @@ def test_windows_and_sinks_equal_a_softmax_over_what_each_query_sees(
     cu_seqlens, tensors = packed("five batches", size)
     sinks = torch.tensor([-3.0, 0.5, 2.0, 5.0], dtype=torch.float64, requires_grad=True) if has_sinks else None
     inputs = tensors if sinks is None else [*tensors, sinks]
-    sequences = zip(*(x.split(cu_seqlens.diff().tolist()) for x in tensors), strict=True)
-    expected = torch.cat([attention_with_sinks(*parts, window, sinks) for parts in sequences])
-    own = [zigzag(cu_seqlens[:-1].long(), cu_seqlens.diff().long(), rank, size) for rank in range(size)]
     query, key, value = tensors
+    sequences = zip(*(x.split(cu_seqlens.diff().tolist()) for x in (query, key, value)), strict=True)
+    expected = torch.cat([attention_with_sinks(q, k, v, window, sinks) for q, k, v in sequences])
+    own = [zigzag(cu_seqlens[:-1].long(), cu_seqlens.diff().long(), rank, size) for rank in range(size)]
     gathered = torch.cat(own)
     outputs = [
         form.of(spans_of(cu_seqlens, rank, size)).attend(

@@ -104,7 +104,7 @@ class ModelFamily:
         rope_types: Types of rotary frequencies that are computed as transformers computes them.
         partial_rotary: Default part of a head that is rotated, if config.json has none. None allows only
             complete heads.
-        layer_types: Kinds of layers in config.json's `layer_types` that are implemented.
+        layer_types: Values of `layer_types` in config.json that are implemented.
         has_interleaved_stacks: Whether checkpoints stack a layer's experts in tensors of [in, out], gate and up
             in turn, and may store them as MXFP4.
         sizes: Function from a completed config.json to the model's sizes. Callers use `sizes_of`.

@@ -28,7 +28,7 @@ _E = _H + "mlp.experts.{expert}."
 _SINKS = WeightRule(
     _M + "self_attention.core_attention.softmax_offset",
     (_H + "self_attn.sinks",),
-    ("N",),
+    ("T",),
     tensor_parallel_dim=0,
     only_with=SINKS,
 )

@@ -58,7 +58,7 @@ def variant_problems(hf: HFConfig) -> Iterator[Problem]:
     """Yield the problems of a config.json: variants of a supported architecture that are not implemented."""
     family = FAMILIES.get(architecture_of(hf))
     if family is None:
-        yield from common_problems(hf, ("default", "llama3"), None)
+        yield from common_problems(hf, ModelFamily("", (), {}))
         return
     unclear = list(family.key_problems(hf))
     if unclear:
@@ -67,7 +67,7 @@ def variant_problems(hf: HFConfig) -> Iterator[Problem]:
     hf = family.completed(hf)
     yield from value_problems(hf, family.variants)
     yield from family.problems(hf)
-    yield from common_problems(hf, family.rope_types, family.partial_rotary, family.layer_types)
+    yield from common_problems(hf, family)
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -147,20 +147,8 @@ def value_problems(hf: Mapping[str, Any], variants: Mapping[str, tuple[Any, Any]
             yield _problem(f"{key} = {found!r}", repr(supported))
 
 
-def common_problems(
-    hf: Mapping[str, Any],
-    rope_types: Sequence[str],
-    partial_rotary: float | None,
-    layer_types: Sequence[str] = ("full_attention",),
-) -> Iterator[Problem]:
-    """Yield the problems common to all families: quantised weights, other attention, other rotary tables.
-
-    Args:
-        hf: Content of config.json.
-        rope_types: Types of rotary frequencies that the family supports.
-        partial_rotary: Default part of a head that is rotated. None allows only complete heads.
-        layer_types: Kinds of layers that the family supports.
-    """
+def common_problems(hf: Mapping[str, Any], family: ModelFamily) -> Iterator[Problem]:
+    """Yield the problems common to all families: quantised weights, other attention, other rotary tables."""
     quantized = hf.get(QUANTIZED)
     if quantized is not None and not is_dequantized(hf):
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
@@ -168,10 +156,11 @@ def common_problems(
         found = f"{QUANTIZED} with quant_method {method!r} in config.json"
         expected = f"weights that are not quantised, or {readable_format(hf)}"
         yield Problem("model.load", found, expected, action)
-    others = sorted(set(map(str, hf.get("layer_types") or ())) - set(layer_types))
+    others = sorted(set(map(str, hf.get("layer_types") or ())) - set(family.layer_types))
     if others:
-        yield _problem(f"layer_types with {', '.join(others)}", f"{' or '.join(layer_types)} in every layer")
-    yield from _rope_problems(hf, rope_types, partial_rotary)
+        expected = f"{' or '.join(family.layer_types)} in every layer"
+        yield _problem(f"layer_types with {', '.join(others)}", expected)
+    yield from _rope_problems(hf, family.rope_types, family.partial_rotary)
 
 
 def is_block_fp8(quantized: object) -> bool:

@@ -75,7 +75,7 @@ class ModelSizes:
         return {
             "V": self.vocab_size,
             "H": self.hidden_size,
-            "N": heads,
+            "T": heads,
             "D": self.head_dim,
             "Q": heads * self.head_dim,
             "K": self.num_key_value_heads * self.head_dim,

@@ -149,10 +149,11 @@ class SlotDecoder:
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
         own: Any = copy.deepcopy(config)
-        self._kinds = sorted(set(getattr(own, "layer_types", None) or ()))
-        window: Any = getattr(own, "sliding_window", None)  # null for none, but 0 for Qwen2-MoE
-        self._window = int(window) if _WINDOWED in self._kinds else None
-        if window and self._window is None:
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(own)]
+        self._family = FAMILIES.get(model_class.__name__)
+        has_windows = self._family is not None and _WINDOWED in self._family.layer_types
+        self._window: int | None = own.sliding_window if has_windows else None
+        if not has_windows and getattr(own, "sliding_window", None):  # null for none, but 0 for Qwen2-MoE
             raise RolloutError(
                 f"the transformers engine: found sliding_window = {own.sliding_window}; expected full "
                 "attention. Set rollout.engine = 'sglang' for this model."
@@ -161,12 +162,11 @@ class SlotDecoder:
             own.output_router_logits = False
         if hasattr(own, "quantization_config"):
             del own.quantization_config  # weights arrive dequantised
+        # Its plain attention, for a model with sinks, which PyTorch's does not have.
+        attention = "sdpa" if model_class._supports_sdpa else "eager"
         with no_init_weights(), device:  # draws nothing from any random generator
-            # Its plain attention, for a model with sinks, which PyTorch's does not have.
-            model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(own)]
-            kind = "sdpa" if model_class._supports_sdpa else "eager"
             self.model: Any = AutoModelForCausalLM.from_config(
-                own, dtype=dtype, attn_implementation=kind, trust_remote_code=False
+                own, dtype=dtype, attn_implementation=attention, trust_remote_code=False
             )
         for module in self.model.modules():  # created in the weights' dtype, which would round their values
             for name, buffer in list(module.named_buffers(recurse=False)):
@@ -192,8 +192,7 @@ class SlotDecoder:
                 continue
             is_plain = experts.has_gate and experts.is_concatenated and not experts.has_bias
             is_plain = is_plain and not experts.is_transposed
-            family = FAMILIES.get(type(self.model).__name__)
-            if not is_plain and (family is None or not family.has_interleaved_stacks):
+            if not is_plain and (self._family is None or not self._family.has_interleaved_stacks):
                 raise RolloutError(
                     f"layer {index}: found {type(experts).__name__}; expected experts with concatenated gate "
                     "and up projections and no bias. Set rollout.engine = 'sglang' for this model."
@@ -226,10 +225,9 @@ class SlotDecoder:
         """
         count, length = tokens.shape
         cache.prefill_into(first_slot, source)
+        ahead = torch.ones(length, length, dtype=torch.bool, device=self._device).triu_(1)
         positions = torch.arange(length, device=self._device).unsqueeze(0)
-        _, choices = self._forward(
-            self.model.base_model, cache, tokens, positions, positions - positions.mT, capture
-        )
+        _, choices = self._forward(self.model.base_model, cache, tokens, positions, ahead[None, None], capture)
         return None if choices is None else choices.unflatten(0, (count, length))
 
     def decode(
@@ -241,20 +239,20 @@ class SlotDecoder:
             Logits `[n, V]` of the next tokens, and expert choices `[n, moe_layers, top_k]` when captured.
         """
         cache.decode_at(positions, live_length)
-        ahead = torch.arange(live_length, device=self._device) - positions.unsqueeze(1)
+        unseen = torch.arange(live_length, device=self._device) > positions.unsqueeze(1)
         output, choices = self._forward(
-            self.model, cache, tokens.unsqueeze(1), positions.unsqueeze(1), ahead.unsqueeze(1), capture
+            self.model, cache, tokens.unsqueeze(1), positions.unsqueeze(1), unseen[:, None, None], capture
         )
         return output.logits.squeeze(1), choices
 
     def _forward(
-        self, module: Any, cache: SlotCache, tokens: Tensor, positions: Tensor, ahead: Tensor, capture: bool
+        self, module: Any, cache: SlotCache, tokens: Tensor, positions: Tensor, hidden: Tensor, capture: bool
     ) -> tuple[Any, Tensor | None]:
-        """Forward tokens. `ahead` is each key's position minus the query's, ([n,] queries, keys)."""
-        mask: Any = self._mask(ahead > 0)
-        if self._window is not None:  # a mask for each kind of layer
-            windowed = self._mask((ahead > 0) | (ahead <= -self._window))
-            mask = {kind: windowed if kind == _WINDOWED else mask for kind in self._kinds}
+        mask: Any = self._mask(hidden)
+        if self._window is not None:  # a key is too far if its query sees the key that is a window later
+            width = min(self._window, hidden.shape[-1])
+            far = nn.functional.pad(~hidden[..., width:], (0, width))
+            mask = {"full_attention": mask, _WINDOWED: self._mask(hidden | far)}
         self._choices = [] if capture else None
         try:
             output = module(
@@ -269,6 +267,6 @@ class SlotDecoder:
             self._choices = None
 
     def _mask(self, hidden: Tensor) -> Tensor:
-        """Return the mask to add to scores, [n or 1, 1, queries, keys], of what queries do not see."""
+        """Return a mask to add to scores, of the keys that each query does not see."""
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
-        return mask.masked_fill_(hidden, -torch.inf).view(-1, 1, *hidden.shape[-2:])
+        return mask.masked_fill_(hidden, -torch.inf)

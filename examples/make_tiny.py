@@ -33,6 +33,7 @@ FAMILIES = {
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
 }
 """Folder of each tiny model, and its architecture."""
@@ -98,6 +99,14 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "num_local_experts": _EXPERTS,
         "num_experts_per_tok": _TOP_K,
         "rotary_dim": 8,
+    },
+    "GptOssForCausalLM": {
+        "num_local_experts": _EXPERTS,
+        "num_experts_per_tok": _TOP_K,
+        "sliding_window": 4,  # shorter than the sequences
+        "swiglu_limit": 3.0,  # which small activations reach
+        "rope_parameters": {key: value for key, value in YARN.items() if "mscale" not in key}
+        | {"truncate": False},
     },
     "Glm4MoeForCausalLM": _SIGMOID | {"attention_bias": True, "rope_parameters": HALF},
     "DeepseekV3ForCausalLM": _LATENT | {"n_group": 2, "topk_group": 1, "rope_parameters": YARN},

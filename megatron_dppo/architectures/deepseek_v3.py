@@ -21,7 +21,14 @@ from megatron_dppo.architectures.family import (
     SglangFacts,
     Variants,
 )
-from megatron_dppo.architectures.sizes import HFConfig, LatentSizes, ModelSizes, moe_sizes, yarn_table
+from megatron_dppo.architectures.sizes import (
+    HFConfig,
+    LatentSizes,
+    ModelSizes,
+    moe_sizes,
+    rope_table,
+    yarn_table,
+)
 from megatron_dppo.architectures.weight_map import (
     DENSE_MLP,
     EXPERT_BIAS,
@@ -173,6 +180,10 @@ def _transformer_config(hf: HFConfig, sizes: ModelSizes) -> Mapping[str, Any]:
 
 def _problems(hf: HFConfig) -> Iterator[Problem]:
     yield from router_problems(hf)
+    truncate = rope_table(hf).get("truncate", True)
+    if truncate is not True:
+        found, action = f"YaRN with truncate = {truncate!r} in config.json", "Use another model."
+        yield Problem("model.load", found, "True: Megatron's latent attention has no option for it", action)
     heads, of_keys = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
     if of_keys is not None and of_keys != heads:
         action = "Use a config.json as its publisher wrote it."

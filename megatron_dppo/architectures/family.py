@@ -35,6 +35,8 @@ _MAY_BE_NULL = frozenset(
 )
 FURTHER_LAYERS = "num_nextn_predict_layers"
 """Key of config.json: number of layers for multi-token prediction after the model's own layers."""
+ROPE = "rope_parameters"
+"""Key of config.json's table of rotary frequencies, which has an older spelling."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _FURTHER_LAYER = re.compile(r"model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm|shared_head)\.")
 _FURTHER_MODULE = re.compile(r"(?:model\.)?mtp(?:_\w+)?\.")
@@ -102,6 +104,9 @@ class ModelFamily:
         rope_types: Types of rotary frequencies that are computed as transformers computes them.
         partial_rotary: Default part of a head that is rotated, if config.json has none. None allows only
             complete heads.
+        layer_types: Values of `layer_types` in config.json that are implemented.
+        has_interleaved_stacks: Whether checkpoints stack a layer's experts in tensors of [in, out], gate and up
+            in turn, and may store them as MXFP4.
         sizes: Function from a completed config.json to the model's sizes. Callers use `sizes_of`.
         transformer_config: Keywords of Megatron's TransformerConfig that rules and sizes do not determine.
         module_names: Parts of transformers' module names that differ in checkpoints, and their replacements.
@@ -116,6 +121,8 @@ class ModelFamily:
     problems: Callable[[HFConfig], Iterator[Problem]] = _no_problems
     rope_types: tuple[str, ...] = ("default", "llama3")
     partial_rotary: float | None = None
+    layer_types: tuple[str, ...] = ("full_attention",)
+    has_interleaved_stacks: bool = False
     sizes: Callable[[HFConfig], ModelSizes] = dense_sizes
     transformer_config: Callable[[HFConfig, ModelSizes], Mapping[str, Any]] = _nothing_more
     module_names: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -130,7 +137,8 @@ class ModelFamily:
         others = {key: hf[other] for other, key in self.spellings.items() if hf.get(other) is not None}
         theta = rope_table(hf).get("rope_theta")
         rope = {} if theta is None else {"rope_theta": theta}
-        return {**self.defaults, **rope, **hf, **others}
+        defaults = {key: value for key, value in self.defaults.items() if key != ROPE or not rope_table(hf)}
+        return {**defaults, **rope, **hf, **others}
 
     def sizes_of(self, hf: HFConfig) -> ModelSizes:
         """Return the sizes in a config.json; KeyError, TypeError or ValueError if one is missing or wrong."""

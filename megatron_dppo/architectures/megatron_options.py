@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_dppo.architectures.sizes import WIDE_NORM, ModelSizes
+from megatron_dppo.architectures.sizes import BIASED_EXPERTS, BIASED_OUTPUT, SINKS, WIDE_NORM, ModelSizes
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.runtime.libraries import Library
@@ -62,8 +62,9 @@ def transformer_engine_limits(config: Config, sizes: ModelSizes | None = None) -
         found = "latent attention with Transformer Engine's layers"
         expected = "grouped-query attention: latent attention has not been tested yet"
         yield Problem("model.layer_spec", found, expected, "Set model.layer_spec = 'torch'.")
-    if sizes is not None and WIDE_NORM in sizes.options:
-        found = "norms over all heads with Transformer Engine's layers"
+    own = () if sizes is None else (WIDE_NORM, SINKS, BIASED_OUTPUT, BIASED_EXPERTS)
+    if sizes is not None and (of_torch := [option for option in own if option in sizes.options]):
+        found = f"{', '.join(of_torch)} with Transformer Engine's layers"
         yield Problem("model.layer_spec", found, "the torch spec", "Set model.layer_spec = 'torch'.")
     if config.lora.rank:
         found = f"{config.lora.rank} with Transformer Engine's layers"

@@ -135,6 +135,14 @@ def largest_gathered_bytes(
     return max(_gathered_bytes(rule, shape, layout, dtype_bytes, max_bytes) for rule in rules)
 
 
+def largest_stack_bytes(shape: ModelShape, dtype_bytes: int) -> int:
+    """Return the bytes of the largest stack of a layer's experts that is pushed as one tensor; 0 if none is."""
+    if not shape.family.has_interleaved_stacks:
+        return 0
+    of_experts = (rule.hf_shapes(shape.sizes) for rule in _rules_of(shape) if rule.is_expert)
+    return dtype_bytes * (shape.sizes.num_experts or 0) * max(sum(map(math.prod, each)) for each in of_experts)
+
+
 @lru_cache(maxsize=16)
 def _rules_of(shape: ModelShape) -> frozenset[WeightRule]:
     entries = shape.family.entries(shape.sizes)

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_dppo.architectures.deepseek_v3 import DEEPSEEK_V3, GLM4_MOE_LITE
 from megatron_dppo.architectures.family import ModelFamily
 from megatron_dppo.architectures.glm4_moe import GLM4_MOE
+from megatron_dppo.architectures.gpt_oss import GPT_OSS
 from megatron_dppo.architectures.llama import LLAMA
 from megatron_dppo.architectures.minimax_m2 import MINIMAX_M2
 from megatron_dppo.architectures.mixtral import MIXTRAL
@@ -33,6 +34,7 @@ ENTRY_POINTS = "megatron_dppo.families"
 def _families() -> Iterator[ModelFamily]:
     yield from (QWEN3_MOE, QWEN3, QWEN2, LLAMA, GLM4_MOE, DEEPSEEK_V3, GLM4_MOE_LITE, MIXTRAL, QWEN2_MOE)
     yield MINIMAX_M2
+    yield GPT_OSS
     yield from (point.load() for point in entry_points(group=ENTRY_POINTS))
 
 
@@ -56,7 +58,7 @@ def variant_problems(hf: HFConfig) -> Iterator[Problem]:
     """Yield the problems of a config.json: variants of a supported architecture that are not implemented."""
     family = FAMILIES.get(architecture_of(hf))
     if family is None:
-        yield from common_problems(hf, ("default", "llama3"), None)
+        yield from common_problems(hf, ModelFamily("", (), {}))
         return
     unclear = list(family.key_problems(hf))
     if unclear:
@@ -65,14 +67,14 @@ def variant_problems(hf: HFConfig) -> Iterator[Problem]:
     hf = family.completed(hf)
     yield from value_problems(hf, family.variants)
     yield from family.problems(hf)
-    yield from common_problems(hf, family.rope_types, family.partial_rotary)
+    yield from common_problems(hf, family)
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
     """Read config.json of a Hugging Face folder, or of a Megatron checkpoint made from one (`hf/config.json`).
 
-    The entry for block-wise 8-bit weights is left out, because these weights become bfloat16 when they are
-    read.
+    The entry for block-wise 8-bit weights or MXFP4 is left out, because these weights become bfloat16 when
+    they are read.
 
     Raises:
         ConfigError: There is no config.json, it is torn, or it describes a variant that is not implemented.
@@ -118,15 +120,11 @@ QUANTIZED = "quantization_config"
 
 _LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 """Constants that Megatron hard-codes for llama3 frequencies; only `factor` can be chosen."""
-_YARN_AS_DERIVED = {"attention_factor": None, "truncate": True}
-"""Keys of YaRN that Megatron's latent attention has no option for."""
 _GATED_DELTA = (
     "gated delta nets in three of four layers (Megatron-Core 0.16.1's take no packed sequences, later ones on "
     "GPUs alone with flash-linear-attention), norms of 1 + weight, gated attention outputs and shared experts"
 )
 _LACKING: Mapping[str, str] = {
-    "GptOssForCausalLM": "attention sinks and sliding windows in our attention, biased experts with clamped "
-    "and interleaved gates stored [in, out], weights in MXFP4",
     "Qwen3NextForCausalLM": _GATED_DELTA,
     **dict.fromkeys(
         (
@@ -149,27 +147,20 @@ def value_problems(hf: Mapping[str, Any], variants: Mapping[str, tuple[Any, Any]
             yield _problem(f"{key} = {found!r}", repr(supported))
 
 
-def common_problems(
-    hf: Mapping[str, Any], rope_types: Sequence[str], partial_rotary: float | None
-) -> Iterator[Problem]:
-    """Yield the problems common to all families: quantised weights, other attention, other rotary tables.
-
-    Args:
-        hf: Content of config.json.
-        rope_types: Types of rotary frequencies that the family supports.
-        partial_rotary: Default part of a head that is rotated. None allows only complete heads.
-    """
+def common_problems(hf: Mapping[str, Any], family: ModelFamily) -> Iterator[Problem]:
+    """Yield the problems common to all families: quantised weights, other attention, other rotary tables."""
     quantized = hf.get(QUANTIZED)
-    if quantized is not None and not is_block_fp8(quantized):
+    if quantized is not None and not is_dequantized(hf):
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
         action = "Name the original model, in bfloat16: quantised weights are for rollouts."
         found = f"{QUANTIZED} with quant_method {method!r} in config.json"
-        expected = f"weights that are not quantised, or 'fp8' with weight_block_size {[BLOCK, BLOCK]}"
+        expected = f"weights that are not quantised, or {readable_format(hf)}"
         yield Problem("model.load", found, expected, action)
-    others = sorted(set(map(str, hf.get("layer_types") or ())) - {"full_attention"})
+    others = sorted(set(map(str, hf.get("layer_types") or ())) - set(family.layer_types))
     if others:
-        yield _problem(f"layer_types with {', '.join(others)}", "full_attention in every layer")
-    yield from _rope_problems(hf, rope_types, partial_rotary)
+        expected = f"{' or '.join(family.layer_types)} in every layer"
+        yield _problem(f"layer_types with {', '.join(others)}", expected)
+    yield from _rope_problems(hf, family.rope_types, family.partial_rotary)
 
 
 def is_block_fp8(quantized: object) -> bool:
@@ -178,9 +169,32 @@ def is_block_fp8(quantized: object) -> bool:
     return table.get("quant_method") == "fp8" and table.get("weight_block_size") == [BLOCK, BLOCK]
 
 
+def is_mxfp4(hf: Mapping[str, Any]) -> bool:
+    """Whether a config.json describes experts in MXFP4 of a family that publishes them in this format."""
+    family, quantized = FAMILIES.get(architecture_of(hf)), hf.get(QUANTIZED)
+    is_published = family is not None and family.has_interleaved_stacks
+    return is_published and isinstance(quantized, Mapping) and quantized.get("quant_method") == "mxfp4"
+
+
+def is_dequantized(hf: Mapping[str, Any]) -> bool:
+    """Whether a config.json describes quantised weights that are read, as bfloat16."""
+    family = FAMILIES.get(architecture_of(hf))
+    if family is not None and family.has_interleaved_stacks:
+        return is_mxfp4(hf)
+    return is_block_fp8(hf.get(QUANTIZED))
+
+
+def readable_format(hf: Mapping[str, Any]) -> str:
+    """Return the quantised format that is read of the architecture, for messages."""
+    family = FAMILIES.get(architecture_of(hf))
+    if family is not None and family.has_interleaved_stacks:
+        return "'mxfp4'"
+    return f"'fp8' with weight_block_size {[BLOCK, BLOCK]}"
+
+
 def of_dequantized(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of the weights after reading: block-wise 8-bit weights become bfloat16."""
-    if not is_block_fp8(hf.get(QUANTIZED)):
+    """Return the config.json of the weights after reading: quantised weights become bfloat16."""
+    if not is_dequantized(hf):
         return dict(hf)
     rest = {key: value for key, value in hf.items() if key != QUANTIZED}
     return rest | {key: "bfloat16" for key in ("dtype", "torch_dtype") if key in rest}
@@ -225,9 +239,8 @@ def _yarn_problems(rope: Mapping[str, Any]) -> Iterator[Problem]:
     for key in ("factor", "original_max_position_embeddings"):
         if not isinstance(rope.get(key), int | float) or rope[key] < 1:
             yield _problem(f"rope_type = 'yarn' with {key} = {rope.get(key)!r}", "a number of at least 1")
-    for key, supported in _YARN_AS_DERIVED.items():
-        if rope.get(key, supported) != supported:
-            yield _problem(f"rope_type = 'yarn' with {key} = {rope[key]!r}", f"{supported!r}")
+    if rope.get("attention_factor") is not None:  # Megatron derives it from the factor
+        yield _problem(f"rope_type = 'yarn' with attention_factor = {rope['attention_factor']!r}", "None")
     if rope.get("mscale_all_dim") and not rope.get("mscale"):
         yield _problem("rope_type = 'yarn' with mscale_all_dim and no mscale", "both or none of them")
 

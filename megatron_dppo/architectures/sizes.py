@@ -11,6 +11,12 @@ from megatron_dppo.types import ModelRouting
 
 WIDE_NORM = "norm over all heads"
 """Option of models that normalise queries, and keys, over all heads at once."""
+SINKS = "attention sinks"
+"""Option of models with a learned attention sink of each head."""
+BIASED_OUTPUT = "biased attention output"
+"""Option of models whose attention has a bias in its output projection."""
+BIASED_EXPERTS = "biased experts"
+"""Option of models whose router and experts have biases, and whose experts' activation is clamped."""
 HFConfig = Mapping[str, Any]  # config.json, in either spelling of transformers 4 and 5
 
 
@@ -69,6 +75,7 @@ class ModelSizes:
         return {
             "V": self.vocab_size,
             "H": self.hidden_size,
+            "T": heads,
             "D": self.head_dim,
             "Q": heads * self.head_dim,
             "K": self.num_key_value_heads * self.head_dim,

@@ -3,9 +3,9 @@
 Conversion, weight sync and the planner read it. Names are Hugging Face checkpoint names (one name per expert).
 `{layer}` and `{expert}` are global indices. Letters in shapes: H hidden size, V vocabulary, D head size, Q rows
 of all query heads, K rows of all key-value heads, O rows of all heads' outputs, I feed-forward width, F expert
-width, S width of the shared experts, E number of experts, 1 one row. For latent attention: A latent of queries,
-C latent of keys and values, B this latent plus the rotated part of keys, U rows of all heads' keys (without the
-rotated part) and values.
+width, S width of the shared experts, E number of experts, T number of query heads, 1 one row. For latent
+attention: A latent of queries, C latent of keys and values, B this latent plus the rotated part of keys, U rows
+of all heads' keys (without the rotated part) and values.
 """
 
 import re

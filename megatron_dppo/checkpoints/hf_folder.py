@@ -16,8 +16,11 @@ from torch import Tensor
 
 from megatron_dppo.architectures.family import ModelFamily
 from megatron_dppo.architectures.published_names import (
+    MXFP4,
     StoredTensor,
     dequantized,
+    dequantized_mxfp4,
+    in_published_stacks,
     in_table_spelling,
     stays_float32,
 )
@@ -40,9 +43,9 @@ _NOT_WEIGHTS = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry
 class HFWeights:
     """Reads the tensors of a Hugging Face folder by name through memory maps; threads may share it.
 
-    Names are the names of the weight table, for stacked and separate experts. Block-wise 8-bit weights are read
-    as bfloat16 (`architectures/published_names.py`). If the folder has a config.json, layers for multi-token
-    prediction are left out.
+    Names are the names of the weight table, for stacked and separate experts. Block-wise 8-bit weights and
+    MXFP4 are read as bfloat16 (`architectures/published_names.py`). If the folder has a config.json, layers for
+    multi-token prediction are left out.
     """
 
     def __init__(self, folder: Path, num_mapped: int = 2, files: Sequence[str] | None = None) -> None:
@@ -71,7 +74,11 @@ class HFWeights:
         """Names of the files with weights that are not read."""
         stored = self._read_headers(found.read) if file_of is None else self._read_indexed(file_of, found.read)
         family, hf = _family(folder)
-        self._stored = in_table_spelling(stored, {} if family is None else family.module_names)
+        self._stored = in_table_spelling(
+            stored,
+            {} if family is None else family.module_names,
+            is_interleaved=family is not None and family.has_interleaved_stacks,
+        )
         self.left_out: frozenset[str] = frozenset() if family is None else family.left_out(self._stored, hf)
         """Names of the tensors in the files that belong to no layer of the model."""
         self._stored = {name: own for name, own in self._stored.items() if name not in self.left_out}
@@ -149,6 +156,9 @@ class HFWeights:
         weight = self._part(stored)
         if stored.scales is None:
             return weight.float() if stays_float32(name) else weight
+        if stored.dtype == MXFP4:
+            scales = replace(stored.scales, expert=stored.expert, turn=stored.turn, dtype=MXFP4)
+            return dequantized_mxfp4(weight, self._part(scales))
         first_row = stored.rows[0] if stored.rows is not None else 0
         return dequantized(weight, self._part(replace(stored.scales, expert=stored.expert)), first_row)
 
@@ -158,7 +168,13 @@ class HFWeights:
             return mapped.get_tensor(stored.name)
         rows = slice(*stored.rows) if stored.rows is not None else slice(None)
         whole = mapped.get_slice(stored.name)
-        return whole[rows] if stored.expert is None else whole[stored.expert, rows]
+        part = whole[rows] if stored.expert is None else whole[stored.expert, rows]
+        if stored.turn is None:
+            return part
+        first, step = stored.turn
+        if stored.dtype == MXFP4:  # [out, in / 32, ...]
+            return part[first::step]
+        return part[..., first::step].movedim(-1, 0)  # [in, out], or a bias
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each tensor, read only from the headers."""
@@ -232,11 +248,14 @@ def write_hf_checkpoint(
     """Write a Hugging Face folder that appears completely or not at all.
 
     A file is written while the tensors of the next one are produced, so memory holds the tensors of two files.
-    Config, tokenizer and licence are copied from `template`.
+    Config, tokenizer and licence are copied from `template`. Experts get the names that its family publishes.
 
     Raises:
         ConversionError: `out` exists already, or a tensor comes twice.
     """
+    family, hf = _family(template)
+    if family is not None and family.has_interleaved_stacks:
+        weights = in_published_stacks(weights, family.sizes_of(hf).num_experts or 0)
     file_of: dict[str, str] = {}
     total, written = 0, list[tuple[str, torch.dtype, int]]()
     with whole_folder(out) as unfinished, ThreadPoolExecutor(1) as pool:

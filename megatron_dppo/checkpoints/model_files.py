@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 from megatron_dppo.architectures.family import FURTHER_LAYERS
-from megatron_dppo.architectures.published_names import BLOCK, SCALES, stays_float32
+from megatron_dppo.architectures.published_names import SCALES, stays_float32
 from megatron_dppo.architectures.registry import (
     FAMILIES,
     QUANTIZED,
     family_of,
-    is_block_fp8,
+    is_dequantized,
     of_dequantized,
+    readable_format,
     variant_problems,
 )
 from megatron_dppo.architectures.sizes import architecture_of, config_file, read_model_config
@@ -244,8 +245,8 @@ def main_dtype(num_elements: Iterable[tuple[str, torch.dtype, int]]) -> torch.dt
 def read_convertible_config(folder: Path) -> dict[str, Any]:
     """Read config.json of a folder to convert, adjusted to the converted weights.
 
-    The entry for block-wise 8-bit weights is left out, because these weights become bfloat16 when they are
-    read.
+    The entry for block-wise 8-bit weights or MXFP4 is left out, because these weights become bfloat16 when they
+    are read.
 
     Raises:
         ConfigError: There is no config.json, it is torn, or it describes a variant that is not implemented.
@@ -276,8 +277,8 @@ def description_of(folder: Path) -> tuple[dict[str, Any], Path]:
 def write_description(template: Path, out: Path, dtype: torch.dtype | None = None) -> None:
     """Copy config, tokenizer and licence, and log the files that are not copied.
 
-    config.json is copied byte for byte, unless it describes 8-bit weights, layers for multi-token prediction or
-    another dtype.
+    config.json is copied byte for byte, unless it describes 8-bit or 4-bit weights, layers for multi-token
+    prediction or another dtype.
 
     Args:
         template: A Hugging Face folder, or a Megatron checkpoint's `hf/`.
@@ -297,11 +298,11 @@ def write_description(template: Path, out: Path, dtype: torch.dtype | None = Non
 
 def _of_dequantized(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
     quantized = content.get(QUANTIZED)
-    if quantized is not None and not is_block_fp8(quantized):
+    if quantized is not None and not is_dequantized(content):
         table: Mapping[str, Any] = quantized if isinstance(quantized, Mapping) else {}
         found = (table.get("quant_method"), table.get("weight_block_size"))
         raise ConversionError(
             f"{path}: {QUANTIZED} with quant_method {found[0]!r} and weight_block_size {found[1]!r}. Expected "
-            f"'fp8' with [{BLOCK}, {BLOCK}], or unquantised weights: convert the model's bfloat16 checkpoint."
+            f"{readable_format(content)}, or unquantised weights: convert the model's bfloat16 checkpoint."
         )
     return of_dequantized(content)

@@ -109,6 +109,8 @@ _OWNED: dict[str, str] = {
             *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
             *("rope_type", "rotary_base", "rotary_percent", "rotary_scaling_factor", "beta_fast", "beta_slow"),
             *("original_max_position_embeddings", "mscale", "mscale_all_dim", "cache_mla_latents"),
+            *("softmax_type", "window_size", "window_attn_skip_freq"),
+            *("activation_func_clamp_value", "glu_linear_offset"),
         ),
         _FROM_MODEL,
     ),

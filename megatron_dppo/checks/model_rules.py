@@ -70,6 +70,11 @@ def _lora_experts(config: Config, facts: Facts) -> Iterator[Problem]:
     targets = set(config.lora.targets) & set(known)
     if not targets:
         return
+    if FAMILIES[sizes.architecture].has_interleaved_stacks:
+        found = f"{', '.join(sorted(targets))} on a model of {sizes.architecture}"
+        expected = "only attention's linears: peft adapts the columns of gate and up, which take turns, as one"
+        yield Problem("lora.targets", found, expected, "Leave out the linears of experts.")
+        return
     if config.lora.rank % 8:
         expected = "a multiple of 8 if experts have adapters: their grouped products need rows of 16 bytes"
         yield Problem("lora.rank", str(config.lora.rank), expected, f"Use {-(-config.lora.rank // 8) * 8}.")

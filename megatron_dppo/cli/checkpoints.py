@@ -100,7 +100,7 @@ def to_hf(
     shard_size: ShardSize = "4GiB",
     writers: Writers = 1,
 ) -> None:
-    """Megatron -> Hugging Face, one name per expert, as transformers and SGLang read it; LoRA is merged."""
+    """Megatron -> Hugging Face, with published names, as transformers and SGLang read it; LoRA is merged."""
     with _process() as this:
         from megatron_dppo.checkpoints.convert.sources import MegatronSource, base_of
         from megatron_dppo.checkpoints.convert.to_hf import model_card, write_hf

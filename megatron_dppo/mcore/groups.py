@@ -1,8 +1,9 @@
 """Megatron's process groups for a layout, and this rank's place in them."""
 
 import contextlib
-from typing import Any
+from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -126,3 +127,23 @@ def sum_over_tokens_and_stages(values: Tensor, *, over_tensor: bool = False) -> 
         if group.size() > 1:
             dist.all_reduce(values, group=group)
     return values
+
+
+def with_summed_gradient(factor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the factor with its gradient summed over the group, each rank of which has a part of it."""
+    return cast(Tensor, _SummedGradient.apply(factor, group))
+
+
+class _SummedGradient(torch.autograd.Function):
+    """Sums a gradient over ranks; Megatron's own leaves one that is not contiguous unsummed."""
+
+    @staticmethod
+    def forward(ctx: Any, factor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return factor.view_as(factor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        whole = gradients[0].contiguous()
+        dist.all_reduce(whole, group=ctx.group)
+        return whole, None

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.attention
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_dppo.models.padded_attention import PaddedBatches
@@ -43,7 +45,9 @@ def attention_form(device_type: str, dtype: torch.dtype, head_dim: int) -> Packe
     return VarlenSequences if has_flash else PaddedBatches
 
 
-def choose_flash_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+def choose_flash_attention(
+    device: torch.device, dtype: torch.dtype, head_dim: int, *, has_sinks: bool = False
+) -> str:
     """Select the kernels of PyTorch's flash attention for this process; return their name, with the reason.
 
     They are FlashAttention-3's on GPUs of compute capability 9.0, if its package is installed and gives right
@@ -54,17 +58,20 @@ def choose_flash_attention(device: torch.device, dtype: torch.dtype, head_dim: i
     major, minor = compute_capability(device)
     if major != 9:
         return f"FlashAttention-2: FlashAttention-3 needs compute capability 9.0, not {major}.{minor}"
-    return activate_flash_attention_3(device, dtype, head_dim)
+    return activate_flash_attention_3(device, dtype, head_dim, has_sinks=has_sinks)
 
 
-def activate_flash_attention_3(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+def activate_flash_attention_3(
+    device: torch.device, dtype: torch.dtype, head_dim: int, *, has_sinks: bool = False
+) -> str:
     """Make PyTorch's flash attention call FlashAttention-3, unless it fails or its results are wrong."""
     own = torch.nn.attention
     if not all(hasattr(own, f"{verb}_flash_attention_impl") for verb in ("activate", "current", "restore")):
         return f"FlashAttention-2: torch {torch.__version__} cannot activate FlashAttention-3"
     try:
         own.activate_flash_attention_impl("FA3")
-        fault = None if _is_exact(device, dtype, head_dim) else "its results are wrong"
+        is_exact = _is_exact(device, dtype, head_dim, has_sinks=has_sinks)
+        fault = None if is_exact else "its results are wrong"
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, AttributeError) as error:
         fault = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     if fault is None:
@@ -74,24 +81,32 @@ def activate_flash_attention_3(device: torch.device, dtype: torch.dtype, head_di
     return f"FlashAttention-2: FlashAttention-3 cannot be used: {fault}"
 
 
-def _is_exact(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Compare flash attention with plain attention in float32, gradients too, with fewer queries than keys."""
+def _is_exact(device: torch.device, dtype: torch.dtype, head_dim: int, *, has_sinks: bool) -> bool:
+    """Compare flash attention with plain attention in float32, gradients too, with fewer queries than keys.
+
+    With sinks, there is also a window of 24 keys.
+    """
     generator, queries, keys = torch.Generator(device).manual_seed(0), (0, 16, 56), (0, 40, 104)
-    shapes = [(56, 4, head_dim), (104, 2, head_dim), (104, 2, head_dim), (56, 4, head_dim)]
+    shapes = [(56, 4, head_dim), (104, 2, head_dim), (104, 2, head_dim), *[(4,)] * has_sinks, (56, 4, head_dim)]
     *inputs, weight = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes)
     starts_q, starts_k = (torch.tensor(each, dtype=torch.int32, device=device) for each in (queries, keys))
-    packed = [x.clone().requires_grad_() for x in inputs]
-    output = VarlenSequences(starts_q, starts_k, 40, 64, None).attend(packed[0], packed[1], packed[2], None)
+    packed, window = [x.clone().requires_grad_() for x in inputs], 24 if has_sinks else None
+    query, key, value, *sinks = packed
+    output = VarlenSequences(starts_q, starts_k, 40, 64, None).attend(query, key, value, None, window, *sinks)
     found = [output, *torch.autograd.grad(output, packed, weight)]
     plain, parts = [x.float().requires_grad_() for x in inputs], list[Tensor]()
     for index in range(2):
         rows, columns = slice(*queries[index : index + 2]), slice(*keys[index : index + 2])
-        q, k, v = (x[part].transpose(0, 1) for x, part in zip(plain, (rows, columns, columns), strict=True))
+        q, k, v = (x[part].transpose(0, 1) for x, part in zip(plain[:3], (rows, columns, columns), strict=True))
         k, v = (x.repeat_interleave(2, dim=0) for x in (k, v))
         num_queries, num_keys = q.shape[1], k.shape[1]
         seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
+        if window is not None:
+            seen = seen.triu(num_keys - num_queries + 1 - window)
         scores = (q @ k.mT / head_dim**0.5).masked_fill(~seen, -torch.inf)
-        parts.append((scores.softmax(-1) @ v).transpose(0, 1))
+        if has_sinks:
+            scores = torch.cat([scores, plain[3][:, None, None].expand(-1, num_queries, 1)], dim=-1)
+        parts.append((scores.softmax(-1)[..., :num_keys] @ v).transpose(0, 1))
     expected = torch.cat(parts)
     exact = [expected, *torch.autograd.grad(expected, plain, weight.float())]
     return all(torch.allclose(x.float(), y, rtol=0.02, atol=0.03) for x, y in zip(found, exact, strict=True))
@@ -135,11 +150,15 @@ class PackedSequences(PackedSeqParams):
 
 
 class PackedAttention(torch.nn.Module):
-    """Core attention over packed (`thd`) sequences; under context parallelism keys and values are gathered."""
+    """Core attention over packed (`thd`) sequences; under context parallelism keys and values are gathered.
+
+    A layer may have a window, and a learned sink of each head, which tensor-parallel ranks split.
+    """
 
     def __init__(
         self,
         config: TransformerConfig,
+        layer_number: int,
         *_: Any,
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
@@ -149,6 +168,13 @@ class PackedAttention(torch.nn.Module):
         assert pg_collection is not None, "Megatron gives the groups to each attention"
         self.softmax_scale = softmax_scale
         self.context: dist.ProcessGroup = pg_collection.cp
+        skipped: Any = config.window_attn_skip_freq
+        has_window = is_layer_window_attention(config.window_size, skipped, layer_number)
+        self.window = config.window_size[0] + 1 if has_window and config.window_size is not None else None
+        self.softmax_offset: torch.nn.Parameter | None = None  # as Megatron names the sinks
+        if config.softmax_type == "learnable":
+            own = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(own, dtype=config.params_dtype))
 
     def forward(
         self,
@@ -170,4 +196,12 @@ class PackedAttention(torch.nn.Module):
             )
             parts = gathered.split([shape.numel() for shape in shapes], dim=1)
             key, value = (part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True))
-        return packed_seq_params.attention.attend(query, key, value, self.softmax_scale).flatten(1)
+        attention, options = packed_seq_params.attention, (self.softmax_scale, self.window, self.softmax_offset)
+        return attention.attend(query, key, value, *options).flatten(1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Return the sinks as a shard of all heads'."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, dict.fromkeys(state, 0), sharded_offsets)

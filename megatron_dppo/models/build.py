@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
@@ -13,7 +14,14 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron_dppo.architectures.layout import layers_of_stages
 from megatron_dppo.architectures.megatron_options import LayerSpecName, RouterCoefficients, choose_layer_spec
 from megatron_dppo.architectures.registry import family_of, model_sizes
-from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, rope_scaling_factor
+from megatron_dppo.architectures.sizes import (
+    SINKS,
+    HFConfig,
+    ModelSizes,
+    rope_kind,
+    rope_scaling_factor,
+    yarn_table,
+)
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.mcore.layer_functions import share_rotary_table
@@ -124,7 +132,7 @@ def agreed_layer_spec(config: Config, runtime: Runtime, model: ModelSizes | None
 
 def _flash_attention(config: Config, runtime: Runtime, model: ModelSizes) -> str:
     dtype, head_dim = getattr(torch, config.model.dtype), max(model.head_dim, model.value_head_dim)
-    return choose_flash_attention(runtime.device, dtype, head_dim)
+    return choose_flash_attention(runtime.device, dtype, head_dim, has_sinks=SINKS in model.options)
 
 
 def build_model(hf: HFConfig, config: TransformerConfig, layer_spec: LayerSpecName = "torch") -> list[GPTModel]:
@@ -174,6 +182,25 @@ def _chunk(hf: HFConfig, config: TransformerConfig, stage: int | None, block_spe
         rope_scaling_factor=rope_factor or 1.0,
         vp_stage=stage,
     )
+    if sizes.latent is None and rope_kind(family_of(hf).completed(hf)) == "yarn":
+        model.rotary_pos_emb = yarn_embedding(hf)
     if not config.apply_rope_fusion:
         share_rotary_table(model)
     return model
+
+
+def yarn_embedding(hf: HFConfig) -> YarnRotaryEmbedding:
+    """Return YaRN's frequencies of complete heads, which Megatron's config has no fields for."""
+    sizes, yarn = model_sizes(hf), yarn_table(family_of(hf).completed(hf))
+    assert yarn is not None, "the model has them"
+    return YarnRotaryEmbedding(
+        sizes.head_dim,
+        rotary_base=sizes.rope_theta,
+        scaling_factor=yarn["factor"],
+        original_max_position_embeddings=yarn["original_max_position_embeddings"],
+        beta_fast=yarn.get("beta_fast") or 32,
+        beta_slow=yarn.get("beta_slow") or 1,
+        mscale=yarn["mscale"],
+        mscale_all_dim=yarn["mscale_all_dim"],
+        correction_range_round_to_int=yarn.get("truncate", True),
+    )

@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedStateDict, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -36,9 +34,9 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_dppo.architectures.megatron_options import LayerSpecName
-from megatron_dppo.architectures.sizes import WIDE_NORM, ModelSizes
-from megatron_dppo.kernels.ops import grouped_product
+from megatron_dppo.architectures.sizes import BIASED_EXPERTS, BIASED_OUTPUT, WIDE_NORM, ModelSizes
 from megatron_dppo.models.attention import PackedAttention
+from megatron_dppo.models.experts import BiasedExperts, BiasedMoELayer, GroupedExperts
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -101,6 +99,13 @@ class WholeLinear(torch.nn.Module):
         return F.linear(hidden, self.weight), None
 
 
+class BiasedOutput(RowParallelLinear):
+    """Row-parallel linear with a bias, which Megatron gives to attention only with biases everywhere."""
+
+    def __init__(self, *given: Any, bias: bool, **options: Any) -> None:
+        super().__init__(*given, bias=True, **options)
+
+
 class LatentAttention(MLASelfAttention):
     """Megatron's latent attention, with projections down that are replicated on every tensor-parallel rank.
 
@@ -123,109 +128,6 @@ class LatentAttention(MLASelfAttention):
         return {name: getattr(submodules, name) for name in names}
 
 
-class GroupedExperts(torch.nn.Module):
-    """This rank's experts as two stacked weights, computed by one grouped matrix product each.
-
-    Checkpoint keys and global shapes are the same as in Megatron's SequentialMLP and TEGroupedMLP.
-    """
-
-    def __init__(
-        self,
-        num_local_experts: int,
-        config: TransformerConfig,
-        submodules: MLPSubmodules | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        **_: Any,
-    ) -> None:
-        super().__init__()
-        assert pg_collection is not None and config.moe_ffn_hidden_size is not None
-        width, hidden, dtype = config.moe_ffn_hidden_size, config.hidden_size, config.params_dtype
-        width //= pg_collection.expt_tp.size()
-        self.fc1_weight = torch.nn.Parameter(torch.zeros(num_local_experts, 2 * width, hidden, dtype=dtype))
-        self.fc2_weight = torch.nn.Parameter(torch.zeros(num_local_experts, hidden, width, dtype=dtype))
-        for weight in (self.fc1_weight, self.fc2_weight):
-            is_replicated = config.expert_model_parallel_size == 1
-            setattr(weight, "allreduce", is_replicated)  # noqa: B010 - Megatron reads it
-        self.groups = pg_collection
-        self.updates: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}  # LoRA's, to add to a weight's product
-
-    def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """Run each expert on its tokens.
-
-        Args:
-            hidden: [N, H], sorted by local expert.
-            tokens_per_expert: [num_local_experts] int64.
-            probs: [N] routing weight of each row.
-
-        Returns:
-            [N, H], and no bias.
-        """
-        # The dispatcher copied the counts to page-locked memory: copying them back needs no wait.
-        ends = tokens_per_expert.to(hidden.device, non_blocking=True).cumsum(0, dtype=torch.int32)
-        gate, up = self._product("fc1_weight", hidden, ends).chunk(2, dim=-1)
-        activated = (F.silu(gate) * up * probs.unsqueeze(-1)).to(hidden.dtype)
-        return self._product("fc2_weight", activated, ends), None
-
-    def _product(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
-        """Multiply `rows` [N, in], sorted by expert and ending at `ends`, to [N, out]."""
-        output = grouped_product(rows, getattr(self, name), ends)
-        update = self.updates.get(name)
-        return output if update is None else output + update(rows, ends)
-
-    def backward_dw(self) -> None:
-        """Do nothing: weight gradients come with the backward pass."""
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> ShardedStateDict:
-        """Return the experts as shards of [layers, experts, rows, columns] of all experts.
-
-        If experts are split, a rank has some rows of the gate and some rows of the up projection. These are not
-        adjacent in the complete weight.
-        """
-        before = len(sharded_offsets)
-        rank, size = self.groups.expt_tp.rank(), self.groups.expt_tp.size()
-
-        def sharded(
-            key: str, weight: Tensor, replica: ReplicaId, *split: tuple[int, int, int]
-        ) -> ShardedTensor:
-            expert_axis = (before, self.groups.ep.rank(), self.groups.ep.size())
-            return ShardedTensor.from_rank_offsets(
-                key,
-                weight,
-                *sharded_offsets,
-                expert_axis,
-                *split,
-                replica_id=replica,
-                prepend_axis_num=before,
-            )
-
-        def gate_and_up(
-            key: str, weight: Tensor, replica: ReplicaId, flattened_range: slice | None
-        ) -> ShardedStateDict:
-            assert flattened_range is None, "optimizer states are stored in the parameters' shapes"
-            gate, up = weight.chunk(2, dim=1)
-            rows = before + 1
-            return {
-                "gate": sharded(key, gate, replica, (rows, rank, 2 * size)),
-                "up": sharded(key, up, replica, (rows, size + rank, 2 * size)),
-            }
-
-        replica = (0, 0, self.groups.expt_dp.rank())
-        return {
-            f"{prefix}fc1_weight": ShardedTensorFactory(
-                f"{prefix}experts.linear_fc1.weight",
-                self.fc1_weight,
-                gate_and_up,
-                lambda parts: torch.cat([parts["gate"], parts["up"]], dim=1),
-                replica,
-            ),
-            f"{prefix}fc2_weight": sharded(
-                f"{prefix}experts.linear_fc2.weight", self.fc2_weight, replica, (before + 2, rank, size)
-            ),
-        }
-
-
 def torch_layer_spec(config: TransformerConfig, sizes: ModelSizes, is_moe: bool) -> ModuleSpec:
     """Return the spec of one decoder layer, with experts or dense."""
     bias_dropout_add: Any = get_bias_dropout_add  # Megatron annotates it as a module
@@ -236,8 +138,10 @@ def torch_layer_spec(config: TransformerConfig, sizes: ModelSizes, is_moe: bool)
     if is_moe:
         # Shared experts are built if the config has a width for them.
         shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
-        experts = MoESubmodules(experts=ModuleSpec(module=GroupedExperts), shared_experts=shared)
-        mlp = ModuleSpec(module=MoELayer, submodules=experts)
+        is_biased = BIASED_EXPERTS in sizes.options
+        kind = ModuleSpec(module=BiasedExperts if is_biased else GroupedExperts)
+        experts = MoESubmodules(experts=kind, shared_experts=shared)
+        mlp = ModuleSpec(module=BiasedMoELayer if is_biased else MoELayer, submodules=experts)
     else:
         mlp = ModuleSpec(module=MLP, submodules=linears)
         norm_keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
@@ -263,7 +167,7 @@ def _grouped_attention(config: TransformerConfig, sizes: ModelSizes) -> tuple[Mo
     submodules = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=PackedAttention,
-        linear_proj=RowParallelLinear,
+        linear_proj=BiasedOutput if BIASED_OUTPUT in sizes.options else RowParallelLinear,
         q_layernorm=norms[0],
         k_layernorm=norms[1],
     )

@@ -37,6 +37,7 @@ from megatron_dppo.architectures.weight_map import ADAPTER_SUFFIX, WeightEntry, 
 from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.kernels.ops import grouped_product
+from megatron_dppo.mcore.groups import with_summed_gradient
 
 Read = Callable[[Tensor], Tensor]
 """Returns the values of a tensor that may be offloaded."""
@@ -195,9 +196,9 @@ class ExpertAdapter(Adapter):
         for name, pair in self.pairs.items():
             lora_a, lora_b = pair()
             if self._group.size() > 1 and self.entry.rule.tensor_parallel_dim == 0:
-                lora_a = _with_summed_gradient(lora_a, self._group)
+                lora_a = with_summed_gradient(lora_a, self._group)
             elif self._group.size() > 1:
-                lora_b = _with_summed_gradient(lora_b, self._group)
+                lora_b = with_summed_gradient(lora_b, self._group)
             low = grouped_product(rows, lora_a, ends)
             outputs[name] = grouped_product(low, lora_b, ends)
         return self._fuse(outputs)
@@ -227,26 +228,6 @@ class ExpertAdapter(Adapter):
 def _group(group: Any) -> dist.ProcessGroup:
     """Narrow the type: Megatron annotates its getters of process groups as optional."""
     return group
-
-
-def _with_summed_gradient(factor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the factor with its gradient summed over the group, each rank of which has a part of it."""
-    return cast(Tensor, _SummedGradient.apply(factor, group))
-
-
-class _SummedGradient(torch.autograd.Function):
-    """Sums a gradient over ranks; Megatron's own leaves one that is not contiguous unsummed."""
-
-    @staticmethod
-    def forward(ctx: Any, factor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return factor.view_as(factor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        whole = gradients[0].contiguous()
-        dist.all_reduce(whole, group=ctx.group)
-        return whole, None
 
 
 def add_lora(chunks: Sequence[GPTModel], hf: HFConfig, options: LoraConfig, seed: int) -> None:

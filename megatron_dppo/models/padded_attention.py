@@ -62,7 +62,15 @@ class PaddedBatches:
         longest = torch.arange(max(batch.num_keys for batch in batches))
         return cls(batches, query_rows, key_rows, spans.keys, longest)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Compute causal attention of each span's queries to its keys.
 
         Args:
@@ -70,6 +78,8 @@ class PaddedBatches:
             key: [T, key-value heads, D], in the order in which context-parallel ranks gather them.
             value: [T, key-value heads, D of values], likewise.
             scale: Factor on the scores; `None` means 1/sqrt(D).
+            window: Most keys that a query sees, its own included; `None` means all.
+            sinks: [heads] score of a further key of each head, which has no value; `None` means no such key.
 
         Returns:
             [T', heads, D of values].
@@ -81,18 +91,47 @@ class PaddedBatches:
         queries = _Padded.apply(query, self.query_rows, sum(own_sizes)).split(own_sizes)
         keys, values = (_Padded.apply(x, self.key_rows, sum(sizes)).split(sizes) for x in (key, value))
         attended = [
-            self._attend(batch, q, k, v, scale)
+            self._attend(batch, (q, k, v), scale, window, sinks)
             for batch, q, k, v in zip(self.batches, queries, keys, values, strict=True)
         ]
         return _Unpadded.apply(torch.cat(attended), self.query_rows)
 
-    def _attend(self, batch: Batch, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def _attend(
+        self,
+        batch: Batch,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        scale: float | None,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
         """Compute the attention of one padded batch, [spans * width, heads, D] each."""
-        q, k, v = (x.view(batch.num_spans, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
-        is_seen = None if batch.places is None else self.columns[: batch.num_keys] <= batch.places
+        q, k, v = (x.view(batch.num_spans, -1, *x.shape[1:]).transpose(1, 2) for x in inputs)
+        is_seen = self._seen(batch, window, is_needed=sinks is not None)
+        if sinks is not None:
+            factor = q.shape[-1] ** -0.5 if scale is None else scale
+            q, k, v = _with_sinks(q, k, v, sinks / factor)
+            assert is_seen is not None
+            is_seen, scale = F.pad(is_seen, (1, 0), value=True), factor
         options: dict[str, Any] = dict(attn_mask=is_seen, is_causal=is_seen is None, scale=scale)
         attended = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
         return attended.transpose(1, 2).flatten(0, 1)
+
+    def _seen(self, batch: Batch, window: int | None, *, is_needed: bool) -> Tensor | None:
+        """Return whether queries see keys, [spans or 1, 1, queries, keys] bool; None for a plain mask."""
+        if batch.places is None and window is None and not is_needed:
+            return None
+        columns = self.columns[: batch.num_keys]
+        places = columns.view(1, 1, -1, 1) if batch.places is None else batch.places
+        is_seen = columns <= places
+        return is_seen if window is None else is_seen & (columns > places - window)
+
+
+def _with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Put a key without a value first, whose product with each query is the head's sink: one more column."""
+    of_heads = sinks.to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:-1], 1)
+    first = F.pad(torch.zeros_like(key[:, :, :1]), (0, 1), value=1.0)
+    keys = torch.cat([first, F.pad(key, (0, 1))], dim=2)
+    return torch.cat([query, of_heads], dim=-1), keys, F.pad(value, (0, 0, 1, 0))
 
 
 def _within(lengths: Tensor) -> Tensor:

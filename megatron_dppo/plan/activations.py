@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import ModelShape
-from megatron_dppo.architectures.sizes import WIDE_NORM
+from megatron_dppo.architectures.sizes import BIASED_EXPERTS, WIDE_NORM
 from megatron_dppo.architectures.weight_map import EXPERT_BIAS, SHARED_GATE
 from megatron_dppo.plan.job import EXPECTED, Assumptions, LayerSpec, Recompute
 
@@ -157,6 +157,8 @@ class LayerModel:
     def copies(self) -> int:
         """Number of kept tensors with the width of the feed-forward."""
         # fc1's output counts 2. Then follow the fused product (1), or silu(gate), up and their product (3).
+        if BIASED_EXPERTS in self.shape.sizes.options:
+            return 8  # clamped gate, its sigmoid, both multiplied, up + 1, all three multiplied, and weighted
         return 3 if self.spec == "te" else 5
 
     def dense_mlp(self, width: int) -> int:
@@ -167,7 +169,11 @@ class LayerModel:
         """Return the bytes inside the MoE layer: routing maps, dispatched tokens, and activations."""
         sizes, layout, e = self.shape.sizes, self.layout, self.dtype_bytes
         width = sizes.moe_intermediate_size // layout.expert_tensor
-        routed = int(self.expert_rows() * ((sizes.hidden_size + self.copies * width) * e + FLOAT))
+        of_biases = 0  # which experts' each row gets, also weighted
+        if BIASED_EXPERTS in sizes.options:
+            of_biases = (sizes.num_experts or 0) // layout.expert * (2 * e + FLOAT)
+        of_row = (sizes.hidden_size + self.copies * width) * e + FLOAT + of_biases
+        routed = int(self.expert_rows() * of_row)
         return (
             self.routing() + routed + self.dense_mlp(sizes.shared_expert_intermediate_size) + self.shared_gate()
         )

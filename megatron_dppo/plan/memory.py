@@ -13,7 +13,7 @@ from types import UnionType
 from typing import Any
 
 from megatron_dppo.architectures.layout import Layout
-from megatron_dppo.architectures.parameters import ModelShape, largest_gathered_bytes
+from megatron_dppo.architectures.parameters import ModelShape, largest_gathered_bytes, largest_stack_bytes
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.memory import rollout_bytes_bound
 from megatron_dppo.engines.sglang.quantization import served_form, served_tensors
@@ -217,12 +217,14 @@ def passing_bytes(config: Config, shape: ModelShape, layout: Layout, dtype_bytes
     """Return the bytes of weights in transfer to the engine: gathered tensors, their local copy, and a bucket.
 
     Half of `sync_bucket_bytes` is a server's bucket. The other half limits the gathered experts of a layer, as
-    in `weight_sync.factory`. The embedded engine takes all experts of a layer at once.
+    in `weight_sync.factory`. The embedded engine takes all experts of a layer at once. A stack of a layer's
+    experts is made of gathered ones, and gets a bucket of its own if it is larger than a bucket.
     """
     half = config.rollout.sglang.sync_bucket_bytes // 2 if config.rollout.engine == "sglang" else None
     gathered = largest_gathered_bytes(shape, layout, dtype_bytes, half)
     gathered *= 2 * (layout.world_size > 1)
-    return gathered if half is None else half + max(gathered, half)
+    stack = largest_stack_bytes(shape, dtype_bytes)
+    return gathered if half is None else max(half, stack) + max(gathered, half) + stack
 
 
 def stage_moments(

@@ -30,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
         "targets": ("q_proj", "kv_b_proj"),
     },
     "biases and shared experts": {"architecture": "Glm4MoeForCausalLM", "targets": ATTENTION},
+    "biases, sinks and windows": {"architecture": "GptOssForCausalLM", "targets": ATTENTION},
     "dense": {"architecture": "Qwen2ForCausalLM", "targets": (*ATTENTION, *EXPERT_MODULES)},
     "dense, gates": {"architecture": "LlamaForCausalLM", "targets": ("k_proj", "gate_proj")},
 }

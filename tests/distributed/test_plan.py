@@ -153,6 +153,11 @@ OF_FAMILIES = {
     **LATENTS,
     "latent attention without flash": Case(LATENT | {"v_head_dim": 32}, "Glm4MoeLiteForCausalLM"),
     "shared experts, half rotated": Case(SIGMOID, "Glm4MoeForCausalLM"),
+    "sinks, windows and biased experts": Case(
+        {"num_local_experts": 8, "sliding_window": 32, "intermediate_size": 48},
+        "GptOssForCausalLM",
+        is_flash=True,
+    ),
     "norms over all heads": Case({"num_local_experts": 8, "rotary_dim": 8}, "MiniMaxM2ForCausalLM"),
 }
 CASES = {

@@ -1,4 +1,7 @@
-"""DeepSeek-V3's published form: 8-bit blocks, float32 expert biases, layers that predict further tokens."""
+"""Published forms of weights: converted, exported in bfloat16, and trained without a conversion.
+
+DeepSeek-V3's: 8-bit blocks, float32 expert biases, layers that predict further tokens. gpt-oss's: MXFP4.
+"""
 
 import json
 import shutil
@@ -9,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from megatron_dppo.architectures.published_names import BLOCK, stays_float32
+from megatron_dppo.architectures.published_names import BLOCK, in_published_stacks, stays_float32
 from megatron_dppo.runtime.process import Runtime
 from tests.support.converting import convert, converted, differences
 from tests.support.ranks import run_ranks
@@ -138,3 +143,68 @@ def test_it_is_trained_and_sampled_from_without_a_conversion(
         changed = [name for name, tensor in expected.items() if not torch.equal(found[holder][name], tensor)]
         assert changed == [], holder
         assert {found[holder][name].dtype for name in biases} == {torch.float32}
+
+
+# gpt-oss: stacks of experts in MXFP4.
+
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+STACKS = ("gate_up_proj", "down_proj")
+
+
+def write_mxfp4(folder: Path) -> dict[str, Tensor]:
+    """Write the folder; return what transformers makes of it, under published names, in bfloat16."""
+    sizes = {"hidden_size": 64, "intermediate_size": 32}  # multiples of a block
+    write_family(folder, "GptOssForCausalLM", torch.bfloat16, **sizes)
+    (file,) = folder.glob("*.safetensors")
+    stored, expected = dict(load_file(file)), dict[str, Tensor]()
+    for name, tensor in list(stored.items()):
+        expected[name] = tensor
+        if name.endswith(STACKS):
+            del stored[name]
+            experts, num_inputs, num_outputs = tensor.shape
+            generator = torch.Generator().manual_seed(len(expected))
+            shape = (experts, num_outputs, num_inputs // 32, 16)
+            blocks = torch.randint(0, 256, shape, generator=generator).byte()
+            scales = torch.randint(121, 126, shape[:-1], generator=generator).byte()
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            expected[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+    save_file(stored, file)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": MXFP4}))
+    return expected
+
+
+@pytest.fixture(scope="module")
+def in_mxfp4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    folder = tmp_path_factory.mktemp("mxfp4") / "model"
+    return folder, write_mxfp4(folder)
+
+
+def test_mxfp4_is_converted_and_exported_in_bfloat16_with_published_names(
+    in_mxfp4: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    folder, expected = in_mxfp4
+    converted("to-megatron", "--hf", folder, "--out", tmp_path / "megatron")
+    converted("verify", folder, tmp_path / "megatron")
+    shards = ("--shard-size", "0.02MB")  # smaller than a stack
+    converted("to-hf", "--megatron", tmp_path / "megatron", "--out", tmp_path / "back", *shards)
+    written = {n: t for file in (tmp_path / "back").glob("*.safetensors") for n, t in load_file(file).items()}
+    assert written.keys() == expected.keys()
+    changed = [name for name, tensor in expected.items() if not torch.equal(written[name], tensor)]
+    assert changed == [] and {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+    for out in (tmp_path / "back", tmp_path / "megatron" / "hf"):
+        assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+
+def test_mxfp4_is_trained_and_sampled_from_without_a_conversion(
+    in_mxfp4: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    folder, expected = in_mxfp4
+    found = run_ranks(load, 1, tmp_path, str(folder))[0]
+    for holder in ("actor", "engine"):
+        stacks = dict(in_published_stacks(found[holder].items(), num_experts=8))
+        assert stacks.keys() == expected.keys(), holder
+        changed = [name for name, tensor in expected.items() if not torch.equal(stacks[name], tensor)]
+        assert changed == [], holder

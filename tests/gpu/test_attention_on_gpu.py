@@ -21,30 +21,41 @@ LIMIT = 1e-2  # a guess: some roundings to bfloat16, of 2e-3 each
 
 
 def results(
-    form: PackedAttentionForm, spans: Spans, tensors: list[Tensor], queries: Tensor, keys: Tensor
+    form: PackedAttentionForm,
+    spans: Spans,
+    tensors: list[Tensor],
+    queries: Tensor,
+    keys: Tensor,
+    window: int | None = None,
 ) -> list[Tensor]:
-    """A rank's output, and the gradients of queries, keys and values; the device never makes the host wait."""
+    """A rank's output, and the gradients of its inputs; the device never makes the host wait.
+
+    Inputs are queries, keys and values, and sinks if there are four tensors.
+    """
     attention = _move(form.of(spans), torch.device("cuda"))
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-    query, key, value = leaves[0][queries.cuda()], *(x[keys.cuda()] for x in leaves[1:])
+    query, key, value = leaves[0][queries.cuda()], *(x[keys.cuda()] for x in leaves[1:3])
+    sinks = leaves[3:]
     weights = torch.randn(query.shape, generator=torch.Generator().manual_seed(0)).to(query)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        output = attention.attend(query, key, value, None)
-        gradients = torch.autograd.grad(output, (query, key, value), weights)
+        output = attention.attend(query, key, value, None, window, *sinks)
+        gradients = torch.autograd.grad(output, (query, key, value, *sinks), weights)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return [output, *gradients]
 
 
-def require_equal_forms(spans: Spans, tensors: list[Tensor], queries: Tensor, keys: Tensor) -> None:
+def require_equal_forms(
+    spans: Spans, tensors: list[Tensor], queries: Tensor, keys: Tensor, window: int | None = None
+) -> None:
     """Compare both forms in bfloat16 with padded batches in float64."""
     rounded = [tensor.detach().cuda().bfloat16() for tensor in tensors]
-    expected = results(PaddedBatches, spans, [x.double() for x in rounded], queries, keys)
+    expected = results(PaddedBatches, spans, [x.double() for x in rounded], queries, keys, window)
     largest = max(tensor.norm() for tensor in expected)
     for form in (PaddedBatches, VarlenSequences):
-        found = results(form, spans, rounded, queries, keys)
+        found = results(form, spans, rounded, queries, keys, window)
         for value, exact in zip(found, expected, strict=True):
             scale = exact.norm() if exact.any() else largest  # sequences of one token: no gradient of scores
             error = (value.double() - exact).norm() / scale
@@ -60,6 +71,20 @@ def test_flash_attention_equals_padded_batches(packing: str, rank: int, size: in
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     own = [zigzag(starts, lengths, each, size) for each in range(size)]
     require_equal_forms(spans_of(cu_seqlens, rank, size), tensors, own[rank], torch.cat(own))
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_flash_attention_with_sinks_and_windows_equals_padded_batches(
+    packing: str, window: int | None, rank: int, size: int
+) -> None:
+    cu_seqlens, tensors = packed(packing, size, 64)
+    sinks = torch.tensor([-3.0, 0.5, 2.0, 5.0])
+    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    own = [zigzag(starts, lengths, each, size) for each in range(size)]
+    spans = spans_of(cu_seqlens, rank, size)
+    require_equal_forms(spans, [*tensors, sinks], own[rank], torch.cat(own), window)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -11,12 +11,11 @@ from safetensors.torch import save_file
 
 from megatron_dppo.architectures.registry import FAMILIES, read_hf_config
 from megatron_dppo.engines.base import Request, SamplingParams
-from megatron_dppo.engines.sglang.model import has_own_output
 from megatron_dppo.engines.sglang.options import server_environment
 from megatron_dppo.engines.sglang.protocol import ServedModel, generation_of
 from megatron_dppo.engines.sglang.sampling_settings import REFUSED_VARIABLES, SET_VARIABLES
 from megatron_dppo.engines.sglang.server import free_port
-from megatron_dppo.engines.weight_sync.factory import ChangedWeights, with_own_output
+from megatron_dppo.engines.weight_sync.factory import with_served_names
 from tests.distributed.test_families import CASES
 from tests.support.serving import PYTHON, VERSION
 from tests.support.tiny_families import SIZES, config_of
@@ -62,7 +61,7 @@ def write_pushed(folder: Path, case: str) -> None:
         changes = {"head_dim": SIZES["hidden_size"] // SIZES["num_attention_heads"]} | changes
     config_of(architecture, **changes).save_pretrained(folder)
     hf = complete_config(folder, architecture)
-    owner = ChangedWeights(Described(hf), with_own_output) if has_own_output(hf) else Described(hf)
+    owner = with_served_names(Described(hf), hf)
     tensors = {name: torch.full(t.shape, float(n + 1)) for n, (name, t) in enumerate(owner.weights())}
     assert tensors.keys() == owner.describe_weights().keys()
     save_file(tensors, folder / "model.safetensors")

@@ -50,7 +50,11 @@ OWN: dict[str, dict[str, Any]] = {
 IN_PART = "Qwen3MoeForCausalLM, in part, powers of two"
 IGNORED = ("model.layers.1.mlp.experts.0.up_proj", "layers.0.self_attn.o_proj")
 CASES: dict[str, tuple[dict[str, Any], BlockFP8]] = {
-    **{name: (OWN.get(name, {}), BlockFP8()) for name in FAMILIES},
+    **{
+        name: (OWN.get(name, {}), BlockFP8())
+        for name, family in FAMILIES.items()
+        if not family.has_interleaved_stacks  # published in MXFP4
+    },
     IN_PART: (EXPERTS, BlockFP8(IGNORED, is_power_of_two=True)),
     "DeepseekV3ForCausalLM, no query rank": (LATENT | {"q_lora_rank": None}, BlockFP8()),
 }

@@ -25,7 +25,7 @@ def expert_pair(folder: Path, num_experts: int, dtype: torch.dtype, device: torc
     from megatron_dppo.mcore import cpu, fixes
     from megatron_dppo.mcore.groups import initialize_groups, megatron_sizes
     from megatron_dppo.models.build import transformer_config
-    from megatron_dppo.models.layer_spec import GroupedExperts
+    from megatron_dppo.models.experts import GroupedExperts
 
     cpu.install()
     fixes.apply()

@@ -169,6 +169,7 @@ _KEPT = (
 )
 _WITH_CHUNKS = ("PP2 VPP2", "PP2 VPP2 EP2")
 _WITH_WIDE_NORM = ("TP2", "TP2 EP2 ETP1", "PP2", "CP2", "TP2 PP2", "TP2 CP2 EP2")
+_WITH_SINKS = ("TP2", "TP2 EP2 ETP1", "PP2", "PP2 VPP2", "CP2", "EP2 ETP2", "TP2 CP2 EP2")
 _WITH_GATE = ("TP2", "TP2 EP2 ETP1", "PP2", "CP2", "TP2 PP2", "TP2 CP2 EP2")
 
 
@@ -185,6 +186,7 @@ OTHER_LAYOUTS = {
     "DeepSeek": _of_model("DeepSeek", _KEPT),
     "Qwen2-MoE": _of_model("Qwen2-MoE", _WITH_GATE),
     "MiniMax": _of_model("MiniMax", _WITH_WIDE_NORM),
+    "gpt-oss": _of_model("gpt-oss", _WITH_SINKS),
 }
 # Six layers, which four stages do not divide: 1, 2, 2 and 1.
 UNEVEN_LAYOUTS: dict[int, dict[str, dict[str, int]]] = {2: {}, 4: {"uneven PP4": {"pipeline": 4}}, 8: {}}

@@ -231,6 +231,46 @@ MINIMAX_M2: dict[str, Any] = {
     "max_position_embeddings": 196608,
     "tie_word_embeddings": False,
 }
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "attention_bias": True,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "experts_per_token": 4,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "swiglu_limit": 7.0,
+    "hidden_act": "silu",
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "initial_context_length": 4096,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+    },
+}
+GPT_OSS_120B: dict[str, Any] = GPT_OSS_20B | {
+    "num_hidden_layers": 36,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+    "num_local_experts": 128,
+}
 PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
     "Qwen3-235B-A22B": (QWEN3_235B, 235, 22),
     "GLM-4.5-Air": (GLM45_AIR, 106, 12),
@@ -243,5 +283,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
     "Qwen1.5-MoE-A2.7B": (QWEN15_MOE, 14.3, 2.7),
     "Qwen2-57B-A14B": (QWEN2_57B, 57.4, 14),
     "MiniMax-M2": (MINIMAX_M2, 230, 10),
+    "gpt-oss-20b": (GPT_OSS_20B, 20.9, 3.6),
+    "gpt-oss-120b": (GPT_OSS_120B, 117, 5.1),
 }
 """Each model, and billions of its parameters as published: of all, and of those that a token meets."""

@@ -46,7 +46,7 @@ def write_family(folder: Path, architecture: str, dtype: torch.dtype = torch.flo
     stored = model.state_dict().keys()
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if tensor.dim() == 1 and name in stored:
-                tensor.add_(0.1 * torch.randn_like(tensor))
+            if (tensor.dim() == 1 or name.endswith("_bias")) and name in stored:
+                tensor.add_((1.5 if name.endswith("sinks") else 0.1) * torch.randn_like(tensor))
     model.to(dtype).save_pretrained(folder)
     return folder

@@ -11,6 +11,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_dppo.architectures.deepseek_v3 import DEEPSEEK_V3
+from megatron_dppo.architectures.gpt_oss import GPT_OSS
 from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.architectures.published_names import stays_float32
 from megatron_dppo.architectures.qwen3 import QWEN3
@@ -25,7 +26,7 @@ from megatron_dppo.architectures.registry import (
 from megatron_dppo.architectures.sizes import rope_scaling_factor
 from megatron_dppo.engines.embedded.engine import checkpoint_targets
 from megatron_dppo.errors import ConfigError, ConversionError
-from tests.support.published_models import PUBLISHED
+from tests.support.published_models import GPT_OSS_20B, PUBLISHED
 
 SIZES: dict[str, Any] = dict(
     vocab_size=11,
@@ -58,6 +59,7 @@ OWN: dict[str, dict[str, Any]] = {
     "MixtralForCausalLM": dict(num_local_experts=4),
     "Qwen2MoeForCausalLM": dict(num_experts=4, shared_expert_intermediate_size=24),
     "MiniMaxM2ForCausalLM": dict(num_local_experts=4),
+    "GptOssForCausalLM": dict(num_local_experts=4),
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -156,6 +158,29 @@ def test_each_has_a_family_and_its_usual_variant_is_admitted(architecture: str, 
         ("MiniMaxM2ForCausalLM", {"qk_norm_type": "per_head"}, "qk_norm_type = 'per_head'"),
         ("MiniMaxM2ForCausalLM", {"shared_intermediate_size": 8}, "shared_intermediate_size = 8"),
         ("MiniMaxM2ForCausalLM", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1"),
+        ("GptOssForCausalLM", {"swiglu_alpha": 1.5}, "swiglu_alpha = 1.5"),
+        ("GptOssForCausalLM", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1"),
+        ("GptOssForCausalLM", {"sliding_window": 0}, "sliding_window = 0"),
+        ("GptOssForCausalLM", {"swiglu_limit": 0.0}, "swiglu_limit = 0.0"),
+        ("GptOssForCausalLM", {"rope_scaling": LLAMA3}, "rope_type = 'llama3'"),
+        ("GptOssForCausalLM", {"rope_scaling": {"rope_type": "default"}}, "rope_type = 'default'"),
+        ("GptOssForCausalLM", {"rope_scaling": {**YARN, "attention_factor": 1.2}}, "attention_factor = 1.2"),
+        ("GptOssForCausalLM", {"layer_types": ["chunked_attention"]}, "layer_types with chunked_attention"),
+        (
+            "GptOssForCausalLM",
+            {"layer_types": ["full_attention"], "num_hidden_layers": 2},
+            "layer_types of 1 layers",
+        ),
+        (
+            "GptOssForCausalLM",
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            "quantization_config",
+        ),
+        *[
+            (name, {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config")
+            for name in FAMILIES
+            if name != "GptOssForCausalLM"
+        ],
         ("MixtralForCausalLM", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         (
             "LlamaForCausalLM",
@@ -206,7 +231,6 @@ def test_rules_have_the_names_shapes_and_parameters_of_transformers(
 @pytest.mark.parametrize(
     ("architecture", "lacking"),
     [
-        ("GptOssForCausalLM", "attention sinks"),
         ("Qwen3NextForCausalLM", "gated delta nets"),
         ("Qwen3_5MoeForConditionalGeneration", "vision"),
         ("BertForMaskedLM", "Qwen3MoeForCausalLM or"),
@@ -225,6 +249,32 @@ def test_block_wise_8_bit_weights_are_admitted_and_described_as_they_are_read(tm
     (tmp_path / "config.json").write_text(json.dumps(hf))
     assert read_hf_config(tmp_path) == {"architectures": ["DeepseekV3ForCausalLM"], "torch_dtype": "bfloat16"}
     assert list(variant_problems(hf | {"quantization_config": {**config, "weight_block_size": [64, 64]}}))
+
+
+def test_mxfp4_is_admitted_and_described_as_it_is_read(tmp_path: Path) -> None:
+    hf = {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    assert read_hf_config(tmp_path) == {"architectures": ["GptOssForCausalLM"]}
+
+
+@pytest.mark.parametrize("is_truncated", [False, True])
+@pytest.mark.parametrize(("factor", "head_dim"), [(32.0, 64), (4.0, 16)])
+def test_yarn_s_frequencies_of_whole_heads_are_those_of_transformers(
+    factor: float, head_dim: int, is_truncated: bool
+) -> None:
+    from megatron_dppo.mcore import cpu
+    from megatron_dppo.models.build import yarn_embedding
+
+    cpu.install()
+    rope = GPT_OSS.defaults["rope_parameters"] | {"factor": factor, "truncate": is_truncated}
+    expected, scale = ROPE_INIT_FUNCTIONS["yarn"](
+        transformers.GptOssConfig(head_dim=head_dim, rope_parameters=dict(rope))
+    )
+    hf = {"architectures": ["GptOssForCausalLM"], "rope_scaling": rope, "head_dim": head_dim}
+    assert list(variant_problems(hf)) == []
+    found, own_scale = yarn_embedding(GPT_OSS_20B | hf).get_emb(2)
+    assert own_scale == pytest.approx(scale, rel=1e-12)
+    torch.testing.assert_close(found[1, 0, 0, : head_dim // 2], expected, rtol=1e-6, atol=0)
 
 
 def test_expert_biases_come_last_and_latents_side_by_side() -> None:

@@ -166,6 +166,12 @@ def _model(**changes: Any) -> Callable[[], None]:
     return lambda: _write_json(Path("model/config.json"), {**MODEL, **changes})
 
 
+def _gpt_oss(**changes: Any) -> Callable[[], None]:
+    own = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 8, "head_dim": 16}
+    content = {key: value for key, value in MODEL.items() if key != "rope_parameters"}
+    return lambda: _write_json(Path("model/config.json"), {**content, **own, **changes})
+
+
 def _dense(architecture: str, **changes: Any) -> Callable[[], None]:
     experts = {"moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob"}
     content = {key: value for key, value in MODEL.items() if key not in experts}
@@ -365,6 +371,14 @@ EXAMPLES: dict[str, list[Example]] = {
             ("parallel.context", {"parallel.context": 2}, 2),
             ("parallel.share_prefixes", {"parallel.share_prefixes": True}, 1),
         )
+    ]
+    + [
+        Example(
+            "model.layer_spec",
+            {"model.layer_spec": "transformer_engine"},
+            on_disk=_gpt_oss(),
+            also=frozenset({"layer_spec"}),
+        )
     ],
     "model_folder": [
         Example("model.load", {"model.load": "elsewhere"}),
@@ -398,6 +412,7 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("lora.rank", {"lora.rank": 4}),
         Example("lora.targets", {"lora.rank": 8, "lora.targets": ("q_proj", "up_proj", "down_proj")}),
         Example("lora.targets", {"lora.rank": 8}, on_disk=_model(mlp_only_layers=[0])),
+        Example("lora.targets", {"lora.rank": 8, "lora.targets": ("q_proj", "down_proj")}, on_disk=_gpt_oss()),
     ],
     "model_tokenizer": [Example("model.load", on_disk=_no_tokenizer)],
     "expert_rows": [Example("model.load", on_disk=_model(moe_intermediate_size=12))],
@@ -922,6 +937,7 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("sglang.moe_runner_backend", {**_FP8, "sglang.moe_runner_backend": "auto"}, on_disk=_blocks()),
         Example("sglang.tp_size", {**_FP8, "sglang.tp_size": 2}, on_disk=_blocks(heads=16)),
         Example("sglang.tp_size", {**_FP8, "sglang.tp_size": 2, "sglang.ep_size": 2}, on_disk=_blocks()),
+        Example("model.load", _SERVED, on_disk=_gpt_oss(quantization_config={"quant_method": "mxfp4"})),
     ],
     "thresholds": [
         Example("algorithm.delta", {"algorithm.delta": 5.0}),

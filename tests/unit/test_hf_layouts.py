@@ -7,8 +7,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from megatron_dppo.architectures.published_names import dequantized
+from megatron_dppo.architectures.published_names import (
+    dequantized,
+    dequantized_mxfp4,
+    in_published_stacks,
+)
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.checkpoints.model_files import read_convertible_config, write_description
 from megatron_dppo.errors import ConfigError, ConversionError
@@ -122,3 +127,69 @@ def test_only_some_files_are_mapped_at_a_time(tmp_path: Path) -> None:
     held = [weights.tensor(f"t{index}") for index in range(5)]
     assert len(weights._mapped) == 2
     assert [float(tensor[0]) for tensor in held] == [0, 1, 2, 3, 4]
+
+
+OF_GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_hidden_layers": 1}
+
+
+def every_pair_in_mxfp4() -> tuple[Tensor, Tensor]:
+    """[2, 256, 2, 16] blocks and [2, 256, 2] scales: each byte of values meets each scale but NaN's."""
+    blocks = torch.arange(256).view(2, 8, 16).transpose(0, 1).expand(256, -1, -1, -1)
+    scales = torch.arange(256).clamp(max=254)[:, None, None].expand(-1, 8, 2)
+    return blocks.reshape(2, 1024, 2, 16).byte(), scales.reshape(2, 1024, 2).byte()
+
+
+def test_mxfp4_has_the_values_that_transformers_computes() -> None:
+    blocks, scales = every_pair_in_mxfp4()
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).mT
+    found = dequantized_mxfp4(blocks, scales)
+    assert found.dtype == torch.bfloat16 and len(found.float().abs().unique()) > 500
+    assert torch.equal(found.view(torch.int16), expected.contiguous().view(torch.int16))
+
+
+def test_interleaved_stacks_are_read_one_by_one_and_made_again(tmp_path: Path) -> None:
+    """Experts of [in, out], with gate and up in turn, and of MXFP4, [out, in]."""
+    (tmp_path / "config.json").write_text(json.dumps(OF_GPT_OSS))
+    blocks, scales = every_pair_in_mxfp4()
+    stacks = {
+        f"{EXPERTS}.gate_up_proj_bias": torch.randn(2, 1024).bfloat16(),
+        f"{EXPERTS}.down_proj": torch.randn(2, 512, 7).bfloat16(),
+        f"{EXPERTS}.down_proj_bias": torch.randn(2, 7).bfloat16(),
+    }
+    in_mxfp4 = {f"{EXPERTS}.gate_up_proj_blocks": blocks, f"{EXPERTS}.gate_up_proj_scales": scales}
+    save_file(stacks | in_mxfp4, tmp_path / "x.safetensors")
+    weights, whole = HFWeights(tmp_path), dequantized_mxfp4(blocks, scales)
+    linears = [f"{EXPERTS}.{e}.{x}_proj" for e in range(2) for x in ("gate", "up", "down")]
+    assert weights.names == {f"{linear}.{kind}" for linear in linears for kind in ("weight", "bias")}
+    assert weights.shapes()[f"{EXPERTS}.1.up_proj.weight"] == (512, 64)
+    assert set(weights.dtypes().values()) == {"BF16"}
+    assert torch.equal(weights.tensor(f"{EXPERTS}.1.up_proj.weight").float(), whole[1, 1::2].float())
+    assert torch.equal(
+        weights.tensor(f"{EXPERTS}.0.gate_proj.bias"), stacks[f"{EXPERTS}.gate_up_proj_bias"][0, ::2]
+    )
+    assert torch.equal(weights.tensor(f"{EXPERTS}.1.down_proj.weight"), stacks[f"{EXPERTS}.down_proj"][1].T)
+    read = [(name, weights.tensor(name)) for name in sorted(weights.names, reverse=True)]
+    again = dict(in_published_stacks(read, 2))
+    expected = stacks | {f"{EXPERTS}.gate_up_proj": whole.mT}
+    assert again.keys() == expected.keys()
+    assert all(torch.equal(again[name].float(), tensor.float()) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"gate_up_proj_blocks": torch.zeros(2, 8, 1, 16).byte()},
+        {"down_proj_scales": torch.zeros(2, 8, 1).byte()},
+        {
+            "down_proj_blocks": torch.zeros(2, 8, 1, 16).byte(),
+            "down_proj_scales": torch.zeros(2, 8, 2).byte(),
+        },
+        {"down_proj_blocks": torch.zeros(2, 8, 1, 16), "down_proj_scales": torch.zeros(2, 8, 1).byte()},
+    ],
+    ids=list,
+)
+def test_blocks_without_the_scales_of_mxfp4_are_refused(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(OF_GPT_OSS))
+    save_file({f"{EXPERTS}.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "x.safetensors")
+    with pytest.raises(ConversionError, match=r"x.safetensors: .*Expected blocks"):
+        HFWeights(tmp_path)

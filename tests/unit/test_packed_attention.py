@@ -173,6 +173,7 @@ for name in {names}:
 """
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(
     ("names", "is_wrong", "chosen"),
     [
@@ -188,6 +189,7 @@ def test_flash_attention_3_is_taken_if_its_package_is_there_and_right(
     names: tuple[str, ...] | None,
     is_wrong: bool,
     chosen: str,
+    has_sinks: bool,
 ) -> None:
     """PyTorch's own activation, with operators of these names; the CPU's kernel stands for theirs."""
     monkeypatch.syspath_prepend(tmp_path)
@@ -198,7 +200,7 @@ def test_flash_attention_3_is_taken_if_its_package_is_there_and_right(
         attend = VarlenSequences.attend
         monkeypatch.setattr(VarlenSequences, "attend", lambda *arguments: attend(*arguments) * 1.1)
     try:
-        found = activate_flash_attention_3(torch.device("cpu"), torch.bfloat16, 64)
+        found = activate_flash_attention_3(torch.device("cpu"), torch.bfloat16, 64, has_sinks=has_sinks)
         assert re.match(chosen, found), found
         is_active = torch.nn.attention.current_flash_attention_impl() == "FA3"
         assert is_active == found.startswith("FlashAttention-3")
@@ -213,3 +215,45 @@ def test_a_gpu_that_is_no_hopper_keeps_version_2(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(attention, "compute_capability", lambda _: (10, 0))
     found = choose_flash_attention(torch.device("cuda"), torch.bfloat16, 128)
     assert found.startswith("FlashAttention-2: ") and "not 10.0" in found
+
+
+def attention_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    """[T, heads, D] of one sequence: a softmax over the scores of all keys that are seen, and the sink."""
+    q, k, v = (x.transpose(0, 1).repeat_interleave(HEADS // x.shape[1], 0) for x in (query, key, value))
+    seen = varlen_reference.is_seen(len(query), len(key), [-1 if window is None else window - 1, 0])
+    scores = (q @ k.mT * query.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(query), 1)], dim=-1)
+        v = F.pad(v, (0, 0, 0, 1))
+    return (scores.softmax(-1) @ v).transpose(0, 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("window", "has_sinks"), [(1, False), (4, False), (4, True), (None, True)])
+def test_windows_and_sinks_equal_a_softmax_over_what_each_query_sees(
+    window: int | None, has_sinks: bool, size: int, form: PackedAttentionForm
+) -> None:
+    """In sequences that are longer than the window, and with sinks above and below the scores."""
+    cu_seqlens, tensors = packed("five batches", size)
+    sinks = torch.tensor([-3.0, 0.5, 2.0, 5.0], dtype=torch.float64, requires_grad=True) if has_sinks else None
+    inputs = tensors if sinks is None else [*tensors, sinks]
+    query, key, value = tensors
+    sequences = zip(*(x.split(cu_seqlens.diff().tolist()) for x in (query, key, value)), strict=True)
+    expected = torch.cat([attention_with_sinks(q, k, v, window, sinks) for q, k, v in sequences])
+    own = [zigzag(cu_seqlens[:-1].long(), cu_seqlens.diff().long(), rank, size) for rank in range(size)]
+    gathered = torch.cat(own)
+    outputs = [
+        form.of(spans_of(cu_seqlens, rank, size)).attend(
+            query[own[rank]], key[gathered], value[gathered], None, window, sinks
+        )
+        for rank in range(size)
+    ]
+    output = torch.cat(outputs).index_select(0, gathered.argsort())
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+    weights = torch.randn_like(expected)
+    gradients = [torch.autograd.grad(each, inputs, weights) for each in (output, expected)]
+    for found, reference in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, reference, rtol=1e-11, atol=1e-12)

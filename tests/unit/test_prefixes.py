@@ -6,10 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from megatron_dppo.data.batches.prefixes import Path, RepeatedRows, SharedPrefixes, branches
 from megatron_dppo.models.attention import PackedAttentionForm
@@ -18,6 +16,7 @@ from megatron_dppo.models.varlen_attention import VarlenSequences
 from megatron_dppo.types import Microbatch
 from tests.support import varlen_reference
 from tests.support.shared_prefixes import CASES, alone, microbatch_of, spans_of_prefixes
+from tests.unit.test_packed_attention import attention_with_sinks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -92,19 +91,23 @@ def test_gradients_of_repeated_rows_add_up(rows: list[int], num_rows: int) -> No
 
 @pytest.mark.parametrize("form", [PaddedBatches, VarlenSequences])
 @pytest.mark.parametrize("case", CASES)
-def test_attention_equals_attention_of_each_sequence(case: str, form: PackedAttentionForm) -> None:
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (3, True)])
+def test_attention_equals_attention_of_each_sequence(
+    window: int | None, has_sinks: bool, case: str, form: PackedAttentionForm
+) -> None:
     m = alone(CASES[case])
     spans, sources = spans_of_prefixes(m)
     num_tokens = int(sources.max()) + 1
     shapes = [(num_tokens, heads, dim) for heads, dim in ((4, 8), (2, 8), (2, 6))]  # values differ in size
+    shapes += [(4,)] * has_sinks
     tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    parts: list[Tensor] = []
-    for rows in sources.split(m.cu_seqlens.diff().tolist()):
-        q, k, v = (x[rows].transpose(0, 1) for x in tensors)
-        parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1))
-    expected = torch.cat(parts)
-    query, key, value = tensors
-    output = form.of(spans).attend(query, key, value, None)[sources]
+    query, key, value, *sinks = tensors
+    sequences = sources.split(m.cu_seqlens.diff().tolist())
+    options = window, sinks[0] if has_sinks else None
+    expected = torch.cat(
+        [attention_with_sinks(query[rows], key[rows], value[rows], *options) for rows in sequences]
+    )
+    output = form.of(spans).attend(query, key, value, None, *options)[sources]
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
     weights = torch.randn_like(expected)
     gradients = [torch.autograd.grad(each, tensors, weights, retain_graph=True) for each in (output, expected)]

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from megatron_dppo.analysis.mismatch.quantized import rounding_inputs, rounding_of
+from megatron_dppo.architectures.gpt_oss import GPT_OSS
 from megatron_dppo.architectures.published_names import stays_float32
 from megatron_dppo.checkpoints.block_fp8 import BlockFP8
 from megatron_dppo.checkpoints.convert.quantize import MISMATCH, Quantization, calibrate
@@ -268,7 +269,12 @@ BAD: dict[str, tuple[Callable[[Path], Any], list[object], str]] = {
     ),
     "another column": (prompts_of({"question": "1", "answer": "0"}), [], "expected a column 'prompt'"),
     "prompts that are too long": (lambda _: None, ["--max-tokens", 3], "none of 1 to 3 tokens"),
-    "an unknown architecture": (described(architectures=["GptOssForCausalLM"]), [], "found GptOssFor"),
+    "an unknown architecture": (described(architectures=["BertForMaskedLM"]), [], "found BertForMaskedLM"),
+    "stacks of interleaved experts": (
+        described(architectures=["GptOssForCausalLM"], **GPT_OSS.defaults),
+        ["--format", "fp8_block"],
+        "and single experts",
+    ),
     "a quantised folder": (
         described(quantization_config={"quant_method": "modelopt"}),
         [],

@@ -76,9 +76,10 @@ def plan(folder: Path, weight_format: QuantizedFormat, patterns: Sequence[str]) 
     if QUANTIZED in read_model_config(folder)[1]:
         found, action = f"{QUANTIZED} in config.json", "Name the original model, in bfloat16."
         raise ConfigError(Problem("--hf", found, "weights that are not quantised", action))
-    if is_modelopts and family_of(read_hf_config(folder)).module_names:
+    family = family_of(read_hf_config(folder))
+    if family.has_interleaved_stacks or (is_modelopts and family.module_names):
         action = "Quantise it with nvidia-modelopt itself."
-        expected = "a family whose checkpoints have the names of transformers' modules"
+        expected = "a family whose checkpoints have the names of transformers' modules, and single experts"
         raise ConfigError(Problem("--hf", architecture_of(read_hf_config(folder)), expected, action))
     shapes = HFWeights(folder).shapes()
     is_quantised = is_linear if is_modelopts else BlockFP8().quantizes

@@ -1,6 +1,7 @@
 """Reads checkpoints of either kind as Hugging Face tensors: by name, in groups, or as a trainer sends them."""
 
 import hashlib
+import itertools
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,9 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_dppo.architectures.published_names import stays_float32
-from megatron_dppo.architectures.registry import family_of, read_hf_config
-from megatron_dppo.architectures.sizes import HFConfig, config_file
+from megatron_dppo.architectures.published_names import in_published_stacks, published_name, stays_float32
+from megatron_dppo.architectures.registry import FAMILIES, family_of, read_hf_config
+from megatron_dppo.architectures.sizes import HFConfig, architecture_of, config_file, read_model_config
 from megatron_dppo.architectures.weight_map import ADAPTER_SUFFIX
 from megatron_dppo.checkpoints.checkpoint_folder import (
     WEIGHTS,
@@ -187,6 +188,47 @@ class MegatronSource:
         assert piece.layer is not None
         offset = (piece.layer, *(0 for _ in shape[1:]))
         return self.stored.region(key, offset, (1, *shape[1:]))[0]
+
+
+class StackedSource:
+    """Another source's tensors, with interleaved stacks of experts in place of single experts."""
+
+    def __init__(self, source: WeightSource, num_experts: int) -> None:
+        """Group the names of the stacks' parts; nothing is read."""
+        self._source, self._num_experts = source, num_experts
+        self.folder, self.files = source.folder, source.files
+        self._parts: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+        for group in source.groups():
+            published = tuple(dict.fromkeys(map(published_name, group)))
+            self._parts.setdefault(published, []).append(group)
+        self._group_of = {name: group for group in self._parts for name in group}
+
+    def outline(self) -> dict[str, Tensor]:
+        """Return names, shapes and dtypes of the stacks and of the other tensors."""
+        return dict(in_published_stacks(self._source.outline().items(), self._num_experts))
+
+    def groups(self) -> list[tuple[str, ...]]:
+        """Return the other source's groups, with one group for each stack."""
+        return list(self._parts)
+
+    def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors; all parts of a stack are in memory."""
+        parts = itertools.chain.from_iterable(
+            self._source.read(group) for group in self._parts[self._group_of[names[0]]]
+        )
+        wanted = set(names)
+        yield from (pair for pair in in_published_stacks(parts, self._num_experts) if pair[0] in wanted)
+
+
+def as_published(source: WeightSource, template: Path) -> WeightSource:
+    """Return a source with the names that the family of `template`'s config.json publishes."""
+    if config_file(template) is None:
+        return source
+    _, hf = read_model_config(template)
+    family = FAMILIES.get(architecture_of(hf))
+    if family is None or not family.has_interleaved_stacks:
+        return source
+    return StackedSource(source, family.sizes_of(hf).num_experts or 0)
 
 
 def source_of(folder: Path) -> WeightSource:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_dppo.checkpoints.checkpoint_folder import STATE
 from megatron_dppo.checkpoints.convert.options import WriteOptions
-from megatron_dppo.checkpoints.convert.sources import WeightSource
+from megatron_dppo.checkpoints.convert.sources import WeightSource, as_published
 from megatron_dppo.checkpoints.convert.unfinished import UnfinishedOutput, disk_errors, fingerprint, run_jobs
 from megatron_dppo.checkpoints.model_files import INDEX, main_dtype, name_dtype, write_description
 from megatron_dppo.runtime.files import save_tensors
@@ -68,6 +68,9 @@ def write_hf(
         ConversionError: `out` exists or cannot be written.
         CheckpointError: The source is torn.
     """
+    source = as_published(source, template)
+    if options.rounding.base is not None:
+        options.rounding.base = as_published(options.rounding.base, template)
     outline = source.outline().items()
     sizes = {name: tensor.numel() * options.dtype_of(name, tensor).itemsize for name, tensor in outline}
     written = [(name, options.dtype_of(name, tensor), tensor.numel()) for name, tensor in outline]

@@ -227,18 +227,23 @@ class TransformersEngine:
 def checkpoint_targets(model: torch.nn.Module) -> dict[str, Tensor]:
     """Map each Hugging Face name to the tensor to copy it into: an expert's is a slice of the fused tensor."""
     targets: dict[str, Tensor] = {}
+    family = FAMILIES.get(type(model).__name__)
+    is_interleaved = family is not None and family.has_interleaved_stacks
     stored = model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
     for name, tensor in [*model.named_parameters(), *buffers]:  # tied embeddings appear once, without lm_head
         prefix, _, last = name.rpartition(".experts.")
-        data, linears = tensor.detach(), STACKS.get(last)
+        data, kind = tensor.detach(), "bias" if is_interleaved and last.endswith("_bias") else "weight"
+        linears = STACKS.get(last.removesuffix("_bias" if kind == "bias" else ""))
         if linears is None:
             targets[name] = data
             continue
         for expert, fused in enumerate(data):
-            for linear, weight in zip(linears, fused.chunk(len(linears)), strict=True):
-                targets[f"{prefix}.experts.{expert}.{linear}.weight"] = weight
-    family = FAMILIES.get(type(model).__name__)
+            parts = fused.chunk(len(linears))
+            if is_interleaved:  # [in, out], or [out] of biases
+                parts = [fused[..., i :: len(linears)].movedim(-1, 0) for i in range(len(linears))]
+            for linear, part in zip(linears, parts, strict=True):
+                targets[f"{prefix}.experts.{expert}.{linear}.{kind}"] = part
     for ours, theirs in (family.module_names if family is not None else {}).items():
         targets = {name.replace(ours, theirs): target for name, target in targets.items()}
     return targets

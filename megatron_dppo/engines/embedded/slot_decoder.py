@@ -7,13 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.initialization import no_init_weights
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from megatron_dppo.architectures.published_names import stays_float32
+from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.errors import RolloutError
+
+_WINDOWED = "sliding_attention"  # in transformers' layer_types
 
 
 class SlotCache(Cache):
@@ -146,7 +149,11 @@ class SlotDecoder:
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
         own: Any = copy.deepcopy(config)
-        if getattr(own, "sliding_window", None):  # transformers writes null for none, but 0 for Qwen2-MoE
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(own)]
+        self._family = FAMILIES.get(model_class.__name__)
+        has_windows = self._family is not None and _WINDOWED in self._family.layer_types
+        self._window: int | None = own.sliding_window if has_windows else None
+        if not has_windows and getattr(own, "sliding_window", None):  # null for none, but 0 for Qwen2-MoE
             raise RolloutError(
                 f"the transformers engine: found sliding_window = {own.sliding_window}; expected full "
                 "attention. Set rollout.engine = 'sglang' for this model."
@@ -155,9 +162,11 @@ class SlotDecoder:
             own.output_router_logits = False
         if hasattr(own, "quantization_config"):
             del own.quantization_config  # weights arrive dequantised
+        # Its plain attention, for a model with sinks, which PyTorch's does not have.
+        attention = "sdpa" if model_class._supports_sdpa else "eager"
         with no_init_weights(), device:  # draws nothing from any random generator
             self.model: Any = AutoModelForCausalLM.from_config(
-                own, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+                own, dtype=dtype, attn_implementation=attention, trust_remote_code=False
             )
         for module in self.model.modules():  # created in the weights' dtype, which would round their values
             for name, buffer in list(module.named_buffers(recurse=False)):
@@ -181,15 +190,18 @@ class SlotDecoder:
             experts: Any = getattr(layer.mlp, "experts", None)
             if experts is None:
                 continue
-            if experts.has_bias or experts.is_transposed or not experts.has_gate or not experts.is_concatenated:
+            is_plain = experts.has_gate and experts.is_concatenated and not experts.has_bias
+            is_plain = is_plain and not experts.is_transposed
+            if not is_plain and (self._family is None or not self._family.has_interleaved_stacks):
                 raise RolloutError(
                     f"layer {index}: found {type(experts).__name__}; expected experts with concatenated gate "
                     "and up projections and no bias. Set rollout.engine = 'sglang' for this model."
                 )
             moe_layers.append(index)
             num_experts = int(experts.num_experts)
-            layer.mlp.gate.register_forward_hook(self._record_choice)
-            if self._device.type == "cpu" and self._dtype == torch.bfloat16:
+            router: nn.Module = layer.mlp.gate if hasattr(layer.mlp, "gate") else layer.mlp.router
+            router.register_forward_hook(self._record_choice)
+            if is_plain and self._device.type == "cpu" and self._dtype == torch.bfloat16:
                 experts.forward = partial(padded_experts_forward, experts)
         return tuple(moe_layers), num_experts
 
@@ -236,17 +248,25 @@ class SlotDecoder:
     def _forward(
         self, module: Any, cache: SlotCache, tokens: Tensor, positions: Tensor, hidden: Tensor, capture: bool
     ) -> tuple[Any, Tensor | None]:
-        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
-        mask.masked_fill_(hidden, -torch.inf)
+        mask: Any = self._mask(hidden)
+        if self._window is not None:  # a key is too far if its query sees the key that is a window later
+            width = min(self._window, hidden.shape[-1])
+            far = nn.functional.pad(~hidden[..., width:], (0, width))
+            mask = {"full_attention": mask, _WINDOWED: self._mask(hidden | far)}
         self._choices = [] if capture else None
         try:
             output = module(
                 input_ids=tokens,
                 position_ids=positions,
-                attention_mask=mask,  # 4-D: used unchanged
+                attention_mask=mask,  # 4-D, or of kinds of layers: used unchanged
                 past_key_values=cache,
                 use_cache=True,
             )
             return output, torch.stack(self._choices, dim=1) if self._choices else None
         finally:
             self._choices = None
+
+    def _mask(self, hidden: Tensor) -> Tensor:
+        """Return a mask to add to scores, of the keys that each query does not see."""
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
+        return mask.masked_fill_(hidden, -torch.inf)

@@ -14,7 +14,13 @@ from typing import Any
 
 from megatron_dppo.architectures.family import ModelFamily
 from megatron_dppo.architectures.published_names import BLOCK
-from megatron_dppo.architectures.registry import FAMILIES, QUANTIZED, of_dequantized, read_model_sizes
+from megatron_dppo.architectures.registry import (
+    FAMILIES,
+    QUANTIZED,
+    is_mxfp4,
+    of_dequantized,
+    read_model_sizes,
+)
 from megatron_dppo.architectures.sizes import ModelSizes, config_file, read_model_config
 from megatron_dppo.architectures.weight_map import Shape
 from megatron_dppo.checkpoints.block_fp8 import BlockFP8, fused
@@ -79,6 +85,10 @@ def quantization_problems(config: Config) -> Iterator[Problem]:
             yield Problem(f"sglang.{MODEL_PATH}", problem.found, problem.expected, problem.action)
         return
     form = BlockFP8.of(served)
+    if is_mxfp4(served):
+        action = "Run megatron-dppo convert to-megatron, then convert to-hf, and name either's folder."
+        found = f"{served_folder(config)}, whose experts are MXFP4"
+        yield Problem("model.load", found, "bfloat16 weights: a push replaces them", action)
     yield from _method_problems(table, form)
     yield from _other_ways(table)
     if MODEL_PATH in table:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_dppo.architectures.published_names import SCALES
+from megatron_dppo.architectures.published_names import SCALES, in_published_stacks
 from megatron_dppo.architectures.registry import family_of, read_hf_config
 from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.architectures.weight_map import EMBEDDING, OUTPUT
@@ -154,15 +154,24 @@ def travelling_together(hf: HFConfig) -> dict[str, str]:
 
 
 def as_served(config: Config, owner: WeightOwner) -> WeightOwner:
-    """Return the owner of the tensors that servers load, in their form: an own output layer, 8-bit floats.
+    """Return the owner of the tensors that servers load, under their names, and as 8-bit floats if they are."""
+    owner, form = with_served_names(owner, read_hf_config(config.model.load)), served_form(config)
+    return owner if form is None else ChangedWeights(owner, form.quantized)
+
+
+def with_served_names(owner: WeightOwner, hf: HFConfig) -> WeightOwner:
+    """Return the owner of the tensors that SGLang's model class loads: stacked experts, an own output layer.
 
     SGLang builds an output layer for some architectures even if config.json ties it to the embedding
     (`SglangFacts.has_own_output`), and no checkpoint of such a model fills it.
     """
-    if has_own_output(read_hf_config(config.model.load)):
+    family = family_of(hf)
+    if family.has_interleaved_stacks:
+        num_experts = family.sizes_of(hf).num_experts or 0
+        owner = ChangedWeights(owner, lambda weights: in_published_stacks(weights, num_experts))
+    if has_own_output(hf):
         owner = ChangedWeights(owner, with_own_output)
-    form = served_form(config)
-    return owner if form is None else ChangedWeights(owner, form.quantized)
+    return owner
 
 
 (_EMBEDDING,), (_OUTPUT,) = EMBEDDING.hf, OUTPUT.hf

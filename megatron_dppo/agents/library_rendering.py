@@ -49,8 +49,9 @@ class LibraryRendering(Rendering):
         """Return what `Rendering.continuation` does, by the renderer if it can append the messages."""
         if not added:
             before, renderer = [*prompt, *response], self._renderer(arguments)
+            added_messages = self.placed([*path, {"role": "assistant", "content": ""}, *new])[-len(new) :]
             bridged = renderer.bridge_to_next_turn(
-                list(prompt), list(response), list(new), tools=list(tools) or None
+                list(prompt), list(response), added_messages, tools=list(tools) or None
             )
             if bridged is not None and bridged.token_ids[: len(before)] == before:
                 return torch.tensor(bridged.token_ids[len(before) :], dtype=torch.int64)

@@ -49,8 +49,7 @@ class LibraryRendering(Rendering):
         """Return what `Rendering.continuation` does, by the renderer if it can append the messages."""
         if not added:
             before, renderer = [*prompt, *response], self._renderer(arguments)
-            answered = {"role": "assistant", "content": ""}
-            added_messages = self.placed([*path, answered, *new])[-len(new) :]
+            added_messages = self.placed([*path, {"role": "assistant", "content": ""}, *new])[-len(new) :]
             bridged = renderer.bridge_to_next_turn(
                 list(prompt), list(response), added_messages, tools=list(tools) or None
             )

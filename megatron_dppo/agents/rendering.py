@@ -115,6 +115,19 @@ class Rendering:
         """
         return parse_response(self.text(ids), number, may_call=may_call)
 
+    def placed(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """Return messages of which only the first may be a system message, unless the template writes all."""
+        if self._has_system_anywhere:
+            return list(messages)
+        first = list(takewhile(lambda message: message["role"] == "system", messages))
+        rest = [
+            each | {"role": "user"} if each["role"] == "system" else each for each in messages[len(first) :]
+        ]
+        joined = (
+            [{"role": "system", "content": "\n\n".join(each["content"] for each in first)}] if first else []
+        )
+        return [*joined, *rest]
+
     def text(self, ids: Sequence[int]) -> str:
         """Decode a response without special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -137,19 +150,6 @@ class Rendering:
 
     def _kept(self, text: str) -> str:
         return _THOUGHT.sub("", text) if self._thinking == "keep" else text
-
-    def placed(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-        """Return messages of which only the first may be a system message, unless the template writes all."""
-        if self._has_system_anywhere:
-            return list(messages)
-        first = list(takewhile(lambda message: message["role"] == "system", messages))
-        rest = [
-            each | {"role": "user"} if each["role"] == "system" else each for each in messages[len(first) :]
-        ]
-        joined = (
-            [{"role": "system", "content": "\n\n".join(each["content"] for each in first)}] if first else []
-        )
-        return [*joined, *rest]
 
     def _write(
         self,

@@ -1,7 +1,7 @@
 """Agents with a renderer of the library `renderers`: formats of families other than Qwen's."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -164,6 +164,24 @@ def test_a_call_that_cannot_be_read_stays_text(family: Family, tools: Any) -> No
         return each
 
     played(play).account()
+
+
+def test_a_later_system_message_that_the_template_refuses_is_a_users() -> None:
+    family = BY_NAME["qwen3"]
+    refused = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('') }}{% endif %}"
+    refusing = family.template.replace("{% for m in messages %}", f"{{% for m in messages %}}{refused}")
+    now = {"role": "system", "content": "Now!"}
+
+    async def play() -> Rendered:
+        each = Rendered(replace(family, template=refusing), "5<|im_end|>", "6<|im_end|>")
+        said = await each.say(ASKS, now)
+        await each.say(ASKS, now, said, now)
+        return each
+
+    each = played(play)
+    later = "<|im_start|>user\nNow!<|im_end|>\n<|im_start|>assistant\n"
+    assert each.input_of(0).endswith(later)
+    assert each.input_of(1) == f"{each.input_of(0)}5<|im_end|>\n{later}"
 
 
 @pytest.mark.parametrize(("thinking", "kind"), [("keep", "continues"), ("template", "template")])

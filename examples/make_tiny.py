@@ -34,6 +34,7 @@ FAMILIES = {
     "mixtral": "MixtralForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
 }
 """Folder of each tiny model, and its architecture."""
 _SIZES: dict[str, Any] = {
@@ -69,6 +70,14 @@ _LATENT: dict[str, Any] = _SIGMOID | {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
+_LINEAR: dict[str, Any] = {
+    "full_attention_interval": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+}
 HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 YARN: dict[str, Any] = {
     "rope_type": "yarn",
@@ -98,6 +107,14 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "num_local_experts": _EXPERTS,
         "num_experts_per_tok": _TOP_K,
         "rotary_dim": 8,
+    },
+    "Qwen3NextForCausalLM": {
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
+        "num_experts": _EXPERTS,
+        "num_experts_per_tok": _TOP_K,
+        "initializer_range": 0.2,  # the states' rounding grows with it
+        **_LINEAR,
     },
     "Glm4MoeForCausalLM": _SIGMOID | {"attention_bias": True, "rope_parameters": HALF},
     "DeepseekV3ForCausalLM": _LATENT | {"n_group": 2, "topk_group": 1, "rope_parameters": YARN},

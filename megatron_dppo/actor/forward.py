@@ -37,6 +37,7 @@ from megatron_dppo.mcore.groups import (
     vocab_shard,
 )
 from megatron_dppo.models.attention import PackedSequences, attention_form, head_dim_of
+from megatron_dppo.models.delta_rule import delta_rule_form
 from megatron_dppo.models.spans import Spans
 from megatron_dppo.routing_replay.recording import Recording
 from megatron_dppo.routing_replay.routes import index_dtype
@@ -173,7 +174,12 @@ def packing_of(forwarding: Forwarding, chunk: torch.nn.Module, device: torch.dev
     form = attention_form(device.type, config.params_dtype, head_dim_of(config))
     longest = max(tokens.max_seqlen, forwarding.scored.max_seqlen)
     is_split = parallel_state.get_context_parallel_world_size() > 1
-    return _move(PackedSequences.of(tokens, forwarding.spans, longest, form, is_split=is_split), device)
+    chunks = None
+    if config.linear_attention_freq is not None:
+        assert forwarding.rows is None and not is_split, "the checks refuse both with linear attention"
+        chunks = delta_rule_form(device.type).of(tokens.cu_seqlens.cpu(), config.linear_conv_kernel_dim)
+    packing = PackedSequences.of(tokens, forwarding.spans, longest, form, is_split=is_split, chunks=chunks)
+    return _move(packing, device)
 
 
 def forward_packed(

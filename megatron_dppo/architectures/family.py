@@ -99,6 +99,7 @@ class ModelFamily:
             sizes without a default must be in config.json.
         spellings: Other names of keys that transformers' config class accepts, and the names that are read.
         problems: Function that yields other reasons to refuse a config.json.
+        layer_types: Values of `layer_types` in config.json that are implemented.
         rope_types: Types of rotary frequencies that are computed as transformers computes them.
         partial_rotary: Default part of a head that is rotated, if config.json has none. None allows only
             complete heads.
@@ -114,6 +115,7 @@ class ModelFamily:
     defaults: Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
     spellings: Mapping[str, str] = field(default_factory=dict[str, str])
     problems: Callable[[HFConfig], Iterator[Problem]] = _no_problems
+    layer_types: tuple[str, ...] = ("full_attention",)
     rope_types: tuple[str, ...] = ("default", "llama3")
     partial_rotary: float | None = None
     sizes: Callable[[HFConfig], ModelSizes] = dense_sizes

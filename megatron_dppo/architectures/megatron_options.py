@@ -65,6 +65,9 @@ def transformer_engine_limits(config: Config, sizes: ModelSizes | None = None) -
     if sizes is not None and WIDE_NORM in sizes.options:
         found = "norms over all heads with Transformer Engine's layers"
         yield Problem("model.layer_spec", found, "the torch spec", "Set model.layer_spec = 'torch'.")
+    if sizes is not None and sizes.linear is not None:
+        found = "linear attention and gated attention with Transformer Engine's layers"
+        yield Problem("model.layer_spec", found, "the torch spec", "Set model.layer_spec = 'torch'.")
     if config.lora.rank:
         found = f"{config.lora.rank} with Transformer Engine's layers"
         expected = "0: adapters need the linears and stacked experts of the torch spec"

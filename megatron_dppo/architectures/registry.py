@@ -15,6 +15,7 @@ from megatron_dppo.architectures.mixtral import MIXTRAL
 from megatron_dppo.architectures.published_names import BLOCK
 from megatron_dppo.architectures.qwen2 import QWEN2, QWEN2_MOE
 from megatron_dppo.architectures.qwen3 import QWEN3, QWEN3_MOE
+from megatron_dppo.architectures.qwen3_next import QWEN3_NEXT
 from megatron_dppo.architectures.sizes import (
     HFConfig,
     ModelSizes,
@@ -32,7 +33,7 @@ ENTRY_POINTS = "megatron_dppo.families"
 
 def _families() -> Iterator[ModelFamily]:
     yield from (QWEN3_MOE, QWEN3, QWEN2, LLAMA, GLM4_MOE, DEEPSEEK_V3, GLM4_MOE_LITE, MIXTRAL, QWEN2_MOE)
-    yield MINIMAX_M2
+    yield from (MINIMAX_M2, QWEN3_NEXT)
     yield from (point.load() for point in entry_points(group=ENTRY_POINTS))
 
 
@@ -56,7 +57,7 @@ def variant_problems(hf: HFConfig) -> Iterator[Problem]:
     """Yield the problems of a config.json: variants of a supported architecture that are not implemented."""
     family = FAMILIES.get(architecture_of(hf))
     if family is None:
-        yield from common_problems(hf, ("default", "llama3"), None)
+        yield from common_problems(hf, ModelFamily("", (), {}))
         return
     unclear = list(family.key_problems(hf))
     if unclear:
@@ -65,7 +66,7 @@ def variant_problems(hf: HFConfig) -> Iterator[Problem]:
     hf = family.completed(hf)
     yield from value_problems(hf, family.variants)
     yield from family.problems(hf)
-    yield from common_problems(hf, family.rope_types, family.partial_rotary)
+    yield from common_problems(hf, family)
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -127,7 +128,6 @@ _GATED_DELTA = (
 _LACKING: Mapping[str, str] = {
     "GptOssForCausalLM": "attention sinks and sliding windows in our attention, biased experts with clamped "
     "and interleaved gates stored [in, out], weights in MXFP4",
-    "Qwen3NextForCausalLM": _GATED_DELTA,
     **dict.fromkeys(
         (
             *("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
@@ -149,16 +149,8 @@ def value_problems(hf: Mapping[str, Any], variants: Mapping[str, tuple[Any, Any]
             yield _problem(f"{key} = {found!r}", repr(supported))
 
 
-def common_problems(
-    hf: Mapping[str, Any], rope_types: Sequence[str], partial_rotary: float | None
-) -> Iterator[Problem]:
-    """Yield the problems common to all families: quantised weights, other attention, other rotary tables.
-
-    Args:
-        hf: Content of config.json.
-        rope_types: Types of rotary frequencies that the family supports.
-        partial_rotary: Default part of a head that is rotated. None allows only complete heads.
-    """
+def common_problems(hf: Mapping[str, Any], family: ModelFamily) -> Iterator[Problem]:
+    """Yield the problems common to all families: quantised weights, other attention, other rotary tables."""
     quantized = hf.get(QUANTIZED)
     if quantized is not None and not is_block_fp8(quantized):
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
@@ -166,10 +158,11 @@ def common_problems(
         found = f"{QUANTIZED} with quant_method {method!r} in config.json"
         expected = f"weights that are not quantised, or 'fp8' with weight_block_size {[BLOCK, BLOCK]}"
         yield Problem("model.load", found, expected, action)
-    others = sorted(set(map(str, hf.get("layer_types") or ())) - {"full_attention"})
+    others = sorted(set(map(str, hf.get("layer_types") or ())) - set(family.layer_types))
     if others:
-        yield _problem(f"layer_types with {', '.join(others)}", "full_attention in every layer")
-    yield from _rope_problems(hf, rope_types, partial_rotary)
+        expected = f"{' or '.join(family.layer_types)} in every layer"
+        yield _problem(f"layer_types with {', '.join(others)}", expected)
+    yield from _rope_problems(hf, family.rope_types, family.partial_rotary)
 
 
 def is_block_fp8(quantized: object) -> bool:

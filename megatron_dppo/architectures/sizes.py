@@ -11,6 +11,10 @@ from megatron_dppo.types import ModelRouting
 
 WIDE_NORM = "norm over all heads"
 """Option of models that normalise queries, and keys, over all heads at once."""
+ZERO_CENTRED = "norms of 1 + weight"
+"""Option of models whose norms multiply by 1 + weight."""
+OUTPUT_GATE = "gated attention"
+"""Option of models that multiply attention's output by sigmoids, projected together with the queries."""
 HFConfig = Mapping[str, Any]  # config.json, in either spelling of transformers 4 and 5
 
 
@@ -23,6 +27,33 @@ class LatentSizes:
     plain_head_dim: int  # of a query and a key, without rotation
     rotary_head_dim: int  # of a query, and of the one key part that all heads share
     value_head_dim: int
+
+
+@dataclass(frozen=True)
+class LinearSizes:
+    """Sizes of linear attention (Gated DeltaNet): each key head serves several consecutive value heads."""
+
+    layers: tuple[int, ...]  # 0-based indices of the layers that have it instead of attention
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int  # of queries too
+    value_head_dim: int
+    conv_width: int  # tokens that the causal convolution of queries, keys and values sees
+
+    @property
+    def key_width(self) -> int:
+        """Size of all heads' keys, and of all queries."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Size of all heads' values, gates and outputs."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def state_size(self) -> int:
+        """Elements of a sequence's recurrent state in one layer."""
+        return self.num_value_heads * self.key_head_dim * self.value_head_dim
 
 
 @dataclass(frozen=True)
@@ -48,11 +79,17 @@ class ModelSizes:
     latent: LatentSizes | None = None  # None: grouped-query attention
     rotary_percent: float = 1.0  # part of a head that is rotated, in grouped-query attention
     options: frozenset[str] = frozenset()  # what weight rules are `only_with`
+    linear: LinearSizes | None = None  # None: attention in every layer
 
     @property
     def value_head_dim(self) -> int:
         """Size of a head's values and output."""
         return self.head_dim if self.latent is None else self.latent.value_head_dim
+
+    @property
+    def linear_layers(self) -> tuple[int, ...]:
+        """0-based indices of the layers with linear attention instead of attention."""
+        return () if self.linear is None else self.linear.layers
 
     @property
     def routing(self) -> ModelRouting | None:
@@ -79,6 +116,8 @@ class ModelSizes:
             "E": self.num_experts or 0,
             "1": 1,
             **of_latents,
+            **({} if self.linear is None else _linear_dimensions(self.linear)),
+            "G": 2 * heads * self.head_dim,
         }
 
 
@@ -88,6 +127,20 @@ def _latent_dimensions(latent: LatentSizes, heads: int) -> dict[str, int]:
         "C": latent.rank,
         "B": latent.rank + latent.rotary_head_dim,
         "U": heads * (latent.plain_head_dim + latent.value_head_dim),
+    }
+
+
+def _linear_dimensions(linear: LinearSizes) -> dict[str, int]:
+    mixed = 2 * linear.key_width + linear.value_width
+    return {
+        "L": linear.key_width,
+        "Z": linear.value_width,
+        "N": linear.num_value_heads,
+        "P": linear.value_head_dim,
+        "W": linear.conv_width,
+        "X": mixed,
+        "Y": mixed + linear.value_width,
+        "M": 2 * linear.num_value_heads,
     }
 
 

@@ -5,7 +5,9 @@ Conversion, weight sync and the planner read it. Names are Hugging Face checkpoi
 of all query heads, K rows of all key-value heads, O rows of all heads' outputs, I feed-forward width, F expert
 width, S width of the shared experts, E number of experts, 1 one row. For latent attention: A latent of queries,
 C latent of keys and values, B this latent plus the rotated part of keys, U rows of all heads' keys (without the
-rotated part) and values.
+rotated part) and values. G rows of all query heads and their gates. For linear attention: L rows of all keys
+(or queries), Z rows of all values (or gates), N number of value heads, X rows L + L + Z, Y rows X + Z, M rows
+2 N, P size of a value, W width of the convolution.
 """
 
 import re
@@ -19,7 +21,7 @@ from torch import Tensor
 from megatron_dppo.architectures.sizes import WIDE_NORM, ModelSizes
 from megatron_dppo.errors import ConversionError
 
-Fusion = Literal["one", "qkv", "concatenate"]
+Fusion = Literal["one", "qkv", "concatenate", "key heads"]
 Shape = tuple[int, ...]
 
 
@@ -34,11 +36,15 @@ class WeightRule:
         hf: Checkpoint names, in the order in which they are fused.
         shapes: Shape of each `hf` tensor, of one expert, with a letter for each dimension.
         fusion: "one" for a single unchanged tensor. "concatenate" for concatenation along dimension 0 (gate,
-            up). "qkv" for interleaving by key-value group: the group's queries, its key, its value.
+            up). "qkv" for interleaving by key-value group: the group's queries, its key, its value. "key heads"
+            for interleaving by key head of linear attention: what belongs to the first head, to the second, ...
         tensor_parallel_dim: Dimension of each *Hugging Face* tensor that tensor parallelism splits. None means
             replicated.
         is_vocabulary: Whether rows are the vocabulary, which Megatron may pad.
         layers: Kinds of layers that have the parameter, if `megatron` names a layer.
+        mixers: Kinds of attention of these layers: "softmax", "linear", or "all".
+        sections: Letters of the parts of each Hugging Face tensor that are split and interleaved by themselves,
+            such as "LLZ" for queries, keys and values. None means that each tensor is one part.
         is_expert: Whether the parameter stacks experts along a leading dimension.
         only_with: Option of `ModelSizes.options` that a model needs to have the parameter. None means always.
         is_buffer: Whether it is a buffer: no gradient, and float32 whatever the model's dtype is.
@@ -53,6 +59,8 @@ class WeightRule:
     tensor_parallel_dim: int | None = None
     is_vocabulary: bool = False
     layers: Literal["all", "dense", "sparse"] = "all"
+    mixers: Literal["all", "softmax", "linear"] = "all"
+    sections: tuple[str, ...] | None = None
     is_expert: bool = False
     transformer_engine: str | None = None
     only_with: str | None = None
@@ -72,7 +80,18 @@ class WeightRule:
         """Whether a layer (0-based) has the parameter."""
         is_sparse = layer in sizes.moe_layers
         is_of_kind = self.layers in ("all", "sparse" if is_sparse else "dense")
-        return self.is_in_layers and is_of_kind and self.is_of(sizes)
+        is_mixed_so = self.mixers in ("all", "linear" if layer in sizes.linear_layers else "softmax")
+        return self.is_in_layers and is_of_kind and is_mixed_so and self.is_of(sizes)
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether rows of several Hugging Face tensors, or of their sections, alternate in the parameter."""
+        return self.fusion in ("qkv", "key heads")
+
+    def section_rows(self, sizes: ModelSizes) -> list[list[int]]:
+        """Return the rows of each section of each Hugging Face tensor."""
+        sections = self.sections or tuple(shape[0] for shape in self.shapes)
+        return [[sizes.dimensions[letter] for letter in letters] for letters in sections]
 
     def hf_shapes(self, sizes: ModelSizes) -> tuple[Shape, ...]:
         """Return the shape of each Hugging Face tensor, in the order of `hf`."""
@@ -136,6 +155,51 @@ WIDE_QK_NORM = tuple(
     replace(rule, shapes=(shape,), tensor_parallel_dim=0, only_with=WIDE_NORM)
     for rule, shape in zip(QK_NORM, "QK", strict=True)
 )
+_A, _L = _M + "self_attention.", _H + "linear_attn."
+GATED_BACKBONE = (
+    EMBEDDING,
+    _FINAL_NORM,
+    _INPUT_NORM,
+    _MLP_NORM,
+    WeightRule(
+        _A + "linear_qkv.weight",
+        tuple(_H + f"self_attn.{x}_proj.weight" for x in "qkv"),
+        ("GH", "KH", "KH"),
+        fusion="qkv",
+        tensor_parallel_dim=0,
+        mixers="softmax",
+    ),
+    replace(_ATTENTION_OUTPUT, mixers="softmax"),
+    *(replace(rule, mixers="softmax") for rule in QK_NORM),
+)
+"""Replacement of BACKBONE and QK_NORM for models with gated attention in some layers, DELTA_NET in others."""
+DELTA_NET = (
+    WeightRule(
+        _A + "conv_weight",
+        (_L + "conv1d.weight",),
+        ("X1W",),
+        fusion="key heads",
+        sections=("LLZ",),
+        tensor_parallel_dim=0,
+        mixers="linear",
+    ),
+    WeightRule(_A + "A_log", (_L + "A_log",), ("N",), tensor_parallel_dim=0, mixers="linear"),
+    WeightRule(_A + "dt_bias", (_L + "dt_bias",), ("N",), tensor_parallel_dim=0, mixers="linear"),
+    WeightRule(_A + "norm_weight", (_L + "norm.weight",), ("P",), mixers="linear"),
+    WeightRule(
+        _A + "out_proj.weight", (_L + "out_proj.weight",), ("HZ",), tensor_parallel_dim=1, mixers="linear"
+    ),
+)
+"""Gated DeltaNet without its projections in, whose checkpoint names differ between families."""
+DELTA_NET_IN_PROJ = WeightRule(
+    _A + "in_proj.weight",
+    (_L + "in_proj_qkvz.weight", _L + "in_proj_ba.weight"),
+    ("YH", "MH"),
+    fusion="key heads",
+    tensor_parallel_dim=0,
+    mixers="linear",
+)
+"""Its projections in, in checkpoints that store each key head's rows together."""
 DENSE_MLP = (
     WeightRule(
         _M + "mlp.linear_fc1.weight",
@@ -345,8 +409,10 @@ class WeightTable:
             return tensors[0]
         if rule.fusion == "concatenate":
             return torch.cat(list(tensors))
-        groups, columns = self._sizes.num_key_value_heads // num_parts, tensors[0].shape[1:]
-        return torch.cat([t.reshape(groups, -1, *columns) for t in tensors], dim=1).reshape(-1, *columns)
+        groups, columns = self._groups(rule) // num_parts, tensors[0].shape[1:]
+        each = zip(tensors, rule.section_rows(self._sizes), strict=True)
+        sections = [part for t, rows in each for part in t.split([n // num_parts for n in rows])]
+        return torch.cat([t.reshape(groups, -1, *columns) for t in sections], dim=1).reshape(-1, *columns)
 
     def unfuse(self, rule: WeightRule, tensor: Tensor) -> list[Tensor]:
         """Split a Megatron parameter into its Hugging Face tensors, in the order of `rule.hf`; often views."""
@@ -354,8 +420,45 @@ class WeightTable:
             return [tensor]
         if rule.fusion == "concatenate":
             return list(tensor.chunk(2))
-        sizes, columns = self._sizes, tensor.shape[1:]
-        queries = sizes.num_attention_heads // sizes.num_key_value_heads * sizes.head_dim
-        by_group = tensor.reshape(-1, queries + 2 * sizes.head_dim, *columns)
-        parts = by_group.split([queries, sizes.head_dim, sizes.head_dim], dim=1)
-        return [part.reshape(-1, *columns) for part in parts]
+        groups, rows, columns = self._groups(rule), rule.section_rows(self._sizes), tensor.shape[1:]
+        of_group = [n // groups for of_tensor in rows for n in of_tensor]
+        parts = tensor.reshape(-1, sum(of_group), *columns).split(of_group, dim=1)
+        sections = iter([part.reshape(-1, *columns) for part in parts])
+        of_tensors = [[next(sections) for _ in of_tensor] for of_tensor in rows]
+        return [found[0] if len(found) == 1 else torch.cat(found) for found in of_tensors]
+
+    def _groups(self, rule: WeightRule) -> int:
+        """Return the number of groups that an interleaved parameter's rows belong to."""
+        if rule.fusion == "qkv":
+            return self._sizes.num_key_value_heads
+        assert self._sizes.linear is not None, "only models with linear attention have such a rule"
+        return self._sizes.linear.num_key_heads
+
+    def part(self, rule: WeightRule, index: int, tensor: Tensor, rank: int, size: int) -> Tensor:
+        """Return a rank's part of the `index`th Hugging Face tensor, split into `size` equal parts.
+
+        A vocabulary is padded with zeros for equal parts.
+        """
+        dim = rule.tensor_parallel_dim
+        if size == 1 or dim is None:
+            return tensor
+        if rule.sections is not None:
+            sections = tensor.split(rule.section_rows(self._sizes)[index])
+            return torch.cat([section.chunk(size)[rank] for section in sections])
+        width = -(-tensor.shape[dim] // size)
+        if not rule.is_vocabulary:
+            return tensor.narrow(dim, rank * width, width)
+        own = tensor[rank * width : (rank + 1) * width]
+        return torch.cat([own, own.new_zeros(width - own.shape[0], *own.shape[1:])])
+
+    def join(self, rule: WeightRule, index: int, parts: Sequence[Tensor]) -> Tensor:
+        """Join the `index`th Hugging Face tensor from its ranks' parts, without the padding of a vocabulary."""
+        if rule.tensor_parallel_dim is None or len(parts) == 1:
+            whole = parts[0]
+        elif rule.sections is not None:
+            rows = [n // len(parts) for n in rule.section_rows(self._sizes)[index]]
+            by_section = zip(*(part.split(rows) for part in parts), strict=True)
+            whole = torch.cat([part for section in by_section for part in section])
+        else:
+            whole = torch.cat(list(parts), dim=rule.tensor_parallel_dim)
+        return whole[: self._sizes.vocab_size] if rule.is_vocabulary else whole

@@ -135,6 +135,12 @@ def usable_libraries(*, is_on_gpu: bool) -> Libraries:
     )
 
 
+@functools.cache
+def delta_rule_kernels(*, is_on_gpu: bool) -> Library:
+    """Import flash-linear-attention's gated delta rule, for models that have it."""
+    return _import("fla.ops.gated_delta_rule", is_on_gpu=is_on_gpu)
+
+
 def _import(*modules: str, is_on_gpu: bool) -> Library:
     """Import a library's modules; if one does not import, hide the package of the first."""
     package = modules[0].partition(".")[0]

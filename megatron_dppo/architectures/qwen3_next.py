@@ -99,18 +99,20 @@ def hybrid_config(hf: HFConfig, sizes: ModelSizes) -> Mapping[str, Any]:
 
 def hybrid_problems(hf: HFConfig) -> Iterator[Problem]:
     """Yield the problems of the layers' kinds and of the heads of linear attention."""
-    kinds, keys, values = hf.get("layer_types"), hf["linear_num_key_heads"], hf["linear_num_value_heads"]
+    keys, values = hf["linear_num_key_heads"], hf["linear_num_value_heads"]
     action = "Use a config.json as its publisher wrote it."
-    if kinds and len(kinds) < hf["num_hidden_layers"]:
-        found = f"layer_types of {len(kinds)} layers in config.json"
-        yield Problem("model.load", found, f"one for each of {hf['num_hidden_layers']} layers", action)
     if values % keys:
         found = f"linear_num_value_heads = {values} with linear_num_key_heads = {keys} in config.json"
         yield Problem("model.load", found, "a multiple of the key heads", action)
-    if LINEAR in layer_kinds(hf) and SOFTMAX in layer_kinds(hf):
+    if "num_hidden_layers" not in hf:  # which reading the sizes reports
         return
-    found = f"{layer_kinds(hf)[0]} in all {hf['num_hidden_layers']} layers"
-    yield Problem("model.load", found, f"{LINEAR} in some layers and {SOFTMAX} in others", action)
+    kinds, num_layers = layer_kinds(hf), hf["num_hidden_layers"]
+    if len(kinds) < num_layers:
+        found = f"layer_types of {len(kinds)} layers in config.json"
+        yield Problem("model.load", found, f"one for each of {num_layers} layers", action)
+    elif len(set(kinds)) == 1:
+        found = f"{kinds[0]} in all {num_layers} layers"
+        yield Problem("model.load", found, f"{LINEAR} in some layers and {SOFTMAX} in others", action)
 
 
 def _sizes(hf: HFConfig) -> ModelSizes:

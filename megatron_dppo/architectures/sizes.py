@@ -11,6 +11,8 @@ from megatron_dppo.types import ModelRouting
 
 WIDE_NORM = "norm over all heads"
 """Option of models that normalise queries, and keys, over all heads at once."""
+DELTA_CHUNK = 64
+"""Tokens that linear attention computes together, as in transformers and in flash-linear-attention."""
 ZERO_CENTRED = "norms of 1 + weight"
 """Option of models whose norms multiply by 1 + weight."""
 OUTPUT_GATE = "gated attention"
@@ -49,6 +51,15 @@ class LinearSizes:
     def value_width(self) -> int:
         """Size of all heads' values, gates and outputs."""
         return self.num_value_heads * self.value_head_dim
+
+    @property
+    def multiplications(self) -> float:
+        """Multiplications of a token in one layer's forward pass, besides its weights.
+
+        The backward pass computes them once more, so a third is added: a step counts the forward three times.
+        """
+        of_chunk = DELTA_CHUNK * (3 * self.key_head_dim + 2 * self.value_head_dim)
+        return 4 / 3 * (self.num_value_heads * of_chunk + 3 * self.state_size)
 
     @property
     def state_size(self) -> int:

@@ -138,7 +138,7 @@ class GatedDeltaNet(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
         """Return the weights as shards of all heads'."""
-        own = {name: weight for name, weight in self.named_parameters(recurse=False)}
+        own = dict(self.named_parameters(recurse=False))
         split = {name: 0 for name in own if name != "norm_weight"}
         found = make_sharded_tensors_for_checkpoint(own, prefix, split, sharded_offsets)
         for name in ("in_proj", "out_proj"):

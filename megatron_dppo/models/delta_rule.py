@@ -13,10 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_dppo.architectures.sizes import DELTA_CHUNK as CHUNK
 from megatron_dppo.runtime.libraries import delta_rule_kernels
-
-CHUNK = 64
-"""Tokens that are computed together, as in transformers and in flash-linear-attention."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Chunks:
     def of_tokens(self, values: Tensor) -> Tensor:
         """[T, heads, ...] -> [chunks, heads, CHUNK, ...], zero in padding."""
         padded = values.new_zeros(sum(self.num_active) * CHUNK, *values.shape[1:])
-        return padded.index_copy(0, self.rows, values).unflatten(0, (-1, CHUNK)).transpose(1, 2)
+        return padded.index_put((self.rows,), values).unflatten(0, (-1, CHUNK)).transpose(1, 2).contiguous()
 
     def to_tokens(self, values: Tensor) -> Tensor:
         """[chunks, heads, CHUNK, D] -> [T, heads, D]."""
@@ -113,7 +111,7 @@ def causal_convolution(values: Tensor, weight: Tensor, chunks: Chunks) -> Tensor
 
     Tokens before a sequence count as zero.
     """
-    padded = values.new_zeros(chunks.num_spaced, values.shape[1]).index_copy(0, chunks.spaced, values)
+    padded = values.new_zeros(chunks.num_spaced, values.shape[1]).index_put((chunks.spaced,), values)
     mixed = F.conv1d(padded.T[None], weight, groups=weight.shape[0])[0]
     return mixed.T.index_select(0, chunks.spaced - chunks.gap)
 

@@ -51,7 +51,7 @@ SGLANG_MEMORY_FRACTION = 0.8
 """Default of mem_fraction_static if [sglang] sets none: share of weights and cache in the GPU's memory."""
 SGLANG_WORKSPACE_BYTES = 4 * GIB
 """Bytes of SGLang's activations and CUDA graphs, in addition to its static memory; an assumption."""
-_CACHED_DTYPE_BYTES = 2
+_CACHED_DTYPE_BYTES, _STATE_DTYPE_BYTES = 2, 4
 _WITHOUT_NUCLEUS, _WITH_NUCLEUS = 24, 45  # bytes per logit to sample with top_p 1 and below; measured by a test
 
 
@@ -109,7 +109,16 @@ def _cache_bytes_per_token(shape: ModelShape, dtype_bytes: int) -> int:
     """Return the bytes of a token's keys and values for all heads."""
     sizes = shape.sizes
     of_head = sizes.head_dim + sizes.value_head_dim
-    return sizes.num_layers * sizes.num_key_value_heads * of_head * dtype_bytes
+    return (sizes.num_layers - len(sizes.linear_layers)) * sizes.num_key_value_heads * of_head * dtype_bytes
+
+
+def _state_bytes(shape: ModelShape, dtype_bytes: int) -> int:
+    """Return the bytes of a sequence's states in all layers with linear attention, in the embedded engine."""
+    linear = shape.sizes.linear
+    if linear is None:
+        return 0
+    inputs = linear.conv_width * (2 * linear.key_width + linear.value_width) * dtype_bytes
+    return len(linear.layers) * (inputs + linear.state_size * _STATE_DTYPE_BYTES)
 
 
 def _sglang_cache_bytes_per_token(shape: ModelShape, size: int) -> int:
@@ -133,7 +142,7 @@ def _embedded(config: Config, shape: ModelShape, layout: Layout) -> EngineMemory
     tokens = slots * (config.data.max_prompt_tokens + rollout.max_response_tokens)
     return EngineMemory(
         weights=shape.num_parameters * dtype_bytes,
-        cache=tokens * _cache_bytes_per_token(shape, dtype_bytes),
+        cache=tokens * _cache_bytes_per_token(shape, dtype_bytes) + slots * _state_bytes(shape, dtype_bytes),
         workspace=slots * shape.sizes.vocab_size * (dtype_bytes + _bytes_to_sample_a_logit(config)),
         residue=0,
         is_resident=not rollout.takes_turns,

@@ -231,6 +231,34 @@ MINIMAX_M2: dict[str, Any] = {
     "max_position_embeddings": 196608,
     "tie_word_embeddings": False,
 }
+QWEN3_NEXT: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "rope_theta": 10000000,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 151936,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": False,
+}
 PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
     "Qwen3-235B-A22B": (QWEN3_235B, 235, 22),
     "GLM-4.5-Air": (GLM45_AIR, 106, 12),
@@ -243,5 +271,6 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
     "Qwen1.5-MoE-A2.7B": (QWEN15_MOE, 14.3, 2.7),
     "Qwen2-57B-A14B": (QWEN2_57B, 57.4, 14),
     "MiniMax-M2": (MINIMAX_M2, 230, 10),
+    "Qwen3-Next-80B-A3B": (QWEN3_NEXT, 80, 3),
 }
 """Each model, and billions of its parameters as published: of all, and of those that a token meets."""

@@ -51,6 +51,14 @@ LATENT: dict[str, Any] = SIGMOID | dict(
     n_group=1,
     topk_group=1,
 )
+HYBRID: dict[str, Any] = dict(
+    full_attention_interval=2,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=3,
+    linear_value_head_dim=5,
+    linear_conv_kernel_dim=4,
+)
 OWN: dict[str, dict[str, Any]] = {
     "Glm4MoeForCausalLM": SIGMOID | dict(attention_bias=True),
     "DeepseekV3ForCausalLM": LATENT,
@@ -58,6 +66,7 @@ OWN: dict[str, dict[str, Any]] = {
     "MixtralForCausalLM": dict(num_local_experts=4),
     "Qwen2MoeForCausalLM": dict(num_experts=4, shared_expert_intermediate_size=24),
     "MiniMaxM2ForCausalLM": dict(num_local_experts=4),
+    "Qwen3NextForCausalLM": dict(num_experts=4, shared_expert_intermediate_size=24, **HYBRID),
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -156,6 +165,20 @@ def test_each_has_a_family_and_its_usual_variant_is_admitted(architecture: str, 
         ("MiniMaxM2ForCausalLM", {"qk_norm_type": "per_head"}, "qk_norm_type = 'per_head'"),
         ("MiniMaxM2ForCausalLM", {"shared_intermediate_size": 8}, "shared_intermediate_size = 8"),
         ("MiniMaxM2ForCausalLM", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1"),
+        ("Qwen3NextForCausalLM", {"norm_topk_prob": False}, "norm_topk_prob = False"),
+        ("Qwen3NextForCausalLM", {"linear_num_value_heads": 24}, "linear_num_value_heads = 24"),
+        (
+            "Qwen3NextForCausalLM",
+            {"num_hidden_layers": 2, "layer_types": ["linear_attention"]},
+            "layer_types of 1 layers",
+        ),
+        (
+            "Qwen3NextForCausalLM",
+            {"num_hidden_layers": 2, "layer_types": ["linear_attention"] * 3},
+            "linear_attention in all 2 layers",
+        ),
+        ("Qwen3NextForCausalLM", {"layer_types": ["sliding_attention"]}, "sliding_attention"),
+        ("Qwen3NextForCausalLM", {"attention_bias": True}, "attention_bias = True"),
         ("MixtralForCausalLM", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         (
             "LlamaForCausalLM",
@@ -207,7 +230,6 @@ def test_rules_have_the_names_shapes_and_parameters_of_transformers(
     ("architecture", "lacking"),
     [
         ("GptOssForCausalLM", "attention sinks"),
-        ("Qwen3NextForCausalLM", "gated delta nets"),
         ("Qwen3_5MoeForConditionalGeneration", "vision"),
         ("BertForMaskedLM", "Qwen3MoeForCausalLM or"),
     ],

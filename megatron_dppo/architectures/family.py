@@ -20,8 +20,8 @@ from megatron_dppo.architectures.weight_map import (
     Shape,
     WeightEntry,
     WeightRule,
-    WeightTable,
 )
+from megatron_dppo.architectures.weight_table import WeightTable
 from megatron_dppo.errors import ConversionError, Problem
 
 Variants = Mapping[str, tuple[Any, Any]]
@@ -37,7 +37,7 @@ FURTHER_LAYERS = "num_nextn_predict_layers"
 """Key of config.json: number of layers for multi-token prediction after the model's own layers."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _FURTHER_LAYER = re.compile(r"model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm|shared_head)\.")
-_FURTHER_MODULE = re.compile(r"(?:model\.)?mtp(?:_\w+)?\.")
+_FURTHER_MODULE = re.compile(r"(?:model\.)?(?:mtp(?:_\w+)?|visual)\.")
 
 
 def _nothing_more(hf: HFConfig, sizes: ModelSizes) -> Mapping[str, Any]:
@@ -196,8 +196,9 @@ class ModelFamily:
     def left_out(self, names: Iterable[str], hf: HFConfig) -> frozenset[str]:
         """Return the names of the tensors that are neither trained nor exported.
 
-        They belong to layers for multi-token prediction, after the model's own layers. Such a layer has tensors
-        that no other layer has, so it is recognised whatever `num_nextn_predict_layers` is in config.json.
+        They belong to a model's vision, or to layers for multi-token prediction after the model's own layers.
+        Such a layer has tensors that no other layer has, so it is recognised whatever
+        `num_nextn_predict_layers` is in config.json.
         """
         names, first = list(names), int(hf["num_hidden_layers"])
         marked = {int(match[1]) for match in map(_FURTHER_LAYER.match, names) if match}

@@ -15,6 +15,7 @@ from megatron_dppo.architectures.mixtral import MIXTRAL
 from megatron_dppo.architectures.published_names import BLOCK
 from megatron_dppo.architectures.qwen2 import QWEN2, QWEN2_MOE
 from megatron_dppo.architectures.qwen3 import QWEN3, QWEN3_MOE
+from megatron_dppo.architectures.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from megatron_dppo.architectures.qwen3_next import QWEN3_NEXT
 from megatron_dppo.architectures.sizes import (
     HFConfig,
@@ -33,7 +34,7 @@ ENTRY_POINTS = "megatron_dppo.families"
 
 def _families() -> Iterator[ModelFamily]:
     yield from (QWEN3_MOE, QWEN3, QWEN2, LLAMA, GLM4_MOE, DEEPSEEK_V3, GLM4_MOE_LITE, MIXTRAL, QWEN2_MOE)
-    yield from (MINIMAX_M2, QWEN3_NEXT)
+    yield from (MINIMAX_M2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
     yield from (point.load() for point in entry_points(group=ENTRY_POINTS))
 
 
@@ -121,20 +122,9 @@ _LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_posit
 """Constants that Megatron hard-codes for llama3 frequencies; only `factor` can be chosen."""
 _YARN_AS_DERIVED = {"attention_factor": None, "truncate": True}
 """Keys of YaRN that Megatron's latent attention has no option for."""
-_GATED_DELTA = (
-    "gated delta nets in three of four layers (Megatron-Core 0.16.1's take no packed sequences, later ones on "
-    "GPUs alone with flash-linear-attention), norms of 1 + weight, gated attention outputs and shared experts"
-)
 _LACKING: Mapping[str, str] = {
     "GptOssForCausalLM": "attention sinks and sliding windows in our attention, biased experts with clamped "
     "and interleaved gates stored [in, out], weights in MXFP4",
-    **dict.fromkeys(
-        (
-            *("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
-            *("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
-        ),
-        f"{_GATED_DELTA}, and the names of a model with vision",
-    ),
 }
 """Requested architectures, and the features that their families would need."""
 

@@ -237,7 +237,16 @@ def read_model_config(folder: Path) -> tuple[Path, dict[str, Any]]:
     if not isinstance(content, dict):
         action = "Copy or download the model again."
         raise ConfigError(Problem("model.load", f"{path}: no JSON object", expected, action))
-    return path, content
+    return path, text_model(content)
+
+
+def text_model(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of the text model in a model with vision; any other config.json unchanged."""
+    text, name = content.get("text_config"), TEXT_MODELS.get(architecture_of(content))
+    if name is None or not isinstance(text, Mapping):
+        return dict(content)
+    of_both = {key: content[key] for key in _OF_BOTH if key in content}
+    return {**text, **of_both, "architectures": [name]}
 
 
 def _where_models_are(folder: Path) -> str:
@@ -273,6 +282,14 @@ def end_tokens(hf_folder: Path, default: Any) -> tuple[int, ...]:
     ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
     ids = default if ids is None else ids
     return () if ids is None else tuple(ids) if isinstance(ids, list) else (int(ids),)
+
+
+TEXT_MODELS: Mapping[str, str] = {
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+}
+"""Architectures with vision whose text model is trained, and the architecture of that text model."""
+_OF_BOTH = ("tie_word_embeddings", "quantization_config", "transformers_version")
 
 
 def rope_scaling_factor(hf: Mapping[str, Any]) -> float | None:

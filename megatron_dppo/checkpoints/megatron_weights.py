@@ -24,10 +24,10 @@ from megatron_dppo.architectures.weight_map import (
     OUTPUT,
     WeightEntry,
     WeightRule,
-    WeightTable,
     is_adapter,
     is_weight_buffer,
 )
+from megatron_dppo.architectures.weight_table import WeightTable
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.errors import ConversionError
 from megatron_dppo.models.lora import Read, itself, merge
@@ -47,7 +47,7 @@ def load_hf_weights(chunks: Sequence[GPTModel], weights: HFWeights, hf: HFConfig
     _require_fit(weights, hf)
     if weights.left_out and dist.get_rank() == 0:
         names = len(weights.left_out), min(weights.left_out)
-        logger.info("left out: %d tensors that predict further tokens (first: %s)", *names)
+        logger.info("left out: %d tensors, of vision or of further tokens' layers (first: %s)", *names)
     for parameter in _parameters(chunks, hf):
         entry = table.entry(parameter.name)
         if entry.rule.is_expert:

@@ -26,7 +26,7 @@ def test_the_estimate_of_a_step_counts_the_operations_by_which_ranks_are_balance
     job = replace(job, assumptions=Assumptions(expert_imbalance=1.0), machine=unit)
     of_sample = SampleCost.of_model(job.shape).of(job.workload.sequence_tokens)
     operations = step_time(job, layout_of(1)).compute
-    assert operations == pytest.approx(of_sample * job.workload.samples(1), rel=0.01)
+    assert operations == pytest.approx(of_sample * job.workload.samples(1), rel=0.02)
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron_dppo.architectures.registry import family_of
 from megatron_dppo.architectures.sizes import HFConfig, ModelSizes
-from megatron_dppo.architectures.weight_map import Shape, WeightRule, WeightTable
+from megatron_dppo.architectures.weight_map import Shape, WeightRule
+from megatron_dppo.architectures.weight_table import WeightTable
 from megatron_dppo.checkpoints.untrusted import refuse_code
 from megatron_dppo.errors import CheckpointError
 

@@ -1,4 +1,4 @@
-"""Looks up weight rules by Megatron parameter name, and fuses, splits and joins the Hugging Face tensors of one."""
+"""Looks up weight rules by Megatron parameter name; fuses, splits and joins a parameter's Hugging Face tensors."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

@@ -254,7 +254,7 @@ def write_models(folder: Path) -> None:
         folder / "MiniMax", "MiniMaxM2ForCausalLM", num_hidden_layers=NUM_LAYERS, initializer_range=0.15
     )
     write_family(folder / "Qwen3-Next", "Qwen3NextForCausalLM", num_hidden_layers=NUM_LAYERS)
-    write_family(folder / "Qwen3.5", "Qwen3_5MoeForCausalLM", num_hidden_layers=NUM_LAYERS)
+    write_family(folder / "Qwen3_5", "Qwen3_5MoeForCausalLM", num_hidden_layers=NUM_LAYERS)
     write_model(folder / "uneven", num_hidden_layers=NUM_LAYERS + 2)
 
 

@@ -170,7 +170,7 @@ _KEPT = (
 _WITH_CHUNKS = ("PP2 VPP2", "PP2 VPP2 EP2")
 _WITH_WIDE_NORM = ("TP2", "TP2 EP2 ETP1", "PP2", "CP2", "TP2 PP2", "TP2 CP2 EP2")
 _WITH_STATE = ("TP2", "TP2 EP2 ETP1", "PP2", "PP2 VPP2", "TP2 PP2", "PP2 EP2", "TP2 EP2 ETP2")
-_WITHOUT_SHARING = ("Qwen3-Next", "Qwen3.5")
+_WITHOUT_SHARING = ("Qwen3-Next", "Qwen3_5")
 _WITH_GATE = ("TP2", "TP2 EP2 ETP1", "PP2", "CP2", "TP2 PP2", "TP2 CP2 EP2")
 
 
@@ -188,7 +188,7 @@ OTHER_LAYOUTS = {
     "Qwen2-MoE": _of_model("Qwen2-MoE", _WITH_GATE),
     "MiniMax": _of_model("MiniMax", _WITH_WIDE_NORM),
     "Qwen3-Next": _of_model("Qwen3-Next", _WITH_STATE),
-    "Qwen3.5": _of_model("Qwen3.5", ("TP2", "TP2 PP2")),
+    "Qwen3_5": _of_model("Qwen3_5", ("TP2", "TP2 PP2")),
 }
 # Six layers, which four stages do not divide: 1, 2, 2 and 1.
 UNEVEN_LAYOUTS: dict[int, dict[str, dict[str, int]]] = {2: {}, 4: {"uneven PP4": {"pipeline": 4}}, 8: {}}

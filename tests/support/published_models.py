@@ -259,6 +259,23 @@ QWEN3_NEXT: dict[str, Any] = {
     "max_position_embeddings": 262144,
     "tie_word_embeddings": False,
 }
+QWEN35_35B: dict[str, Any] = QWEN3_NEXT | {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "num_hidden_layers": 40,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "vocab_size": 248320,
+}
+QWEN35_27B: dict[str, Any] = QWEN3_NEXT | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 4,
+    "linear_num_value_heads": 48,
+    "vocab_size": 248320,
+}
 PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
     "Qwen3-235B-A22B": (QWEN3_235B, 235, 22),
     "GLM-4.5-Air": (GLM45_AIR, 106, 12),
@@ -272,5 +289,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
     "Qwen2-57B-A14B": (QWEN2_57B, 57.4, 14),
     "MiniMax-M2": (MINIMAX_M2, 230, 10),
     "Qwen3-Next-80B-A3B": (QWEN3_NEXT, 80, 3),
+    "Qwen3.5-35B-A3B": (QWEN35_35B, 35, 3),
+    "Qwen3.5-27B": (QWEN35_27B, 27, 27),
 }
 """Each model, and billions of its parameters as published: of all, and of those that a token meets."""

@@ -67,6 +67,8 @@ OWN: dict[str, dict[str, Any]] = {
     "Qwen2MoeForCausalLM": dict(num_experts=4, shared_expert_intermediate_size=24),
     "MiniMaxM2ForCausalLM": dict(num_local_experts=4),
     "Qwen3NextForCausalLM": dict(num_experts=4, shared_expert_intermediate_size=24, **HYBRID),
+    "Qwen3_5ForCausalLM": HYBRID,
+    "Qwen3_5MoeForCausalLM": dict(num_experts=4, shared_expert_intermediate_size=24, **HYBRID),
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -179,6 +181,7 @@ def test_each_has_a_family_and_its_usual_variant_is_admitted(architecture: str, 
         ),
         ("Qwen3NextForCausalLM", {"layer_types": ["sliding_attention"]}, "sliding_attention"),
         ("Qwen3NextForCausalLM", {"attention_bias": True}, "attention_bias = True"),
+        ("Qwen3_5ForCausalLM", {"attn_output_gate": False}, "attn_output_gate = False"),
         ("MixtralForCausalLM", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         (
             "LlamaForCausalLM",
@@ -230,7 +233,6 @@ def test_rules_have_the_names_shapes_and_parameters_of_transformers(
     ("architecture", "lacking"),
     [
         ("GptOssForCausalLM", "attention sinks"),
-        ("Qwen3_5MoeForConditionalGeneration", "vision"),
         ("BertForMaskedLM", "Qwen3MoeForCausalLM or"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Looks up weight rules by Megatron parameter name; fuses, splits and joins a parameter's Hugging Face tensors."""
+"""Looks up weight rules by Megatron parameter name; fuses, splits and joins Hugging Face tensors."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

@@ -253,8 +253,9 @@ def write_models(folder: Path) -> None:
     write_family(
         folder / "MiniMax", "MiniMaxM2ForCausalLM", num_hidden_layers=NUM_LAYERS, initializer_range=0.15
     )
-    write_family(folder / "Qwen3-Next", "Qwen3NextForCausalLM", num_hidden_layers=NUM_LAYERS)
-    write_family(folder / "Qwen3_5", "Qwen3_5MoeForCausalLM", num_hidden_layers=NUM_LAYERS)
+    options["initializer_range"] = 0.1
+    write_family(folder / "Qwen3-Next", "Qwen3NextForCausalLM", **options)
+    write_family(folder / "Qwen3_5", "Qwen3_5MoeForCausalLM", **options)
     write_model(folder / "uneven", num_hidden_layers=NUM_LAYERS + 2)
 
 

@@ -201,7 +201,8 @@ class SlotDecoder:
             own.output_router_logits = False
         if hasattr(own, "quantization_config"):
             del own.quantization_config  # weights arrive dequantised
-        with no_init_weights(), device:  # draws nothing from any random generator
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices), no_init_weights(), device:  # decays are drawn all the same
             self.model: Any = AutoModelForCausalLM.from_config(
                 own, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
             )

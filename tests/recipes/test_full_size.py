@@ -28,11 +28,11 @@ from tests.support.experiments import ALGORITHMS, EXPERIMENTS, ROOT, Algorithm, 
 
 GB = 10**9
 HOST_BYTES = 2000 * GB
-_ON_16 = ("moe_base", "moe_base_r3", "moe_base_async", "moe_thinking", "topk_ablation")
+_ON_16 = ("moe_base", "moe_base_r3", "moe_base_async", "moe_thinking", "topk_ablation", "qwen35_35b")
 _LARGER = {"glm_air": 48, "qwen3_235b": 128, "minimax_m2": 128}
 FEWEST_GPUS = dict.fromkeys(EXPERIMENTS, 8) | dict.fromkeys(_ON_16, 16) | _LARGER
 """Of 80 GB each, on nodes of eight, on which an experiment fits as it stands."""
-THINKING = ("moe_thinking", "qwen3_235b", "minimax_m2")
+THINKING = ("moe_thinking", "qwen3_235b", "minimax_m2", "qwen35_35b")
 """Their responses are longer, so few are retracted at a mean of half the longest, too."""
 NUM_PROBLEMS = {"math-sanity": 1460}  # of the published set; the sets of AIME have as many as the others here
 

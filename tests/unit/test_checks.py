@@ -305,6 +305,12 @@ def _sigmoid(architecture: str, **changes: Any) -> Callable[[], None]:
     return _model(architectures=[architecture], **{**_SIGMOID, **changes})
 
 
+def _hybrid() -> None:
+    """A model with linear attention in its first layer."""
+    sizes = {"full_attention_interval": 2, "shared_expert_intermediate_size": 16}
+    _model(architectures=["Qwen3NextForCausalLM"], **sizes)()
+
+
 def _mixtral(version: str, **changes: Any) -> None:
     _model(architectures=["MixtralForCausalLM"], num_local_experts=8, **changes)()
     _sglang(version)
@@ -364,6 +370,14 @@ EXAMPLES: dict[str, list[Example]] = {
             ("lora.rank", {"lora.rank": 8}, 1),
             ("parallel.context", {"parallel.context": 2}, 2),
             ("parallel.share_prefixes", {"parallel.share_prefixes": True}, 1),
+        )
+    ]
+    + [
+        Example(
+            "model.layer_spec",
+            {"model.layer_spec": "transformer_engine"},
+            on_disk=_hybrid,
+            also=frozenset({"layer_spec"}),
         )
     ],
     "model_folder": [
@@ -481,7 +495,8 @@ EXAMPLES: dict[str, list[Example]] = {
             "parallel.share_prefixes",
             {"parallel.share_prefixes": True, "parallel.context": 2},
             world_size=2,
-        )
+        ),
+        Example("parallel.share_prefixes", {"parallel.share_prefixes": True}, on_disk=_hybrid),
     ],
     "prompts_file": [
         Example("data.prompts", {"data.prompts": "none.jsonl"}),

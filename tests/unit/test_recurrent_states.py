@@ -1,4 +1,4 @@
-"""The embedded engine with recurrent states: each sequence has its own, whichever sequence had the slot before."""
+"""The embedded engine with recurrent states: each sequence has its own, whichever one had the slot before."""
 
 from dataclasses import replace
 from typing import Any

@@ -104,6 +104,9 @@ def hybrid_problems(hf: HFConfig) -> Iterator[Problem]:
     if values % keys:
         found = f"linear_num_value_heads = {values} with linear_num_key_heads = {keys} in config.json"
         yield Problem("model.load", found, "a multiple of the key heads", action)
+    if hf.get("output_gate_type") not in (None, "silu", "swish"):
+        found = f"output_gate_type = {hf['output_gate_type']!r} in config.json"
+        yield Problem("model.load", found, "'silu'", "Use a model of the supported variant.")
     if "num_hidden_layers" not in hf:  # which reading the sizes reports
         return
     kinds, num_layers = layer_kinds(hf), hf["num_hidden_layers"]

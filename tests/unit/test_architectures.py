@@ -182,6 +182,7 @@ def test_each_has_a_family_and_its_usual_variant_is_admitted(architecture: str, 
         ("Qwen3NextForCausalLM", {"layer_types": ["sliding_attention"]}, "sliding_attention"),
         ("Qwen3NextForCausalLM", {"attention_bias": True}, "attention_bias = True"),
         ("Qwen3_5ForCausalLM", {"attn_output_gate": False}, "attn_output_gate = False"),
+        ("Qwen3_5MoeForCausalLM", {"output_gate_type": "sigmoid"}, "output_gate_type = 'sigmoid'"),
         ("MixtralForCausalLM", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         (
             "LlamaForCausalLM",

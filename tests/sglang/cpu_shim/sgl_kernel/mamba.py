@@ -1,6 +1,6 @@
-"""Linear attention in torch, token by token, for a server on a CPU: what SGLang's kernels of these names compute.
+"""Linear attention in torch, token by token, for a server on a CPU: SGLang's kernels of these names.
 
-States are [slots, value heads, value size, key size], and inputs of the convolution [slots, channels, width - 1].
+States are [slots, value heads, value size, key size]; inputs of the convolution [slots, channels, width - 1].
 """
 
 from itertools import pairwise
@@ -66,10 +66,7 @@ def chunk_gated_delta_rule_cpu(
 ) -> tuple[Any, None, None]:
     """Return the outputs [1, tokens, heads, size] of a prefill, and keep the states after it."""
     output = torch.empty_like(v)
-    ratio = v.shape[2] // q.shape[2]
-    query, key = (
-        F.normalize(x[0].float(), dim=-1, eps=0).nan_to_num().repeat_interleave(ratio, dim=1) for x in (q, k)
-    )
+    query, key = (_unit(x[0].float()).repeat_interleave(v.shape[2] // x.shape[2], dim=1) for x in (q, k))
     for slot, (start, stop) in zip(initial_state_indices.tolist(), pairwise(cu_seqlens.tolist()), strict=False):
         state = initial_state[slot].float()
         for t in range(start, stop):
@@ -80,6 +77,10 @@ def chunk_gated_delta_rule_cpu(
             output[0, t] = torch.einsum("hvk,hk->hv", state, query[t] * q.shape[-1] ** -0.5).to(v)
         initial_state[slot] = state.to(initial_state)
     return output, None, None
+
+
+def _unit(x: Any) -> Any:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def fused_sigmoid_gating_delta_rule_update_cpu(

@@ -1,7 +1,7 @@
 """Layers of hybrid models: Gated DeltaNet of packed sequences, gated attention, norms of 1 + weight."""
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -42,14 +42,15 @@ class GatedAttention(SelfAttention):
         self, hidden_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return queries, keys, values and gates [s, b, heads, head size] of [s, b, hidden size]."""
-        mixed, _bias = self.linear_qkv(hidden_states)
+        parts: Any = self  # Megatron annotates them as protocols that are not callable
+        mixed, _bias = parts.linear_qkv(hidden_states)
         size, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
         heads = self.num_attention_heads_per_partition // groups
         by_group = mixed.unflatten(-1, (groups, 2 * heads + 2, size))
         queries, keys, values = by_group.split([2 * heads, 1, 1], dim=-2)
         query, gate = queries.unflatten(-2, (heads, 2)).flatten(-4, -3).unbind(-2)
         key, value = keys.squeeze(-2), values.squeeze(-2)
-        return self.q_layernorm(query), self.k_layernorm(key), value, gate
+        return parts.q_layernorm(query), parts.k_layernorm(key), value, gate
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """Multiply [s, b, heads * head size] by the sigmoid of the gates; Megatron's needs a C++ compiler."""
@@ -73,8 +74,10 @@ class GatedDeltaNet(torch.nn.Module):
         super().__init__()
         assert pg_collection is not None, "Megatron gives the groups to each layer"
         keys, values = config.linear_num_key_heads, config.linear_num_value_heads
-        self.key_size, self.value_size = config.linear_key_head_dim, config.linear_value_head_dim
-        assert keys and values and self.key_size and self.value_size and config.linear_conv_kernel_dim
+        key_size, value_size = config.linear_key_head_dim, config.linear_value_head_dim
+        width, initial = config.linear_conv_kernel_dim, cast(Any, config)  # whose methods are set, too
+        assert keys and values and key_size and value_size and width, "the model's family sets them"
+        self.key_size, self.value_size = key_size, value_size
         self.layer_number, self.eps = layer_number, config.layernorm_epsilon
         self.heads, self.ratio = keys // pg_collection.tp.size(), values // keys
         self.of_values = self.ratio * self.value_size  # of one key head
@@ -86,18 +89,17 @@ class GatedDeltaNet(torch.nn.Module):
         self.in_proj = ColumnParallelLinear(
             config.hidden_size,
             keys * (mixed + self.of_values + 2 * self.ratio),
-            init_method=config.init_method,
+            init_method=initial.init_method,
             gather_output=False,
             **options,
         )
         self.out_proj = RowParallelLinear(
             values * self.value_size,
             config.hidden_size,
-            init_method=config.output_layer_init_method,
+            init_method=initial.output_layer_init_method,
             input_is_parallel=True,
             **options,
         )
-        width = config.linear_conv_kernel_dim
         self.conv_weight = torch.nn.Parameter(torch.zeros(self.heads * mixed, 1, width, dtype=dtype))
         self.A_log = torch.nn.Parameter(torch.zeros(own, dtype=dtype))
         self.dt_bias = torch.nn.Parameter(torch.zeros(own, dtype=dtype))

@@ -268,7 +268,9 @@ def norm_of(sizes: ModelSizes) -> type[RMSNorm] | type[ZeroCentredNorm]:
 
 def _grouped_attention(config: TransformerConfig, sizes: ModelSizes) -> tuple[ModuleSpec, dict[str, str]]:
     """Return grouped-query attention, and the checkpoint keys of norms that Transformer Engine's spec fuses."""
-    norms: tuple[Any, Any] = (norm_of(sizes),) * 2 if config.qk_layernorm else (IdentityOp, IdentityOp)
+    norms: tuple[Any, Any] = (
+        (norm_of(sizes), norm_of(sizes)) if config.qk_layernorm else (IdentityOp, IdentityOp)
+    )
     if WIDE_NORM in sizes.options:
         norms = WideNorm, WideKeyNorm
     submodules = SelfAttentionSubmodules(

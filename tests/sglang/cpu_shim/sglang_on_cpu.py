@@ -3,6 +3,7 @@
 Nothing happens until a module named below is imported, and nothing at all is changed where torch sees a GPU.
 """
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -33,6 +34,14 @@ def _declare_vision_ops() -> None:
 def _keep_inputs_in_float32() -> None:
     """The convolution's inputs are kept in bfloat16 unless this is set, whatever the model's dtype is."""
     os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
+
+
+def _name_operators() -> None:
+    """Qwen3.5's modules name operators of the compiled kernels when they are imported."""
+    import torch
+
+    if not torch.cuda.is_available():
+        importlib.import_module("sgl_kernel.mamba")
 
 
 def _leave_buffers_unpinned(module: ModuleType) -> None:
@@ -137,12 +146,14 @@ def _gate_without_triton(module: ModuleType) -> None:
     if torch.cuda.is_available():
         return
 
-    def norm_and_gate(x: Any, g: Any, weight: Any, bias: Any, activation: str, *, eps: float, **_: Any) -> Any:
-        assert bias is None and activation in ("silu", "swish")
-        normed = torch.nn.functional.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
-        return (weight * normed * torch.nn.functional.silu(g.float())).to(x.dtype)
+    def norm_and_gate(norm: Any, x: Any, gate: Any, *_: Any, **__: Any) -> Any:
+        assert norm.activation in ("silu", "swish")
+        normed = torch.nn.functional.rms_norm(x.float(), x.shape[-1:], eps=norm.eps).to(x.dtype)
+        return (norm.weight * normed * torch.nn.functional.silu(gate.float()).view(x.shape)).to(x.dtype)
 
-    module.rms_norm_gated = norm_and_gate  # type: ignore[attr-defined]
+    for name in ("FusedRMSNormGated", "RMSNorm"):  # of the two modules
+        if hasattr(module, name):
+            getattr(module, name).forward = norm_and_gate
 
 
 def _allow_determinism(module: ModuleType) -> None:
@@ -234,6 +245,7 @@ def _multiply_dequantized(module: ModuleType) -> None:
 _BEFORE: dict[str, Callable[[], None]] = {
     "torchvision": _declare_vision_ops,
     "sglang.srt.configs.mamba_utils": _keep_inputs_in_float32,
+    "sglang.srt.models.qwen3_5": _name_operators,
 }
 _AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.state_capturer.base": _leave_buffers_unpinned,
@@ -243,6 +255,7 @@ _AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.models.qwen2_moe": _weigh_without_triton,
     "sglang.srt.models.minimax_m2": _normalise_without_triton,
     "sglang.kernels.ops.attention.fla.fused_norm_gate": _gate_without_triton,
+    "sglang.kernels.ops.attention.fla.layernorm_gated": _gate_without_triton,
     "sglang.srt.arg_groups.choices": _allow_determinism,
     "sglang.srt.batch_invariant_ops": _leave_kernels,
     "sglang.kernels.ops.sampling.murmur_hash": _hash_with_torch,

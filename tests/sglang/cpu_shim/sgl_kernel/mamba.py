@@ -92,5 +92,45 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     return chunk_gated_delta_rule_cpu(**given)[0]
 
 
-for _operator in (fused_gdn_gating_cpu, fused_sigmoid_gating_delta_rule_update_cpu):
+def fused_qkvzba_split_reshape_cat_contiguous_cpu(
+    qkvz: Any, ba: Any, key_heads: int, value_heads: int, key_size: int, value_size: int
+) -> tuple[Any, Any, Any, Any]:
+    """Split the projected inputs of Qwen3.5: queries, keys and values of all heads; gates; rates; decays."""
+    gates = value_heads * value_size
+    mixed, z = qkvz.split([2 * key_heads * key_size + gates, gates], dim=-1)
+    b, a = ba.chunk(2, dim=-1)
+    return mixed.contiguous(), z.reshape(-1, value_heads, value_size), b.contiguous(), a.contiguous()
+
+
+def fused_qk_gemma_rmsnorm_cpu(
+    query: Any, key: Any, of_query: Any, of_key: Any, eps: float, size: int
+) -> tuple[Any, Any]:
+    """Normalise heads of queries and keys, with weights of which 1 is missing."""
+    pairs = ((query, of_query), (key, of_key))
+    return tuple(
+        F.rms_norm(x.reshape(-1, size).float(), (size,), 1 + weight.float(), eps).to(x) for x, weight in pairs
+    )
+
+
+def fused_qk_gemma_rmsnorm_with_gate_cpu(
+    query: Any, key: Any, of_query: Any, of_key: Any, eps: float, size: int, num_heads: int
+) -> tuple[Any, Any, Any]:
+    """The same of queries that are stored with their gates, head by head."""
+    query, gate = query.reshape(-1, num_heads, 2 * size).chunk(2, dim=-1)
+    return *fused_qk_gemma_rmsnorm_cpu(query, key, of_query, of_key, eps, size), gate.contiguous()
+
+
+def fused_sigmoid_mul_cpu(x: Any, gate: Any) -> None:
+    """Multiply by the gates' sigmoids in place."""
+    x.mul_(torch.sigmoid(gate).view(x.shape))
+
+
+for _operator in (
+    fused_gdn_gating_cpu,
+    fused_sigmoid_gating_delta_rule_update_cpu,
+    fused_qkvzba_split_reshape_cat_contiguous_cpu,
+    fused_qk_gemma_rmsnorm_cpu,
+    fused_qk_gemma_rmsnorm_with_gate_cpu,
+    fused_sigmoid_mul_cpu,
+):
     setattr(torch.ops.sgl_kernel, _operator.__name__, _operator)

@@ -14,7 +14,16 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_dppo.models.attention import PackedSequences
-from megatron_dppo.models.delta_rule import Chunks, causal_convolution, recomputed
+from megatron_dppo.models.delta_rule import Chunks, causal_convolution, delta_rule_form, recomputed
+from megatron_dppo.models.spans import Spans, starts_of
+
+
+def chunks_of(config: TransformerConfig, spans: Spans, device_type: str) -> Chunks | None:
+    """Return the chunks of complete sequences, on the host; None without linear attention, or for pieces."""
+    width = config.linear_conv_kernel_dim
+    if config.linear_attention_freq is None or width is None or spans.keys is not None:
+        return None
+    return delta_rule_form(device_type).of(starts_of(spans.num_queries), width)
 
 
 class ZeroCentredNorm(torch.nn.Module):
@@ -110,7 +119,7 @@ class GatedDeltaNet(torch.nn.Module):
         self, hidden_states: Tensor, *_: Any, packed_seq_params: PackedSequences | None = None, **__: Any
     ) -> tuple[Tensor, None]:
         """Return [s, b, hidden size], of which this rank has a part, and no bias."""
-        assert packed_seq_params is not None and packed_seq_params.chunks is not None, "the actor always packs"
+        assert packed_seq_params is not None and packed_seq_params.chunks is not None, "sequences are complete"
         projected, _bias = self.in_proj(hidden_states)
         weights = self.conv_weight, self.A_log, self.dt_bias, self.norm_weight
         mix = partial(self._mix, packed_seq_params.chunks)

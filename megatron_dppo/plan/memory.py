@@ -51,9 +51,8 @@ SGLANG_MEMORY_FRACTION = 0.8
 """Default of mem_fraction_static if [sglang] sets none: share of weights and cache in the GPU's memory."""
 SGLANG_WORKSPACE_BYTES = 4 * GIB
 """Bytes of SGLang's activations and CUDA graphs, in addition to its static memory; an assumption."""
-_STATE_RATIO = 0.9
-"""SGLang's default ratio of recurrent states' memory to the memory of keys and values."""
-_CACHED_DTYPE_BYTES, _STATE_DTYPE_BYTES = 2, 4
+_STATE_RATIO = 0.9  # SGLang's default: memory of recurrent states to that of keys and values
+_CACHED_DTYPE_BYTES, _STATE_BYTES = 2, 4
 _WITHOUT_NUCLEUS, _WITH_NUCLEUS = 24, 45  # bytes per logit to sample with top_p 1 and below; measured by a test
 
 
@@ -119,8 +118,7 @@ def _state_bytes(shape: ModelShape, dtype_bytes: int) -> int:
     linear, inputs = shape.sizes.linear, shape.sizes.dimensions.get("X", 0)
     if linear is None:
         return 0
-    in_layer = linear.conv_width * inputs * dtype_bytes + linear.state_size * _STATE_DTYPE_BYTES
-    return len(linear.layers) * in_layer
+    return len(linear.layers) * (linear.conv_width * inputs * dtype_bytes + linear.state_size * _STATE_BYTES)
 
 
 def _sglang_cache_bytes_per_token(shape: ModelShape, size: int) -> int:

@@ -22,8 +22,9 @@ from tests.unit.test_transformers_engine import (
 
 def hybrid_config() -> Qwen3NextConfig:
     """Linear attention in the first and in the last layer."""
+    sizes: dict[str, Any] = moe_config().to_diff_dict() | {"rope_parameters": None}
     return Qwen3NextConfig(
-        **moe_config().to_diff_dict() | {"rope_parameters": None},
+        **sizes,
         layer_types=["linear_attention", "full_attention", "linear_attention"],
         shared_expert_intermediate_size=24,
         linear_num_key_heads=2,

@@ -240,6 +240,12 @@ def read_model_config(folder: Path) -> tuple[Path, dict[str, Any]]:
     return path, text_model(content)
 
 
+def has_vision(folder: Path) -> bool:
+    """Whether a model folder's config.json describes a model with vision, whose text model is trained."""
+    path = config_file(folder)
+    return path is not None and architecture_of(json.loads(path.read_text(encoding="utf-8"))) in TEXT_MODELS
+
+
 def text_model(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of the text model in a model with vision; any other config.json unchanged."""
     text, name = content.get("text_config"), TEXT_MODELS.get(architecture_of(content))

@@ -94,6 +94,13 @@ OPTIONAL_LIBRARIES = (
         "from its source, the folder `hopper` of Dao-AILab/flash-attention, for the installed torch",
         "PyTorch's own kernels, FlashAttention-2",
     ),
+    OptionalLibrary(
+        "flash-linear-attention",
+        "the gated delta rule of Qwen3-Next and Qwen3.5",
+        "any with `fla.ops.gated_delta_rule`; not run here",
+        "`pip install flash-linear-attention`, where CUDA and Triton are",
+        "PyTorch operators: exact, and slow on a GPU",
+    ),
 )
 """Libraries that only GPUs use, or only some commands; `make versions` writes the guide's table of them."""
 

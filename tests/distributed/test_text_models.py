@@ -10,9 +10,13 @@ import transformers
 from safetensors.torch import load_file
 
 from megatron_dppo.architectures.registry import read_model_sizes
+from megatron_dppo.architectures.sizes import has_vision
 from megatron_dppo.checkpoints.hf_folder import HFWeights
+from megatron_dppo.checkpoints.model_files import copy_model_files
 from megatron_dppo.config import Config
 from megatron_dppo.engines.embedded.engine import TransformersEngine
+from megatron_dppo.engines.sglang.model import served_model
+from megatron_dppo.errors import ConfigError
 from megatron_dppo.rollout.rollouts import build_engine
 from tests.support.converting import convert
 from tests.support.tiny_families import config_of
@@ -57,6 +61,13 @@ def test_the_text_model_goes_there_and_back_bit_for_bit(
     assert torch.equal(text.lm_head.weight, whole.lm_head.weight)
     tensors = {name for file in (tmp_path / "back").glob("*.safetensors") for name in load_file(file)}
     assert tensors == HFWeights(published).names
+
+
+def test_sglang_would_serve_the_model_with_vision(published: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="inside a model with vision"):
+        served_model(published, ())
+    copy_model_files(published, tmp_path)
+    assert not has_vision(tmp_path)
 
 
 def test_an_engine_of_the_folder_serves_its_text_model(published: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.architectures.registry import FAMILIES, family_of, read_model_sizes
-from megatron_dppo.architectures.sizes import ModelSizes, read_model_config, rope_kind
+from megatron_dppo.architectures.sizes import ModelSizes, has_vision, read_model_config, rope_kind
 from megatron_dppo.engines.sglang.protocol import ServedModel
 from megatron_dppo.errors import ConfigError, Problem
 
@@ -37,6 +37,10 @@ def model_problems(folder: Path, hf: Mapping[str, Any], sizes: ModelSizes) -> It
         hf: Content of config.json.
         sizes: Sizes of the model.
     """
+    if has_vision(folder):
+        found = f"{folder}, a text model inside a model with vision"
+        action = "Convert it first: megatron-dppo convert to-megatron, then to-hf."
+        yield Problem("model.load", found, "the text model alone: SGLang would serve the other one", action)
     yield from _attention_problems(folder, hf, sizes)
     facts = FAMILIES[sizes.architecture].sglang
     keys = dict(facts.config_keys)

@@ -35,6 +35,9 @@ FAMILIES = {
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
 }
 """Folder of each tiny model, and its architecture."""
 _SIZES: dict[str, Any] = {
@@ -69,6 +72,21 @@ _LATENT: dict[str, Any] = _SIGMOID | {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
+}
+_SHARED: dict[str, Any] = {
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+    "num_experts": _EXPERTS,
+    "num_experts_per_tok": _TOP_K,
+}
+_LINEAR: dict[str, Any] = {
+    "initializer_range": 0.15,  # the states' rounding grows with it
+    "full_attention_interval": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
 }
 HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 YARN: dict[str, Any] = {
@@ -108,6 +126,9 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "rope_parameters": {key: value for key, value in YARN.items() if "mscale" not in key}
         | {"truncate": False},
     },
+    "Qwen3NextForCausalLM": _LINEAR | _SHARED,
+    "Qwen3_5ForCausalLM": _LINEAR,
+    "Qwen3_5MoeForCausalLM": _LINEAR | _SHARED,
     "Glm4MoeForCausalLM": _SIGMOID | {"attention_bias": True, "rope_parameters": HALF},
     "DeepseekV3ForCausalLM": _LATENT | {"n_group": 2, "topk_group": 1, "rope_parameters": YARN},
     "Glm4MoeLiteForCausalLM": {key: value for key, value in _LATENT.items() if key != "first_k_dense_replace"},

@@ -37,6 +37,7 @@ from megatron_dppo.mcore.groups import (
     vocab_shard,
 )
 from megatron_dppo.models.attention import PackedSequences, attention_form, head_dim_of
+from megatron_dppo.models.delta_net import chunks_of
 from megatron_dppo.models.spans import Spans
 from megatron_dppo.routing_replay.recording import Recording
 from megatron_dppo.routing_replay.routes import index_dtype
@@ -70,8 +71,7 @@ class Forwarding:
             own = token_slice(microbatch, rank, size, tensor)
             local = own.local(microbatch)
             cu_seqlens = local.cu_seqlens.cpu()
-            is_split = size > 1
-            spans = Spans.of_pieces(cu_seqlens, rank, size) if is_split else Spans.of_sequences(cu_seqlens)
+            spans = Spans.of_pieces(cu_seqlens, rank, size) if size > 1 else Spans.of_sequences(cu_seqlens)
             return cls(local, local, None, spans, own)
         assert size == 1, "the checks refuse shared prefixes with context parallelism"
         distinct = prefixes.distinct(microbatch)
@@ -101,10 +101,8 @@ class Forwarding:
         own = self.slice.scattered(recorded.rows(index, num_rows, sequence_parallel_rows(num_rows)))
         own = own if self.rows is None else own[self.rows.rows]
         whole = sum_over_tokens_and_stages(own.to(device), over_tensor=True).cpu()
-        routing = recorded.routing
-        return RoutedExperts(
-            whole.to(index_dtype(routing.num_experts)), routing.layer_numbers, routing.num_experts
-        )
+        routing, dtype = recorded.routing, index_dtype(recorded.routing.num_experts)
+        return RoutedExperts(whole.to(dtype), routing.layer_numbers, routing.num_experts)
 
     def num_learning(self) -> Integer[Tensor, " tokens"]:
         """Return the number of rows of the loss in which each forwarded token learns."""
@@ -169,11 +167,12 @@ def packing_of(forwarding: Forwarding, chunk: torch.nn.Module, device: torch.dev
         chunk: Chunk of the model; its dtype and head size decide how attention is computed.
         device: The model's.
     """
-    config, tokens = get_model_config(chunk), forwarding.tokens
+    config, tokens, spans = get_model_config(chunk), forwarding.tokens, forwarding.spans
     form = attention_form(device.type, config.params_dtype, head_dim_of(config))
     longest = max(tokens.max_seqlen, forwarding.scored.max_seqlen)
     is_split = parallel_state.get_context_parallel_world_size() > 1
-    return _move(PackedSequences.of(tokens, forwarding.spans, longest, form, is_split=is_split), device)
+    chunks = chunks_of(config, spans, device.type)
+    return _move(PackedSequences.of(tokens, spans, longest, form, is_split=is_split, chunks=chunks), device)
 
 
 def forward_packed(

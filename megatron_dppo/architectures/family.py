@@ -20,8 +20,8 @@ from megatron_dppo.architectures.weight_map import (
     Shape,
     WeightEntry,
     WeightRule,
-    WeightTable,
 )
+from megatron_dppo.architectures.weight_table import WeightTable
 from megatron_dppo.errors import ConversionError, Problem
 
 Variants = Mapping[str, tuple[Any, Any]]
@@ -39,7 +39,7 @@ ROPE = "rope_parameters"
 """Key of config.json's table of rotary frequencies, which has an older spelling."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _FURTHER_LAYER = re.compile(r"model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm|shared_head)\.")
-_FURTHER_MODULE = re.compile(r"(?:model\.)?mtp(?:_\w+)?\.")
+_FURTHER_MODULE = re.compile(r"(?:model\.)?(?:mtp(?:_\w+)?|visual)\.")
 
 
 def _nothing_more(hf: HFConfig, sizes: ModelSizes) -> Mapping[str, Any]:
@@ -101,6 +101,7 @@ class ModelFamily:
             sizes without a default must be in config.json.
         spellings: Other names of keys that transformers' config class accepts, and the names that are read.
         problems: Function that yields other reasons to refuse a config.json.
+        layer_types: Values of `layer_types` in config.json that are implemented.
         rope_types: Types of rotary frequencies that are computed as transformers computes them.
         partial_rotary: Default part of a head that is rotated, if config.json has none. None allows only
             complete heads.
@@ -119,6 +120,7 @@ class ModelFamily:
     defaults: Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
     spellings: Mapping[str, str] = field(default_factory=dict[str, str])
     problems: Callable[[HFConfig], Iterator[Problem]] = _no_problems
+    layer_types: tuple[str, ...] = ("full_attention",)
     rope_types: tuple[str, ...] = ("default", "llama3")
     partial_rotary: float | None = None
     layer_types: tuple[str, ...] = ("full_attention",)
@@ -202,8 +204,9 @@ class ModelFamily:
     def left_out(self, names: Iterable[str], hf: HFConfig) -> frozenset[str]:
         """Return the names of the tensors that are neither trained nor exported.
 
-        They belong to layers for multi-token prediction, after the model's own layers. Such a layer has tensors
-        that no other layer has, so it is recognised whatever `num_nextn_predict_layers` is in config.json.
+        They belong to a model's vision, or to layers for multi-token prediction after the model's own layers.
+        Such a layer has tensors that no other layer has, so it is recognised whatever
+        `num_nextn_predict_layers` is in config.json.
         """
         names, first = list(names), int(hf["num_hidden_layers"])
         marked = {int(match[1]) for match in map(_FURTHER_LAYER.match, names) if match}

@@ -181,6 +181,10 @@ def _wrong_in_megatron(parallel: "ParallelConfig", sizes: ModelSizes | None, nea
     if sizes is not None and sizes.num_experts is None and parallel.expert > 1:
         found = f"{parallel.expert} for a dense model"
         yield Problem("parallel.expert", found, "1", nearest)
+    if sizes is not None and sizes.linear_layers and parallel.context > 1:
+        found = f"{parallel.context} for a model with linear attention"
+        expected = "1: ranks would have to pass recurrent states and the convolution's inputs to each other"
+        yield Problem("parallel.context", found, expected, nearest)
 
 
 def layers_of_stages(num_layers: int, num_stages: int) -> tuple[int, ...] | None:
@@ -207,6 +211,10 @@ def _division_problems(parallel: "ParallelConfig", sizes: ModelSizes, nearest: s
         ("parallel.tensor", tensor, "key-value heads", sizes.num_key_value_heads),
         ("parallel.tensor", tensor, "hidden size", sizes.hidden_size),
     ]
+    if sizes.linear is not None:
+        divisions.append(
+            ("parallel.tensor", tensor, "key heads of linear attention", sizes.linear.num_key_heads)
+        )
     shared = sizes.shared_expert_intermediate_size
     divisions.append(("parallel.tensor", tensor, "shared experts' width", shared))
     if len(sizes.moe_layers) < sizes.num_layers:

@@ -66,6 +66,9 @@ def transformer_engine_limits(config: Config, sizes: ModelSizes | None = None) -
     if sizes is not None and (of_torch := [option for option in own if option in sizes.options]):
         found = f"{', '.join(of_torch)} with Transformer Engine's layers"
         yield Problem("model.layer_spec", found, "the torch spec", "Set model.layer_spec = 'torch'.")
+    if sizes is not None and sizes.linear is not None:
+        found = "linear attention and gated attention with Transformer Engine's layers"
+        yield Problem("model.layer_spec", found, "the torch spec", "Set model.layer_spec = 'torch'.")
     if config.lora.rank:
         found = f"{config.lora.rank} with Transformer Engine's layers"
         expected = "0: adapters need the linears and stacked experts of the torch spec"

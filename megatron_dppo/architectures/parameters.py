@@ -12,6 +12,14 @@ from megatron_dppo.architectures.sizes import HFConfig, ModelSizes
 from megatron_dppo.architectures.weight_map import EMBEDDING, OUTPUT, WeightRule, linears_of
 
 
+@dataclass(frozen=True, order=True)
+class LayerKind:
+    """What a layer consists of: layers of one kind have equal sizes."""
+
+    is_moe: bool  # experts, instead of a dense feed-forward
+    is_linear: bool  # linear attention, instead of attention
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """A family and its sizes, which determine all parameter counts."""
@@ -27,6 +35,10 @@ class ModelShape:
     def is_moe(self, layer: int) -> bool:
         """Whether a layer (0-based) has experts."""
         return layer in self.sizes.moe_layers
+
+    def kind(self, layer: int) -> "LayerKind":
+        """Return what a layer (0-based) consists of."""
+        return LayerKind(self.is_moe(layer), layer in self.sizes.linear_layers)
 
     @property
     def num_parameters(self) -> int:
@@ -165,14 +177,14 @@ def _gathered_bytes(
 def chunk_tensors(shape: ModelShape, layout: Layout, chunk: Chunk) -> tuple[Tensor, ...]:
     """Return the parameters of one rank in one model chunk, without buffers, which no optimizer updates."""
     rules = [rule for rule in shape.family.rules if not rule.is_buffer]
-    first_of_kind = {shape.is_moe(layer): layer for layer in reversed(chunk.layers)}
+    first_of_kind = {shape.kind(layer): layer for layer in reversed(chunk.layers)}
     of_layer = {
-        is_moe: [_tensor(rule, shape, layout) for rule in rules if rule.is_in(layer, shape.sizes)]
-        for is_moe, layer in first_of_kind.items()
+        kind: [_tensor(rule, shape, layout) for rule in rules if rule.is_in(layer, shape.sizes)]
+        for kind, layer in first_of_kind.items()
     }
     tensors = [_tensor(rule, shape, layout) for rule in rules if _is_outside_layers(rule, shape, layout, chunk)]
     for layer in chunk.layers:
-        tensors.extend(of_layer[shape.is_moe(layer)])
+        tensors.extend(of_layer[shape.kind(layer)])
     return tuple(tensors)
 
 

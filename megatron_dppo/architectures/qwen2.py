@@ -28,7 +28,7 @@ from megatron_dppo.architectures.weight_map import (
     rename,
 )
 
-_NAMES = {".mlp.shared_experts.": ".mlp.shared_expert."}
+QWEN2_NAMES = {".mlp.shared_experts.": ".mlp.shared_expert."}
 
 
 def _sizes(hf: HFConfig) -> ModelSizes:
@@ -53,7 +53,7 @@ QWEN2_MOE = ModelFamily(
         *QKV_BIAS,
         *DENSE_MLP,
         *MOE_MLP,
-        *(rename(rule, _NAMES) for rule in SHARED_MLP),
+        *(rename(rule, QWEN2_NAMES) for rule in SHARED_MLP),
         SHARED_GATE,
     ),
     variants={**SILU_ONLY, "use_sliding_window": (False, False), "qkv_bias": (True, True)},

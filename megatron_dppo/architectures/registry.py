@@ -16,6 +16,8 @@ from megatron_dppo.architectures.mixtral import MIXTRAL
 from megatron_dppo.architectures.published_names import BLOCK
 from megatron_dppo.architectures.qwen2 import QWEN2, QWEN2_MOE
 from megatron_dppo.architectures.qwen3 import QWEN3, QWEN3_MOE
+from megatron_dppo.architectures.qwen3_5 import QWEN3_5, QWEN3_5_MOE
+from megatron_dppo.architectures.qwen3_next import QWEN3_NEXT
 from megatron_dppo.architectures.sizes import (
     HFConfig,
     ModelSizes,
@@ -33,8 +35,7 @@ ENTRY_POINTS = "megatron_dppo.families"
 
 def _families() -> Iterator[ModelFamily]:
     yield from (QWEN3_MOE, QWEN3, QWEN2, LLAMA, GLM4_MOE, DEEPSEEK_V3, GLM4_MOE_LITE, MIXTRAL, QWEN2_MOE)
-    yield MINIMAX_M2
-    yield GPT_OSS
+    yield from (MINIMAX_M2, GPT_OSS, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
     yield from (point.load() for point in entry_points(group=ENTRY_POINTS))
 
 
@@ -120,22 +121,6 @@ QUANTIZED = "quantization_config"
 
 _LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 """Constants that Megatron hard-codes for llama3 frequencies; only `factor` can be chosen."""
-_GATED_DELTA = (
-    "gated delta nets in three of four layers (Megatron-Core 0.16.1's take no packed sequences, later ones on "
-    "GPUs alone with flash-linear-attention), norms of 1 + weight, gated attention outputs and shared experts"
-)
-_LACKING: Mapping[str, str] = {
-    "Qwen3NextForCausalLM": _GATED_DELTA,
-    **dict.fromkeys(
-        (
-            *("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
-            *("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
-        ),
-        f"{_GATED_DELTA}, and the names of a model with vision",
-    ),
-}
-"""Requested architectures, and the features that their families would need."""
-
 _ACTION = "Use a model of the supported variant; another one would be trained wrongly."
 
 
@@ -201,12 +186,7 @@ def of_dequantized(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def architecture_problem(architecture: str, families: Iterable[str]) -> Problem:
-    """Return the problem of an unsupported architecture, with the missing features if it is known."""
-    if architecture in _LACKING:
-        expected = f"layers that Megatron computes as transformers does; lacking: {_LACKING[architecture]}"
-        return Problem(
-            "model.load", f"{architecture} in config.json", expected, "Use a model of another family."
-        )
+    """Return the problem of an unsupported architecture."""
     action = "Use a model of one of these, or add its family: megatron_dppo/architectures/README.md."
     return Problem("model.load", f"{architecture} in config.json", " or ".join(families), action)
 

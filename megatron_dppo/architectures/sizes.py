@@ -17,6 +17,12 @@ BIASED_OUTPUT = "biased attention output"
 """Option of models whose attention has a bias in its output projection."""
 BIASED_EXPERTS = "biased experts"
 """Option of models whose router and experts have biases, and whose experts' activation is clamped."""
+DELTA_CHUNK = 64
+"""Tokens that linear attention computes together, as in transformers and in flash-linear-attention."""
+ZERO_CENTRED = "norms of 1 + weight"
+"""Option of models whose norms multiply by 1 + weight."""
+OUTPUT_GATE = "gated attention"
+"""Option of models that multiply attention's output by sigmoids, projected together with the queries."""
 HFConfig = Mapping[str, Any]  # config.json, in either spelling of transformers 4 and 5
 
 
@@ -29,6 +35,42 @@ class LatentSizes:
     plain_head_dim: int  # of a query and a key, without rotation
     rotary_head_dim: int  # of a query, and of the one key part that all heads share
     value_head_dim: int
+
+
+@dataclass(frozen=True)
+class LinearSizes:
+    """Sizes of linear attention (Gated DeltaNet): each key head serves several consecutive value heads."""
+
+    layers: tuple[int, ...]  # 0-based indices of the layers that have it instead of attention
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int  # of queries too
+    value_head_dim: int
+    conv_width: int  # tokens that the causal convolution of queries, keys and values sees
+
+    @property
+    def key_width(self) -> int:
+        """Size of all heads' keys, and of all queries."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Size of all heads' values, gates and outputs."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def multiplications(self) -> float:
+        """Multiplications of a token in one layer's forward pass, besides its weights.
+
+        The backward pass computes them once more, so a third is added: a step counts the forward three times.
+        """
+        of_chunk = DELTA_CHUNK * (3 * self.key_head_dim + 2 * self.value_head_dim)
+        return 4 / 3 * (self.num_value_heads * of_chunk + 3 * self.state_size)
+
+    @property
+    def state_size(self) -> int:
+        """Elements of a sequence's recurrent state in one layer."""
+        return self.num_value_heads * self.key_head_dim * self.value_head_dim
 
 
 @dataclass(frozen=True)
@@ -54,11 +96,17 @@ class ModelSizes:
     latent: LatentSizes | None = None  # None: grouped-query attention
     rotary_percent: float = 1.0  # part of a head that is rotated, in grouped-query attention
     options: frozenset[str] = frozenset()  # what weight rules are `only_with`
+    linear: LinearSizes | None = None  # None: attention in every layer
 
     @property
     def value_head_dim(self) -> int:
         """Size of a head's values and output."""
         return self.head_dim if self.latent is None else self.latent.value_head_dim
+
+    @property
+    def linear_layers(self) -> tuple[int, ...]:
+        """0-based indices of the layers with linear attention instead of attention."""
+        return () if self.linear is None else self.linear.layers
 
     @property
     def routing(self) -> ModelRouting | None:
@@ -86,6 +134,8 @@ class ModelSizes:
             "E": self.num_experts or 0,
             "1": 1,
             **of_latents,
+            **({} if self.linear is None else _linear_dimensions(self.linear)),
+            "G": 2 * heads * self.head_dim,
         }
 
 
@@ -95,6 +145,20 @@ def _latent_dimensions(latent: LatentSizes, heads: int) -> dict[str, int]:
         "C": latent.rank,
         "B": latent.rank + latent.rotary_head_dim,
         "U": heads * (latent.plain_head_dim + latent.value_head_dim),
+    }
+
+
+def _linear_dimensions(linear: LinearSizes) -> dict[str, int]:
+    mixed = 2 * linear.key_width + linear.value_width
+    return {
+        "L": linear.key_width,
+        "Z": linear.value_width,
+        "N": linear.num_value_heads,
+        "P": linear.value_head_dim,
+        "W": linear.conv_width,
+        "X": mixed,
+        "Y": mixed + linear.value_width,
+        "M": 2 * linear.num_value_heads,
     }
 
 
@@ -180,7 +244,22 @@ def read_model_config(folder: Path) -> tuple[Path, dict[str, Any]]:
     if not isinstance(content, dict):
         action = "Copy or download the model again."
         raise ConfigError(Problem("model.load", f"{path}: no JSON object", expected, action))
-    return path, content
+    return path, text_model(content)
+
+
+def has_vision(folder: Path) -> bool:
+    """Whether a model folder's config.json describes a model with vision, whose text model is trained."""
+    path = config_file(folder)
+    return path is not None and architecture_of(json.loads(path.read_text(encoding="utf-8"))) in TEXT_MODELS
+
+
+def text_model(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of the text model in a model with vision; any other config.json unchanged."""
+    text, name = content.get("text_config"), TEXT_MODELS.get(architecture_of(content))
+    if name is None or not isinstance(text, Mapping):
+        return dict(content)
+    of_both = {key: content[key] for key in _OF_BOTH if key in content}
+    return {**text, **of_both, "architectures": [name]}
 
 
 def _where_models_are(folder: Path) -> str:
@@ -216,6 +295,14 @@ def end_tokens(hf_folder: Path, default: Any) -> tuple[int, ...]:
     ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
     ids = default if ids is None else ids
     return () if ids is None else tuple(ids) if isinstance(ids, list) else (int(ids),)
+
+
+TEXT_MODELS: Mapping[str, str] = {
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+}
+"""Architectures with vision whose text model is trained, and the architecture of that text model."""
+_OF_BOTH = ("tie_word_embeddings", "quantization_config", "transformers_version")
 
 
 def rope_scaling_factor(hf: Mapping[str, Any]) -> float | None:

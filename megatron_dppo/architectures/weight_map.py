@@ -5,21 +5,19 @@ Conversion, weight sync and the planner read it. Names are Hugging Face checkpoi
 of all query heads, K rows of all key-value heads, O rows of all heads' outputs, I feed-forward width, F expert
 width, S width of the shared experts, E number of experts, T number of query heads, 1 one row. For latent
 attention: A latent of queries, C latent of keys and values, B this latent plus the rotated part of keys, U rows
-of all heads' keys (without the rotated part) and values.
+of all heads' keys (without the rotated part) and values. G rows of all query heads and their gates. For linear
+attention: L rows of all keys (or queries), Z rows of all values (or gates), N number of value heads, X rows
+L + L + Z, Y rows X + Z, M rows 2 N, P size of a value, W width of the convolution.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from megatron_dppo.architectures.sizes import WIDE_NORM, ModelSizes
-from megatron_dppo.errors import ConversionError
 
-Fusion = Literal["one", "qkv", "concatenate"]
+Fusion = Literal["one", "qkv", "concatenate", "key heads"]
 Shape = tuple[int, ...]
 
 
@@ -34,11 +32,15 @@ class WeightRule:
         hf: Checkpoint names, in the order in which they are fused.
         shapes: Shape of each `hf` tensor, of one expert, with a letter for each dimension.
         fusion: "one" for a single unchanged tensor. "concatenate" for concatenation along dimension 0 (gate,
-            up). "qkv" for interleaving by key-value group: the group's queries, its key, its value.
+            up). "qkv" for interleaving by key-value group: the group's queries, its key, its value. "key heads"
+            for interleaving by key head of linear attention: what belongs to the first head, to the second, ...
         tensor_parallel_dim: Dimension of each *Hugging Face* tensor that tensor parallelism splits. None means
             replicated.
         is_vocabulary: Whether rows are the vocabulary, which Megatron may pad.
         layers: Kinds of layers that have the parameter, if `megatron` names a layer.
+        mixers: Kinds of attention of these layers: "softmax", "linear", or "all".
+        sections: Letters of the parts of each Hugging Face tensor that are split and interleaved by themselves,
+            such as "LLZ" for queries, keys and values. None means that each tensor is one part.
         is_expert: Whether the parameter stacks experts along a leading dimension.
         only_with: Option of `ModelSizes.options` that a model needs to have the parameter. None means always.
         is_buffer: Whether it is a buffer: no gradient, and float32 whatever the model's dtype is.
@@ -53,6 +55,8 @@ class WeightRule:
     tensor_parallel_dim: int | None = None
     is_vocabulary: bool = False
     layers: Literal["all", "dense", "sparse"] = "all"
+    mixers: Literal["all", "softmax", "linear"] = "all"
+    sections: tuple[str, ...] | None = None
     is_expert: bool = False
     transformer_engine: str | None = None
     only_with: str | None = None
@@ -72,14 +76,26 @@ class WeightRule:
         """Whether a layer (0-based) has the parameter."""
         is_sparse = layer in sizes.moe_layers
         is_of_kind = self.layers in ("all", "sparse" if is_sparse else "dense")
-        return self.is_in_layers and is_of_kind and self.is_of(sizes)
+        is_mixed_so = self.mixers in ("all", "linear" if layer in sizes.linear_layers else "softmax")
+        return self.is_in_layers and is_of_kind and is_mixed_so and self.is_of(sizes)
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether rows of several Hugging Face tensors, or of their sections, alternate in the parameter."""
+        return self.fusion in ("qkv", "key heads")
+
+    def section_rows(self, sizes: ModelSizes) -> list[list[int]]:
+        """Return the rows of each section of each Hugging Face tensor."""
+        sections = self.sections or tuple(shape[0] for shape in self.shapes)
+        return [[sizes.dimensions[letter] for letter in letters] for letters in sections]
 
     def hf_shapes(self, sizes: ModelSizes) -> tuple[Shape, ...]:
         """Return the shape of each Hugging Face tensor, in the order of `hf`."""
         return tuple(tuple(sizes.dimensions[letter] for letter in shape) for shape in self.shapes)
 
 
-_M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
+MEGATRON_LAYER = "decoder.layers.{layer}."
+_M, _H = MEGATRON_LAYER, "model.layers.{layer}."
 
 EMBEDDING = WeightRule(
     "embedding.word_embeddings.weight",
@@ -136,6 +152,58 @@ WIDE_QK_NORM = tuple(
     replace(rule, shapes=(shape,), tensor_parallel_dim=0, only_with=WIDE_NORM)
     for rule, shape in zip(QK_NORM, "QK", strict=True)
 )
+_A, _L = _M + "self_attention.", _H + "linear_attn."
+GATED_BACKBONE = (
+    EMBEDDING,
+    _FINAL_NORM,
+    _INPUT_NORM,
+    _MLP_NORM,
+    WeightRule(
+        _A + "linear_qkv.weight",
+        tuple(_H + f"self_attn.{x}_proj.weight" for x in "qkv"),
+        ("GH", "KH", "KH"),
+        fusion="qkv",
+        tensor_parallel_dim=0,
+        mixers="softmax",
+    ),
+    replace(_ATTENTION_OUTPUT, mixers="softmax"),
+    *(replace(rule, mixers="softmax") for rule in QK_NORM),
+)
+"""Replacement of BACKBONE and QK_NORM for models with gated attention in some layers, DELTA_NET in others."""
+DELTA_NET = (
+    WeightRule(
+        _A + "conv_weight",
+        (_L + "conv1d.weight",),
+        ("X1W",),
+        fusion="key heads",
+        sections=("LLZ",),
+        tensor_parallel_dim=0,
+        mixers="linear",
+    ),
+    WeightRule(_A + "A_log", (_L + "A_log",), ("N",), tensor_parallel_dim=0, mixers="linear"),
+    WeightRule(_A + "dt_bias", (_L + "dt_bias",), ("N",), tensor_parallel_dim=0, mixers="linear"),
+    WeightRule(_A + "norm_weight", (_L + "norm.weight",), ("P",), mixers="linear"),
+    WeightRule(
+        _A + "out_proj.weight", (_L + "out_proj.weight",), ("HZ",), tensor_parallel_dim=1, mixers="linear"
+    ),
+)
+"""Gated DeltaNet without its projections in, whose checkpoint names differ between families."""
+DELTA_NET_IN_PROJ = WeightRule(
+    _A + "in_proj.weight",
+    (_L + "in_proj_qkvz.weight", _L + "in_proj_ba.weight"),
+    ("YH", "MH"),
+    fusion="key heads",
+    tensor_parallel_dim=0,
+    mixers="linear",
+)
+"""Its projections in, in checkpoints that store each key head's rows together."""
+DELTA_NET_SPLIT_IN_PROJ = replace(
+    DELTA_NET_IN_PROJ,
+    hf=tuple(_L + f"in_proj_{name}.weight" for name in ("qkv", "z", "b", "a")),
+    shapes=("XH", "ZH", "NH", "NH"),
+    sections=("LLZ", "Z", "N", "N"),
+)
+"""The same in checkpoints that store queries of all heads, then keys of all heads, and so on."""
 DENSE_MLP = (
     WeightRule(
         _M + "mlp.linear_fc1.weight",
@@ -301,61 +369,3 @@ class WeightEntry:
     def hf_names(self, expert: int | None = None) -> tuple[str, ...]:
         """Return checkpoint names, of one expert if the parameter stacks experts."""
         return tuple(name.format(layer=self.layer, expert=expert) for name in self.rule.hf)
-
-
-class WeightTable:
-    """Rules of one model family, looked up by Megatron parameter name."""
-
-    def __init__(self, rules: Iterable[WeightRule], sizes: ModelSizes) -> None:
-        self._rules: Mapping[str, WeightRule] = {rule.megatron: rule for rule in rules}
-        self._transformer_engine: Mapping[str, WeightRule] = {
-            rule.transformer_engine: rule for rule in self._rules.values() if rule.transformer_engine
-        }
-        self._sizes = sizes
-
-    def entry(self, megatron_name: str) -> WeightEntry:
-        """Return the rule of a parameter by its name in a model on one process, in either layer spec.
-
-        Raises:
-            ConversionError: The table has no such parameter.
-        """
-        match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", megatron_name)
-        key = f"{_M}{match[2]}" if match else megatron_name
-        layer = int(match[1]) if match else None
-        of_engine = re.sub(r"(\.experts\.linear_fc[12]\.weight)\d+$", r"\1{local}", key)
-        if of_engine in self._transformer_engine:
-            return WeightEntry(self._transformer_engine[of_engine], layer, is_one_expert=of_engine != key)
-        if key not in self._rules:
-            raise ConversionError(
-                f"Megatron parameter {megatron_name!r} is not in the weight table, "
-                f"which has {sorted(self._rules)}. "
-                "Add a rule to architectures/weight_map.py and list it in the model's family."
-            )
-        return WeightEntry(self._rules[key], layer)
-
-    def fuse(self, rule: WeightRule, tensors: Sequence[Tensor], num_parts: int = 1) -> Tensor:
-        """Fuse Hugging Face tensors, or parts of them, into the Megatron parameter (of one expert).
-
-        Args:
-            rule: Rule of the parameter.
-            tensors: Tensors in the order of `rule.hf`, all with the same part of the parameter.
-            num_parts: Number of equal parts that the tensor-parallel dimension is split into.
-        """
-        if rule.fusion == "one":
-            return tensors[0]
-        if rule.fusion == "concatenate":
-            return torch.cat(list(tensors))
-        groups, columns = self._sizes.num_key_value_heads // num_parts, tensors[0].shape[1:]
-        return torch.cat([t.reshape(groups, -1, *columns) for t in tensors], dim=1).reshape(-1, *columns)
-
-    def unfuse(self, rule: WeightRule, tensor: Tensor) -> list[Tensor]:
-        """Split a Megatron parameter into its Hugging Face tensors, in the order of `rule.hf`; often views."""
-        if rule.fusion == "one":
-            return [tensor]
-        if rule.fusion == "concatenate":
-            return list(tensor.chunk(2))
-        sizes, columns = self._sizes, tensor.shape[1:]
-        queries = sizes.num_attention_heads // sizes.num_key_value_heads * sizes.head_dim
-        by_group = tensor.reshape(-1, queries + 2 * sizes.head_dim, *columns)
-        parts = by_group.split([queries, sizes.head_dim, sizes.head_dim], dim=1)
-        return [part.reshape(-1, *columns) for part in parts]

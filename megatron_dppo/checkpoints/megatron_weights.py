@@ -24,10 +24,10 @@ from megatron_dppo.architectures.weight_map import (
     OUTPUT,
     WeightEntry,
     WeightRule,
-    WeightTable,
     is_adapter,
     is_weight_buffer,
 )
+from megatron_dppo.architectures.weight_table import WeightTable
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.errors import ConversionError
 from megatron_dppo.models.lora import Read, itself, merge
@@ -47,7 +47,7 @@ def load_hf_weights(chunks: Sequence[GPTModel], weights: HFWeights, hf: HFConfig
     _require_fit(weights, hf)
     if weights.left_out and dist.get_rank() == 0:
         names = len(weights.left_out), min(weights.left_out)
-        logger.info("left out: %d tensors that predict further tokens (first: %s)", *names)
+        logger.info("left out: %d tensors, of vision or of further tokens' layers (first: %s)", *names)
     for parameter in _parameters(chunks, hf):
         entry = table.entry(parameter.name)
         if entry.rule.is_expert:
@@ -134,8 +134,11 @@ def _fill(
 ) -> None:
     hf_names = entry.hf_names(expert)
     rank, size = _tensor_parallel_group(entry.rule).rank(), _num_shards(entry.rule)
-    parts = [_shard(weights.tensor(hf_name), entry.rule, rank, size) for hf_name in hf_names]
-    if entry.rule.fusion == "qkv":
+    parts = [
+        table.part(entry.rule, index, weights.tensor(hf_name), rank, size)
+        for index, hf_name in enumerate(hf_names)
+    ]
+    if entry.rule.is_interleaved:
         parts, places = [table.fuse(entry.rule, parts, size)], [target]
     else:
         places = table.unfuse(entry.rule, target)  # views: no byte is copied twice
@@ -155,18 +158,6 @@ def _tensor_parallel_group(rule: WeightRule) -> dist.ProcessGroup:
 
 def _num_shards(rule: WeightRule) -> int:
     return 1 if rule.tensor_parallel_dim is None else _tensor_parallel_group(rule).size()
-
-
-def _shard(tensor: Tensor, rule: WeightRule, rank: int, size: int) -> Tensor:
-    """Return a rank's part of a Hugging Face tensor; a vocabulary is padded with zeros for equal parts."""
-    if size == 1 or rule.tensor_parallel_dim is None:
-        return tensor
-    dim = rule.tensor_parallel_dim
-    width = -(-tensor.shape[dim] // size)
-    if not rule.is_vocabulary:
-        return tensor.narrow(dim, rank * width, width)
-    own = tensor[rank * width : (rank + 1) * width]
-    return torch.cat([own, own.new_zeros(width - own.shape[0], *own.shape[1:])])
 
 
 @torch.no_grad()
@@ -213,8 +204,8 @@ def export_hf_weights(
             part = own[name].whole(read) if name in own else None
             for expert, shards in _gather(part, places[name], entry.rule, group, device, max_bytes):
                 pieces = zip(*(table.unfuse(entry.rule, shard) for shard in shards), strict=True)
-                for hf_name, of_ranks in zip(entry.hf_names(expert), pieces, strict=True):
-                    yield hf_name, _join(of_ranks, entry.rule, hf)
+                for index, (hf_name, of_ranks) in enumerate(zip(entry.hf_names(expert), pieces, strict=True)):
+                    yield hf_name, table.join(entry.rule, index, of_ranks)
 
     return export()
 
@@ -238,7 +229,10 @@ def describe_hf_weights(
         shard = torch.empty(
             place.shape[1:] if rule.is_expert else place.shape, dtype=place.dtype, device="meta"
         )
-        pieces = [_join([part] * _num_shards(rule), rule, hf) for part in table.unfuse(rule, shard)]
+        pieces = [
+            table.join(rule, index, [part] * _num_shards(rule))
+            for index, part in enumerate(table.unfuse(rule, shard))
+        ]
         for expert in range(count):
             for hf_name, piece in zip(entry.hf_names(expert if rule.is_expert else None), pieces, strict=True):
                 if hf_name in found:
@@ -323,12 +317,3 @@ def all_gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     gathered = own.new_empty(group.size() * own.shape[0], *own.shape[1:])
     dist.all_gather_into_tensor(gathered, own.contiguous(), group=group)
     return gathered
-
-
-def _join(pieces: Sequence[Tensor], rule: WeightRule, hf: HFConfig) -> Tensor:
-    """Join a Hugging Face tensor from its tensor-parallel parts, without the padding of a vocabulary."""
-    if rule.tensor_parallel_dim is None or len(pieces) == 1:
-        whole = pieces[0]
-    else:
-        whole = torch.cat(list(pieces), dim=rule.tensor_parallel_dim)
-    return whole[: hf["vocab_size"]] if rule.is_vocabulary else whole

@@ -28,7 +28,7 @@ from megatron_dppo.architectures.registry import (
     readable_format,
     variant_problems,
 )
-from megatron_dppo.architectures.sizes import architecture_of, config_file, read_model_config
+from megatron_dppo.architectures.sizes import architecture_of, config_file, read_model_config, text_model
 from megatron_dppo.checkpoints.checkpoint_folder import is_megatron_checkpoint
 from megatron_dppo.errors import ConfigError, ConversionError, Problem
 
@@ -174,7 +174,7 @@ def copy_model_files(source: Path, out: Path) -> list[str]:
     """Copy the files next to the weights: config, generation config, tokenizer, chat templates, licences.
 
     Files are copied byte for byte, with the mode of a new file, with one exception: layers for multi-token
-    prediction are removed from config.json, because the weights leave them out.
+    prediction, and vision, are removed from config.json, because the weights leave them out.
 
     Returns:
         Names of the files in the folder that are not copied and contain no weights.
@@ -190,7 +190,7 @@ def copy_model_files(source: Path, out: Path) -> list[str]:
         shutil.copyfile(source / name, target)
     config = out / "config.json"
     content = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    if isinstance(content, dict) and (without := _without_further_layers(content)) != content:
+    if isinstance(content, dict) and (without := _without_further_layers(text_model(content))) != content:
         config.write_text(json.dumps(without, indent=2) + "\n", encoding="utf-8")
     return [name for name in names if name not in copied and not _matches(name, (*_WEIGHTS, ".*"))]
 

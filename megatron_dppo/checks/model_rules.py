@@ -250,12 +250,16 @@ def _sequence_budget(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("shared_prefixes")
 def _shared_prefixes(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Prefixes are shared only if a sequence is not split over ranks."""
+    """Prefixes are shared only if a sequence is not split over ranks, and its layers have no state."""
     if config.parallel.share_prefixes and config.parallel.context > 1:
         found = f"true with parallel.context = {config.parallel.context}"
         expected = "false: context-parallel ranks each have pieces of every sequence, and not its prefix"
         action = "Set it to false, or set parallel.context = 1."
         yield Problem("parallel.share_prefixes", found, expected, action)
+    if config.parallel.share_prefixes and facts.model_sizes is not None and facts.model_sizes.linear_layers:
+        found = "true for a model with linear attention"
+        expected = "false: its layers do not start a sequence from the recurrent state of another one's prefix"
+        yield Problem("parallel.share_prefixes", found, expected, "Set it to false.")
 
 
 @rule("expert_rows")

@@ -77,8 +77,8 @@ def to_megatron(
             logger.info("not read: %s", ", ".join(source.weights.ignored))
         if source.weights.left_out:
             logger.info(
-                "left out: %d tensors that predict further tokens (first: %s); config.json will say that there "
-                "are none",
+                "left out: %d tensors, of vision or of further tokens' layers (first: %s); config.json will "
+                "say that there are none",
                 *(len(source.weights.left_out), min(source.weights.left_out)),
             )
         with _options(source, this, dtype, shard_size, writers) as options:

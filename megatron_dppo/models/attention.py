@@ -17,6 +17,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from megatron_dppo.models.delta_rule import Chunks
 from megatron_dppo.models.padded_attention import PaddedBatches
 from megatron_dppo.models.spans import Spans
 from megatron_dppo.models.varlen_attention import VarlenSequences
@@ -118,11 +119,19 @@ class PackedSequences(PackedSeqParams):
 
     position_ids: Tensor  # [T'] int64, from 0 in each sequence, of this rank's tokens
     attention: PaddedBatches | VarlenSequences
+    chunks: Chunks | None = None  # of linear attention
     rotary_table: Tensor | None = None  # of latent attention, computed by the first layer
 
     @classmethod
     def of(
-        cls, microbatch: Microbatch, spans: Spans, longest: int, form: PackedAttentionForm, *, is_split: bool
+        cls,
+        microbatch: Microbatch,
+        spans: Spans,
+        longest: int,
+        form: PackedAttentionForm,
+        *,
+        is_split: bool,
+        chunks: Chunks | None = None,
     ) -> "PackedSequences":
         """Return the packing of this rank's part of a micro-batch, on the host.
 
@@ -132,6 +141,7 @@ class PackedSequences(PackedSeqParams):
             longest: Upper bound on the positions.
             form: Form of attention, see `attention_form`.
             is_split: Whether context-parallel ranks share the sequences.
+            chunks: Chunks of the sequences, if the model has linear attention.
         """
         cu_seqlens = microbatch.cu_seqlens.cpu()
         # Transformer Engine's attention over several ranks needs it, though there is no gap between sequences.
@@ -146,6 +156,7 @@ class PackedSequences(PackedSeqParams):
             max_seqlen_kv=longest,
             position_ids=microbatch.position_ids,
             attention=form.of(spans),
+            chunks=chunks,
         )
 
 

@@ -34,8 +34,16 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_dppo.architectures.megatron_options import LayerSpecName
-from megatron_dppo.architectures.sizes import BIASED_EXPERTS, BIASED_OUTPUT, WIDE_NORM, ModelSizes
+from megatron_dppo.architectures.sizes import (
+    BIASED_EXPERTS,
+    BIASED_OUTPUT,
+    OUTPUT_GATE,
+    WIDE_NORM,
+    ZERO_CENTRED,
+    ModelSizes,
+)
 from megatron_dppo.models.attention import PackedAttention
+from megatron_dppo.models.delta_net import GatedAttention, GatedDeltaNet, ZeroCentredNorm
 from megatron_dppo.models.experts import BiasedExperts, BiasedMoELayer, GroupedExperts
 
 
@@ -128,14 +136,19 @@ class LatentAttention(MLASelfAttention):
         return {name: getattr(submodules, name) for name in names}
 
 
-def torch_layer_spec(config: TransformerConfig, sizes: ModelSizes, is_moe: bool) -> ModuleSpec:
-    """Return the spec of one decoder layer, with experts or dense."""
+def torch_layer_spec(config: TransformerConfig, sizes: ModelSizes, layer: int) -> ModuleSpec:
+    """Return the spec of one decoder layer (0-based), with experts or dense."""
     bias_dropout_add: Any = get_bias_dropout_add  # Megatron annotates it as a module
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    attention, norm_keys = (
-        _latent_attention() if sizes.latent is not None else _grouped_attention(config, sizes)
-    )
-    if is_moe:
+    norm: Any = norm_of(sizes)
+    norm_keys = dict[str, str]()
+    if layer in sizes.linear_layers:
+        attention = ModuleSpec(module=GatedDeltaNet)
+    elif sizes.latent is not None:
+        attention, norm_keys = _latent_attention()
+    else:
+        attention, norm_keys = _grouped_attention(config, sizes)
+    if layer in sizes.moe_layers:
         # Shared experts are built if the config has a width for them.
         shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
         is_biased = BIASED_EXPERTS in sizes.options
@@ -148,10 +161,10 @@ def torch_layer_spec(config: TransformerConfig, sizes: ModelSizes, is_moe: bool)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=norm,
             self_attention=attention,
             self_attn_bda=bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
+            pre_mlp_layernorm=norm,
             mlp=mlp,
             mlp_bda=bias_dropout_add,
             sharded_state_dict_keys_map=norm_keys,
@@ -159,9 +172,16 @@ def torch_layer_spec(config: TransformerConfig, sizes: ModelSizes, is_moe: bool)
     )
 
 
+def norm_of(sizes: ModelSizes) -> type[RMSNorm] | type[ZeroCentredNorm]:
+    """Return the class of the model's norms."""
+    return ZeroCentredNorm if ZERO_CENTRED in sizes.options else RMSNorm
+
+
 def _grouped_attention(config: TransformerConfig, sizes: ModelSizes) -> tuple[ModuleSpec, dict[str, str]]:
     """Return grouped-query attention, and the checkpoint keys of norms that Transformer Engine's spec fuses."""
-    norms: tuple[Any, Any] = (RMSNorm, RMSNorm) if config.qk_layernorm else (IdentityOp, IdentityOp)
+    norms: tuple[Any, Any] = (
+        (norm_of(sizes), norm_of(sizes)) if config.qk_layernorm else (IdentityOp, IdentityOp)
+    )
     if WIDE_NORM in sizes.options:
         norms = WideNorm, WideKeyNorm
     submodules = SelfAttentionSubmodules(
@@ -171,10 +191,13 @@ def _grouped_attention(config: TransformerConfig, sizes: ModelSizes) -> tuple[Mo
         q_layernorm=norms[0],
         k_layernorm=norms[1],
     )
+    is_gated = OUTPUT_GATE in sizes.options
     spec = ModuleSpec(
-        module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules
+        module=GatedAttention if is_gated else SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=submodules,
     )
-    return spec, {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    return spec, {} if is_gated else {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 
 
 def _latent_attention() -> tuple[ModuleSpec, dict[str, str]]:
@@ -203,17 +226,11 @@ def torch_block_spec(
     config: TransformerConfig, sizes: ModelSizes, virtual_stage: int | None = None
 ) -> TransformerBlockSubmodules:
     """Return the spec of the layers of a pipeline stage, or of a virtual one, and the final norm."""
-    final_norm: Any = RMSNorm  # Megatron annotates it as an instance
-    frequency = config.moe_layer_freq
-    is_moe = (
-        [bool(frequency)] * config.num_layers if isinstance(frequency, int) else [bool(x) for x in frequency]
-    )
-    if config.num_moe_experts is None:
-        is_moe = [False] * config.num_layers
+    final_norm: Any = norm_of(sizes)  # Megatron annotates it as an instance
     first = get_transformer_layer_offset(config, virtual_stage)
-    own = is_moe[first : first + get_num_layers_to_build(config, virtual_stage)]
+    own = range(first, first + get_num_layers_to_build(config, virtual_stage))
     return TransformerBlockSubmodules(
-        layer_specs=[torch_layer_spec(config, sizes, moe) for moe in own], layer_norm=final_norm
+        layer_specs=[torch_layer_spec(config, sizes, layer) for layer in own], layer_norm=final_norm
     )
 
 

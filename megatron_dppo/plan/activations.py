@@ -11,18 +11,26 @@ Letters: e bytes of an activation, H hidden size, D head dimension, F expert wid
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_dppo.architectures.layout import Layout
-from megatron_dppo.architectures.parameters import ModelShape
-from megatron_dppo.architectures.sizes import BIASED_EXPERTS, WIDE_NORM
+from megatron_dppo.architectures.parameters import LayerKind, ModelShape
+from megatron_dppo.architectures.sizes import (
+    BIASED_EXPERTS,
+    DELTA_CHUNK,
+    OUTPUT_GATE,
+    WIDE_NORM,
+    ZERO_CENTRED,
+)
 from megatron_dppo.architectures.weight_map import EXPERT_BIAS, SHARED_GATE
 from megatron_dppo.plan.job import EXPECTED, Assumptions, LayerSpec, Recompute
 
 WORKING_COPIES = 3
 """Temporary tensors of a layer's widest size in its forward or backward pass, in addition to kept ones."""
 FLOAT, INDEX = 4, 8
+RULE_NUMBERS = 8
+"""Numbers of a token and head that the gated delta rule keeps: decays, rates and norms."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +75,14 @@ class LayerModel:
         return self.tokens.sequence * self.shape.sizes.hidden_size * self.dtype_bytes
 
     def norm(self, num_rows: int, width: int) -> int:
-        """Return an RMSNorm's bytes: its input, and a float32 per row; on a CPU input and result in float32."""
-        per_row = 2 * FLOAT * width if self.spec == "torch-cpu" else self.dtype_bytes * width
+        """Return an RMSNorm's bytes: its input, and a float32 per row; on a CPU input and result in float32.
+
+        Norms of 1 + weight read their input in float32 everywhere.
+        """
+        is_wide = ZERO_CENTRED in self.shape.sizes.options
+        per_row = (FLOAT if is_wide else self.dtype_bytes) * width
+        if self.spec == "torch-cpu":
+            per_row = 2 * FLOAT * width
         return num_rows * (per_row + FLOAT)
 
     def head_norms(self) -> int:
@@ -89,8 +103,9 @@ class LayerModel:
 
     @property
     def is_norm_cast(self) -> bool:
-        """Whether norms keep their inputs cast to float32: on a CPU, in half precision."""
-        return self.spec == "torch-cpu" and self.dtype_bytes < FLOAT
+        """Whether norms keep their inputs cast to float32: in half precision, on a CPU or by definition."""
+        is_wide = self.spec == "torch-cpu" or ZERO_CENTRED in self.shape.sizes.options
+        return is_wide and self.dtype_bytes < FLOAT
 
     @property
     def is_head_norm_cast(self) -> bool:
@@ -143,15 +158,50 @@ class LayerModel:
         heads, groups = sizes.num_attention_heads, sizes.num_key_value_heads
         columns = (2 * heads + 3 * groups) * sizes.head_dim // self.layout.tensor
         shared = (heads + 2 * groups) * sizes.head_dim // self.layout.tensor
+        if OUTPUT_GATE in sizes.options:  # in the same matrix as the queries
+            columns, shared = (n + heads * sizes.head_dim // self.layout.tensor for n in (columns, shared))
         is_kept_by_norm = self.shape.has_qk_norm and not self.is_head_norm_cast
         return self.tokens.attended * (columns - shared * is_kept_by_norm) * self.dtype_bytes
 
     def attention(self) -> int:
-        """Return the bytes of norm, qkv's input, norms of heads or latents, and the projection's input."""
+        """Return the bytes of norm, qkv's input, norms of heads or latents, and the projection's inputs."""
         sizes, rows, e = self.shape.sizes, self.tokens.attended, self.dtype_bytes
         result = sizes.num_attention_heads // self.layout.tensor * sizes.value_head_dim * e
-        norm = self.norm(self.tokens.sequence, sizes.hidden_size) + self.hidden_bytes
-        return norm + self.head_norms() + _latents(self) + rows * result
+        gated = 2 * result * (OUTPUT_GATE in sizes.options)  # the gates, and the result before them
+        return self.input_norm() + self.head_norms() + _latents(self) + rows * (result + gated)
+
+    def input_norm(self) -> int:
+        """Return the bytes of the norm before attention, with the result."""
+        return self.norm(self.tokens.sequence, self.shape.sizes.hidden_size) + self.hidden_bytes
+
+    def linear_attention(self) -> int:
+        """Return the bytes of norm, projected inputs, and the projection's input; the rest is recomputed."""
+        linear = self.shape.sizes.linear
+        assert linear is not None, "the layer has linear attention"
+        result = self.tokens.attended * linear.value_width // self.layout.tensor * self.dtype_bytes
+        return self.input_norm() + self.projected() + result
+
+    def projected(self) -> int:
+        """Return the bytes of linear attention's projected inputs."""
+        dimensions = self.shape.sizes.dimensions
+        columns = (dimensions["Y"] + dimensions["M"]) // self.layout.tensor
+        return self.tokens.attended * columns * self.dtype_bytes
+
+    def delta_rule(self) -> int:
+        """Return the bytes that linear attention keeps while its backward pass computes it again.
+
+        For each value head: seven tensors of a key's width and three of a value's in the rule, with five of a
+        chunk's and a state for each chunk; five of a value's width in the gated norm.
+        """
+        linear, e = self.shape.sizes.linear, self.dtype_bytes
+        if linear is None:
+            return 0
+        keys, values = linear.key_head_dim, linear.value_head_dim
+        rule = 8 * keys + 3 * values + 5 * DELTA_CHUNK + keys * values // DELTA_CHUNK + RULE_NUMBERS
+        norm = values * ((2 if self.spec == "torch-cpu" else 1) + 2)
+        of_heads = linear.num_value_heads * ((rule + norm) * FLOAT + 2 * values * e)
+        mixed = 2 * linear.key_width + linear.value_width  # the convolution's inputs and outputs
+        return self.tokens.attended * (of_heads + 2 * mixed * e) // self.layout.tensor
 
     @property
     def copies(self) -> int:
@@ -196,12 +246,13 @@ class LayerModel:
         """Return the bytes of the norm after attention, or of the final norm, with the result."""
         return self.norm(self.tokens.sequence, self.shape.sizes.hidden_size) + self.hidden_bytes
 
-    def layer(self, is_moe: bool, dropped: Iterable[str] = ()) -> int:
+    def layer(self, kind: LayerKind, dropped: Iterable[str] = ()) -> int:
         """Return the bytes that one layer keeps, without the recomputed modules."""
         dropped = set(dropped)
-        kept = self.attention() + self.mlp_norm()
-        kept += self.core_attention_inputs() if "core_attn" in dropped else self.core_attention()
-        if is_moe:
+        kept = self.mlp_norm() + (self.linear_attention() if kind.is_linear else self.attention())
+        if not kind.is_linear:
+            kept += self.core_attention_inputs() if "core_attn" in dropped else self.core_attention()
+        if kind.is_moe:
             return kept + (0 if "moe" in dropped else self.experts())
         return kept + (0 if "mlp" in dropped else self.dense_mlp(self.shape.sizes.intermediate_size))
 
@@ -255,24 +306,40 @@ class Kept:
 
 def kept_by_layers(model: LayerModel, layers: range, recompute: Recompute) -> Kept:
     """Return the bytes that the layers of one chunk keep of one micro-batch."""
-    kinds = [model.shape.is_moe(layer) for layer in layers]
+    kinds = [model.shape.kind(layer) for layer in layers]
     if not kinds:
         return Kept(0, 0)
     size = {kind: model.layer(kind) for kind in set(kinds)}
-    whole, shared = [size[kind] for kind in kinds], model.shared()
+    whole, shared = [(kind, size[kind]) for kind in kinds], model.shared()
     if recompute.granularity == "none":
-        return Kept(shared + sum(whole), 0)
+        return Kept(shared + _sum(whole), _peak(model, whole) - _sum(whole))
     if recompute.granularity == "selective":
-        reduced = {kind: model.layer(kind, recompute.modules) for kind in set(kinds)}
-        held = shared + sum(reduced[kind] for kind in kinds)
-        return Kept(held, max(size[kind] - reduced[kind] for kind in size))
+        reduced = [(kind, model.layer(kind, recompute.modules)) for kind in kinds]
+        again = max(size[kind] - num_bytes for kind, num_bytes in reduced)
+        return Kept(shared + _sum(reduced), max(again, _peak(model, reduced) - _sum(reduced)))
     if recompute.method == "block":
         # The first layers are recomputed. Backward comes to them when the rest is freed.
         num = min(recompute.num_layers, len(kinds))
-        inputs, rest = shared + num * model.hidden_bytes, sum(whole[num:])
-        return Kept(inputs + rest, max(max(whole[:num]) - rest, 0))
+        inputs, rest = shared + num * model.hidden_bytes, _sum(whole[num:])
+        again = max(_peak(model, [layer]) for layer in whole[:num])
+        return Kept(inputs + rest, max(again, _peak(model, whole[num:])) - rest)
     groups = [whole[i : i + recompute.num_layers] for i in range(0, len(whole), recompute.num_layers)]
-    return Kept(shared + len(groups) * model.hidden_bytes, max(map(sum, groups)))
+    return Kept(shared + len(groups) * model.hidden_bytes, max(_peak(model, group) for group in groups))
+
+
+def _sum(layers: Sequence[tuple[LayerKind, int]]) -> int:
+    return sum(num_bytes for _, num_bytes in layers)
+
+
+def _peak(model: LayerModel, layers: Sequence[tuple[LayerKind, int]]) -> int:
+    """Return the most bytes from the end of forward to the end of backward, for layers that keep so many."""
+    peak = held = _sum(layers)
+    for kind, num_bytes in reversed(layers):
+        if kind.is_linear:  # what follows the rule in its layer is freed before it is computed again
+            before = held - num_bytes + model.input_norm() + model.projected()
+            peak = max(peak, before + model.delta_rule())
+        held -= num_bytes
+    return peak
 
 
 def _latent_operands(model: LayerModel) -> Operands:

@@ -9,11 +9,12 @@ for each doubling of a parallel size: the smallest for tensors, the largest for 
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from megatron_dppo.architectures.layout import Layout
-from megatron_dppo.architectures.parameters import ModelShape, padded_vocab
+from megatron_dppo.architectures.parameters import LayerKind, ModelShape, padded_vocab
 from megatron_dppo.plan.job import Job, Recompute
 from megatron_dppo.plan.stages import GRADIENT_BYTES, optimizer_bytes, stage_parts
 
@@ -125,9 +126,10 @@ def _reference(job: Job, layout: Layout, tokens: float, num: float) -> float:
 def _slowest_stage(job: Job, layout: Layout, tokens: float, passes: int = 1 + BACKWARD) -> _Seconds:
     """Return the seconds of a micro-batch; with 1 pass, only of the forward."""
     sizes, is_forward = job.shape.sizes, passes == 1
+    kinds = [job.shape.kind(layer) for layer in range(sizes.num_layers)]
     of_layer = {
-        is_moe: _layer_seconds(job, layout, _layer(job, layout, tokens, is_moe), is_forward=is_forward)
-        for is_moe in (False, True)
+        kind: _layer_seconds(job, layout, _layer(job, layout, tokens, kind), is_forward=is_forward)
+        for kind in set(kinds)
     }
     columns = padded_vocab(job.shape, layout) // layout.tensor
     tree = job.workload.tree(layout.data)
@@ -137,9 +139,9 @@ def _slowest_stage(job: Job, layout: Layout, tokens: float, passes: int = 1 + BA
     )
     stages: list[_Seconds] = []
     for part in stage_parts(job, layout):
-        layers = [layer for chunk in part.chunks for layer in chunk.layers]
-        num_moe = sum(job.shape.is_moe(layer) for layer in layers)
-        seconds = _Seconds().plus(of_layer[True], num_moe).plus(of_layer[False], len(layers) - num_moe)
+        seconds = _Seconds()
+        for kind, number in Counter(kinds[layer] for chunk in part.chunks for layer in chunk.layers).items():
+            seconds = seconds.plus(of_layer[kind], number)
         stages.append(seconds.plus(head, part.chunks[-1].is_last))
     return max(stages, key=lambda stage: stage.total)
 
@@ -159,14 +161,17 @@ def _layer_seconds(job: Job, layout: Layout, layer: _Layer, *, is_forward: bool)
     )
 
 
-def _layer(job: Job, layout: Layout, tokens: float, is_moe: bool) -> _Layer:
+def _layer(job: Job, layout: Layout, tokens: float, kind: LayerKind) -> _Layer:
     sizes, e = job.shape.sizes, job.workload.dtype_bytes
     hidden, tensor, heads = sizes.hidden_size, layout.tensor, sizes.num_attention_heads
     scores = heads * (sizes.head_dim + sizes.value_head_dim) * _mean_keys(job, layout)
+    if kind.is_linear:
+        assert sizes.linear is not None, "a layer has linear attention"
+        scores = sizes.linear.multiplications
     keys_and_values = sizes.num_key_value_heads * (sizes.head_dim + sizes.value_head_dim)
     gathered_column = tokens * e * (tensor - 1) / tensor
     state, shared = hidden * gathered_column, sizes.shared_expert_intermediate_size
-    if is_moe:
+    if kind.is_moe:
         imbalance = job.assumptions.expert_imbalance if layout.expert > 1 else 1.0
         mlp = 3 * hidden * (sizes.experts_per_token * sizes.moe_intermediate_size * imbalance + shared)
         rows = tokens / tensor * sizes.experts_per_token * hidden * e
@@ -175,7 +180,7 @@ def _layer(job: Job, layout: Layout, tokens: float, is_moe: bool) -> _Layer:
     else:
         mlp, expert, gathers = 3 * hidden * sizes.intermediate_size, 0.0, 2 * state
     return _Layer(
-        attention=2 * tokens * (_attention_weights(job.shape) + scores) / tensor,
+        attention=2 * tokens * (_attention_weights(job.shape, kind.is_linear) + scores) / tensor,
         mlp=2 * tokens * mlp / tensor,
         tensor=2 * state + gathers + _latent_columns(job.shape) * gathered_column,
         context=tokens * (layout.context - 1) * keys_and_values / tensor * e,
@@ -192,10 +197,13 @@ def _mean_keys(job: Job, layout: Layout) -> float:
 
 
 @lru_cache(maxsize=16)
-def _attention_weights(shape: ModelShape) -> int:
+def _attention_weights(shape: ModelShape, is_linear: bool = False) -> int:
     """Return the number of a layer's attention weights that are used for one token."""
+    others = "softmax" if is_linear else "linear"
     rules = (
-        rule for rule in shape.family.rules if "self_attention" in rule.megatron and rule.is_of(shape.sizes)
+        rule
+        for rule in shape.family.rules
+        if "self_attention" in rule.megatron and rule.is_of(shape.sizes) and rule.mixers != others
     )
     matrices = (matrix for rule in rules for matrix in rule.hf_shapes(shape.sizes) if len(matrix) > 1)
     return sum(map(math.prod, matrices))

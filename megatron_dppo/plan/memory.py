@@ -51,7 +51,8 @@ SGLANG_MEMORY_FRACTION = 0.8
 """Default of mem_fraction_static if [sglang] sets none: share of weights and cache in the GPU's memory."""
 SGLANG_WORKSPACE_BYTES = 4 * GIB
 """Bytes of SGLang's activations and CUDA graphs, in addition to its static memory; an assumption."""
-_CACHED_DTYPE_BYTES = 2
+_STATE_RATIO = 0.9  # SGLang's default: memory of recurrent states to that of keys and values
+_CACHED_DTYPE_BYTES, _STATE_BYTES = 2, 4
 _WITHOUT_NUCLEUS, _WITH_NUCLEUS = 24, 45  # bytes per logit to sample with top_p 1 and below; measured by a test
 
 
@@ -109,7 +110,15 @@ def _cache_bytes_per_token(shape: ModelShape, dtype_bytes: int) -> int:
     """Return the bytes of a token's keys and values for all heads."""
     sizes = shape.sizes
     of_head = sizes.head_dim + sizes.value_head_dim
-    return sizes.num_layers * sizes.num_key_value_heads * of_head * dtype_bytes
+    return (sizes.num_layers - len(sizes.linear_layers)) * sizes.num_key_value_heads * of_head * dtype_bytes
+
+
+def _state_bytes(shape: ModelShape, dtype_bytes: int) -> int:
+    """Return the bytes of a sequence's states in all layers with linear attention, in the embedded engine."""
+    linear, inputs = shape.sizes.linear, shape.sizes.dimensions.get("X", 0)
+    if linear is None:
+        return 0
+    return len(linear.layers) * (linear.conv_width * inputs * dtype_bytes + linear.state_size * _STATE_BYTES)
 
 
 def _sglang_cache_bytes_per_token(shape: ModelShape, size: int) -> int:
@@ -133,7 +142,7 @@ def _embedded(config: Config, shape: ModelShape, layout: Layout) -> EngineMemory
     tokens = slots * (config.data.max_prompt_tokens + rollout.max_response_tokens)
     return EngineMemory(
         weights=shape.num_parameters * dtype_bytes,
-        cache=tokens * _cache_bytes_per_token(shape, dtype_bytes),
+        cache=tokens * _cache_bytes_per_token(shape, dtype_bytes) + slots * _state_bytes(shape, dtype_bytes),
         workspace=slots * shape.sizes.vocab_size * (dtype_bytes + _bytes_to_sample_a_logit(config)),
         residue=0,
         is_resident=not rollout.takes_turns,
@@ -169,10 +178,15 @@ def server_memory(config: Config, shape: ModelShape, machine: Machine) -> Engine
     weights = -(-_sglang_weight_bytes(config, shape) // size)
     cache = max(int(machine.gpu_bytes * fraction) - weights, 0)
     held = _sglang_cache_bytes_per_token(shape, size)
+    of_tokens, ratio = cache, config.sglang.get("mamba_full_memory_ratio", _STATE_RATIO)
+    if shape.sizes.linear_layers:  # the rest is for recurrent states
+        require_number("sglang.mamba_full_memory_ratio", ratio, "a ratio above 0")
+        of_tokens = int(cache / (1 + ratio))
     if "max_total_tokens" in config.sglang:
         most = config.sglang["max_total_tokens"]
         require_number("sglang.max_total_tokens", most, "a number of tokens", kinds=int)
-        cache = min(cache, most * held)
+        of_tokens = min(of_tokens, most * held)
+        cache = cache if shape.sizes.linear_layers else of_tokens
     text = (
         f"SGLang on the trainer's GPUs, over {format_count(size, 'GPU')} each, mem_fraction_static {fraction:g}"
     )
@@ -182,7 +196,7 @@ def server_memory(config: Config, shape: ModelShape, machine: Machine) -> Engine
         SGLANG_WORKSPACE_BYTES,
         machine.engine_residue_bytes,
         False,
-        cache // held,
+        of_tokens // held,
         size,
         False,
         text,

@@ -112,10 +112,10 @@ def partition(
 ) -> tuple[StagePart, ...]:
     """Return the parts of all pipeline stages; `adapters`, if any, are trained instead of the weights."""
     parts: list[StagePart] = []
-    alike: dict[tuple[tuple[bool | int, ...], ...], StagePart] = {}
+    alike: dict[object, StagePart] = {}
     for stage in range(layout.pipeline):
         chunks = chunks_of(stage, layout, shape.sizes.num_layers)
-        kind = tuple((c.is_first, c.is_last, len(c.layers), sum(map(shape.is_moe, c.layers))) for c in chunks)
+        kind = tuple((c.is_first, c.is_last, *sorted(map(shape.kind, c.layers))) for c in chunks)
         if kind not in alike:
             alike[kind] = _part(shape, layout, stage, chunks, is_distributed, adapters)
         parts.append(replace(alike[kind], stage=stage, chunks=chunks))

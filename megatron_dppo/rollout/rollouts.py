@@ -1,7 +1,6 @@
 """Runs the rollout half of a run: engine, prompts, rewards, and the supply of rollouts."""
 
 import copy
-import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -13,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from megatron_dppo.architectures.registry import read_model_sizes
-from megatron_dppo.architectures.sizes import end_tokens
+from megatron_dppo.architectures.sizes import end_tokens, read_model_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts.prompts import PromptStream, load_training_prompts
 from megatron_dppo.engines.base import RolloutEngine, SamplingParams
@@ -48,7 +47,9 @@ def build_engine(config: Config, hf_folder: Path, device: torch.device) -> Rollo
     """
     if config.rollout.engine == "sglang":
         return _sglang_engine(config, hf_folder)
-    model_config = AutoConfig.from_pretrained(hf_folder, trust_remote_code=False)
+    model_config: Any = AutoConfig.from_pretrained(hf_folder, trust_remote_code=False)
+    if model_config.get_text_config() is not model_config:
+        model_config = type(model_config.get_text_config()).from_dict(read_model_config(hf_folder)[1])
     return TransformersEngine(
         model_config,
         eos_token_ids=end_tokens(hf_folder, model_config.eos_token_id),
@@ -61,7 +62,7 @@ def build_engine(config: Config, hf_folder: Path, device: torch.device) -> Rollo
 def _sglang_engine(config: Config, hf_folder: Path) -> SglangEngine:
     folder, options = config.run.folder / "servers", config.rollout.sglang
     records = require_registered(folder)
-    ids = json.loads((hf_folder / "config.json").read_text()).get("eos_token_id")
+    ids = read_model_config(hf_folder)[1].get("eos_token_id")
     patience = Patience(generate_timeout_s=options.request_timeout_s, max_attempts=options.max_attempts)
     return SglangEngine(
         [record.url for record in records],

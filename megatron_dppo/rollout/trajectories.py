@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from transformers import AutoConfig
 
 from megatron_dppo.agents.agents import Agents
+from megatron_dppo.architectures.sizes import read_model_config
 from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.config.sections import DataConfig
 from megatron_dppo.engines.base import Ask, Completion, Request, RolloutEngine, SamplingParams, Session
@@ -142,7 +142,7 @@ class TrajectorySampler:
         self._open_session, self._is_users = engine.session, options.generate is not None
         self._limits = TurnLimits(options.max_turns, options.max_turn_tokens)
         if options.generate is not None:
-            vocab_size = AutoConfig.from_pretrained(hf_folder, trust_remote_code=False).vocab_size
+            vocab_size = int(read_model_config(hf_folder)[1]["vocab_size"])
             function = import_named("rollout.generate", options.generate)
             self._open_session = UserGenerate(options.generate, function, engine, vocab_size).session
 

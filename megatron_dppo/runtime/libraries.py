@@ -94,6 +94,13 @@ OPTIONAL_LIBRARIES = (
         "from its source, the folder `hopper` of Dao-AILab/flash-attention, for the installed torch",
         "PyTorch's own kernels, FlashAttention-2",
     ),
+    OptionalLibrary(
+        "flash-linear-attention",
+        "the gated delta rule of Qwen3-Next and Qwen3.5",
+        "any with `fla.ops.gated_delta_rule`; not run here",
+        "`pip install flash-linear-attention`, where CUDA and Triton are",
+        "PyTorch operators: exact, and slow on a GPU",
+    ),
 )
 """Libraries that only GPUs use, or only some commands; `make versions` writes the guide's table of them."""
 
@@ -133,6 +140,12 @@ def usable_libraries(*, is_on_gpu: bool) -> Libraries:
         fused_weight_gradient=_import("fused_weight_gradient_mlp_cuda", is_on_gpu=is_on_gpu),
         deep_ep=_import("deep_ep", "deep_ep.utils", is_on_gpu=is_on_gpu),
     )
+
+
+@functools.cache
+def delta_rule_kernels(*, is_on_gpu: bool) -> Library:
+    """Import flash-linear-attention's gated delta rule, for models that have it."""
+    return _import("fla.ops.gated_delta_rule", is_on_gpu=is_on_gpu)
 
 
 def _import(*modules: str, is_on_gpu: bool) -> Library:

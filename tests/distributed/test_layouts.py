@@ -254,6 +254,9 @@ def write_models(folder: Path) -> None:
         folder / "MiniMax", "MiniMaxM2ForCausalLM", num_hidden_layers=NUM_LAYERS, initializer_range=0.15
     )
     write_family(folder / "gpt-oss", "GptOssForCausalLM", num_hidden_layers=NUM_LAYERS, initializer_range=0.15)
+    options["initializer_range"] = 0.1
+    write_family(folder / "Qwen3-Next", "Qwen3NextForCausalLM", **options)
+    write_family(folder / "Qwen3_5", "Qwen3_5MoeForCausalLM", **options)
     write_model(folder / "uneven", num_hidden_layers=NUM_LAYERS + 2)
 
 

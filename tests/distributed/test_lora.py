@@ -32,6 +32,10 @@ CASES: dict[str, dict[str, Any]] = {
     "biases and shared experts": {"architecture": "Glm4MoeForCausalLM", "targets": ATTENTION},
     "biases, sinks and windows": {"architecture": "GptOssForCausalLM", "targets": ATTENTION},
     "dense": {"architecture": "Qwen2ForCausalLM", "targets": (*ATTENTION, *EXPERT_MODULES)},
+    "linear and gated attention": {
+        "architecture": "Qwen3NextForCausalLM",
+        "targets": (*ATTENTION, "out_proj"),
+    },
     "dense, gates": {"architecture": "LlamaForCausalLM", "targets": ("k_proj", "gate_proj")},
 }
 

@@ -149,7 +149,28 @@ LATENTS = {
         is_flash=True,
     ),
 }
+HYBRID: dict[str, Any] = {
+    "full_attention_interval": 2,
+    "shared_expert_intermediate_size": 96,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 16,
+}
+HYBRIDS = {
+    "recurrent states, flash attention": Case(
+        HYBRID, "Qwen3NextForCausalLM", is_flash=True, sequence_tokens=128
+    ),
+    "recurrent states": Case(HYBRID, "Qwen3NextForCausalLM", sequence_tokens=128),
+    "recurrent states, recomputed": Case(
+        HYBRID,
+        "Qwen3NextForCausalLM",
+        megatron=_recompute("selective", modules=["core_attn", "moe"]),
+        sequence_tokens=128,
+    ),
+}
 OF_FAMILIES = {
+    **HYBRIDS,
     **LATENTS,
     "latent attention without flash": Case(LATENT | {"v_head_dim": 32}, "Glm4MoeLiteForCausalLM"),
     "shared experts, half rotated": Case(SIGMOID, "Glm4MoeForCausalLM"),

@@ -1,13 +1,20 @@
 """config.json of the experiments' models, typed by hand: what their sizes and families follow from.
 
 `OctoThinker-3B-Hybrid-Base` has the sizes of Llama-3.2-3B, from which it was trained. Those of Moonlight,
-GLM-4.5-Air, MiniMax-M2 and gpt-oss were typed from memory of the published files; that they add up to the
-published numbers of parameters is all that was compared.
+GLM-4.5-Air, MiniMax-M2, gpt-oss and Qwen3.5 were typed from memory of the published files; that they add up to
+the published numbers of parameters is all that was compared.
 """
 
 from typing import Any
 
-from tests.support.published_models import GLM45_AIR, GPT_OSS_20B, MINIMAX_M2, MOONLIGHT, QWEN3_235B
+from tests.support.published_models import (
+    GLM45_AIR,
+    GPT_OSS_20B,
+    MINIMAX_M2,
+    MOONLIGHT,
+    QWEN3_235B,
+    QWEN35_35B,
+)
 
 _SHARED: dict[str, Any] = {"attention_bias": False, "hidden_act": "silu", "rms_norm_eps": 1e-6}
 _QWEN3 = _SHARED | {
@@ -41,6 +48,7 @@ OF_EXPERIMENTS: dict[str, dict[str, Any]] = {
     "MiniMax-M2": MINIMAX_M2,
     "gpt-oss-20b-bf16": {key: GPT_OSS_20B[key] for key in GPT_OSS_20B if key != "quantization_config"}
     | {"model_type": "gpt_oss"},
+    "Qwen3.5-35B-A3B": QWEN35_35B,
     "Qwen3-8B-Base": _QWEN3
     | {
         "hidden_size": 4096,

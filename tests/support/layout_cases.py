@@ -170,6 +170,8 @@ _KEPT = (
 _WITH_CHUNKS = ("PP2 VPP2", "PP2 VPP2 EP2")
 _WITH_WIDE_NORM = ("TP2", "TP2 EP2 ETP1", "PP2", "CP2", "TP2 PP2", "TP2 CP2 EP2")
 _WITH_SINKS = ("TP2", "TP2 EP2 ETP1", "PP2", "PP2 VPP2", "CP2", "EP2 ETP2", "TP2 CP2 EP2")
+_WITH_STATE = ("TP2", "TP2 EP2 ETP1", "PP2", "PP2 VPP2", "TP2 PP2", "PP2 EP2")
+_WITHOUT_SHARING = ("Qwen3-Next", "Qwen3_5")
 _WITH_GATE = ("TP2", "TP2 EP2 ETP1", "PP2", "CP2", "TP2 PP2", "TP2 CP2 EP2")
 
 
@@ -187,6 +189,8 @@ OTHER_LAYOUTS = {
     "Qwen2-MoE": _of_model("Qwen2-MoE", _WITH_GATE),
     "MiniMax": _of_model("MiniMax", _WITH_WIDE_NORM),
     "gpt-oss": _of_model("gpt-oss", _WITH_SINKS),
+    "Qwen3-Next": _of_model("Qwen3-Next", _WITH_STATE),
+    "Qwen3_5": _of_model("Qwen3_5", ("TP2", "TP2 PP2")),
 }
 # Six layers, which four stages do not divide: 1, 2, 2 and 1.
 UNEVEN_LAYOUTS: dict[int, dict[str, dict[str, int]]] = {2: {}, 4: {"uneven PP4": {"pipeline": 4}}, 8: {}}
@@ -240,7 +244,7 @@ def cases(world_size: int, at_most: int | None = None, of_others: int | None = N
 def _covering(
     name: str, world_size: int, parallel: dict[str, int], rows: list[dict[str, str]], index: int
 ) -> Iterator[Case]:
-    if "context" in parallel:
+    if "context" in parallel or name.startswith(_WITHOUT_SHARING):
         rows = [{**row, "prefixes": "alone"} for row in rows]
     missing = {item for row in rows for item in row.items()}
     first = [row for row in rows if (row["routes"], row["recompute"]) == ("replay", "full")][:1]

@@ -271,6 +271,51 @@ GPT_OSS_120B: dict[str, Any] = GPT_OSS_20B | {
     "layer_types": ["sliding_attention", "full_attention"] * 18,
     "num_local_experts": 128,
 }
+QWEN3_NEXT: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "rope_theta": 10000000,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 151936,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": False,
+}
+QWEN35_35B: dict[str, Any] = QWEN3_NEXT | {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "num_hidden_layers": 40,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "vocab_size": 248320,
+}
+QWEN35_27B: dict[str, Any] = QWEN3_NEXT | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 4,
+    "linear_num_value_heads": 48,
+    "vocab_size": 248320,
+}
 PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
     "Qwen3-235B-A22B": (QWEN3_235B, 235, 22),
     "GLM-4.5-Air": (GLM45_AIR, 106, 12),
@@ -285,5 +330,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
     "MiniMax-M2": (MINIMAX_M2, 230, 10),
     "gpt-oss-20b": (GPT_OSS_20B, 20.9, 3.6),
     "gpt-oss-120b": (GPT_OSS_120B, 117, 5.1),
+    "Qwen3-Next-80B-A3B": (QWEN3_NEXT, 80, 3),
+    "Qwen3.5-35B-A3B": (QWEN35_35B, 35, 3),
+    "Qwen3.5-27B": (QWEN35_27B, 27, 27),
 }
 """Each model, and billions of its parameters as published: of all, and of those that a token meets."""

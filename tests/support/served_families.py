@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.architectures.registry import FAMILIES
+from megatron_dppo.engines.sglang.model import INTERVAL, attention_interval
 from tests.distributed.test_families import CASES
 from tests.support.sanity_run import TOKENS, add_task
 from tests.support.serving import OPTIONS, VERSION
@@ -37,6 +38,8 @@ def write_served_case(task: Path, case: str) -> Path:
     keys = dict(family.sglang.config_keys)
     if family.sglang.has_dense_layers:
         keys["first_k_dense_replace"] = family.sizes_of(hf).moe_layers[0]
+    if family.sizes_of(hf).linear is not None:
+        keys[INTERVAL] = attention_interval(family.sizes_of(hf))
     file.write_text(json.dumps(hf | keys))
     return folder
 

@@ -48,5 +48,7 @@ def write_family(folder: Path, architecture: str, dtype: torch.dtype = torch.flo
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if (tensor.dim() == 1 or name.endswith("_bias")) and name in stored:
                 tensor.add_((1.5 if name.endswith("sinks") else 0.1) * torch.randn_like(tensor))
+            if name.endswith("A_log"):
+                tensor.sub_(3)  # or states would forget everything within a token
     model.to(dtype).save_pretrained(folder)
     return folder

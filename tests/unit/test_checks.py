@@ -311,6 +311,12 @@ def _sigmoid(architecture: str, **changes: Any) -> Callable[[], None]:
     return _model(architectures=[architecture], **{**_SIGMOID, **changes})
 
 
+def _hybrid() -> None:
+    """A model with linear attention in its first layer."""
+    sizes = {"full_attention_interval": 2, "shared_expert_intermediate_size": 16}
+    _model(architectures=["Qwen3NextForCausalLM"], **sizes)()
+
+
 def _mixtral(version: str, **changes: Any) -> None:
     _model(architectures=["MixtralForCausalLM"], num_local_experts=8, **changes)()
     _sglang(version)
@@ -376,9 +382,10 @@ EXAMPLES: dict[str, list[Example]] = {
         Example(
             "model.layer_spec",
             {"model.layer_spec": "transformer_engine"},
-            on_disk=_gpt_oss(),
+            on_disk=on_disk,
             also=frozenset({"layer_spec"}),
         )
+        for on_disk in (_gpt_oss(), _hybrid)
     ],
     "model_folder": [
         Example("model.load", {"model.load": "elsewhere"}),
@@ -496,7 +503,8 @@ EXAMPLES: dict[str, list[Example]] = {
             "parallel.share_prefixes",
             {"parallel.share_prefixes": True, "parallel.context": 2},
             world_size=2,
-        )
+        ),
+        Example("parallel.share_prefixes", {"parallel.share_prefixes": True}, on_disk=_hybrid),
     ],
     "prompts_file": [
         Example("data.prompts", {"data.prompts": "none.jsonl"}),

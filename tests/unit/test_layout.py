@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from megatron_dppo.architectures.layout import (
     layout_problems,
 )
 from megatron_dppo.architectures.registry import read_model_sizes
-from megatron_dppo.architectures.sizes import ModelSizes
+from megatron_dppo.architectures.sizes import LinearSizes, ModelSizes
 from megatron_dppo.config import ParallelConfig
 from megatron_dppo.errors import ConfigError, LayoutError
 
@@ -116,6 +117,17 @@ def test_a_dense_model_has_no_experts_to_split() -> None:
     dense = ModelSizes(**{**vars(SIZES), "num_experts": None, "moe_layers": ()})
     problems = layout_problems(ParallelConfig(expert=2), 2, dense)
     assert [problem.where for problem in problems] == ["parallel.expert"]
+    assert problems[0].action == "Use 2 processes with every parallel size 1."
+
+
+@pytest.mark.parametrize(
+    ("parallel", "where"), [({"context": 2}, "parallel.context"), ({"tensor": 2}, "parallel.tensor")]
+)
+def test_linear_attention_splits_key_heads_and_no_sequence(parallel: dict[str, int], where: str) -> None:
+    """Two value heads for each of three key heads."""
+    linear = LinearSizes((0, 1, 2), 3, 6, key_head_dim=8, value_head_dim=8, conv_width=4)
+    problems = layout_problems(ParallelConfig.model_validate(parallel), 2, replace(SIZES, linear=linear))
+    assert [problem.where for problem in problems] == [where]
     assert problems[0].action == "Use 2 processes with every parallel size 1."
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.profiler import profile
 
 from megatron_dppo.architectures.layout import Layout
-from megatron_dppo.architectures.parameters import Adapters, Chunk, chunk_tensors, padded_vocab
+from megatron_dppo.architectures.parameters import Adapters, Chunk, LayerKind, chunk_tensors, padded_vocab
 from megatron_dppo.config import dump_config, load_config
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.engines.embedded.sampling import draw, most_probable, sampling_log_probs
@@ -226,11 +226,11 @@ def _layer(layout: Layout, spec: Any = "torch", tokens: int = 8192, **sizes: Any
 
 
 def test_tensor_and_context_parallelism_divide_activations() -> None:
-    whole = _layer(layout_of(1)).layer(is_moe=True)
-    split = _layer(layout_of(2, tensor=2)).layer(is_moe=True)
+    whole = _layer(layout_of(1)).layer(LayerKind(True, False))
+    split = _layer(layout_of(2, tensor=2)).layer(LayerKind(True, False))
     assert split == pytest.approx(whole / 2, rel=0.01)
     queries = 8192 * 8 * 128 * 2  # of one group of heads: a view of qkv
-    split = _layer(layout_of(4, tensor=4)).layer(is_moe=True)
+    split = _layer(layout_of(4, tensor=4)).layer(LayerKind(True, False))
     assert split == pytest.approx(whole / 4 - queries, rel=0.01)
     # Of two ranks, each keeps five halves of its share of keys and of values; one alone keeps its keys, and as
     # values a view of what norms keep anyway.

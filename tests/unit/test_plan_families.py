@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron_dppo.architectures.parameters import LayerKind
 from megatron_dppo.data.batches.balance import SampleCost
 from megatron_dppo.plan.activations import Assumptions, LayerModel, LayerTokens
 from megatron_dppo.plan.cost import step_time
@@ -25,7 +26,7 @@ def test_the_estimate_of_a_step_counts_the_operations_by_which_ranks_are_balance
     job = replace(job, assumptions=Assumptions(expert_imbalance=1.0), machine=unit)
     of_sample = SampleCost.of_model(job.shape).of(job.workload.sequence_tokens)
     operations = step_time(job, layout_of(1)).compute
-    assert operations == pytest.approx(of_sample * job.workload.samples(1), rel=0.01)
+    assert operations == pytest.approx(of_sample * job.workload.samples(1), rel=0.02)
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])
@@ -110,8 +111,8 @@ def test_latent_attention_keeps_whole_queries_keys_and_values_as_wide_as_each_ot
 
 def test_shared_experts_keep_what_a_feed_forward_of_their_width_does() -> None:
     model = _layer(MOONLIGHT)
-    shared, dense = model.dense_mlp(2 * 1408), model.layer(is_moe=False)
-    assert model.layer(is_moe=True) - dense == model.experts() - model.dense_mlp(11264)
+    shared, dense = model.dense_mlp(2 * 1408), model.layer(LayerKind(False, False))
+    assert model.layer(LayerKind(True, False)) - dense == model.experts() - model.dense_mlp(11264)
     assert model.experts() - shared == model.routing() + 8192 * 6 * ((2048 + 5 * 1408) * 2 + 4)
 
 

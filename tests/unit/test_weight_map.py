@@ -9,7 +9,8 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_dppo.architectures.qwen3 import QWEN3_MOE
-from megatron_dppo.architectures.weight_map import BACKBONE, DENSE_MLP, WeightTable
+from megatron_dppo.architectures.weight_map import BACKBONE, DENSE_MLP
+from megatron_dppo.architectures.weight_table import WeightTable
 from megatron_dppo.checkpoints.hf_folder import INDEX, HFWeights, write_hf_checkpoint
 from megatron_dppo.errors import ConversionError
 

@@ -92,7 +92,7 @@ def contents_of(folder: Path, *, is_listing: bool = False) -> Iterator[str]:
         source = HuggingFaceSource(HFWeights(folder))
         tensors, files = source.outline(), source.files
         if source.weights.left_out:
-            yield f"left out: {len(source.weights.left_out)} tensors that predict further tokens"
+            yield f"left out: {len(source.weights.left_out)} tensors, of vision or of further tokens' layers"
     yield _count("weights", {k: t for k, t in tensors.items() if not _is_beside(k)})
     adapters = {k: t for k, t in tensors.items() if is_adapter(k) and not k.startswith(_OPTIMIZER)}
     optimizer = {k: t for k, t in tensors.items() if k.startswith(_OPTIMIZER)}

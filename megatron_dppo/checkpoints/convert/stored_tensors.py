@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron_dppo.architectures.registry import family_of
 from megatron_dppo.architectures.sizes import HFConfig, ModelSizes
-from megatron_dppo.architectures.weight_map import Shape, WeightRule, WeightTable
+from megatron_dppo.architectures.weight_map import Shape, WeightRule
+from megatron_dppo.architectures.weight_table import WeightTable
 from megatron_dppo.checkpoints.untrusted import refuse_code
 from megatron_dppo.errors import CheckpointError
 
@@ -154,7 +155,7 @@ class Piece:
         """Fuse the block's Hugging Face tensors, in order, into new memory."""
         if self.rule.is_expert:
             block = torch.stack(list(tensors))
-        elif self.rule.fusion == "qkv":
+        elif self.rule.is_interleaved:
             block = table.fuse(self.rule, tensors)
         else:
             block = tensors[0].clone(memory_format=torch.contiguous_format)
@@ -164,7 +165,7 @@ class Piece:
         """Split the block into its Hugging Face tensors, as views if possible."""
         if self.rule.is_expert:
             return list(block.reshape(len(self.hf), *self.hf_shapes[0]).unbind())
-        if self.rule.fusion == "qkv":
+        if self.rule.is_interleaved:
             return table.unfuse(self.rule, block.reshape(-1, *self.hf_shapes[0][1:]))
         return [block.reshape(self.hf_shapes[0])]
 
@@ -180,7 +181,7 @@ def pieces_of(hf: HFConfig, max_elements: int | None = None) -> Iterator[Piece]:
     family = family_of(hf)
     sizes = family.sizes_of(hf)
     # Megatron takes a list to mean that layers differ.
-    are_layers_alike = isinstance(family.megatron_config(hf).get("moe_layer_freq", 1), int)
+    are_layers_alike = isinstance(family.megatron_config(hf).get("moe_layer_freq", 1), int) and not sizes.linear
     for entry in family.entries(sizes):
         for piece in _of_parameter(entry.rule, entry.layer, sizes, max_elements):
             yield _with_layer_axis(piece, sizes) if are_layers_alike and entry.layer is not None else piece
@@ -208,7 +209,7 @@ def _of_parameter(
 ) -> Iterator[Piece]:
     key, of_hf = stored_key(rule, layer, sizes), rule.hf_shapes(sizes)
     whole = (sum(shape[0] for shape in of_hf), *of_hf[0][1:])
-    parts = [of_hf] if rule.fusion == "qkv" else [(shape,) for shape in of_hf]
+    parts = [of_hf] if rule.is_interleaved else [(shape,) for shape in of_hf]
     first_row = index = 0
     for part in parts:
         rows = sum(shape[0] for shape in part)

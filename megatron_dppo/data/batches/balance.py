@@ -26,12 +26,15 @@ class SampleCost:
         """Return the cost of forward and backward in floating-point operations.
 
         A token costs 6 operations for each weight that it is multiplied with (the input embedding is only
-        looked up), plus causal attention. On average a token attends to half of the sample's tokens, with two
-        products for each: one with its key and one with its value.
+        looked up), plus attention. With causal attention a token attends on average to half of the sample's
+        tokens, with two products for each: one with its key and one with its value.
         """
-        sizes = shape.sizes
-        width = sizes.num_layers * sizes.num_attention_heads * (sizes.head_dim + sizes.value_head_dim)
-        return cls(linear=6.0 * shape.num_multiplied_parameters, quadratic=3.0 * width)
+        sizes, num_linear = shape.sizes, len(shape.sizes.linear_layers)
+        width = sizes.num_attention_heads * (sizes.head_dim + sizes.value_head_dim)
+        weights: float = shape.num_multiplied_parameters
+        if sizes.linear is not None:
+            weights += num_linear * sizes.linear.multiplications
+        return cls(linear=6.0 * weights, quadratic=3.0 * (sizes.num_layers - num_linear) * width)
 
     def of(self, num_tokens: int) -> float:
         """Return the cost of a sample of `num_tokens` tokens."""

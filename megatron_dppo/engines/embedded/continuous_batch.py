@@ -135,13 +135,17 @@ class ContinuousBatch:
     def _prefill(
         self, newcomers: list[int], places: Mapping[tuple[int, ...], int], width: int, first_slot: int
     ) -> None:
+        self._cache.clear(first_slot)
         if not width:
             return
         prefixes = [self._inputs[index][:-1] for index in newcomers]
         device = self._eos.device
         tokens = torch.tensor([prefix + (0,) * (width - len(prefix)) for prefix in places], device=device)
         source = torch.tensor([places[prefix] for prefix in prefixes], device=device)
-        experts = self._decoder.prefill(self._cache, tokens, first_slot, source, self._params.capture_routes)
+        widths = torch.tensor([len(prefix) for prefix in places], device=device)
+        experts = self._decoder.prefill(
+            self._cache, tokens, widths, first_slot, source, self._params.capture_routes
+        )
         if experts is not None:
             lengths = torch.tensor([len(prefix) for prefix in prefixes], device=device)
             real = torch.arange(width, device=device) < lengths.unsqueeze(1)

@@ -1,7 +1,7 @@
 """Decodes many sequences with a transformers model, each in its own slot of one key-value cache."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,25 +24,42 @@ class SlotCache(Cache):
 
     Before a forward, `prefill_into` or `decode_at` sets where `update` writes and what attention reads. A
     layer's memory is allocated at its first write, because keys and values may have heads of different sizes.
+    A layer with linear attention has two states per sequence instead: the last inputs of its convolution, and
+    the recurrent state. A sequence that starts must find zeros there, see `clear`.
     """
 
-    def __init__(self, slots: int, max_length: int) -> None:
+    def __init__(self, slots: int, max_length: int, linear: Mapping[int, Any], dtype: torch.dtype) -> None:
+        """Allocate the states of `linear`, the layers with linear attention by index."""
         super().__init__(layers=[])
         self._slots, self._max_length = slots, max_length
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self._first_slot = 0
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self.inputs: dict[int, Tensor] = {}
+        self.states: dict[int, Tensor] = {}
+        for index, layer in linear.items():
+            device = layer.conv1d.weight.device
+            sizes = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+            self.inputs[index] = torch.zeros(
+                slots, layer.conv_dim, layer.conv_kernel_size, dtype=dtype, device=device
+            )
+            self.states[index] = torch.zeros(slots, *sizes, device=device)
+        self._into: Tensor | None = None
         self._source: Tensor | None = None
         self._positions: Tensor | None = None
         self._rows: Tensor | None = None
         self._live_length = 0
 
-    def prefill_into(self, first_slot: int, source: Tensor) -> None:
+    def clear(self, first_slot: int) -> None:
+        """Let sequences start in the slots from `first_slot` on."""
+        for stored in (*self.inputs.values(), *self.states.values()):
+            stored[first_slot:] = 0
+
+    def prefill_into(self, slots: Tensor, source: Tensor) -> None:
         """Let the next forward fill fresh slots from position 0; it attends to its own tokens only.
 
-        Slot `first_slot + i` gets row `source[i]` of the forwarded batch.
+        Slot `slots[i]` gets row `source[i]` of the forwarded batch.
         """
-        self._first_slot, self._source, self._positions = first_slot, source, None
+        self._into, self._source, self._positions = slots, source, None
 
     def decode_at(self, positions: Tensor, live_length: int) -> None:
         """Let the next forward append a token to slot i at `positions[i]`; attention reads `live_length`."""
@@ -53,16 +70,14 @@ class SlotCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store new keys and values `[n, kv_heads, tokens, head_dim]`; return all that attention reads."""
-        if layer_idx == len(self.keys):
-            self.keys.append(self._memory(key_states))
-            self.values.append(self._memory(value_states))
+        if layer_idx not in self.keys:
+            self.keys[layer_idx], self.values[layer_idx] = map(self._memory, (key_states, value_states))
         keys, values = self.keys[layer_idx], self.values[layer_idx]
         count, _, tokens, _ = key_states.shape
         if self._positions is None:
             assert self._source is not None, "prefill_into or decode_at was called"
-            into = slice(self._first_slot, self._first_slot + self._source.numel())
-            keys[into, :, :tokens] = key_states[self._source]
-            values[into, :, :tokens] = value_states[self._source]
+            keys[self._into, :, :tokens] = key_states[self._source]
+            values[self._into, :, :tokens] = value_states[self._source]
             return key_states, value_states
         assert tokens == 1, "decoding appends one token"
         keys[self._rows, :, self._positions] = key_states.squeeze(2)
@@ -73,10 +88,41 @@ class SlotCache(Cache):
         """Return zeros for a layer's keys or values; masked entries must be finite."""
         return states.new_zeros(self._slots, states.shape[1], self._max_length, states.shape[3])
 
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the convolution's last inputs `[n, channels, width]`, which decoding updates in place."""
+        return None if self._positions is None else self.inputs[layer_idx][: self._positions.numel()]
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Tensor:
+        """Store the last of a prefill's inputs `[n, channels, tokens]`; return all of them."""
+        assert self._positions is None and self._source is not None, "decoding updates the inputs in place"
+        stored = self.inputs[layer_idx]
+        last = conv_states[self._source, :, -stored.shape[2] :]
+        stored[self._into, :, stored.shape[2] - last.shape[2] :] = last
+        return conv_states
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return a layer's recurrent state before the tokens to decode `[n, heads, key size, value size]`."""
+        return None if self._positions is None else self.states[layer_idx][: self._positions.numel()]
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Tensor:
+        """Store the recurrent state after the forwarded tokens."""
+        stored = self.states[layer_idx]
+        if self._positions is None:
+            stored[self._into] = recurrent_states[self._source]
+        else:
+            stored[: len(recurrent_states)] = recurrent_states
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return False: no earlier state is kept."""
+        return False
+
     def keep(self, slots: Tensor, live_length: int) -> None:
         """Move `slots` to the front, in that order."""
-        for stored in (*self.keys, *self.values):
+        for stored in (*self.keys.values(), *self.values.values()):
             stored[: slots.numel(), :, :live_length] = stored[slots, :, :live_length]
+        for stored in (*self.inputs.values(), *self.states.values()):
+            stored[: slots.numel()] = stored[slots]
 
 
 def padded_experts_forward(
@@ -164,7 +210,8 @@ class SlotDecoder:
             del own.quantization_config  # weights arrive dequantised
         # Its plain attention, for a model with sinks, which PyTorch's does not have.
         attention = "sdpa" if model_class._supports_sdpa else "eager"
-        with no_init_weights(), device:  # draws nothing from any random generator
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices), no_init_weights(), device:  # decays are drawn all the same
             self.model: Any = AutoModelForCausalLM.from_config(
                 own, dtype=dtype, attn_implementation=attention, trust_remote_code=False
             )
@@ -174,8 +221,10 @@ class SlotDecoder:
                     setattr(module, name, torch.nn.Buffer(buffer.float()))
         self.model.tie_weights()
         self.model.requires_grad_(False).eval()
-        for layer in self.model.base_model.layers:
-            projections = [getattr(layer.self_attn, f"{name}_proj", None) for name in "qkv"]
+        layers = list(self.model.base_model.layers)
+        self._linear = {i: each.linear_attn for i, each in enumerate(layers) if hasattr(each, "linear_attn")}
+        for attention in [layer.self_attn for i, layer in enumerate(layers) if i not in self._linear]:
+            projections = [getattr(attention, f"{name}_proj", None) for name in "qkv"]
             linears = [projection for projection in projections if isinstance(projection, nn.Linear)]
             if len(linears) == len(projections):
                 FusedLinears(linears)
@@ -211,24 +260,39 @@ class SlotDecoder:
 
     def new_cache(self, slots: int, max_length: int) -> SlotCache:
         """Return an empty cache that fits the model."""
-        return SlotCache(slots, max_length)
+        return SlotCache(slots, max_length, self._linear, self._dtype)
 
     def prefill(
-        self, cache: SlotCache, tokens: Tensor, first_slot: int, source: Tensor, capture: bool
+        self,
+        cache: SlotCache,
+        tokens: Tensor,
+        lengths: Tensor,
+        first_slot: int,
+        source: Tensor,
+        capture: bool,
     ) -> Tensor | None:
         """Forward right-padded `tokens` `[m, P]`, and fill slots from `first_slot` on with rows `source` `[n]`.
 
         Causal attention hides padding from every real token, and decoding masks or overwrites cached padding.
+        A recurrent state would contain the padding, so a model with such states forwards the rows of one of the
+        `lengths` `[m]` at a time, without padding.
 
         Returns:
             Expert choices `[m, P, moe_layers, top_k]` when captured.
         """
-        count, length = tokens.shape
-        cache.prefill_into(first_slot, source)
-        ahead = torch.ones(length, length, dtype=torch.bool, device=self._device).triu_(1)
-        positions = torch.arange(length, device=self._device).unsqueeze(0)
-        _, choices = self._forward(self.model.base_model, cache, tokens, positions, ahead[None, None], capture)
-        return None if choices is None else choices.unflatten(0, (count, length))
+        widths = lengths if self._linear else torch.full_like(lengths, tokens.shape[1])
+        choices: Tensor | None = None
+        for width in filter(None, widths.unique().tolist()):
+            rows, members = (widths == width).nonzero()[:, 0], (widths[source] == width).nonzero()[:, 0]
+            cache.prefill_into(first_slot + members, torch.searchsorted(rows, source[members]))
+            ahead = torch.ones(width, width, dtype=torch.bool, device=self._device).triu_(1)
+            positions = torch.arange(width, device=self._device).unsqueeze(0)
+            own = tokens[rows, :width]
+            _, found = self._forward(self.model.base_model, cache, own, positions, ahead[None, None], capture)
+            if found is not None:
+                choices = found.new_zeros(*tokens.shape, *found.shape[1:]) if choices is None else choices
+                choices[rows, :width] = found.unflatten(0, own.shape)
+        return choices
 
     def decode(
         self, cache: SlotCache, tokens: Tensor, positions: Tensor, live_length: int, capture: bool
@@ -253,6 +317,8 @@ class SlotDecoder:
             width = min(self._window, hidden.shape[-1])
             far = nn.functional.pad(~hidden[..., width:], (0, width))
             mask = {"full_attention": mask, _WINDOWED: self._mask(hidden | far)}
+        elif self._linear:
+            mask = {"full_attention": mask, "linear_attention": None}
         self._choices = [] if capture else None
         try:
             output = module(

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.architectures.registry import FAMILIES, family_of, read_model_sizes
-from megatron_dppo.architectures.sizes import ModelSizes, read_model_config, rope_kind
+from megatron_dppo.architectures.sizes import ModelSizes, has_vision, read_model_config, rope_kind
 from megatron_dppo.engines.sglang.protocol import ServedModel
 from megatron_dppo.errors import ConfigError, Problem
 
 _NUM_DENSE = "first_k_dense_replace"
+INTERVAL = "full_attention_interval"
 
 
 def served_model(folder: Path, end_tokens: Sequence[int]) -> ServedModel:
@@ -36,6 +37,10 @@ def model_problems(folder: Path, hf: Mapping[str, Any], sizes: ModelSizes) -> It
         hf: Content of config.json.
         sizes: Sizes of the model.
     """
+    if has_vision(folder):
+        found = f"{folder}, a text model inside a model with vision"
+        action = "Convert it first: megatron-dppo convert to-megatron, then to-hf."
+        yield Problem("model.load", found, "the text model alone: SGLang would serve the other one", action)
     yield from _attention_problems(folder, hf, sizes)
     facts = FAMILIES[sizes.architecture].sglang
     keys = dict(facts.config_keys)
@@ -50,6 +55,14 @@ def model_problems(folder: Path, hf: Mapping[str, Any], sizes: ModelSizes) -> It
         yield Problem("model.load", found, expected, action)
     elif facts.has_dense_layers:
         keys[_NUM_DENSE] = len(dense)
+    if sizes.linear is not None:
+        interval = attention_interval(sizes)
+        keys |= {} if interval is None else {INTERVAL: interval}
+        if interval is None:
+            found = f"{folder}, with linear attention in the layers {list(sizes.linear.layers)}"
+            expected = "attention in every n-th layer: SGLang reads no list of layers"
+            action = "Use rollout.engine = 'transformers' for this model."
+            yield Problem("model.load", found, expected, action)
     other = {key: value for key, value in keys.items() if hf.get(key) != value}
     if other:
         found = ", ".join(f"{key} = {hf[key]!r}" if key in hf else f"no {key}" for key in other)
@@ -58,6 +71,13 @@ def model_problems(folder: Path, hf: Mapping[str, Any], sizes: ModelSizes) -> It
         yield Problem(
             "model.load", f"{found} in config.json of {folder}", f"{expected}, which SGLang reads", action
         )
+
+
+def attention_interval(sizes: ModelSizes) -> int | None:
+    """Return n if exactly every n-th layer has attention instead of linear attention; None otherwise."""
+    others = [layer for layer in range(sizes.num_layers) if layer not in sizes.linear_layers]
+    interval = others[0] + 1
+    return interval if others == list(range(interval - 1, sizes.num_layers, interval)) else None
 
 
 def _attention_problems(folder: Path, hf: Mapping[str, Any], sizes: ModelSizes) -> Iterator[Problem]:

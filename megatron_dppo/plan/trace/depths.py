@@ -190,12 +190,15 @@ def _depths(job: Job, layout: Layout, stage: int, num_layers: int | None) -> tup
         return chunks, deep
     kinds = _kinds(job, layout, stage, whole)
     depths = range(deep // chunks // 2 * chunks, deep, chunks)
-    shallow = next((depth for depth in depths if _kinds(job, layout, stage, depth) == kinds), None)
+    alike = (depth for depth in depths if _kinds(job, layout, stage, depth) == kinds)
+    shallow = next((depth for depth in alike if _adds_what_is_left(job, layout, stage, depth, deep)), None)
     if shallow is None or _kinds(job, layout, stage, deep) != kinds:
         found = f"{num_layers} of a model with {len(job.shape.sizes.moe_layers)} MoE layers among {whole}"
         expected = (
             f"so many that half of them have this rank's {format_count(kinds[0], 'dense layer')}, and others"
         )
+        if job.shape.sizes.linear_layers:
+            expected += ", and that some of the others mix linear attention and attention as all layers do"
         raise ConfigError(Problem("--trace-layers", found, expected, "Give more, or leave it out."))
     return shallow, deep
 
@@ -219,6 +222,14 @@ def _kinds(job: Job, layout: Layout, stage: int, num_layers: int) -> tuple[int, 
     own = _own_layers(layout, stage, num_layers)
     num_dense = len([layer for layer in own if layer not in moe_layers])
     return num_dense, num_dense < len(own)
+
+
+def _adds_what_is_left(job: Job, layout: Layout, stage: int, shallow: int, deep: int) -> bool:
+    """Whether the layers that the deeper model adds mix linear attention and attention as the rest does."""
+    linear = job.shape.sizes.linear_layers
+    own = [_own_layers(layout, stage, depth) for depth in (shallow, deep, job.shape.sizes.num_layers)]
+    few, more, whole = (sum(layer in linear for layer in layers) for layers in own)
+    return (more - few) * (len(own[2]) - len(own[1])) == (whole - more) * (len(own[1]) - len(own[0]))
 
 
 def _microbatches_to_run(job: Job, layout: Layout, stage: int) -> int:

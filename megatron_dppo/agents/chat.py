@@ -211,15 +211,40 @@ def arguments_text(function: Mapping[str, Any]) -> str:
     return json.dumps(function["arguments"], ensure_ascii=False)
 
 
+def with_call_ids(message: ChatMessage, ids: Mapping[str, str]) -> ChatMessage:
+    """Return a message with other ids of tool calls.
+
+    Args:
+        message: A client's message.
+        ids: New ids by those that replies in the format of chats have.
+    """
+    calls = [call | {"id": _renamed(call.get("id"), ids)} for call in message.get("tool_calls", ())]
+    result = {"tool_call_id": _renamed(message["tool_call_id"], ids)} if "tool_call_id" in message else {}
+    return message | ({"tool_calls": calls} if calls else {}) | result
+
+
+def _renamed(found: Any, ids: Mapping[str, str]) -> Any:
+    return ids.get(str(found).replace("toolu_", "call_"), found)
+
+
 def canonical(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
     """Return what clients keep of messages when they send them again: not ids, reasoning or outer spaces."""
     return tuple(_canonical(message) for message in messages)
 
 
 def _canonical(message: ChatMessage) -> str:
-    calls = [call["function"] for call in message.get("tool_calls", ())]
+    calls = [_with_whole_numbers(call["function"]) for call in message.get("tool_calls", ())]
     kept = [message["role"], message["content"].strip(), message.get("name") or "", calls]
     return json.dumps(kept, sort_keys=True)
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    """Return a JSON value with 2.0 as 2: JavaScript's clients write it so."""
+    if isinstance(value, dict):
+        return {key: _with_whole_numbers(each) for key, each in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [_with_whole_numbers(each) for each in cast("list[Any]", value)]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 @dataclass(frozen=True)

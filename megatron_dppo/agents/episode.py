@@ -16,6 +16,7 @@ from megatron_dppo.agents.chat import (
     Reply,
     canonical,
     parse_response,
+    with_call_ids,
 )
 from megatron_dppo.agents.harness import AgentOutcome
 from megatron_dppo.agents.rendering import Rendering
@@ -26,6 +27,7 @@ from megatron_dppo.engines.base import (
     Request,
     SamplingParams,
     give_up,
+    input_tokens,
     mask_of,
     num_tokens_before,
     shortened,
@@ -71,6 +73,7 @@ class Episode:
         self.loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[Completion] = self.loop.create_future()
         self._nodes = list[Node]()
+        self._native_ids = dict[str, str]()  # of tool calls, by the ids that clients have
         self._calls = dict[bytes, asyncio.Task[Reply]]()  # the latest call with each body
         self._tasks = set[asyncio.Task[Reply]]()
         self._turn = asyncio.Lock()  # the engine samples one call of an episode at a time
@@ -141,6 +144,7 @@ class Episode:
     async def _sample(self, chat: Chat) -> Reply:
         if len(self._nodes) == self.limits.max_calls:
             raise self._cut(f"found {self.limits.max_calls} calls; expected at most rollout.agent.max_calls")
+        chat = self._with_native_ids(chat)
         parent = self._parent_of(chat)
         request = self._continue(parent, chat) if parent is not None else None
         kind = self._kind(chat, parent, can_continue=request is not None)
@@ -167,6 +171,11 @@ class Episode:
     def _params(self, chat: Chat) -> SamplingParams:
         most = [limit for limit in (chat.max_tokens, self.limits.max_turn_tokens) if limit is not None]
         return replace(self.params, max_turn_tokens=min(most)) if most else self.params
+
+    def _with_native_ids(self, chat: Chat) -> Chat:
+        """Return the chat with the ids of tool calls that the policy sampled, where its format has some."""
+        messages = tuple(with_call_ids(message, self._native_ids) for message in chat.messages)
+        return replace(chat, messages=messages)
 
     def _parent_of(self, chat: Chat) -> Node | None:
         """Return the node whose path the chat continues: the longest one, preferably one that its ids name."""
@@ -222,11 +231,11 @@ class Episode:
 
     def _between(self, parent: Node, chat: Chat) -> Tensor | None:
         """Return the tokens of new messages after a response, or None if they cannot be appended."""
-        new, tokens = chat.messages[len(parent.messages) :], parent.completion.tokens
-        last_token = int(tokens[-1]) if tokens.numel() else None
+        new, tokens = chat.messages[len(parent.messages) :], parent.completion.tokens.tolist()
+        prompt, response = (*parent.request.prompt_tokens, *tokens[: parent.start]), tokens[parent.start :]
         path, sent = chat.messages[: len(parent.messages) - 1], chat.messages[len(parent.messages) - 1]
         added = parent.addition(sent) or ""
-        return self.rendering.continuation(path, added, new, chat.tools, self._arguments, last_token)
+        return self.rendering.continuation(prompt, response, path, added, new, chat.tools, self._arguments)
 
     def count(self, chat: Chat) -> int:
         """Return the number of tokens of the prompt that a call with this chat would have.
@@ -235,6 +244,7 @@ class Episode:
             RefusedError: The episode is over, or the chat cannot be rendered.
         """
         self.require_open()
+        chat = self._with_native_ids(chat)
         parent = self._parent_of(chat)
         between = self._between(parent, chat) if parent is not None else None
         if parent is None or between is None:
@@ -268,7 +278,13 @@ class Episode:
         num_kept, shown, stop = self.rendering.ended(ids, chat.stops)
         if stop is not None:
             completion = replace(shortened(completion, start + num_kept), finish_reason="stop")
-        message = parse_response(shown, number, may_call=chat.may_call)
+        if stop is None:
+            given, options = input_tokens(request), (number, chat.tools, self._arguments)
+            message = self.rendering.read(ids, given, *options, may_call=chat.may_call)
+        else:
+            message = parse_response(shown, number, may_call=chat.may_call)
+        for call in message.get("tool_calls", ()):
+            self._native_ids |= {call["id"]: call.pop("native_id", call["id"])}
         messages = (*chat.messages, message)
         request, self._is_cut = replace(request, partial=None), False
         node = Node(

@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from megatron_dppo.agents.chat import ChatMessage
+from megatron_dppo.agents.chat import ChatMessage, parse_response
 from megatron_dppo.data.prompts.templates import apply_chat_template, prompt_tokens, require_chat_template
 from megatron_dppo.errors import DataError
 
@@ -46,24 +46,26 @@ class Rendering:
 
     def continuation(
         self,
+        prompt: Sequence[int],
+        response: Sequence[int],
         path: Sequence[ChatMessage],
         added: str,
         new: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
-        last_token: int | None,
     ) -> Tensor | None:
         """Return the token ids `[N]` int64 of new messages after a response, up to the next response.
 
         The end-of-turn token of the response comes first if the response lacks it.
 
         Args:
+            prompt: Token ids before the response.
+            response: Token ids of the response.
             path: Messages before the response.
             added: Text that the client added to the response.
             new: Messages after it.
             tools: Tools of the chat.
             arguments: Arguments of the chat template.
-            last_token: Last token of the response.
 
         Returns:
             None if the template does not append: the new messages change how it writes the earlier ones.
@@ -78,9 +80,38 @@ class Rendering:
         if len(ends) != 1 or len(rests) != 1 or self._kept(head) != self._kept(new_head):
             return None
         ids = cast("list[int]", self._tokenizer.encode(rests[0], add_special_tokens=False))
-        if ids and ids[0] == last_token:
+        if ids and [ids[0]] == list(response[-1:]):
             ids = ids[1:]
         return torch.tensor(ids, dtype=torch.int64)
+
+    def appends(self) -> bool:
+        """Return whether a message of a user, and a tool's result, can follow a response."""
+        asked, said = {"role": "user", "content": "2 + 3?"}, {"role": "tool", "content": "5"}
+        prompt, response = self.opening([asked], (), {}), self._tokenizer.encode("5", add_special_tokens=False)
+        added = (self.continuation(prompt, response, [asked], "", [new], (), {}) for new in (asked, said))
+        return all(each is not None for each in added)
+
+    def read(
+        self,
+        ids: Sequence[int],
+        prompt: Sequence[int],
+        number: int,
+        tools: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+        *,
+        may_call: bool,
+    ) -> ChatMessage:
+        """Return the message of a response, as `parse_response` reads its text.
+
+        Args:
+            ids: Token ids of the response.
+            prompt: Token ids before it.
+            number: Number of its node, for the ids of its tool calls.
+            tools: Tools of the chat.
+            arguments: Arguments of the chat template.
+            may_call: Whether tool calls are read.
+        """
+        return parse_response(self.text(ids), number, may_call=may_call)
 
     def text(self, ids: Sequence[int]) -> str:
         """Decode a response without special tokens."""

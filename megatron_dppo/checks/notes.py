@@ -19,7 +19,7 @@ from megatron_dppo.checks.algorithm_rules import objective_of, problems_with_own
 from megatron_dppo.checks.data_rules import THINKING_ENDS, find_misread, iterate_surveys, rewards_of
 from megatron_dppo.checks.facts import TRAINING, Facts, prompt_files, section_of
 from megatron_dppo.checks.run_rules import checkpoint_bytes
-from megatron_dppo.checks.sampling_rules import rounding_remarks
+from megatron_dppo.checks.sampling_rules import agent_doubts, rounding_remarks
 from megatron_dppo.config.load import shown
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts.final_answer import KINDS, excerpt, final_answer, number_of, text_only_doubt
@@ -175,7 +175,7 @@ def doubts(config: Config, facts: Facts) -> list[str]:
     found = [doubt for _, path, each in iterate_surveys(config, facts) for doubt in _of_prompts(path, each)]
     for key, path, each in iterate_surveys(config, facts, is_once=False):
         found += _of_answers(config, key, path, each)
-    return list(dict.fromkeys([*found, *_of_turn_ends(config, facts)]))
+    return list(dict.fromkeys([*found, *_of_turn_ends(config, facts), *agent_doubts(config, facts)]))
 
 
 def _of_prompts(path: Path, found: Survey) -> Iterator[str]:
@@ -244,16 +244,8 @@ def remarks(config: Config) -> list[str]:
     """Return notes on settings that may surprise: rounding, findings of the paper, custom rules."""
     objective = objective_of(config)
     found = findings_against(config, objective) if isinstance(objective, Objective) else ()
-    own = (_aggregation_remarks, _own_rule_remarks, _prefix_remarks)
+    own = (_aggregation_remarks, _own_rule_remarks)
     return [*rounding_remarks(config), *found, *(remark for of in own for remark in of(config))]
-
-
-def _prefix_remarks(config: Config) -> Iterator[str]:
-    if config.parallel.share_prefixes:
-        yield (
-            "parallel.share_prefixes: plan assumes that no prefix is shared. It counts neither the time that "
-            "is saved, nor the keys and values that are gathered once for each sample."
-        )
 
 
 def _aggregation_remarks(config: Config) -> Iterator[str]:

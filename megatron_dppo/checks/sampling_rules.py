@@ -4,8 +4,9 @@ import math
 from collections.abc import Iterator
 from contextlib import closing
 
-from megatron_dppo.agents.agents import harness_pool
+from megatron_dppo.agents.agents import harness_pool, rendering_of
 from megatron_dppo.agents.harness import problem_with_harness
+from megatron_dppo.agents.library_rendering import problem_with_renderer
 from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.architectures.sizes import read_model_config
 from megatron_dppo.checkpoints.block_fp8 import FP8_BLOCK
@@ -26,7 +27,7 @@ from megatron_dppo.engines.sglang.protocol import NEWEST
 from megatron_dppo.engines.sglang.quantization import quantization_problems, served_folder, served_form
 from megatron_dppo.engines.sglang.sampling_settings import argument_problems
 from megatron_dppo.environments import problem_with
-from megatron_dppo.errors import AgentFailedError, ConfigError, Problem
+from megatron_dppo.errors import AgentFailedError, ConfigError, DataError, Problem
 from megatron_dppo.runtime.user_code import problem_with_path
 
 
@@ -115,6 +116,27 @@ def _agent(config: Config, facts: Facts) -> Iterator[Problem]:
     if tokenizer is not None and not isinstance(tokenizer, Problem) and not tokenizer.chat_template:
         action = "Use a chat model, or give its tokenizer a chat template."
         yield Problem("rollout.agent", "a tokenizer without a chat template", "one that writes chats", action)
+    elif tokenizer is not None and not isinstance(tokenizer, Problem) and agent.renderer is not None:
+        problem = problem_with_renderer(tokenizer, agent.renderer)
+        if problem is not None:
+            yield problem
+
+
+def agent_doubts(config: Config, facts: Facts) -> Iterator[str]:
+    """Yield a doubt if calls of the agent cannot continue a conversation."""
+    tokenizer, agent = facts.tokenizer, config.rollout.agent
+    if not agent.is_set or tokenizer is None or isinstance(tokenizer, Problem):
+        return
+    try:
+        appends = rendering_of(tokenizer, agent).appends()
+    except DataError:
+        return  # a rule is about it
+    if not appends:
+        yield (
+            "the chat template does not append messages after a response as they are, so calls of the agent "
+            "begin new conversations, whose earlier responses are prompts. Name the family's renderer in "
+            "rollout.agent.renderer, or set rollout.agent.train = 'tools' so that all of them train."
+        )
 
 
 @rule("agent_trial", needs="trial")

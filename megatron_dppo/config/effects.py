@@ -95,6 +95,7 @@ EFFECTS: Mapping[str, Effect] = {
     "rollout.agent.command": _ALL_SETS,
     "rollout.agent.train": _EXPERIMENT,
     "rollout.agent.thinking": _ALL_SETS,
+    "rollout.agent.renderer": _ALL_SETS,
     "rollout.agent.episode_timeout_s": Effect("A time limit.", "all sets"),
     "rollout.agent.call_timeout_s": Effect("A time limit.", "all sets"),
     "rollout.agent.max_calls": _ALL_SETS,

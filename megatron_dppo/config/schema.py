@@ -142,6 +142,9 @@ class AgentConfig(Section):
     thinking: Literal["keep", "template"] = "keep"
     """keep: a conversation continues with its thinking. template: it ends where the chat template leaves out
     earlier thinking, and a new one begins."""
+    renderer: str | None = None
+    """Renderer of the library `renderers`, such as "glm-4.5": it reads tool calls and thinking, and renders new
+    messages, as the model's family does. Default: JSON in <tool_call>, and the chat template."""
     episode_timeout_s: PositiveFloat = 600.0
     """Seconds that a harness may work in an episode, without its calls. Slower ones are dropped and counted."""
     call_timeout_s: PositiveFloat = 120.0

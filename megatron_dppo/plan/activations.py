@@ -33,12 +33,13 @@ class LayerTokens:
 
     attended: int  # after context parallelism; the input of attention and split matrices
     sequence: int  # this rank's share of `attended` under sequence parallelism
+    repeated: int = 0  # keys of attention, if prefixes are shared: those of a prefix for each of its samples
 
     @classmethod
-    def of(cls, microbatch_tokens: int, layout: Layout) -> "LayerTokens":
-        """Return this rank's part of a micro-batch with this number of tokens."""
+    def of(cls, microbatch_tokens: int, layout: Layout, repeated: int = 0) -> "LayerTokens":
+        """Return this rank's part of a micro-batch with this number of tokens, and of repeated keys."""
         attended = math.ceil(microbatch_tokens / layout.context)
-        return cls(attended, math.ceil(attended / layout.tensor))
+        return cls(attended, math.ceil(attended / layout.tensor), repeated)
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,8 @@ class LayerModel:
     def attended_keys(self) -> int:
         """Keys that this rank attends to with flash attention, summed over pieces with context parallelism."""
         context = self.layout.context
+        if self.tokens.repeated:
+            return self.tokens.repeated
         return self.tokens.attended if context == 1 else self.tokens.attended * (2 * context + 1) // 2
 
     @property
@@ -130,7 +133,7 @@ class LayerModel:
         """Return the bytes of queries, keys, values and log-sum-exp; and of padded batches' own result."""
         sizes, rows, e, of = self.shape.sizes, self.tokens.attended, self.dtype_bytes, self.operands
         statistics = rows * sizes.num_attention_heads // self.layout.tensor * FLOAT
-        if self.is_flash and self.layout.context == 1 and sizes.latent is None:
+        if self.is_flash and self.attended_keys == rows and sizes.latent is None:
             return self.core_attention_inputs() + statistics
         if self.is_flash:
             of_keys = self.attended_keys * (of.keys + of.values)
@@ -248,7 +251,7 @@ class LayerModel:
         tables = 2 * (whole if sizes.latent is None else sizes.latent.rotary_head_dim) * FLOAT
         rows = self.tokens.attended * (1 + self.layout.context)
         if self.is_flash:  # indices for gathering keys, and for adding up their gradients
-            rows = 3 * self.attended_keys if self.layout.context > 1 else 0
+            rows = 3 * self.attended_keys if self.attended_keys > self.tokens.attended else 0
         return self.tokens.attended * tables + rows * INDEX
 
     def working(self) -> int:

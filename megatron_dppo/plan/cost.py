@@ -2,10 +2,10 @@
 
 Use it to order layouts, not to forecast durations. Layers, the output layer and the update run at the rates
 that one GPU was measured at (`gpu_rates.py`). Every transfer between GPUs runs at a fixed share of the link's
-speed and never overlaps with computation. All sequences have the longest allowed length, and the slowest
-pipeline stage sets the pace. The rollout is not counted. Smaller matrices, and waits between ranks with
-different packed micro-batches, are modelled as a loss for each doubling of a parallel size: the smallest for
-tensors, the largest for the pipeline.
+speed and never overlaps with computation. All sequences have the longest allowed length, and a prompt that
+samples of a micro-batch share is forwarded once. The slowest pipeline stage sets the pace. The rollout is not
+counted. Smaller matrices, and waits between ranks with different packed micro-batches, are modelled as a loss
+for each doubling of a parallel size: the smallest for tensors, the largest for the pipeline.
 """
 
 import math
@@ -85,7 +85,7 @@ class _Seconds:
 def step_time(job: Job, layout: Layout) -> StepTime:
     """Estimate the step time of a layout with the job's options."""
     num = job.workload.num_microbatches(layout.data)
-    tokens = job.workload.step_tokens(layout.data) / num / layout.context
+    tokens = job.workload.forwarded_tokens(layout.data) / num / layout.context
     one = _slowest_stage(job, layout, tokens)
     waiting = (layout.pipeline - 1) / layout.virtual_pipeline * one.total
     passed = tokens / layout.tensor * job.shape.sizes.hidden_size * job.workload.dtype_bytes
@@ -132,8 +132,10 @@ def _slowest_stage(job: Job, layout: Layout, tokens: float, passes: int = 1 + BA
         for kind in set(kinds)
     }
     columns = padded_vocab(job.shape, layout) // layout.tensor
+    tree = job.workload.tree(layout.data)
+    rows = tokens * tree.num_rows / tree.num_tokens
     head = _Seconds(
-        compute=2 * tokens * columns * sizes.hidden_size * passes / job.machine.rates.output_flops_per_s
+        compute=2 * rows * columns * sizes.hidden_size * passes / job.machine.rates.output_flops_per_s
     )
     stages: list[_Seconds] = []
     for part in stage_parts(job, layout):
@@ -162,8 +164,7 @@ def _layer_seconds(job: Job, layout: Layout, layer: _Layer, *, is_forward: bool)
 def _layer(job: Job, layout: Layout, tokens: float, kind: LayerKind) -> _Layer:
     sizes, e = job.shape.sizes, job.workload.dtype_bytes
     hidden, tensor, heads = sizes.hidden_size, layout.tensor, sizes.num_attention_heads
-    # Causal: half of the length, for scores and for values.
-    scores = heads * (sizes.head_dim + sizes.value_head_dim) / 2 * job.workload.sequence_tokens
+    scores = heads * (sizes.head_dim + sizes.value_head_dim) * _mean_keys(job, layout)
     if kind.is_linear:
         assert sizes.linear is not None, "a layer has linear attention"
         scores = sizes.linear.multiplications
@@ -185,6 +186,14 @@ def _layer(job: Job, layout: Layout, tokens: float, kind: LayerKind) -> _Layer:
         context=tokens * (layout.context - 1) * keys_and_values / tensor * e,
         expert=expert,
     )
+
+
+def _mean_keys(job: Job, layout: Layout) -> float:
+    """Return the mean number of keys of a token: half of the length, or more if prompts are shared."""
+    tree = job.workload.tree(layout.data)
+    prompt, response = tree.prompt_tokens, tree.response_tokens
+    of_responses = tree.num_samples * response * (prompt + response / 2)
+    return (prompt**2 / 2 + of_responses) / tree.num_tokens
 
 
 @lru_cache(maxsize=16)

@@ -211,13 +211,39 @@ EXPECTED = Assumptions()
 
 
 @dataclass(frozen=True)
+class Tree:
+    """Samples of a micro-batch that share a prompt."""
+
+    num_samples: int
+    prompt_tokens: int
+    response_tokens: int  # of each
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of forwarded tokens: the prompt's once."""
+        return self.prompt_tokens + self.num_samples * self.response_tokens
+
+    @property
+    def num_rows(self) -> int:
+        """Number of tokens of all samples."""
+        return self.num_samples * (self.prompt_tokens + self.response_tokens)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the prompt has several samples."""
+        return self.num_samples > 1
+
+
+@dataclass(frozen=True)
 class Workload:
     """Token sizes of a run that its config fixes, whatever the layout."""
 
     dtype_bytes: int  # of parameters and activations
-    max_tokens: int  # of one packed micro-batch, over all context-parallel ranks
+    max_tokens: int  # of one packed micro-batch, over all context-parallel ranks; a shared prefix counts once
     sequence_tokens: int  # of the longest prompt and response
+    prompt_tokens: int  # of the longest prompt
     samples_per_step: int  # over all ranks
+    samples_sharing: int  # samples whose prompt is forwarded once, if they are in one micro-batch; 1: none
     topk_columns: int
     routed_layers: int  # MoE layers whose routes are carried; 0 without R3 and R2
     routed_experts: int  # per token and layer
@@ -233,7 +259,9 @@ class Workload:
             dtype_bytes=2 if config.model.dtype == "bfloat16" else 4,
             max_tokens=config.parallel.max_tokens_per_microbatch,
             sequence_tokens=config.data.max_prompt_tokens + rollout.max_response_tokens,
+            prompt_tokens=config.data.max_prompt_tokens,
             samples_per_step=math.ceil(prompts) * rollout.samples_per_prompt,
+            samples_sharing=rollout.samples_per_prompt if config.parallel.share_prefixes else 1,
             topk_columns=rollout.num_topk_log_probs,
             routed_layers=len(sizes.moe_layers) if has_routes else 0,
             routed_experts=sizes.experts_per_token if has_routes else 0,
@@ -244,17 +272,35 @@ class Workload:
         """Return the samples of one data-parallel rank in a gradient step."""
         return math.ceil(self.samples_per_step / data_parallel)
 
+    def tree(self, data_parallel: int) -> "Tree":
+        """Return the samples that share a prompt in a micro-batch: as many as fit it, all of the longest."""
+        response = self.sequence_tokens - self.prompt_tokens
+        that_fit = (self.max_tokens - self.prompt_tokens) // response
+        num = max(min(self.samples_sharing, self.samples(data_parallel), that_fit), 1)
+        return Tree(num, self.prompt_tokens, response)
+
     def num_microbatches(self, data_parallel: int) -> int:
-        """Return the number of a data-parallel rank's micro-batches in a step: sequences up to `max_tokens`."""
-        per_microbatch = max(self.max_tokens // self.sequence_tokens, 1)
+        """Return the number of a data-parallel rank's micro-batches in a step: trees up to `max_tokens`."""
+        tree = self.tree(data_parallel)
+        per_microbatch = max(self.max_tokens // tree.num_tokens, 1) * tree.num_samples
         return math.ceil(self.samples(data_parallel) / per_microbatch)
 
     def microbatch_tokens(self, data_parallel: int) -> int:
-        """Return the tokens of the largest micro-batch, over all context-parallel ranks."""
-        return min(self.max_tokens, self.samples(data_parallel) * self.sequence_tokens)
+        """Return the forwarded tokens of the largest micro-batch, over all context-parallel ranks."""
+        return min(self.max_tokens, math.ceil(self.forwarded_tokens(data_parallel)))
 
-    def step_tokens(self, data_parallel: int) -> int:
-        """Return the tokens of one data-parallel rank in a gradient step, all on its device."""
+    def microbatch_rows(self, data_parallel: int) -> int:
+        """Return the tokens of its samples: the rows of the loss, and the keys of attention."""
+        tree = self.tree(data_parallel)
+        return self.microbatch_tokens(data_parallel) * tree.num_rows // tree.num_tokens
+
+    def forwarded_tokens(self, data_parallel: int) -> float:
+        """Return the tokens that one data-parallel rank forwards in a gradient step."""
+        tree = self.tree(data_parallel)
+        return self.samples(data_parallel) / tree.num_samples * tree.num_tokens
+
+    def step_rows(self, data_parallel: int) -> int:
+        """Return the tokens of one data-parallel rank's samples in a gradient step, all on its device."""
         return self.samples(data_parallel) * self.sequence_tokens
 
     @property

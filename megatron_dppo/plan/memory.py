@@ -258,8 +258,11 @@ def _training(
     job: Job, layout: Layout, part: StagePart, states: RankStates, always: Components
 ) -> dict[str, dict[str, int]]:
     work, padded = job.workload, 1 + job.assumptions.fragmentation
-    # A gradient step's micro-batches are all on the device; routers hold the expert ids of one as int64.
-    on_device, current = work.step_tokens(layout.data), work.microbatch_tokens(layout.data)
+    # A gradient step's micro-batches are all on the device, and with shared prefixes the distinct tokens again.
+    # Routers hold the expert ids of one as int64.
+    on_device, current = work.step_rows(layout.data), work.microbatch_tokens(layout.data)
+    if work.tree(layout.data).is_shared:
+        on_device += math.ceil(work.forwarded_tokens(layout.data))
     batch = {
         "routes": on_device * work.routes_bytes
         + current * work.routed_layers * work.routed_experts * EXPERT_ID_BYTES,
@@ -342,6 +345,7 @@ class Memory:
     host: HostMemory
     num_microbatches: int  # of one gradient step on one rank
     microbatch_tokens: int
+    samples_sharing: int  # samples of a micro-batch whose prompt is forwarded once
 
     @property
     def worst(self) -> StageMemory:
@@ -374,6 +378,7 @@ def memory_of(job: Job, layout: Layout) -> Memory:
         host=_host_memory(job, layout, states),
         num_microbatches=job.workload.num_microbatches(layout.data),
         microbatch_tokens=job.workload.microbatch_tokens(layout.data),
+        samples_sharing=job.workload.tree(layout.data).num_samples,
     )
 
 

@@ -98,6 +98,10 @@ def _heading(plan: Plan) -> Iterator[str]:
         yield f"loss: {_loss_text(plan.job.config.algorithm)}"
         tokens, num = plan.memory.microbatch_tokens, plan.memory.num_microbatches
         yield f"a gradient step: {num} micro-batches of up to {tokens} tokens on each data-parallel rank"
+        tree = job.workload.tree(plan.memory.layout.data)
+        if job.config.parallel.share_prefixes:
+            share = tree.num_tokens / tree.num_rows
+            yield f"shared prompts: {tree.num_samples} samples to one, {share:.0%} of their tokens forwarded"
         yield f"engine: {plan.memory.engine.text}"
 
 
@@ -236,6 +240,7 @@ def _memory_json(memory: Memory) -> dict[str, Any]:
         "recompute": asdict(memory.options.recompute),
         "num_microbatches": memory.num_microbatches,
         "microbatch_tokens": memory.microbatch_tokens,
+        "samples_sharing": memory.samples_sharing,
         "peak_bytes": memory.peak,
         "worst_stage": memory.worst.stage,
         "worst_moment": memory.worst.worst_moment,

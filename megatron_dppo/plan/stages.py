@@ -242,7 +242,8 @@ def stage_activations(job: Job, layout: Layout, part: StagePart) -> StageActivat
     """Return the activation bytes of a rank with this part of the model."""
     work, options = job.workload, job.options
     num_tokens, num_microbatches = work.microbatch_tokens(layout.data), work.num_microbatches(layout.data)
-    tokens = LayerTokens.of(num_tokens, layout)
+    repeated = work.microbatch_rows(layout.data) if work.tree(layout.data).is_shared else 0
+    tokens = LayerTokens.of(num_tokens, layout, repeated)
     model = LayerModel(job.shape, layout, tokens, work.dtype_bytes, options.layer_spec, job.assumptions)
     kept = [kept_by_layers(model, chunk.layers, options.recompute) for chunk in part.chunks]
     flights = chunks_in_flight(part.stage, layout, num_microbatches)
@@ -251,7 +252,7 @@ def stage_activations(job: Job, layout: Layout, part: StagePart) -> StageActivat
     by_size = sorted((chunk.held for chunk in kept), reverse=True)
     held = rounds * sum(by_size) + sum(by_size[:rest])
     has_head = part.chunks[-1].is_last
-    of_loss = LossTokens(tokens.attended, work.dtype_bytes, work.topk_columns)
+    of_loss = LossTokens(tokens.attended, work.dtype_bytes, work.topk_columns, repeated)
     return StageActivations(
         held=held,
         head=model.mlp_norm() * has_head,
@@ -274,21 +275,30 @@ def chunks_in_flight(stage: int, layout: Layout, num_microbatches: int) -> int:
 class LossTokens:
     """Tokens of one micro-batch in the loss on one rank."""
 
-    num_tokens: int  # after context parallelism
+    num_forwarded: int  # after context parallelism
     dtype_bytes: int  # of an activation
     topk_columns: int
+    num_repeated: int = 0  # rows of the loss, if some forwarded tokens have several
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of rows."""
+        return self.num_repeated or self.num_forwarded
 
 
 def loss_bytes(shape: ModelShape, layout: Layout, options: AlgorithmConfig, tokens: LossTokens) -> int:
     """Return the peak bytes of the loss of a micro-batch; they are freed before backward of the layers."""
     columns, hidden = padded_vocab(shape, layout) // layout.tensor, shape.sizes.hidden_size
     states = tokens.num_tokens * hidden * tokens.dtype_bytes  # of all tokens: hidden states, or their gradient
-    gathered = states * (layout.tensor > 1)  # hidden states are split over tensor ranks
+    # Hidden states are split over tensor ranks; those of the rows are taken from them.
+    gathered = states * (layout.tensor > 1 and not tokens.num_repeated)
+    taken = states * (tokens.num_repeated > 0)
     weight = columns * hidden * tokens.dtype_bytes
     statistics = (STATISTICS + tokens.topk_columns) * layout.tensor * FLOAT
     rows = tokens.num_tokens * (ROWS + tokens.topk_columns) * FLOAT
     if options.loss_from == "logits":
-        logits = tokens.num_tokens * columns * tokens.dtype_bytes
+        num_logits = tokens.num_tokens + tokens.num_forwarded * (tokens.num_repeated > 0)
+        logits = num_logits * columns * tokens.dtype_bytes
         of_layer = gathered + states + weight  # in backward of the output layer
         return logits + rows + max(tokens.num_tokens * statistics, of_layer)
     chunk = min(chunk_tokens(options, columns, tokens.dtype_bytes), tokens.num_tokens)
@@ -299,7 +309,7 @@ def loss_bytes(shape: ModelShape, layout: Layout, options: AlgorithmConfig, toke
     # At the start of backward: what autograd gets in place of the weight's gradient, which is in Megatron's
     # buffer, and this rank's part of that by the hidden states.
     after = weight + gathered // layout.tensor
-    return states + rows + max(chunk * of_token + gathered, after)
+    return states + taken + rows + max(chunk * of_token + gathered, after)
 
 
 def chunk_tokens(options: AlgorithmConfig, columns: int, dtype_bytes: int) -> int:

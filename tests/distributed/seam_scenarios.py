@@ -237,6 +237,7 @@ def agents(task: Path) -> dict[str, Any]:
         "command": ("agent", "{base_url}"),
         "train": "all",
         "thinking": "template",
+        "renderer": "default",
         "episode_timeout_s": 31.0,
         "call_timeout_s": 17.0,
         "max_calls": 5,

@@ -124,7 +124,8 @@ _AS_IT_IS = {
     """,
     "agents": """
         rollout.agent.{harness,command}  agents.agents:HarnessPool.__init__  *
-        rollout.agent.thinking  agents.agents:Rendering.__init__  thinking
+        rollout.agent.thinking  agents.agents:LibraryRendering.__init__  thinking
+        rollout.agent.renderer  agents.agents:LibraryRendering.__init__  name
         rollout.agent.{episode_timeout_s,call_timeout_s,max_calls}  agents.agents:Episode.__init__  limits.*
         rollout.agent.train  agents.agents:Episode.__init__  limits.train
     """,

@@ -68,6 +68,8 @@ unit/test_episodes.py::test_each_tree_that_is_chosen_trains
     rollout.agent.train  train=train
 unit/test_episodes.py::test_a_conversation_goes_on_only_if_the_template_appends
     rollout.agent.thinking  thinking=thinking
+unit/test_agent_renderers.py::test_a_tool_call_is_read_and_its_result_written_as_the_family_does
+    rollout.agent.renderer  LibraryRendering(tokenizer, thinking, family.name)
 unit/test_ahead.py::test_no_token_is_older_than_the_bound_and_each_place_is_trained_on_once
     rollout.max_staleness  bound.max_staleness
 unit/test_reward_choice.py::test_a_function_of_the_users_has_no_rules

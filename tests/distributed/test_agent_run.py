@@ -106,6 +106,7 @@ def test_a_policy_learns_to_use_a_tool_and_a_killed_run_continues_bitwise(tmp_pa
     rollout: dict[str, Any] = {"samples_per_prompt": 3, "transformers": {"weights": "float32"}}
     tables = lookup_settings(make_lookup_task(tmp_path), "run", 44, **rollout)
     tables["run"]["seed"], tables["checkpoint"] = 1, {"every": 12, "asynchronous": False}
+    tables.setdefault("parallel", {})["share_prefixes"] = True
     run, config, log = tmp_path / "run", tmp_path / "run.toml", tmp_path / "train.log"
     config.write_text(tomli_w.dumps(tables))
     killed = start_ranks(1, config, [at("SIGKILL", "step", 16 * STEPS + 3)], log)
@@ -122,6 +123,7 @@ def test_a_policy_learns_to_use_a_tool_and_a_killed_run_continues_bitwise(tmp_pa
     require_learned(rollouts, above=GUESSING)
     for row in rollouts:
         assert row["mismatch/abs_prob_diff_mean"] < 1e-5 and row["routing/agreement_mean"] > 0.999
+        assert row["batch/forwarded_fraction"] < 0.95, "each prompt has three conversations"
 
 
 def samples_of(run: Path) -> dict[str, bytes]:

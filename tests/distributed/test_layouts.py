@@ -123,7 +123,7 @@ def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:
     tables = case.tables()
     tables["parallel"]["max_tokens_per_microbatch"] = 60
     smoother = _SMOOTHEST if case.has_trees else _SMOOTHER
-    tables["optimizer"] |= smoother if case.model in OTHER_LAYOUTS else _SMOOTH
+    tables["optimizer"] |= smoother if case.model in (*OTHER_LAYOUTS, "uneven") else _SMOOTH
     config = Config.model_validate(
         {"model": {"load": f"{models}/{case.reference.split('.')[0]}", "dtype": "float32"}, **tables}
     )

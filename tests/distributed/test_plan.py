@@ -75,6 +75,8 @@ class Case:
     num_sequences: int = 4
     sequence_tokens: int = 96
     num_microbatches: int = 1
+    samples_sharing: int = 1  # sequences with the same first `prompt_tokens`
+    prompt_tokens: int = 64
     algorithm: dict[str, Any] = field(default_factory=dict)
     is_flash: bool = False  # attention as GPUs compute it
     lora: dict[str, Any] = field(default_factory=dict)
@@ -98,6 +100,25 @@ FLASH = {
         {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 32}, is_flash=True
     ),
     "flash attention recomputed": Case(megatron=_recompute("selective", modules=["core_attn"]), is_flash=True),
+}
+SHARED = {
+    "shared prompts": Case(num_sequences=6, samples_sharing=3, is_flash=True),
+    "shared prompts, wide": Case(
+        WIDE | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 32},
+        num_sequences=8,
+        samples_sharing=8,
+        prompt_tokens=40,
+        is_flash=True,
+    ),
+    "shared prompts, all logits": Case(
+        WIDE, num_sequences=4, samples_sharing=2, algorithm={"loss_from": "logits"}, is_flash=True
+    ),
+    "shared prompts recomputed": Case(
+        num_sequences=6,
+        samples_sharing=3,
+        megatron=_recompute("selective", modules=["core_attn"]),
+        is_flash=True,
+    ),
 }
 ADAPTERS = {
     "adapters": Case(lora={"rank": 8}),
@@ -158,6 +179,7 @@ OF_FAMILIES = {
 CASES = {
     **LOSSES,
     **FLASH,
+    **SHARED,
     **ADAPTERS,
     **OF_FAMILIES,
     "experts": Case(),
@@ -187,7 +209,7 @@ CASES = {
 MEASURED = {
     "one process": CASES,
     "expert 2": {name: case for name, case in CASES.items() if not case.is_flash},
-    "tensor 2": {**LOSSES, **ADAPTERS, **OF_FAMILIES},
+    "tensor 2": {**LOSSES, **ADAPTERS, **OF_FAMILIES, "shared prompts, wide": SHARED["shared prompts, wide"]},
     "context 2": {**FLASH, **LATENTS},
 }
 
@@ -209,7 +231,7 @@ def config_of(model: str, parallel: dict[str, int], case: Case) -> Config:
     return Config.model_validate(
         {
             "model": {"load": model, "dtype": case.dtype},
-            "parallel": parallel,
+            "parallel": parallel | {"share_prefixes": case.samples_sharing > 1},
             "optimizer": {"distributed": case.is_distributed},
             "rollout": {"routing_replay": "replay"},
             "algorithm": case.algorithm,
@@ -227,8 +249,16 @@ def microbatch(case: Case, routing: ModelRouting) -> Any:
     num_tokens = case.num_sequences * case.sequence_tokens
     choices = torch.arange(num_tokens * routing.top_k).remainder(routing.num_experts).view(num_tokens, 1, -1)
     generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, sizes["vocab_size"], (num_tokens,), generator=generator)
+    if case.samples_sharing > 1:
+        first = torch.arange(num_tokens).view(-1, case.samples_sharing, case.sequence_tokens)
+        first[:, :, : case.prompt_tokens] = first[:, :1, : case.prompt_tokens].clone()
+        choices = choices[first.flatten()]
+        own = first[:, :, case.prompt_tokens]  # no two responses begin alike
+        tokens[own.flatten()] = torch.arange(own.numel())
+        tokens = tokens[first.flatten()]
     return Microbatch(
-        tokens=torch.randint(0, sizes["vocab_size"], (num_tokens,), generator=generator),
+        tokens=tokens,
         position_ids=torch.arange(case.sequence_tokens).repeat(case.num_sequences),
         targets=torch.randint(0, sizes["vocab_size"], (num_tokens,), generator=generator),
         cu_seqlens=torch.arange(0, num_tokens + 1, case.sequence_tokens, dtype=torch.int32),
@@ -336,10 +366,13 @@ def job_of(layout_name: str, model: str, case: Case) -> tuple[Job, Layout]:
     config = config_of(model, parallel, case)
     machine = Machine(world_size, gpu_bytes=1 << 34)
     job = Job.of(config, model_facts(config, world_size), machine, Assumptions(1.0, 1.0))
+    num_shared = (case.samples_sharing - 1) * case.prompt_tokens * (case.num_sequences // case.samples_sharing)
     workload = replace(
         job.workload,
-        max_tokens=case.num_sequences * case.sequence_tokens,
+        max_tokens=case.num_sequences * case.sequence_tokens - num_shared,
         sequence_tokens=case.sequence_tokens,
+        prompt_tokens=case.prompt_tokens,
+        samples_sharing=case.samples_sharing,
         samples_per_step=case.num_sequences * case.num_microbatches * job.layout.data,
     )
     options = replace(job.options, layer_spec="torch-cpu")
@@ -378,8 +411,11 @@ def _saved_by_head(job: Job, layout: Layout, kept: StageActivations) -> int:
     num_tokens, hidden = job.workload.microbatch_tokens(layout.data), job.shape.sizes.hidden_size
     columns = padded_vocab(job.shape, layout) // layout.tensor
     if job.config.algorithm.loss_from == "logits":
-        return kept.head + num_tokens * (columns * job.workload.dtype_bytes + ROWS * FLOAT)
+        rows = job.workload.microbatch_rows(layout.data)
+        return kept.head + rows * (columns * job.workload.dtype_bytes + ROWS * FLOAT)
     others = num_tokens - num_tokens // layout.tensor  # tokens that other tensor ranks hold
+    if job.workload.tree(layout.data).is_shared:  # the gradient is by the hidden states of the rows
+        others += job.workload.microbatch_rows(layout.data) - num_tokens
     return kept.head + others * hidden * job.workload.dtype_bytes
 
 

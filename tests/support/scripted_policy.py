@@ -12,6 +12,8 @@ from megatron_dppo.types import FinishReason, WeightVersionSpan
 class ScriptedPolicy:
     """Its responses are given texts; each ends with the end of a turn. The log-prob of token t is -t / 100."""
 
+    end = "<|im_end|>"
+
     def __init__(self, tokenizer: Any, *texts: str, finish_reason: FinishReason = "stop") -> None:
         self.tokenizer, self.texts, self.asked = tokenizer, list(texts), list[Request]()
         self.finish_reason: FinishReason = finish_reason
@@ -19,7 +21,7 @@ class ScriptedPolicy:
     async def ask(self, request: Request, params: SamplingParams) -> Completion:
         self.asked.append(request)
         await asyncio.sleep(0)
-        ids = torch.tensor(self.ids(f"{self.texts.pop(0)}<|im_end|>"))
+        ids = torch.tensor(self.ids(f"{self.texts.pop(0)}{self.end}"))
         spans = (WeightVersionSpan(0, len(ids), 7),)
         new = Completion(request.id, ids, ids / -100, self.finish_reason, None, None, spans)
         return join_parts(request.partial, new) if request.partial is not None else new

@@ -3,13 +3,15 @@
 import asyncio
 import itertools
 import json
-from collections.abc import Sequence
+import random
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_dppo.agents.agents import Agents
 from megatron_dppo.config.schema import AgentConfig, RolloutConfig
@@ -31,13 +33,20 @@ from megatron_dppo.rewards import RewardResult
 from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.runtime.concurrency import run_loop
-from megatron_dppo.types import FinishReason, Prompt
+from megatron_dppo.types import FinishReason, Prompt, Sample
 from tests.support.collecting import Collected, MultiTurn, collect
 from tests.support.concurrent_engines import OneByOne, interrupted
 from tests.support.harnesses import post
 from tests.support.samples import InProcessScorer, assert_same
 from tests.unit.test_multi_turn import ENDS, EOS, PARAMS, TOKENIZER, Recorded, rolled_out, words_of
-from tests.unit.test_transformers_engine import checkpoint, engine_of, moe_config, reference_model, requests_of
+from tests.unit.test_transformers_engine import (
+    checkpoint,
+    engine_of,
+    moe_config,
+    reference_model,
+    requests_of,
+    teacher_forced,
+)
 
 HARNESSES = "tests.support.harnesses"
 
@@ -258,17 +267,20 @@ def _never(prompt: Prompt, response: str, finish_reason: FinishReason) -> Reward
 
 
 class Halting(OneByOne):
-    """Samples two tokens at a time, and waits for a push before the rest of a response."""
+    """Samples some tokens at a time, and waits for a push before the rest of a response."""
 
-    stuck = False
+    def __init__(self, engine: TransformersEngine, lengths: Iterable[int] = itertools.repeat(2)) -> None:
+        super().__init__(engine)
+        self.stuck, self.lengths = False, iter(lengths)
 
     async def ask(self, request: Request, params: SamplingParams) -> Completion:
         if self.is_held:
             return give_up(request)
-        part = replace(params, max_turn_tokens=min(2, num_tokens_left(request, params)))
+        left = num_tokens_left(request, params)
+        part = replace(params, max_turn_tokens=min(next(self.lengths, left), left))
         completion = self.engine.generate([request], part)[0]
         num_new = completion.tokens.numel() - num_tokens_before(request)
-        if completion.finish_reason != "length" or num_new == num_tokens_left(request, params):
+        if completion.finish_reason != "length" or num_new == left:
             return completion
         self.stuck = True
         while not self.is_held:
@@ -276,9 +288,10 @@ class Halting(OneByOne):
         return interrupted(completion)
 
 
-def test_a_push_in_the_middle_of_a_call_is_not_seen_by_the_client(model: Any) -> None:
-    engine, checkpoints = engine_of(model), [checkpoint(reference_model(moe_config(), seed)) for seed in (1, 2)]
-    agents, halting = agents_of("scripted"), Halting(engine)
+def with_pushes(
+    agents: Agents, halting: Halting, checkpoints: Sequence[dict[str, Any]]
+) -> tuple[Sample, Completion]:
+    """Sample one conversation, with a push of the next weights whenever a response stops."""
     conversations = WithAgents(halting, agents)
     (group,) = GroupMaker(TOKENIZER, 1, max_prompt_tokens=9, seed=1).begin(2, [(0, Drawn(0, prompt("6")))])
     scorer = Scorer(TOKENIZER, InProcessScorer(_never), needs_routes=True, validate_routes=None)
@@ -295,12 +308,18 @@ def test_a_push_in_the_middle_of_a_call_is_not_seen_by_the_client(model: Any) ->
                     return
                 halting.stuck = False
                 await sampler.hold()
-                engine.load_weights(checkpoints[version % 2].items(), version)
+                halting.engine.load_weights(checkpoints[version % len(checkpoints)].items(), version)
                 await sampler.go_on(version)
 
     with closing(agents):
         run_loop(sample())
-    (sample_,), (completion,) = group.samples, conversations.completions
+    (sampled,), (completion,) = group.samples, conversations.completions
+    return sampled, completion
+
+
+def test_a_push_in_the_middle_of_a_call_is_not_seen_by_the_client(model: Any) -> None:
+    checkpoints = [checkpoint(reference_model(moe_config(), seed)) for seed in (1, 2)]
+    sample_, completion = with_pushes(agents_of("scripted"), Halting(engine_of(model)), checkpoints)
     assert completion.episode is not None and completion.episode.num_calls == 3
     assert [span.version for span in sample_.weight_versions] == [7, 8, 8, 9, 9, 10], "a push in each call"
     response = sample_.tokens[sample_.prompt_length :]
@@ -308,6 +327,32 @@ def test_a_push_in_the_middle_of_a_call_is_not_seen_by_the_client(model: Any) ->
     assert sample_.topk is not None and ((sample_.topk.ids >= 0).all(1) == sample_.loss_mask).all()
     assert sample_.routed_experts is not None
     assert sample_.routed_experts.indices.shape[0] == sample_.tokens.numel() - 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pushes_at_random_moments_leave_each_token_with_its_weights(model: Any, seed: int) -> None:
+    """Log-probs, Top-K and routes are those of a forward pass by the weights of the token's version."""
+    order, models = random.Random(seed), [reference_model(moe_config(), each) for each in (1, 2, 3)]
+    halting = Halting(engine_of(model), (order.randint(1, 2) for _ in itertools.count()))
+    sample, completion = with_pushes(agents_of("scripted"), halting, [checkpoint(each) for each in models])
+    assert completion.episode is not None and completion.episode.num_calls == 3
+    spans = completion.weight_versions
+    assert {*range(7, 11)} <= {span.version for span in spans} and completion.topk is not None
+    assert completion.loss_mask is not None
+    request = Request("r", tuple(sample.tokens[: sample.prompt_length].tolist()), (0, 0, 0))
+    for span in spans:
+        weights = model if span.version == 7 else models[span.version % 3]
+        logits, routes = teacher_forced(weights, request, completion)
+        expected, places = torch.log_softmax(logits, -1), torch.arange(span.start, span.stop)
+        assert completion.loss_mask[places].all()
+        found = completion.log_probs[places], completion.topk.log_probs[places]
+        scored = expected[places, completion.tokens[places]], expected[places].topk(3).values
+        torch.testing.assert_close(found, scored, atol=2e-5, rtol=0)
+        assert completion.routed_experts is not None
+        # The forward that samples a token is that of the token before it.
+        before = places + sample.prompt_length - 1
+        at = completion.routed_experts.indices[before].sort(-1).values
+        assert torch.equal(at.long(), routes[before].sort(-1).values)
 
 
 def test_a_call_that_is_cancelled_while_others_are_sampled_disturbs_none(model: Any) -> None:

@@ -14,7 +14,9 @@ from megatron_dppo.config import load_config
 from megatron_dppo.data.prompts.prompts import Drawn, load_prompts
 from megatron_dppo.rollout.groups import GroupMaker
 from tests.support.byte_tokenizers import llama_tokenizer, save, tools_tokenizer
+from tests.unit.test_agent_renderers import BY_NAME, tokenizer_of
 from tests.unit.test_checks import MODEL
+from tests.unit.test_episodes import LATEST_TEMPLATE
 
 CHAT = [{"role": "user", "content": "1 + 1?"}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -243,3 +245,27 @@ def test_answers_that_math_can_match_as_text_only_are_noted(
     monkeypatch.setattr("megatron_dppo.data.prompts.survey.NUM_BARE", 5)
     for note in noted(tools_tokenizer(), [{"answer": cell} for cell in cells], f"data.reward={reward}")[-1:]:
         assert note.startswith("2 of 5 bare answers of p.jsonl that were sampled from 9 have no value")
+
+
+AGENT = ('rollout.agent.command=["python"]', "rollout.engine=sglang")
+
+
+def test_a_template_that_does_not_append_is_noted_for_agents() -> None:
+    tokenizer = tools_tokenizer()
+    assert noted(tokenizer, [{}], *AGENT) == []
+    tokenizer.chat_template = LATEST_TEMPLATE
+    (note,) = noted(tokenizer, [{}], *AGENT)
+    assert note.startswith("the chat template does not append messages") and "rollout.agent.renderer" in note
+    assert noted(tokenizer, [{}]) == [], "only agents continue a conversation"
+
+
+def test_a_renderer_is_compared_with_the_tokenizer_and_its_template() -> None:
+    family = BY_NAME["minimax-m2"]
+    tokenizer = tokenizer_of(family)
+    assert checked(tokenizer, [{}], *AGENT, "rollout.agent.renderer=minimax-m2")[0] == 0
+    for name in ("kimi-k2", "minimax"):
+        status, text = checked(tokenizer, [{}], *AGENT, f"rollout.agent.renderer={name}")
+        assert status == 1 and "rollout.agent.renderer" in text and name in text
+    tokenizer.chat_template = tokenizer.chat_template.replace("<think>", "")
+    status, text = checked(tokenizer, [{}], *AGENT, "rollout.agent.renderer=minimax-m2")
+    assert status == 1 and "another way than the tokenizer's chat template" in text

@@ -1023,11 +1023,6 @@ def test_another_aggregation_than_the_papers_is_remarked_on(world: Path) -> None
     assert remarks(_config(own)) == []
 
 
-def test_a_note_says_that_plan_assumes_no_shared_prefix() -> None:
-    (remark,) = remarks(_config({"algorithm.preset": "trm", "parallel.share_prefixes": True}))
-    assert remark.startswith("parallel.share_prefixes: plan")
-
-
 @pytest.mark.parametrize(
     "name", ["samples_every", "batches_every", "paired_routing_every", "clipped_tokens_every"]
 )

@@ -55,13 +55,14 @@ class Played(ScriptedPolicy):
         tokenizer: Any = TOKENIZER,
         thinking: Thinking = "keep",
         finish_reason: FinishReason = "stop",
+        rendering: Rendering | None = None,
         **limits: Any,
     ) -> None:
         super().__init__(tokenizer, *texts, finish_reason=finish_reason)
         row = Prompt("0", "5", "test", messages=({"role": "user", "content": "?"},))
         request = Request("rollout0/0/0+0", (1, 2), (3, 4, 5), prompt=row, is_chat=True)
         most = limits.pop("max_response_tokens", 1000)
-        rendering = Rendering(tokenizer, thinking)
+        rendering = rendering or Rendering(tokenizer, thinking)
         self.episode = Episode(request, SamplingParams(most), self.ask, rendering, replace(LIMITS, **limits))
 
     async def say(self, *messages: Any, **options: Any) -> dict[str, Any]:

@@ -361,6 +361,60 @@ def test_the_batch_carries_routes_and_top_k() -> None:
     assert loss["batch"] == 8 * 9000 * 41
 
 
+SHORT = {
+    "parallel.share_prefixes": True,
+    "rollout.prompts_per_rollout": 8,
+    "rollout.samples_per_prompt": 16,
+    "algorithm.minibatches_per_rollout": 1,
+    "data.max_prompt_tokens": 600,
+    "rollout.max_response_tokens": 100,
+    "parallel.max_tokens_per_microbatch": 2600,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_gpus", "num_samples", "num_microbatches", "num_tokens"),
+    [
+        ({}, 1, 16, 8, 2200),  # one tree to a micro-batch
+        ({"parallel.max_tokens_per_microbatch": 4400}, 1, 16, 4, 4400),
+        ({"parallel.max_tokens_per_microbatch": 1400}, 1, 8, 16, 1400),  # half of one
+        ({"parallel.max_tokens_per_microbatch": 1399}, 1, 7, 19, 1300),
+        ({"parallel.max_tokens_per_microbatch": 700}, 1, 1, 128, 700),
+        ({}, 64, 2, 1, 800),  # two samples on each data-parallel rank
+        ({"parallel.share_prefixes": False}, 1, 1, 43, 2100),
+    ],
+)
+def test_a_shared_prompt_counts_once_in_each_micro_batch(
+    changes: dict[str, Any], num_gpus: int, num_samples: int, num_microbatches: int, num_tokens: int
+) -> None:
+    work = job_of(QWEN3_8B, SHORT | changes).workload
+    tree = work.tree(num_gpus)
+    assert (tree.num_samples, work.num_microbatches(num_gpus)) == (num_samples, num_microbatches)
+    of_sample = 600 / num_samples + 100
+    assert work.forwarded_tokens(num_gpus) == pytest.approx(work.samples(num_gpus) * of_sample)
+    assert num_tokens <= work.microbatch_tokens(num_gpus) <= work.max_tokens
+    assert work.microbatch_rows(num_gpus) == int(work.microbatch_tokens(num_gpus) * 700 / of_sample)
+    assert work.step_rows(num_gpus) == work.samples(num_gpus) * 700
+
+
+def test_shared_prompts_save_the_time_of_all_but_the_output_layer() -> None:
+    """A response of one token has nearly nothing of its own; long responses have nearly all."""
+    changes = {"data.max_prompt_tokens": 1999, "rollout.max_response_tokens": 1}
+    changes |= {"parallel.max_tokens_per_microbatch": 32000}
+    times = [
+        step_time(job_of(QWEN3_30B, SHORT | changes | {"parallel.share_prefixes": shares}), layout_of(1))
+        for shares in (False, True)
+    ]
+    whole, shared = (each.compute for each in times)
+    assert shared < whole / 4
+    long = {"data.max_prompt_tokens": 1, "rollout.max_response_tokens": 1999}
+    whole, shared = (
+        step_time(job_of(QWEN3_30B, SHORT | changes | long | {"parallel.share_prefixes": s}), layout_of(1))
+        for s in (False, True)
+    )
+    assert shared.compute == pytest.approx(whole.compute, rel=0.01)
+
+
 def test_large_expert_counts_take_two_bytes() -> None:
     settings = {"rollout.routing_replay": "measure"}
     assert job_of(QWEN3_30B | {"num_experts": 512}, settings).workload.routes_bytes == 48 * 8 * 2

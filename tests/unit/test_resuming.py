@@ -54,7 +54,7 @@ data: prompts prompt_column answer_column shuffle reward reward_values thinking 
 rollout: engine prompts_per_rollout samples_per_prompt max_response_tokens environment generate max_turns
     max_turn_tokens temperature top_p num_topk_log_probs routing_replay lag
     over_sampling max_staleness keep_partials refill_zero_variance max_refills
-rollout.agent: harness command train thinking max_calls
+rollout.agent: harness command train thinking renderer max_calls
 rollout.transformers: weights
 algorithm: preset rule_options rule_divergence rule_over delta delta_low delta_high eps_low eps_high
     ratio_cap alpha anchor replay_recomputed_routes top_k include_other sampled_token rho_low rho_high
@@ -71,7 +71,7 @@ model: load dtype
 data: prompt_column answer_column reward thinking reward_timeout_s reward_retries reward_memory_mb
     max_prompt_tokens
 rollout: engine max_response_tokens environment generate max_turns max_turn_tokens
-rollout.agent: harness command thinking max_calls episode_timeout_s call_timeout_s
+rollout.agent: harness command thinking renderer max_calls episode_timeout_s call_timeout_s
 rollout.transformers: weights
 rollout.sglang: request_timeout_s
 evaluation: sets samples_per_prompt temperature top_p max_response_tokens pass_at
@@ -302,6 +302,7 @@ OTHER_VALUES: dict[str, Any] = {
     "rollout.agent.command": ("agent",),
     "rollout.agent.train": "all",
     "rollout.agent.thinking": "template",
+    "rollout.agent.renderer": "glm-4.5",
     "rollout.transformers.weights": "float32",
     "evaluation.pass_at": [3],
 }

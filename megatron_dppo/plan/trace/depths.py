@@ -133,7 +133,7 @@ def trace_run(plan: Plan, announce: Announce, num_layers: int | None = None) -> 
         layout=layout,
         rank=stage * layout.world_size // layout.pipeline,
         num_tokens=job.workload.microbatch_tokens(layout.data),
-        longest=job.workload.sequence_tokens,
+        tree=job.workload.tree(layout.data),
         num_microbatches=_microbatches_to_run(job, layout, stage),
     )
     planned, not_traced = planned_bytes(job, stage)

@@ -6,7 +6,7 @@ stays the same.
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +27,7 @@ from megatron_dppo.architectures.registry import model_sizes, read_hf_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.mcore import cpu
 from megatron_dppo.mcore.fixes import prime_adam_states
+from megatron_dppo.plan.job import Tree
 from megatron_dppo.plan.trace.tensors import (
     FORWARD,
     STEP,
@@ -51,8 +52,8 @@ class StepSettings:
         num_layers: Number of layers of the traced model, which replaces the configured one.
         layout: Layout of the simulated processes.
         rank: Traced rank.
-        num_tokens: Number of tokens in each micro-batch, over its context-parallel ranks.
-        longest: Most tokens of a sequence.
+        num_tokens: Number of forwarded tokens of each micro-batch, over its context-parallel ranks.
+        tree: The longest samples that share a prompt.
         num_microbatches: Number of micro-batches in the step.
     """
 
@@ -61,7 +62,7 @@ class StepSettings:
     layout: Layout
     rank: int
     num_tokens: int
-    longest: int
+    tree: Tree
     num_microbatches: int
 
 
@@ -146,10 +147,10 @@ def _watch(actor: Actor, ledger: Ledger) -> None:
 def _batch(settings: StepSettings, config: Config, hf: dict[str, Any]) -> TrainBatch:
     """Return equal micro-batches on the host: full of the longest sequences, every token trained."""
     routing = model_sizes(hf).routing if config.has_routes else None
-    num, num_topk = settings.num_tokens, config.rollout.num_topk_log_probs
-    whole, rest = divmod(num, settings.longest)
-    lengths = [settings.longest] * whole + [rest] * (rest > 0)
-    ids, floats, topk = torch.arange(num).remainder(hf["vocab_size"]), torch.full((num,), -1.0), None
+    trees, num_topk = _trees(settings.num_tokens, settings.tree), config.rollout.num_topk_log_probs
+    lengths = [length for tree in trees for length in tree]
+    num, distinct = sum(lengths), _distinct(trees, settings.tree.prompt_tokens)
+    ids, floats, topk = distinct.remainder(hf["vocab_size"]), torch.full((num,), -1.0), None
     if num_topk:
         columns = torch.arange(num_topk, dtype=torch.int32).expand(num, -1).contiguous()
         topk = RolloutTopK(columns, torch.full((num, num_topk), -4.0))
@@ -165,15 +166,41 @@ def _batch(settings: StepSettings, config: Config, hf: dict[str, Any]) -> TrainB
         old_log_probs=floats,
         ref_log_probs=floats,
         topk=topk,
-        routed_experts=None if routing is None else _routes(num, routing),
+        routed_experts=None if routing is None else _routes(distinct, routing),
     )
     count = settings.num_microbatches
     return TrainBatch((one,) * count, count * num * settings.layout.data, count * len(lengths))
 
 
-def _routes(num: int, routing: ModelRouting) -> RoutedExperts:
-    """Return routes of `num` tokens that use each expert in turn."""
-    routes = torch.arange(num * routing.top_k).remainder(routing.num_experts).view(num, 1, -1)
+def _trees(num_tokens: int, tree: Tree) -> list[list[int]]:
+    """Return the lengths of the sequences of each tree, which have this number of distinct tokens in all."""
+    longest = tree.prompt_tokens + tree.response_tokens
+    whole, rest = divmod(num_tokens, tree.num_tokens)
+    trees = [[longest] * tree.num_samples] * whole
+    if rest > longest:
+        num, left = divmod(rest - tree.prompt_tokens, tree.response_tokens)
+        return [*trees, [longest] * num + [tree.prompt_tokens + left] * (left > 0)]
+    return [*trees, *[[rest]] * (rest > 0)]
+
+
+def _distinct(trees: Sequence[Sequence[int]], prompt_tokens: int) -> Tensor:
+    """Return a number for each token: those of a tree's prompt come again, all others once."""
+    parts, start = list[Tensor](), 0
+    for first, *others in trees:
+        prompt = torch.arange(start, start + min(prompt_tokens, first))
+        parts.append(torch.arange(start, start + first))
+        start += first
+        for length in others:
+            own = length - len(prompt)
+            parts += [prompt, torch.arange(start, start + own)]
+            start += own
+    return torch.cat(parts)
+
+
+def _routes(numbers: Tensor, routing: ModelRouting) -> RoutedExperts:
+    """Return routes that use each expert in turn, by the numbers of tokens."""
+    routes = (numbers[:, None] * routing.top_k + torch.arange(routing.top_k)).remainder(routing.num_experts)
+    routes = routes[:, None]
     routes = routes.to(index_dtype(routing.num_experts))
     indices = routes.expand(-1, len(routing.layer_numbers), -1)
     return RoutedExperts(indices, routing.layer_numbers, routing.num_experts)

@@ -9,15 +9,12 @@ the engine's weights and cache are released in training.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import UnionType
-from typing import Any
 
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import ModelShape, largest_gathered_bytes, largest_stack_bytes
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.memory import rollout_bytes_bound
 from megatron_dppo.engines.sglang.quantization import served_form, served_tensors
-from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.plan.job import (
     BATCH_BYTES,
     PROCESS_HOST_BYTES,
@@ -27,7 +24,7 @@ from megatron_dppo.plan.job import (
     Machine,
 )
 from megatron_dppo.plan.stages import RankStates, StagePart, rank_states, stage_activations, stage_parts
-from megatron_dppo.plan.units import GIB, format_count
+from megatron_dppo.plan.units import GIB, format_count, require_number
 
 MOMENTS = ("loss", "backward", "step", "rollout", "sync")
 OF_STATES = ("step", "rollout", "sync")
@@ -213,18 +210,6 @@ def _sglang_weight_bytes(config: Config, shape: ModelShape) -> int:
     tensors = served_tensors(shape.family, sizes)
     quantised = sum(copies * math.prod(each) for name, each, copies in tensors if form.quantizes(name))
     return in_bfloat16 - quantised  # scales are 1 / 4096 of it
-
-
-def require_number(
-    where: str, found: Any, expected: str, below: float = math.inf, kinds: type | UnionType = int | float
-) -> None:
-    """Refuse a value that is no number of these kinds above 0 and below a limit.
-
-    Raises:
-        ConfigError: It is none; the error names its key, `where`.
-    """
-    if isinstance(found, bool) or not isinstance(found, kinds) or not 0 < found < below:
-        raise ConfigError(Problem(where, repr(found), expected, "Correct or remove it."))
 
 
 def passing_bytes(config: Config, shape: ModelShape, layout: Layout, dtype_bytes: int) -> int:

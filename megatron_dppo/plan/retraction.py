@@ -15,9 +15,9 @@ from megatron_dppo.checks import Facts
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.plan.job import ASSUMED_GPU_BYTES, Machine
-from megatron_dppo.plan.memory import require_number, server_memory
+from megatron_dppo.plan.memory import server_memory
 from megatron_dppo.plan.scheduler import CHUNK_TOKENS, Server, simulate
-from megatron_dppo.plan.units import format_count, with_settings
+from megatron_dppo.plan.units import format_count, require_number, with_settings
 
 SIGMA = 0.8
 """Standard deviation of the logarithm of a response's length; an assumption."""

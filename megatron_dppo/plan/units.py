@@ -5,6 +5,7 @@ import math
 import re
 import shlex
 from collections.abc import Mapping
+from types import UnionType
 from typing import Any
 
 from megatron_dppo.architectures.layout import Layout
@@ -15,6 +16,18 @@ Settings = Mapping[str, Any]  # "parallel.tensor" -> 4
 
 GIB = 1 << 30
 _UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+def require_number(
+    where: str, found: Any, expected: str, below: float = math.inf, kinds: type | UnionType = int | float
+) -> None:
+    """Refuse a value that is no number of these kinds above 0 and below a limit.
+
+    Raises:
+        ConfigError: It is none; the error names its key, `where`.
+    """
+    if isinstance(found, bool) or not isinstance(found, kinds) or not 0 < found < below:
+        raise ConfigError(Problem(where, repr(found), expected, "Correct or remove it."))
 
 
 def parse_bytes(text: str, where: str) -> int:

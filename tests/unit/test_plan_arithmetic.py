@@ -54,6 +54,8 @@ from tests.support.plan_models import (
 )
 from tests.support.refusals import refused
 
+MOE = LayerKind(is_moe=True, is_linear=False)
+
 
 @pytest.mark.parametrize(
     ("content", "total"),
@@ -226,23 +228,23 @@ def _layer(layout: Layout, spec: Any = "torch", tokens: int = 8192, **sizes: Any
 
 
 def test_tensor_and_context_parallelism_divide_activations() -> None:
-    whole = _layer(layout_of(1)).layer(LayerKind(True, False))
-    split = _layer(layout_of(2, tensor=2)).layer(LayerKind(True, False))
+    whole = _layer(layout_of(1)).layer(MOE)
+    split = _layer(layout_of(2, tensor=2)).layer(MOE)
     assert split == pytest.approx(whole / 2, rel=0.01)
     queries = 8192 * 8 * 128 * 2  # of one group of heads: a view of qkv
-    split = _layer(layout_of(4, tensor=4)).layer(LayerKind(True, False))
+    split = _layer(layout_of(4, tensor=4)).layer(MOE)
     assert split == pytest.approx(whole / 4 - queries, rel=0.01)
     # Of two ranks, each keeps five halves of its share of keys and of values; one alone keeps its keys, and as
     # values a view of what norms keep anyway.
     keys = 4 * 8192 * 4 * 128 * 2
-    assert _layer(layout_of(2, context=2)).layer(True) == pytest.approx((whole + keys) / 2, rel=1e-3)
+    assert _layer(layout_of(2, context=2)).layer(MOE) == pytest.approx((whole + keys) / 2, rel=1e-3)
 
 
 @pytest.mark.parametrize("context", [1, 2, 4])
 def test_half_precision_on_a_gpu_attends_without_padding(context: int) -> None:
     layer = _layer(layout_of(context, context=context))
     padding = Assumptions(1.0, attention_padding=2.0)
-    assert replace(layer, assumptions=padding).layer(True) == layer.layer(True)
+    assert replace(layer, assumptions=padding).layer(MOE) == layer.layer(MOE)
     assert not layer.is_flash or replace(layer, dtype_bytes=4).core_attention() > 2 * layer.core_attention()
     exact, float32 = layer.attended_keys, replace(layer, dtype_bytes=4, assumptions=padding)
     assert exact == 8192 * {1: 1, 2: 5 / 4, 4: 9 / 8}[context]
@@ -250,13 +252,13 @@ def test_half_precision_on_a_gpu_attends_without_padding(context: int) -> None:
 
 
 def test_specs_are_ordered() -> None:
-    for_cpu, ours, engine = (_layer(layout_of(1), spec).layer(True) for spec in ("torch-cpu", "torch", "te"))
+    for_cpu, ours, engine = (_layer(layout_of(1), spec).layer(MOE) for spec in ("torch-cpu", "torch", "te"))
     assert for_cpu > ours > engine
 
 
 def test_recompute_keeps_less() -> None:
     model, layers = _layer(layout_of(1)), range(48)
-    one, shared = model.layer(True), model.shared()
+    one, shared = model.layer(MOE), model.shared()
     none, full = (kept_by_layers(model, layers, Recompute(kind)) for kind in ("none", "full"))
     assert (none.held, none.again) == (shared + 48 * one, 0)
     assert (full.held, full.again) == (shared + 48 * 8192 * 2048 * 2, one)

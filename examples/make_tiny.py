@@ -80,7 +80,6 @@ _SHARED: dict[str, Any] = {
     "num_experts_per_tok": _TOP_K,
 }
 _LINEAR: dict[str, Any] = {
-    "initializer_range": 0.15,  # the states' rounding grows with it
     "full_attention_interval": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
     "linear_num_key_heads": 2,

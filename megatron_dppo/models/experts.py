@@ -81,19 +81,25 @@ class GroupedExperts(torch.nn.Module):
         """Return the experts as shards of [layers, experts, rows, columns] of all experts."""
         before, group = len(sharded_offsets), self.groups.expt_tp
         split = (before + 2, group.rank(), group.size())
+        replica = (0, 0, self.groups.expt_dp.rank())
         return {
             f"{prefix}fc1_weight": self._gate_and_up(
                 f"{prefix}experts.linear_fc1.weight", self.fc1_weight, sharded_offsets
             ),
             f"{prefix}fc2_weight": self._sharded(
-                f"{prefix}experts.linear_fc2.weight", self.fc2_weight, sharded_offsets, 0, split
+                f"{prefix}experts.linear_fc2.weight", self.fc2_weight, sharded_offsets, replica, split
             ),
         }
 
     def _sharded(
-        self, key: str, tensor: Tensor, offsets: tuple[Any, ...], copy: int, *split: tuple[int, int, int]
+        self,
+        key: str,
+        tensor: Tensor,
+        offsets: tuple[Any, ...],
+        replica: ReplicaId,
+        *split: tuple[int, int, int],
     ) -> ShardedTensor:
-        """Return a stack as a shard of all experts', the `copy`th of equal ones."""
+        """Return a stack as a shard of all experts'."""
         before = len(offsets)
         expert_axis = (before, self.groups.ep.rank(), self.groups.ep.size())
         return ShardedTensor.from_rank_offsets(
@@ -102,7 +108,7 @@ class GroupedExperts(torch.nn.Module):
             *offsets,
             expert_axis,
             *split,
-            replica_id=(0, copy, self.groups.expt_dp.rank()),
+            replica_id=replica,
             prepend_axis_num=before,
         )
 
@@ -118,10 +124,11 @@ class GroupedExperts(torch.nn.Module):
             key: str, whole: Tensor, replica: ReplicaId, flattened_range: slice | None
         ) -> ShardedStateDict:
             assert flattened_range is None, "optimizer states are stored in the parameters' shapes"
+            # The distributed optimizer gives its states another replica than the parameter's.
             gate, up = whole.chunk(2, dim=1)
             return {
-                "gate": self._sharded(key, gate, offsets, 0, (rows, rank, 2 * size)),
-                "up": self._sharded(key, up, offsets, 0, (rows, size + rank, 2 * size)),
+                "gate": self._sharded(key, gate, offsets, replica, (rows, rank, 2 * size)),
+                "up": self._sharded(key, up, offsets, replica, (rows, size + rank, 2 * size)),
             }
 
         return ShardedTensorFactory(
@@ -166,15 +173,13 @@ class BiasedExperts(GroupedExperts):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
         """Return weights and biases as shards of those of all experts."""
+        replica = (0, self.groups.expt_tp.rank(), self.groups.expt_dp.rank())  # all have the second bias
         return super().sharded_state_dict(prefix, sharded_offsets, metadata) | {
             f"{prefix}fc1_bias": self._gate_and_up(
                 f"{prefix}experts.linear_fc1.bias", self.fc1_bias, sharded_offsets
             ),
             f"{prefix}fc2_bias": self._sharded(
-                f"{prefix}experts.linear_fc2.bias",
-                self.fc2_bias,
-                sharded_offsets,
-                self.groups.expt_tp.rank(),
+                f"{prefix}experts.linear_fc2.bias", self.fc2_bias, sharded_offsets, replica
             ),
         }
 

@@ -106,10 +106,11 @@ def fused_qk_gemma_rmsnorm_cpu(
     query: Any, key: Any, of_query: Any, of_key: Any, eps: float, size: int
 ) -> tuple[Any, Any]:
     """Normalise heads of queries and keys, with weights of which 1 is missing."""
-    pairs = ((query, of_query), (key, of_key))
-    return tuple(
-        F.rms_norm(x.reshape(-1, size).float(), (size,), 1 + weight.float(), eps).to(x) for x, weight in pairs
-    )
+
+    def normed(x: Any, weight: Any) -> Any:
+        return F.rms_norm(x.reshape(-1, size).float(), (size,), 1 + weight.float(), eps).to(x)
+
+    return normed(query, of_query), normed(key, of_key)
 
 
 def fused_qk_gemma_rmsnorm_with_gate_cpu(

@@ -1,9 +1,13 @@
-"""What several files of unit tests need once."""
+"""What several files of unit tests need once, and no time limit for examples of hypothesis."""
 
+import hypothesis
 import pytest
 
 from megatron_dppo.kernels.build import build_host_library
 from megatron_dppo.kernels.library import KernelLibrary
+
+hypothesis.settings.register_profile("busy", deadline=None)  # an example may take long on a busy machine
+hypothesis.settings.load_profile("busy")
 
 
 @pytest.fixture(scope="session")

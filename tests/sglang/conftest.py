@@ -1,4 +1,4 @@
-"""One server for the whole session of each test process, and the model that it serves."""
+"""One server for the whole session, and the model that it serves."""
 
 import asyncio
 from collections.abc import Iterator

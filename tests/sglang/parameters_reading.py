@@ -30,6 +30,7 @@ def build(folder: str, port: int | None, load_format: str = "dummy", dtype: str 
         load_format=load_format,
         skip_tokenizer_init=True,
         disable_cuda_graph=True,
+        disable_radix_cache=True,  # that of recurrent states needs a GPU
         disable_shared_experts_fusion=True,
     )
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))

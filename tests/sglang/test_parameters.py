@@ -22,7 +22,7 @@ from tests.support.tiny_families import SIZES, config_of
 from tools.versions import gpu_pins
 
 SCRIPT = Path(__file__).with_name("parameters_reading.py")
-# SGLang sets layers with linear attention up for a CPU in another way: test_served_families has servers of them.
+# SGLang sets linear attention up for a CPU in another way: test_served_families has servers of it.
 CASES = {
     case: (architecture, changes)
     for case, (architecture, changes) in OF_FAMILIES.items()

@@ -189,11 +189,14 @@ def compare_by_version(
 ) -> tuple[float, float, float]:
     """Compare what was sampled with forward passes of the whole sequences, by the weights of each span.
 
+    Of equally good experts the server may choose another one than the forward pass, which changes the token's
+    log-probs and later ones. Such samples count for the routes alone, and are few.
+
     Returns:
         The largest differences of log-probs, of the top-K, and of the router's scores of the experts chosen
         from the best ones: routes that differ only where experts are equally good are no fault.
     """
-    worst = [0.0, 0.0, 0.0]
+    of_samples, ties = dict[str, list[float]](), set[str]()
     for version in sorted({span.version for sample in samples for span in sample.weight_versions}):
         own = [sample for sample in samples if version in {span.version for span in sample.weight_versions}]
         padded = torch.nn.utils.rnn.pad_sequence([sample.tokens for sample in own], batch_first=True)
@@ -221,8 +224,13 @@ def compare_by_version(
                     torch.stack([best, by_id]) - sample.topk.log_probs[at],
                     scores[index, rows].topk(TOP_K).values - chosen,
                 ]
-                worst = [max(old, float(new.abs().max())) for old, new in zip(worst, found, strict=True)]
-    return worst[0], worst[1], worst[2]
+                new = [float(each.abs().max()) for each in found]
+                of_samples[sample.id] = list(map(max, of_samples.get(sample.id, [0.0] * 3), new))
+                ties |= {sample.id} if 0 < new[2] <= PARITY else set()
+    assert len(ties) <= len(samples) / 10
+    compared = [worst for name, worst in of_samples.items() if name not in ties]
+    log_probs_worst, topk_worst, _ = map(max, zip(*compared, strict=True))
+    return log_probs_worst, topk_worst, max(worst[2] for worst in of_samples.values())
 
 
 @pytest.mark.parametrize("num_turns", [1, 3])

@@ -46,7 +46,7 @@ def shared_prefixes(runtime: Runtime, model: str) -> dict[str, dict[str, Any]]:
     """On one process: what the benchmark of shared prefixes measures, of a tiny model and two small groups."""
     from tools.benchmarks.shared_prefixes import measure
 
-    return measure(runtime, model, {"small": (2, [(20, 10), (20, 15), (18, 12)])}, rounds=1)
+    return measure(runtime, model, 1, {"small": (2, [(20, 10), (20, 15), (18, 12)])})
 
 
 def test_the_benchmark_of_shared_prefixes_runs(tmp_path: Path) -> None:

@@ -55,7 +55,12 @@ def measure_all(runtime: Runtime, folder: str) -> dict[str, dict[str, Any]]:
 
 
 def measure(runtime: Runtime, folder: Path) -> dict[str, Any]:
-    """An actor with what the tool makes of `folder`, against transformers with the folder itself."""
+    """An actor with what the tool makes of `folder`, against transformers with the folder; conversion too."""
+    return compare(runtime, folder, _converted(folder), is_converted=True)
+
+
+def compare(runtime: Runtime, folder: Path, load: Path, *, is_converted: bool = False) -> dict[str, Any]:
+    """An actor with the weights of `load`, against transformers with those of `folder`, on a CPU."""
     from transformers import AutoModelForCausalLM
 
     from megatron_dppo.actor.actor import Actor
@@ -65,7 +70,7 @@ def measure(runtime: Runtime, folder: Path) -> dict[str, Any]:
 
     config = Config.model_validate(
         {
-            "model": {"load": str(_converted(folder)), "dtype": "float32"},
+            "model": {"load": str(load), "dtype": "float32"},
             "parallel": {"max_tokens_per_microbatch": 60},
             "algorithm": {"preset": "dppo_binary_tv"},
             "optimizer": {"distributed": False},
@@ -82,7 +87,7 @@ def measure(runtime: Runtime, folder: Path) -> dict[str, Any]:
     loss = actor.accumulate_gradients(batch, is_first=True).metrics.state()["means"]["loss/policy"][0]
     gradients = gradients_of(actor)
     reference_loss, reference = _reference(model, actor.objective, samples)
-    return {
+    found: dict[str, Any] = {
         "num_parameters": (sum(p.numel() for p in actor.chunks[0].parameters()), planned),
         "num_microbatches": len(batch.microbatches),
         "logit_error": logit_error,
@@ -93,9 +98,11 @@ def measure(runtime: Runtime, folder: Path) -> dict[str, Any]:
             name: relative(gradients[name].cpu(), reference[name] / batch.num_loss_tokens)
             for name in gradients.keys() & reference.keys()
         },
-        "changed": _changed_by_conversion(actor, folder),
-        "generation_error": _generation_error(actor, model),
     }
+    if is_converted:
+        found["changed"] = _changed_by_conversion(actor, folder)
+        found["generation_error"] = _generation_error(actor, model)
+    return found
 
 
 def _converted(folder: Path) -> Path:

@@ -49,7 +49,9 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
 }
 
 
-def measure(runtime: Runtime, folder: Path, tables: dict[str, dict[str, Any]]) -> dict[bool, dict[str, Any]]:
+def measure(
+    runtime: Runtime, folder: Path, tables: dict[str, dict[str, Any]], dtype: str = "float32"
+) -> dict[bool, dict[str, Any]]:
     """One gradient step on one process, with prefixes shared and with each sample alone."""
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.actor.reference import ReferencePolicy
@@ -60,7 +62,7 @@ def measure(runtime: Runtime, folder: Path, tables: dict[str, dict[str, Any]]) -
     found: dict[bool, dict[str, Any]] = {}
     for is_shared in (False, True):
         config = Config.model_validate(
-            {"model": {"load": str(folder), "dtype": "float32"}, "optimizer": {"distributed": False}}
+            {"model": {"load": str(folder), "dtype": dtype}, "optimizer": {"distributed": False}}
             | tables
             | {"parallel": {"share_prefixes": is_shared}}
         )

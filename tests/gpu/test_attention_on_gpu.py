@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
-LIMIT = 1e-2  # a guess: some roundings to bfloat16, of 2e-3 each
+LIMIT = 2e-2  # some roundings to bfloat16, of 2e-3 each; gradients of few terms cancel
 
 
 def results(

@@ -131,8 +131,9 @@ def gradients_of(actor: Any) -> dict[str, torch.Tensor]:
 
 
 def logits_of(actor: Any, microbatch: Any) -> torch.Tensor:
-    """[T, V] of one micro-batch, of a model that one rank holds whole, with live routes."""
-    from megatron_dppo.actor.forward import forward_packed, output_weight
+    """[T, V] of one micro-batch, of a model that one rank holds whole, with live routes; on the CPU."""
+    from megatron_dppo.actor.forward import forward_packed, output_weight, to_device
 
     (chunk,) = actor.chunks
-    return forward_packed(chunk, microbatch)[0] @ output_weight(chunk).T
+    weight = output_weight(chunk)
+    return (forward_packed(chunk, to_device(microbatch, weight.device))[0] @ weight.T).cpu()

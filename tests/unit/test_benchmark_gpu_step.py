@@ -121,7 +121,7 @@ def test_a_step_that_does_not_fit_and_an_unknown_peak_are_shown(capsys: pytest.C
         Measured("dppo_binary_tv", 8192, 4e14, (0.5, 0.5), 2**30, 2**31),
         Measured("dppo_topk_kl", 32768, 2e15, (), 2**36, 2**37),
     ]
-    show(rows, "some device", None, sequence_length=2048)
+    show(rows, "some device", None, 2048, "a model")
     shown = capsys.readouterr().out
     assert "does not fit" in shown and "16,384" in shown and "--peak-tflops" in shown
 

@@ -3,8 +3,10 @@
     make gpu
     python -m tools.benchmarks.gpu_step --tokens 16384 --sequence-length 4096
     python -m tools.benchmarks.gpu_step --layers 1 --layers 4
+    python -m tools.benchmarks.gpu_step --config models/Qwen3.5-35B-A3B/config.json --layers 4
 
-The models have one and three layers by default and random bfloat16 weights. They run with our torch spec and,
+The models have one and three layers by default and random bfloat16 weights; --config takes another model's
+sizes. They run with our torch spec and,
 if it is usable, with Transformer Engine's spec. The real actor takes the steps: forward, loss, backward and
 update, on packed sequences in one micro-batch. With so few layers, the output layer and the loss are most of
 the work.
@@ -22,6 +24,7 @@ Figures are also written to runs/bench/gpu_step.json.
 
 import gc
 import itertools
+import json
 import math
 import statistics
 import tempfile
@@ -101,6 +104,9 @@ def main(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help=f"Measured steps, after {WARM_UP} warm-up steps.")] = 5,
     peak_tflops: Annotated[float | None, typer.Option(help="Dense bfloat16 peak. [default: by name]")] = None,
+    config: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Another model's config.json.")
+    ] = None,
     folder: Annotated[Path | None, typer.Option(help="Folder for the temporary random checkpoint.")] = None,
     out: Out = OUT / "gpu_step.json",
     rates: Annotated[Path, typer.Option(help="File of the rates, from the repository.")] = RATES_FILE,
@@ -117,13 +123,14 @@ def main(
         raise typer.Exit(2)
     quiet_library_warnings()
     runtime, rows, found = start(), list[Measured](), dict[str, float]()
+    of_model = QWEN3_30B_A3B if config is None else json.loads(config.read_text(encoding="utf-8"))
     device = torch.cuda.get_device_name()
     peak = peak_tflops or peak_tflops_of(device)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         samples = list[tuple[Job, float]]()
         for num_layers in layers or LAYERS:
             model = f"{name}/{num_layers}"
-            write_model(runtime, model, QWEN3_30B_A3B | {"num_hidden_layers": num_layers})
+            write_model(runtime, model, with_layers(of_model, num_layers))
             measured = measure_all(runtime, model, counts, sequence_length, steps)
             samples += [
                 (planned_job(model, [sequence_length] * (row.num_tokens // sequence_length), 0), row.median_s)
@@ -134,11 +141,23 @@ def main(
         found = fitted_rates(samples)
     found |= {"host_bytes_per_s": host_bytes_per_s(runtime)}
     stop()
-    show(rows, device, peak, sequence_length)
+    show(rows, device, peak, sequence_length, "Qwen3-30B-A3B" if config is None else str(config))
     write_rates(ROOT / rates, device, found)
     typer.echo(f"rates: {', '.join(f'{name} {value:.3g}' for name, value in found.items())}; in {ROOT / rates}")
     shape = {"sequence_length": sequence_length, "device": device, "peak_tflops": peak}
     write_json(ROOT / out, {**shape, "rates": found, "rows": [asdict(row) for row in rows]})
+
+
+def with_layers(hf: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """Return a config.json with only the first layers, and with weights that are not quantised."""
+    whole = hf.get("num_hidden_layers")
+    cut = {
+        key: value[:num_layers] if isinstance(value, list) and len(value) == whole else value
+        for key, value in hf.items()
+    }
+    return {key: value for key, value in cut.items() if key != "quantization_config"} | {
+        "num_hidden_layers": num_layers
+    }
 
 
 def fitted_rates(samples: Sequence[tuple[Job, float]]) -> dict[str, float]:
@@ -241,7 +260,7 @@ def planned_job(model: str, lengths: Sequence[int], top_k: int, layer_spec: Laye
     return Job.of(config, model_facts(config, 1), Machine(num_gpus=1, gpu_bytes=10**12))
 
 
-def show(rows: Sequence[Measured], device: str, peak: float | None, sequence_length: int) -> None:
+def show(rows: Sequence[Measured], device: str, peak: float | None, sequence_length: int, model: str) -> None:
     """Print the table, and the peak that it assumes."""
     assumed = f"{peak:,.1f} TFLOP/s, dense bfloat16" if peak else "not known; give --peak-tflops for MFU"
     typer.echo(f"\n{device}; its peak: {assumed}")
@@ -254,7 +273,7 @@ def show(rows: Sequence[Measured], device: str, peak: float | None, sequence_len
         memory = (f"{size / 2**30:.1f}" for size in (row.peak_bytes, row.planned_bytes))
         names = [row.layer_spec, row.objective, str(row.num_layers)]
         cells.append([*names, f"{row.num_tokens:,}", *speed, *memory])
-    title = f"training step, some of Qwen3-30B-A3B's 48 layers, sequences of {sequence_length} tokens"
+    title = f"training step, some layers of {model}, sequences of {sequence_length} tokens"
     names = ("layer spec", "objective", "layers", "tokens", "ms", "tokens/s", "MFU", "peak GiB", "planned")
     show_table(title, names, cells)
     pairs = zip(rows, cells, strict=True)

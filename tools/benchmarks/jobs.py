@@ -21,10 +21,20 @@ PROMPT_TOKENS = 8
 
 
 def write_model(runtime: Runtime, folder: str, sizes: dict[str, Any]) -> None:
-    """Write a random Qwen3-MoE with these settings as a Hugging Face folder."""
-    from tests.support.tiny import write_model as write  # of tests/distributed
+    """Write a random model as a Hugging Face folder: that of a config.json, or a Qwen3-MoE of these sizes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    runtime.on_main(lambda: write(Path(folder), **{"initializer_range": 0.02, **sizes}))
+    from tests.support.tiny import write_model as write_qwen3_moe  # of tests/distributed
+
+    def write() -> None:
+        if "model_type" not in sizes:
+            write_qwen3_moe(Path(folder), **{"initializer_range": 0.02, **sizes})
+            return
+        config = AutoConfig.for_model(**sizes)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+
+    with runtime.device:  # random numbers come faster from a GPU
+        runtime.on_main(write)
 
 
 def random_samples(lengths: Sequence[int], vocab_size: int, topk: int = 0) -> list[Sample]:

@@ -26,6 +26,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.mcore.layer_functions import share_rotary_table
 from megatron_dppo.models.attention import choose_flash_attention
+from megatron_dppo.models.delta_rule import kernel_fault
 from megatron_dppo.models.layer_spec import BLOCK_SPECS, BlockSpec
 from megatron_dppo.runtime.libraries import Libraries
 from megatron_dppo.runtime.process import Runtime, gpu_libraries
@@ -117,22 +118,29 @@ def _uneven_stages(num_layers: int, parallel: Mapping[str, Any]) -> dict[str, in
 def agreed_layer_spec(config: Config, runtime: Runtime, model: ModelSizes | None = None) -> LayerSpecName:
     """Resolve `model.layer_spec`, the same on all ranks; rank 0 logs the choice and the reason."""
     choice = choose_layer_spec(config, gpu_libraries().transformer_engine, model)
-    attention = "" if model is None or choice.name != "torch" else _flash_attention(config, runtime, model)
-    names = runtime.all_gather(", ".join(filter(None, [choice.name, attention.partition(":")[0]])))
+    kernels = [] if model is None or choice.name != "torch" else _kernels(config, runtime, model)
+    names = runtime.all_gather(", ".join([choice.name, *(kernel.partition(":")[0] for kernel in kernels)]))
     if len(set(names)) > 1:
         other = next(rank for rank, name in enumerate(names) if name != names[0])
         found = f"{config.model.layer_spec!r}: {names[0]} on rank 0, {names[other]} on rank {other}"
         action = "Install the same packages on all nodes, or name one in the config."
         raise ConfigError(Problem("model.layer_spec", found, "one layer spec on all ranks", action))
     logger.info("layers of the %s spec: %s", choice.name, choice.reason)
-    if attention:
-        logger.info("attention: %s", attention)
+    for kernel in kernels:
+        logger.info("attention: %s", kernel)
     return choice.name
 
 
-def _flash_attention(config: Config, runtime: Runtime, model: ModelSizes) -> str:
+def _kernels(config: Config, runtime: Runtime, model: ModelSizes) -> list[str]:
+    """Return the kernels of attention, and of linear attention if the model has it, each with the reason."""
     dtype, head_dim = getattr(torch, config.model.dtype), max(model.head_dim, model.value_head_dim)
-    return choose_flash_attention(runtime.device, dtype, head_dim, has_sinks=SINKS in model.options)
+    found = [choose_flash_attention(runtime.device, dtype, head_dim, has_sinks=SINKS in model.options)]
+    if (linear := model.linear) is not None:
+        heads = linear.num_value_heads // config.parallel.tensor
+        fault = kernel_fault(runtime.device.type, dtype, heads, linear.key_head_dim, linear.value_head_dim)
+        right = "flash-linear-attention: it is installed, and its results are right"
+        found.append(right if fault is None else f"PyTorch's operators for linear attention: {fault}")
+    return found
 
 
 def build_model(hf: HFConfig, config: TransformerConfig, layer_spec: LayerSpecName = "torch") -> list[GPTModel]:

@@ -14,7 +14,13 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_dppo.models.attention import PackedSequences
-from megatron_dppo.models.delta_rule import Chunks, causal_convolution, delta_rule_form, recomputed
+from megatron_dppo.models.delta_rule import (
+    Chunks,
+    KernelSequences,
+    causal_convolution,
+    kernel_fault,
+    recomputed,
+)
 from megatron_dppo.models.spans import Spans, starts_of
 
 
@@ -23,7 +29,11 @@ def chunks_of(config: TransformerConfig, spans: Spans, device_type: str) -> Chun
     width = config.linear_conv_kernel_dim
     if config.linear_attention_freq is None or width is None or spans.keys is not None:
         return None
-    return delta_rule_form(device_type).of(starts_of(spans.num_queries), width)
+    values, key_size = config.linear_num_value_heads, config.linear_key_head_dim
+    assert values and key_size and config.linear_value_head_dim, "the model's family sets them"
+    heads = values // config.tensor_model_parallel_size
+    fault = kernel_fault(device_type, config.params_dtype, heads, key_size, config.linear_value_head_dim)
+    return (KernelSequences if fault is None else Chunks).of(starts_of(spans.num_queries), width)
 
 
 class ZeroCentredNorm(torch.nn.Module):

@@ -6,7 +6,8 @@ chunk are computed together, with the state before it. Chunks of several sequenc
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -121,7 +122,11 @@ def _unit(x: Tensor) -> Tensor:
 
 
 class KernelSequences(Chunks):
-    """The same with the kernels of flash-linear-attention. They have not run here: there was no GPU."""
+    """The same with the kernels of flash-linear-attention.
+
+    On an H200 with torch 2.11 they refused the backward pass, because Triton 3.4 to 3.7.0 compiles it wrongly
+    for Hopper. No run has used them yet.
+    """
 
     def rule(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
         """Return what `Chunks.rule` returns."""
@@ -133,9 +138,45 @@ class KernelSequences(Chunks):
         return output[0]
 
 
-def delta_rule_form(device_type: str) -> type[Chunks]:
-    """Select the form of the gated delta rule: flash-linear-attention's kernels on a GPU that has them."""
-    return KernelSequences if delta_rule_kernels(is_on_gpu=device_type == "cuda").is_usable else Chunks
+@cache
+def kernel_fault(
+    device_type: str, dtype: torch.dtype, num_heads: int, key_size: int, value_size: int
+) -> str | None:
+    """Try flash-linear-attention's kernels with this rank's heads; return why they cannot be used, if so.
+
+    The first call compiles them, which takes minutes; Triton keeps them in its cache on disk.
+    """
+    if (fault := delta_rule_kernels(is_on_gpu=device_type == "cuda").fault) is not None:
+        return fault
+    if dtype == torch.float32:
+        return "float32 is for exact comparisons, and the kernels round their factors"
+    try:
+        is_exact = _is_exact(torch.device(device_type), num_heads, key_size, value_size)
+    except Exception as error:  # noqa: BLE001 - compilers and kernels raise anything
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return None if is_exact else "their results are wrong"
+
+
+def _is_exact(device: torch.device, num_heads: int, key_size: int, value_size: int) -> bool:
+    """Compare the kernels with PyTorch operators in float32, gradients too, on three sequences in bfloat16."""
+    generator, lengths = torch.Generator(device).manual_seed(0), torch.tensor([3, 2 * CHUNK + 5, CHUNK])
+    cu_seqlens, num_tokens = F.pad(lengths.cumsum(0), (1, 0)), int(lengths.sum())
+    sizes = [(key_size,), (key_size,), (value_size,), (), (), (value_size,)]
+    query, key, value, decay, rate, weight = (
+        torch.randn(num_tokens, num_heads, *size, generator=generator, device=device).bfloat16()
+        for size in sizes
+    )
+    inputs = (query, key, value, -F.softplus(decay.float()), rate.sigmoid())
+
+    def results(form: type[Chunks], dtype: torch.dtype) -> list[Tensor]:
+        chunks = form.of(cu_seqlens, 1)
+        chunks = replace(chunks, rows=chunks.rows.to(device), cu_seqlens=chunks.cu_seqlens.to(device))
+        leaves = [x.to(torch.promote_types(x.dtype, dtype)).requires_grad_() for x in inputs]
+        output = chunks.rule(*leaves)
+        return [output, *torch.autograd.grad(output, leaves, weight.to(output.dtype))]
+
+    pairs = zip(results(KernelSequences, torch.bfloat16), results(Chunks, torch.float32), strict=True)
+    return all(torch.dist(found.float(), exact) <= 0.03 * exact.norm() for found, exact in pairs)
 
 
 def recomputed(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:

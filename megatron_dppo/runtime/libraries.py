@@ -97,7 +97,7 @@ OPTIONAL_LIBRARIES = (
     OptionalLibrary(
         "flash-linear-attention",
         "the gated delta rule of Qwen3-Next and Qwen3.5",
-        "any with `fla.ops.gated_delta_rule`; not run here",
+        "any with `fla.ops.gated_delta_rule`, if right at the start; 0.6.0 on Hopper needs Triton 3.7.1",
         "`pip install flash-linear-attention`, where CUDA and Triton are",
         "PyTorch operators: exact, and slow on a GPU",
     ),

@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_dppo.architectures.sizes import DELTA_CHUNK as CHUNK
-from megatron_dppo.models.delta_rule import Chunks, causal_convolution, recomputed
+from megatron_dppo.models import delta_rule
+from megatron_dppo.models.delta_rule import Chunks, causal_convolution, kernel_fault, recomputed
+from megatron_dppo.runtime.libraries import Library
 
 HEADS, KEY, VALUE, WIDTH = 3, 5, 4, 4
 LENGTHS = (3, 2 * CHUNK + 7, 1, CHUNK, CHUNK + 1, 2)
@@ -76,3 +78,34 @@ def test_only_the_arguments_are_kept_for_the_backward_pass() -> None:
     assert {x.data_ptr() for x in kept} == {x.data_ptr() for x in inputs}
     output.sum().backward()
     assert [x.grad is None for x in inputs] == [False, False, False, True, False]
+
+
+@pytest.mark.parametrize("fault", ["missing", "forward", "backward", "wrong gradient", None])
+def test_kernels_are_used_if_both_passes_are_right(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for the kernels, because there is no GPU."""
+
+    class Kernels(Chunks):
+        def rule(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
+            if fault == "forward":
+                raise RuntimeError("no such instruction\nand more lines")
+            output = super().rule(query, key, value, decay, rate)
+            if fault == "backward":
+                output.register_hook(lambda _: _refuse())
+            return output + 0.2 * (query - query.detach()).sum() if fault == "wrong gradient" else output
+
+    def _refuse() -> None:
+        raise ValueError("Triton 3.6 compiles it wrongly")
+
+    library = Library("not installed" if fault == "missing" else None)
+    monkeypatch.setattr(delta_rule, "delta_rule_kernels", lambda is_on_gpu: library)
+    monkeypatch.setattr(delta_rule, "KernelSequences", Kernels)
+    kernel_fault.cache_clear()
+    found = kernel_fault("cpu", torch.bfloat16, HEADS, 8, 16)
+    assert kernel_fault("cpu", torch.float32, HEADS, 8, 16) is not None, "they are not exact"
+    kernel_fault.cache_clear()
+    reasons = {"missing": "not installed", "forward": "RuntimeError: no such instruction"}
+    reasons |= {
+        "backward": "ValueError: Triton 3.6 compiles it wrongly",
+        "wrong gradient": "their results are wrong",
+    }
+    assert found == (None if fault is None else reasons[fault])

@@ -31,7 +31,8 @@ def write_model(runtime: Runtime, folder: str, sizes: dict[str, Any]) -> None:
             write_qwen3_moe(Path(folder), **{"initializer_range": 0.02, **sizes})
             return
         config = AutoConfig.for_model(**sizes)
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+        model.save_pretrained(folder)
 
     with runtime.device:  # random numbers come faster from a GPU
         runtime.on_main(write)

@@ -81,6 +81,21 @@ def test_log_probs_topk_and_routes_are_those_of_a_forward(family: Family) -> Non
     assert worst_topk <= PARITY
 
 
+def test_later_turns_continue_from_the_server_s_cache(family: Family) -> None:
+    """Keys and values, or a recurrent state: what follows equals a forward pass of the whole."""
+    served, params = family.served, replace(family.params, max_response_tokens=9)
+    engine = build_engine(Config.model_validate(family.tables), served.folder, torch.device("cpu"))
+    requests, num_cached = requests_of("turns", num_prompts=2, samples=2, length=17), list[int]()
+    for _ in range(3):
+        completions = engine.generate(requests, params)
+        assert max(compare(served, requests, completions, params)) <= PARITY
+        num_cached.append(sum(completion.num_cached_tokens for completion in completions))
+        said = zip(requests, completions, strict=True)
+        requests = [replace(r, prompt_tokens=(*r.prompt_tokens, *c.tokens.tolist(), 5, 7)) for r, c in said]
+    print(f"tokens of the cache, by turn: {num_cached}")
+    assert num_cached[1] > 0 and num_cached[2] > num_cached[1]
+
+
 def test_pushed_weights_are_served(family: Family, tmp_path: Path) -> None:
     (results,) = run_ranks(push_every_way, 1, tmp_path, family.tables, family.params, str(tmp_path), 11)
     for way in WAYS:

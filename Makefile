@@ -146,7 +146,7 @@ $(VENV312)/.stamp: setup.py constraints.txt Makefile | python312
 # The test runner is ours; the servers that it starts run in SGLang's environment, on a CPU.
 test-sglang: venv
 	$(MAKE) sglang-venv SGLANG_FOR=cpu SGLANG=$(SGLANG)
-	SERVERS_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(RUN) -m pytest tests/sglang -m "not slow" $(RECORDING)
+	SERVERS_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(RUN) -m pytest tests/sglang -m "not slow" -n 2 --dist loadfile $(RECORDING)
 
 # A server of every model family, which takes minutes.
 test-sglang-slow: venv

@@ -94,6 +94,20 @@ class WideKeyNorm(WideNorm):
         return config.num_query_groups
 
 
+class WideNormAttention(SelfAttention):
+    """Attention with wide norms, which Megatron's option for norms of single heads does not know.
+
+    With that option, it would sum their gradients over tensor-parallel ranks. Without it, Megatron-Core 0.19.2
+    refuses norms in the spec.
+    """
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        size, eps = self.hidden_size_per_attention_head, config.layernorm_epsilon
+        self.q_layernorm = WideNorm(config, size, eps)
+        self.k_layernorm = WideKeyNorm(config, size, eps)
+
+
 class WholeLinear(torch.nn.Module):
     """Linear that is replicated on tensor-parallel ranks, each of which applies it to its sequence slice."""
 
@@ -182,8 +196,6 @@ def _grouped_attention(config: TransformerConfig, sizes: ModelSizes) -> tuple[Mo
     norms: tuple[Any, Any] = (
         (norm_of(sizes), norm_of(sizes)) if config.qk_layernorm else (IdentityOp, IdentityOp)
     )
-    if WIDE_NORM in sizes.options:
-        norms = WideNorm, WideKeyNorm
     submodules = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=PackedAttention,
@@ -192,8 +204,9 @@ def _grouped_attention(config: TransformerConfig, sizes: ModelSizes) -> tuple[Mo
         k_layernorm=norms[1],
     )
     is_gated = OUTPUT_GATE in sizes.options
+    is_wide = WIDE_NORM in sizes.options
     spec = ModuleSpec(
-        module=GatedAttention if is_gated else SelfAttention,
+        module=GatedAttention if is_gated else WideNormAttention if is_wide else SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=submodules,
     )

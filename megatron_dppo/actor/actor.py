@@ -27,7 +27,7 @@ from megatron_dppo.actor.router_losses import RouterLosses
 from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.algorithms.presets import overrides_in
 from megatron_dppo.architectures.layout import Layout
-from megatron_dppo.architectures.megatron_options import RouterCoefficients
+from megatron_dppo.architectures.megatron_options import RouterCoefficients, shares_prefixes
 from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.architectures.registry import model_sizes, read_hf_config
 from megatron_dppo.checkpoints.megatron_folder import load_weights
@@ -77,19 +77,19 @@ class Actor:
         cpu.install()
         fixes.apply()
         self._config, self._runtime = config, runtime
-        self.objective: Objective = preset(
-            config.algorithm.preset, **overrides_in(config.algorithm.model_dump())
-        )
+        overrides = overrides_in(config.algorithm.model_dump())
+        self.objective: Objective = preset(config.algorithm.preset, **overrides)
         self.layout = Layout.of(config.parallel, runtime.world_size)
         initialize_groups(self.layout, config.run.seed, config.run.timeout_s)
-        self.data_parallel_groups: tuple[int, ...] = tuple(
-            runtime.all_gather(parallel_state.get_data_parallel_rank())
-        )
+        own_group = parallel_state.get_data_parallel_rank()
+        self.data_parallel_groups: tuple[int, ...] = tuple(runtime.all_gather(own_group))
         self.hf = read_hf_config(config.model.load)
         dtype = getattr(torch, config.model.dtype)
-        spec = agreed_layer_spec(config, runtime, model_sizes(self.hf))
-        sizes = megatron_sizes(self.layout)
-        self._model_config = transformer_config(self.hf, dtype, sizes, config.megatron, spec)
+        sizes = model_sizes(self.hf)
+        spec = agreed_layer_spec(config, runtime, sizes)
+        self.shares_prefixes = shares_prefixes(config, sizes, spec)
+        parts = megatron_sizes(self.layout)
+        self._model_config = transformer_config(self.hf, dtype, parts, config.megatron, spec)
         chunks = build_model(self.hf, self._model_config, spec)
         self.chunks: list[GPTModel] = [chunk.to(runtime.device) for chunk in chunks]
         load_weights(self.chunks, config.model.load, self.hf)
@@ -388,7 +388,7 @@ class Actor:
         # interleaving needs a multiple of the number of stages
         multiple = self.layout.pipeline if self.layout.virtual_pipeline > 1 else 1
         complete = filled_up(microbatches, multiple, self.routing, self._observer.reads_places)
-        forwardings = [Forwarding.of(m, self._config.parallel.share_prefixes) for m in complete]
+        forwardings = [Forwarding.of(m, self.shares_prefixes) for m in complete]
         run_microbatches(
             self._ddp,
             forwardings,

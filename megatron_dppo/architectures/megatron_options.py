@@ -1,4 +1,4 @@
-"""Decides options of Megatron by the config, without Megatron: the layer spec, and the losses on routers."""
+"""Decides options by the config, without Megatron: layer spec, shared prefixes, and the losses on routers."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -44,6 +44,11 @@ def choose_layer_spec(
     return SpecChoice("torch", f"Transformer Engine cannot be used: {problem.where}: {problem.found}")
 
 
+def may_use_transformer_engine(config: Config, sizes: ModelSizes | None = None) -> bool:
+    """Whether a machine where Transformer Engine can be used would use it."""
+    return choose_layer_spec(config, Library(), sizes).name == "transformer_engine"
+
+
 def library_problems(transformer_engine: Library) -> Iterator[Problem]:
     """Yield the problems that prevent any config from using Transformer Engine's modules on this machine."""
     if not transformer_engine.is_usable:
@@ -81,6 +86,23 @@ def transformer_engine_limits(config: Config, sizes: ModelSizes | None = None) -
         found = f"{config.parallel.context} with Transformer Engine's layers"
         expected = "1: its ring of ranks, on separate CUDA streams, has not been tested yet"
         yield Problem("parallel.context", found, expected, f"Set it to 1, {use_torch}")
+
+
+def shares_prefixes(config: Config, sizes: ModelSizes | None, layer_spec: LayerSpecName | None = None) -> bool:
+    """Resolve `parallel.share_prefixes`: if it is not set, prefixes are shared wherever it is supported.
+
+    Args:
+        config: Config of the run.
+        sizes: Sizes of the model; `None` if they are not known.
+        layer_spec: Layer spec that the model is built in. `None` if it is not known, as without a GPU: then
+            "auto" is taken to be "torch", as `plan` takes it.
+    """
+    parallel = config.parallel
+    if parallel.share_prefixes is not None:
+        return parallel.share_prefixes
+    is_torch = (layer_spec or config.model.layer_spec) != "transformer_engine"
+    has_states = sizes is not None and bool(sizes.linear_layers)
+    return is_torch and parallel.context == 1 and not has_states
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 from megatron_dppo.architectures.layout import layout_problems
-from megatron_dppo.architectures.megatron_options import library_problems, transformer_engine_limits
+from megatron_dppo.architectures.megatron_options import (
+    library_problems,
+    shares_prefixes,
+    transformer_engine_limits,
+)
 from megatron_dppo.architectures.registry import (
     FAMILIES,
     architecture_problem,
@@ -100,7 +104,9 @@ def _rollout_memory(config: Config, facts: Facts) -> Iterator[Problem]:
         return
     routing = sizes.routing if config.has_routes else None
     num_groups = max(facts.world_size // (parallel.tensor * parallel.pipeline * parallel.context), 1)
-    bound = rollout_bytes_bound(config, facts.world_size, num_groups, routing) / (1 << 30)
+    is_shared = shares_prefixes(config, sizes)
+    bound = rollout_bytes_bound(config, facts.world_size, num_groups, routing, shares_prefixes=is_shared)
+    bound /= 1 << 30
     if bound > config.rollout.max_data_gib:
         options, lag = config.rollout, config.rollout.lag
         of = f"{lag + 1} rollouts, {lag} of them sampled ahead," if lag else "a rollout"

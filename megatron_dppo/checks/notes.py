@@ -13,6 +13,7 @@ from typing import Any
 from megatron_dppo.algorithms import Objective, preset, trial
 from megatron_dppo.algorithms.presets import PAPER, overrides_in
 from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.architectures.megatron_options import may_use_transformer_engine, shares_prefixes
 from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.architectures.sizes import config_file, end_tokens
 from megatron_dppo.checks.algorithm_rules import objective_of, problems_with_own_rule, shadow_of
@@ -67,7 +68,14 @@ def _layout(config: Config, facts: Facts) -> str:
     except ConfigError:
         processes = "1 process" if facts.world_size == 1 else f"{facts.world_size} processes"
         return f"does not divide {processes} (--world-size names another number)"
-    return f"{layout}; {layout.data} data-parallel"
+    return f"{layout}; {layout.data} data-parallel{_sharing(config, facts)}"
+
+
+def _sharing(config: Config, facts: Facts) -> str:
+    if not shares_prefixes(config, facts.model_sizes):
+        return ""
+    is_open = may_use_transformer_engine(config, facts.model_sizes)
+    return ", prefixes shared" + " if the layers are torch's" * is_open
 
 
 def _data(config: Config, facts: Facts) -> str:

@@ -12,7 +12,12 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from megatron_dppo.architectures.layout import layers_of_stages
-from megatron_dppo.architectures.megatron_options import LayerSpecName, RouterCoefficients, choose_layer_spec
+from megatron_dppo.architectures.megatron_options import (
+    LayerSpecName,
+    RouterCoefficients,
+    choose_layer_spec,
+    shares_prefixes,
+)
 from megatron_dppo.architectures.registry import family_of, model_sizes
 from megatron_dppo.architectures.sizes import (
     SINKS,
@@ -128,6 +133,8 @@ def agreed_layer_spec(config: Config, runtime: Runtime, model: ModelSizes | None
     logger.info("layers of the %s spec: %s", choice.name, choice.reason)
     for kernel in kernels:
         logger.info("attention: %s", kernel)
+    if shares_prefixes(config, model, choice.name):
+        logger.info("prefixes that samples of a micro-batch share are forwarded once")
     return choice.name
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from megatron_dppo.algorithms import PRESETS
 from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.architectures.megatron_options import shares_prefixes
 from megatron_dppo.architectures.parameters import ModelShape, model_shape
 from megatron_dppo.checks import Facts, problems_of
 from megatron_dppo.config.schema import Config
@@ -261,7 +262,7 @@ class Workload:
             sequence_tokens=config.data.max_prompt_tokens + rollout.max_response_tokens,
             prompt_tokens=config.data.max_prompt_tokens,
             samples_per_step=math.ceil(prompts) * rollout.samples_per_prompt,
-            samples_sharing=rollout.samples_per_prompt if config.parallel.share_prefixes else 1,
+            samples_sharing=rollout.samples_per_prompt if shares_prefixes(config, sizes) else 1,
             topk_columns=rollout.num_topk_log_probs,
             routed_layers=len(sizes.moe_layers) if has_routes else 0,
             routed_experts=sizes.experts_per_token if has_routes else 0,
@@ -357,6 +358,11 @@ class Job:
     def problems(self) -> list[Problem]:
         """Problems for which `train` refuses the config on this number of processes."""
         return problems_of(self.config, self.facts, needs=("config",))
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether a prefix of several samples is forwarded once, with the layers that `options` assumes."""
+        return shares_prefixes(self.config, self.shape.sizes)
 
     @property
     def has_reference(self) -> bool:

@@ -380,7 +380,9 @@ def _of_stage(job: Job, layout: Layout, states: RankStates) -> dict[str, int]:
     routing = job.shape.sizes.routing if job.config.has_routes else None
     components = {
         "process": PROCESS_HOST_BYTES,
-        "rollout data": rollout_bytes_bound(job.config, layout.world_size, layout.data, routing),
+        "rollout data": rollout_bytes_bound(
+            job.config, layout.world_size, layout.data, routing, shares_prefixes=job.shares_prefixes
+        ),
         "optimizer": states.optimizer_on_host,
         "trainer during rollout": (states.parameters + states.optimizer_between)
         * job.config.rollout.takes_turns,

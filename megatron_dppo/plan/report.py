@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from megatron_dppo.architectures.megatron_options import may_use_transformer_engine
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.plan import job as figures
 from megatron_dppo.plan.cost import StepTime
@@ -99,9 +100,11 @@ def _heading(plan: Plan) -> Iterator[str]:
         tokens, num = plan.memory.microbatch_tokens, plan.memory.num_microbatches
         yield f"a gradient step: {num} micro-batches of up to {tokens} tokens on each data-parallel rank"
         tree = job.workload.tree(plan.memory.layout.data)
-        if job.config.parallel.share_prefixes:
+        if job.shares_prefixes:
             share = tree.num_tokens / tree.num_rows
-            yield f"shared prompts: {tree.num_samples} samples to one, {share:.0%} of their tokens forwarded"
+            sharing = f"{tree.num_samples} samples to one, {share:.0%} of their tokens forwarded"
+            condition = " if the layers are torch's" * may_use_transformer_engine(job.config, sizes)
+            yield f"shared prompts{condition}: {sharing}"
         yield f"engine: {plan.memory.engine.text}"
 
 

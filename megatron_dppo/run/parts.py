@@ -118,7 +118,12 @@ class Sampling:
         parts.logger.write_samples(rollout, groups, rollouts.tokenizer)
         with state.timer.time("batch"):
             steps, report = gradient_steps(
-                groups, rollout, parts.config, parts.actor.data_parallel, routing=parts.actor.captured_routing
+                groups,
+                rollout,
+                parts.config,
+                parts.actor.data_parallel,
+                routing=parts.actor.captured_routing,
+                shares_prefixes=parts.actor.shares_prefixes,
             )
         metrics |= parts.logger.describe_batches(report)
         state.queue_rollout(steps, metrics, rollouts.cursor)

@@ -78,7 +78,7 @@ def whole(task: Path) -> dict[str, Any]:
         "whole",
         run={"seed": 11, "num_rollouts": 7, "timeout_s": 700.0, "peer_timeout_s": 71.0},
         model={"layer_spec": "torch"},
-        parallel={"share_prefixes": True},
+        parallel={"share_prefixes": False},
         data={
             "shuffle": False,
             "reward": {"tests.faults.rewards:digits": 0.75, f"{OWN}:heard": 0.25},

@@ -72,7 +72,9 @@ def roll_out_and_batch(runtime: Runtime, group_of_rank: tuple[int, ...], num_pro
     own = uneven_groups(num_prompts)[runtime.rank :: runtime.world_size]
     num_sampled = sum(sample.tokens.numel() for group in own for sample in group.samples)
     routing = ModelRouting((0, 1, 2), num_experts=8, top_k=2)
-    steps, report = gradient_steps(own, 0, config, DataParallel(group_of_rank, runtime), routing=routing)
+    steps, report = gradient_steps(
+        own, 0, config, DataParallel(group_of_rank, runtime), routing=routing, shares_prefixes=False
+    )
     needed, deadline = before + sum(map(bytes_of, steps)), time.monotonic() + 20
     # gloo's thread answers a broadcast before it lets go of what it sent
     while (unneeded := live_bytes() - needed) > MAX_UNNEEDED_BYTES and time.monotonic() < deadline:

@@ -162,7 +162,7 @@ def count(runtime: Runtime, model: str, num_layers: int, parallel: Mapping[str, 
     config = Config.model_validate(
         {
             "model": {"load": model, "dtype": "float32"},
-            "parallel": {"max_tokens_per_microbatch": sum(LENGTHS)} | dict(parallel),
+            "parallel": {"max_tokens_per_microbatch": sum(LENGTHS), "share_prefixes": False} | dict(parallel),
             "rollout": {"routing_replay": "replay"},
             "optimizer": {"distributed": False},
         }

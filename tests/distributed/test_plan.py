@@ -236,7 +236,7 @@ def config_of(model: str, parallel: dict[str, int], case: Case) -> Config:
     return Config.model_validate(
         {
             "model": {"load": model, "dtype": case.dtype},
-            "parallel": parallel | {"share_prefixes": case.samples_sharing > 1},
+            "parallel": parallel | ({} if case.samples_sharing > 1 else {"share_prefixes": False}),
             "optimizer": {"distributed": case.is_distributed},
             "rollout": {"routing_replay": "replay"},
             "algorithm": case.algorithm,

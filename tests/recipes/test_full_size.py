@@ -313,7 +313,7 @@ def depth_of(config: Config) -> int:
 
 _NAMES = ("moe_base", "dense_base", "moonlight")
 MOE, DENSE, LATENT = (ROOT / "examples" / name / "base.toml" for name in _NAMES)
-SHORT = ("parallel.share_prefixes=true", "data.max_prompt_tokens=2048", "rollout.max_response_tokens=1024")
+SHORT = ("data.max_prompt_tokens=2048", "rollout.max_response_tokens=1024")
 WITHOUT_AN_EXAMPLE = {
     "shared prompts": (MOE, "parallel.context=1", "parallel.tensor=2", *SHORT),
     "shared prompts, all logits": (DENSE, *SHORT, "algorithm.loss_from=logits"),
@@ -340,7 +340,8 @@ def test_a_traced_step_of_other_layouts_holds_the_plan(name: str) -> None:
     file, *overrides = WITHOUT_AN_EXAMPLE[name]
     config, num_gpus = load_config([Path(file)], overrides), FEWEST_GPUS[Path(file).parent.name]
     plan = make_plan(config, Machine(num_gpus, 80 * GB))
-    assert plan.job.workload.tree(plan.job.layout.data).is_shared == config.parallel.share_prefixes
+    is_shared = config.parallel.context == 1
+    assert plan.job.workload.tree(plan.job.layout.data).is_shared == plan.job.shares_prefixes == is_shared
     require_plan(trace_run(plan, lambda _: None, depth_of(config)), config)
 
 

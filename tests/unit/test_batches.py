@@ -241,7 +241,9 @@ def test_samples_are_freed_once_they_are_packed_or_sent_away(epochs: int, expect
         assert isinstance(peer, Peer)
         if peer.rank == 0:
             own, peer = groups, Watched(peer.rank, peer.meeting, tokens, seen)
-        steps, report = gradient_steps(own, 0, config, replace(data_parallel, peers=peer), routing=ROUTING)
+        steps, report = gradient_steps(
+            own, 0, config, replace(data_parallel, peers=peer), routing=ROUTING, shares_prefixes=False
+        )
         return len(steps), report.num_moved
 
     assert on_ranks(work, (0, 1)) == [(3 * epochs, 3 * epochs)] * 2
@@ -275,7 +277,7 @@ def test_a_prompt_trains_in_the_same_step_on_any_number_of_ranks(world_size: int
 
     def work(data_parallel: DataParallel) -> list[TrainBatch]:
         own = groups[data_parallel.peers.rank :: world_size]
-        return gradient_steps(own, 3, config, data_parallel, routing=None)[0]
+        return gradient_steps(own, 3, config, data_parallel, routing=None, shares_prefixes=False)[0]
 
     ranks = on_ranks(work, tuple(range(world_size)))
     steps = []
@@ -294,7 +296,7 @@ def test_a_minibatch_without_learning_tokens_makes_no_step() -> None:
     )
     dead = make_sample([1, 2, 3], 2, mask=[False])
     groups = [make_group(0, [dead]), make_group(1, [make_sample([1, 2, 3], 2)])]
-    steps, _ = gradient_steps(groups, 0, config, alone(), routing=None)
+    steps, _ = gradient_steps(groups, 0, config, alone(), routing=None, shares_prefixes=False)
     assert [step.num_loss_tokens for step in steps] == [1]
 
 

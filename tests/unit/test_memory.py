@@ -1,6 +1,7 @@
 """The bound on a rollout's bytes holds, and is met where every response is as long as allowed."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.support.ranks_on_threads import alone
 from tests.support.samples import ROUTING, make_group, make_sample
 
 PROMPT, RESPONSE, PROMPTS, SAMPLES = 3, 200, 4, 2
+bound_of = partial(rollout_bytes_bound, shares_prefixes=False)
 
 
 def run(epochs: int) -> Config:
@@ -38,22 +40,22 @@ def test_the_bound_holds(epochs: int, length: int) -> None:
     config, tokens = run(epochs), list(range(PROMPT + length))
     groups = [make_group(i, [make_sample(tokens, PROMPT) for _ in range(SAMPLES)]) for i in range(PROMPTS)]
     held = bytes_of_samples(sample for group in groups for sample in group.samples)
-    steps, _ = gradient_steps(groups, 0, config, alone(), routing=ROUTING)
+    steps, _ = gradient_steps(groups, 0, config, alone(), routing=ROUTING, shares_prefixes=False)
     held += sum(bytes_of(step) for step in steps)
-    bound = rollout_bytes_bound(config, 1, 1, ROUTING)
+    bound = bound_of(config, 1, 1, ROUTING)
     assert 0.9 * bound * length / RESPONSE < held <= bound
-    assert rollout_bytes_bound(config, 1, 1, None) < bound
+    assert bound_of(config, 1, 1, None) < bound
     with_kl = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"ref_kl_coef": 0.1})})
     num_tokens = epochs * PROMPTS * SAMPLES * (PROMPT + RESPONSE)
-    assert rollout_bytes_bound(with_kl, 1, 1, ROUTING) == bound + 4 * num_tokens
+    assert bound_of(with_kl, 1, 1, ROUTING) == bound + 4 * num_tokens
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_more_groups_hold_less_each_and_a_larger_group_holds_no_more_than_its_samples(epochs: int) -> None:
     config = run(epochs)
-    one, two, four = (rollout_bytes_bound(config, n, n, ROUTING) for n in (1, 2, 4))
+    one, two, four = (bound_of(config, n, n, ROUTING) for n in (1, 2, 4))
     assert one > two > four, "with a mini-batch on its way, and one sample beyond an equal share"
-    split_model = rollout_bytes_bound(config, 4, 2, ROUTING)
+    split_model = bound_of(config, 4, 2, ROUTING)
     assert four < split_model < one
 
 
@@ -71,9 +73,9 @@ def test_rollouts_sampled_ahead_count_as_micro_batches(lag: int) -> None:
     config = run(2)
     tokens = list(range(PROMPT + RESPONSE))
     groups = [make_group(i, [make_sample(tokens, PROMPT) for _ in range(SAMPLES)]) for i in range(PROMPTS)]
-    steps, _ = gradient_steps(groups, 0, config, alone(), routing=ROUTING)
+    steps, _ = gradient_steps(groups, 0, config, alone(), routing=ROUTING, shares_prefixes=False)
     ahead = config.model_copy(update={"rollout": config.rollout.model_copy(update={"lag": lag})})
-    more = rollout_bytes_bound(ahead, 1, 1, ROUTING) - rollout_bytes_bound(config, 1, 1, ROUTING)
+    more = bound_of(ahead, 1, 1, ROUTING) - bound_of(config, 1, 1, ROUTING)
     held = min(lag, 99) * sum(bytes_of(step) for step in steps)
     assert held <= more < 1.1 * held
 
@@ -89,5 +91,5 @@ def test_rollouts_sampled_ahead_count_as_micro_batches(lag: int) -> None:
 def test_groups_beyond_those_that_are_wanted_count(options: dict[str, Any], num_more: int) -> None:
     config, one = run(1), bytes_of_samples([make_sample(list(range(PROMPT + RESPONSE)), PROMPT)])
     more = config.model_copy(update={"rollout": config.rollout.model_copy(update=options)})
-    bounds = [rollout_bytes_bound(each, 1, 1, ROUTING) for each in (config, more)]
+    bounds = [bound_of(each, 1, 1, ROUTING) for each in (config, more)]
     assert bounds[1] - bounds[0] == pytest.approx(num_more * SAMPLES * one, rel=0.02)

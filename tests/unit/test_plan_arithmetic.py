@@ -344,8 +344,11 @@ def test_the_default_loss_takes_a_fraction_of_all_logits() -> None:
     assert _loss(32768) < _loss(32768, loss_from="logits") / 2
 
 
-def test_the_batch_carries_routes_and_top_k() -> None:
+@pytest.mark.parametrize(("shares", "distinct"), [(False, 0), (True, 4 * (808 + 2 * 8192))])
+def test_the_batch_carries_routes_and_top_k(shares: bool, distinct: int) -> None:
+    """With shared prompts the distinct tokens too, in pairs of samples."""
     settings = {
+        "parallel.share_prefixes": shares,
         "rollout.routing_replay": "replay",
         "rollout.num_topk_log_probs": 20,
         "rollout.prompts_per_rollout": 8,
@@ -358,13 +361,13 @@ def test_the_batch_carries_routes_and_top_k() -> None:
     memory = memory_of(job_of(QWEN3_30B, settings), layout_of(8, expert=8))
     loss = memory.worst.moments["loss"]
     assert (memory.num_microbatches, memory.microbatch_tokens) == (4, 18000)
-    assert loss["top-K"] == 8 * 9000 * 20 * 8
-    assert loss["routes"] == 8 * 9000 * 48 * 8 + 18000 * 48 * 8 * 8  # uint8 of a step, int64 of a micro-batch
-    assert loss["batch"] == 8 * 9000 * 41
+    tokens = 8 * 9000 + distinct
+    assert loss["top-K"] == tokens * 20 * 8
+    assert loss["routes"] == tokens * 48 * 8 + 18000 * 48 * 8 * 8  # uint8 of a step, int64 of a micro-batch
+    assert loss["batch"] == tokens * 41
 
 
 SHORT = {
-    "parallel.share_prefixes": True,
     "rollout.prompts_per_rollout": 8,
     "rollout.samples_per_prompt": 16,
     "algorithm.minibatches_per_rollout": 1,
@@ -383,7 +386,10 @@ SHORT = {
         ({"parallel.max_tokens_per_microbatch": 1399}, 1, 7, 19, 1300),
         ({"parallel.max_tokens_per_microbatch": 700}, 1, 1, 128, 700),
         ({}, 64, 2, 1, 800),  # two samples on each data-parallel rank
+        ({"parallel.share_prefixes": True}, 1, 16, 8, 2200),
         ({"parallel.share_prefixes": False}, 1, 1, 43, 2100),
+        ({"parallel.context": 2}, 1, 1, 43, 2100),
+        ({"model.layer_spec": "transformer_engine"}, 1, 1, 43, 2100),
     ],
 )
 def test_a_shared_prompt_counts_once_in_each_micro_batch(

@@ -169,6 +169,7 @@ def test_settings_are_compared_by_value_and_shown_as_text() -> None:
         SettingChange("megatron.recompute_method", "block", "not set")
     ]
     assert experiment_changes({"megatron": {"recompute_method": "block"}}, {}) == []
+    assert experiment_changes({"parallel": {"share_prefixes": False}}, {}) == []  # its default once
     assert setting_changes({"rollout": {"top_k": -1, "repetition_penalty": 1.0}}, {}) == []  # gone since
 
 

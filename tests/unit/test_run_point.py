@@ -34,7 +34,11 @@ def steps(num_steps: int, *versions: int) -> tuple[TrainBatch, ...]:
         "algorithm": {"minibatches_per_rollout": num_steps},
     }
     groups = [make_group(place, samples) for place in range(num_steps)]
-    return tuple(gradient_steps(groups, 0, Config.model_validate(tables), alone(), routing=ROUTING)[0])
+    return tuple(
+        gradient_steps(
+            groups, 0, Config.model_validate(tables), alone(), routing=ROUTING, shares_prefixes=False
+        )[0]
+    )
 
 
 LISTED = {"num_steps": 1, "sums": [["active", "-", [[7, 2.0, 0.1, 0.3, 1.5, math.inf]]]]}

@@ -7,12 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.architectures.megatron_options import choose_layer_spec, transformer_engine_limits
+from megatron_dppo.architectures.megatron_options import (
+    choose_layer_spec,
+    shares_prefixes,
+    transformer_engine_limits,
+)
 from megatron_dppo.architectures.registry import model_sizes
 from megatron_dppo.config import Config
 from megatron_dppo.models.build import fusions
 from megatron_dppo.runtime.libraries import Libraries, Library
 from tests.support.plan_models import QWEN3_30B
+from tests.support.published_models import QWEN3_NEXT
 from tests.support.refusals import refused
 
 USABLE, ABSENT = Library(), Library("ModuleNotFoundError: No module named 'transformer_engine'")
@@ -49,6 +54,40 @@ def test_several_ranks_of_a_sequence_are_refused() -> None:
 @pytest.mark.parametrize("spec", ["torch", "transformer_engine"])
 def test_a_spec_that_is_named_is_taken(spec: str) -> None:
     assert choose_layer_spec(_config(spec), USABLE).name == spec
+
+
+@pytest.mark.parametrize(
+    ("spec", "parallel", "model", "is_shared"),
+    [
+        ("torch", {}, QWEN3_30B, True),
+        ("transformer_engine", {}, QWEN3_30B, False),
+        ("torch", {"context": 2}, QWEN3_30B, False),
+        ("torch", {}, QWEN3_NEXT, False),
+        ("torch", {"share_prefixes": False}, QWEN3_30B, False),
+        ("torch", {"share_prefixes": True}, QWEN3_30B, True),
+    ],
+)
+def test_prefixes_are_shared_where_it_is_supported(
+    spec: Any, parallel: dict[str, Any], model: dict[str, Any], is_shared: bool
+) -> None:
+    """Before a GPU is there, "auto" is taken to be torch's layers."""
+    sizes = model_sizes(model)
+    assert shares_prefixes(_config("auto", parallel=parallel), sizes, spec) == is_shared
+    assert shares_prefixes(_config(spec, parallel=parallel), sizes) == is_shared
+    if spec == "torch":
+        assert shares_prefixes(_config("auto", parallel=parallel), sizes) == is_shared
+
+
+@pytest.mark.parametrize(
+    ("wanted", "spec", "is_shared"),
+    [(None, "transformer_engine", False), (False, "transformer_engine", False), (True, "torch", True)],
+)
+def test_auto_prefers_transformer_engine_unless_prefixes_must_be_shared(
+    wanted: bool | None, spec: str, is_shared: bool
+) -> None:
+    config = _config("auto", parallel={"share_prefixes": wanted})
+    choice = choose_layer_spec(config, USABLE)
+    assert (choice.name, shares_prefixes(config, None, choice.name)) == (spec, is_shared)
 
 
 def test_ranks_that_differ_do_not_start() -> None:

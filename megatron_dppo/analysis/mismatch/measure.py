@@ -182,7 +182,9 @@ def measure(config: Config, runtime: Runtime, *, is_pushing: bool = False) -> Me
     has_routes = config.rollout.routing_replay != "off"
     groups = with_advantages(groups, normalize_std=False)
     routing = actor.routing if has_routes else None
-    steps, *_ = gradient_steps(groups, 0, config, actor.data_parallel, routing=routing)
+    steps, *_ = gradient_steps(
+        groups, 0, config, actor.data_parallel, routing=routing, shares_prefixes=actor.shares_prefixes
+    )
     del groups
     kinds: list[Routes] = ["live", "replayed"] if has_routes else ["live"]
     with timer.time("forward"):

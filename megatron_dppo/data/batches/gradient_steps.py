@@ -61,6 +61,7 @@ def gradient_steps(
     data_parallel: DataParallel,
     *,
     routing: ModelRouting | None,
+    shares_prefixes: bool,
 ) -> tuple[list[TrainBatch], BatchReport]:
     """Build this rank's micro-batches of each gradient step on one rollout, with global weights and counts.
 
@@ -73,6 +74,7 @@ def gradient_steps(
         config: Config of the run.
         data_parallel: Data-parallel groups of ranks.
         routing: Routing of the model if samples carry routes, else `None`.
+        shares_prefixes: Whether the trainer forwards a prefix of several samples in a micro-batch once.
 
     Raises:
         DataError: A sample on any rank is longer than a micro-batch may be.
@@ -84,7 +86,7 @@ def gradient_steps(
         topk_columns=config.rollout.num_topk_log_probs,
         routing=routing,
         measured_share=config.tracking.mismatch_share,
-        shares_prefixes=config.parallel.share_prefixes,
+        shares_prefixes=shares_prefixes,
     )
     num_prompts, num_minibatches = config.rollout.prompts_per_rollout, config.algorithm.minibatches_per_rollout
     minibatches: list[list[Sample]] = []

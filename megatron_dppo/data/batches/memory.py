@@ -9,7 +9,9 @@ from megatron_dppo.routing_replay.routes import index_dtype
 from megatron_dppo.types import Microbatch, ModelRouting, Sample
 
 
-def rollout_bytes_bound(config: Config, world_size: int, num_groups: int, routing: ModelRouting | None) -> int:
+def rollout_bytes_bound(
+    config: Config, world_size: int, num_groups: int, routing: ModelRouting | None, *, shares_prefixes: bool
+) -> int:
     """Return an upper bound on the bytes of rollouts on one rank, if every response has the maximum length.
 
     The bound is the sum of: the samples that the rank sampled; the samples of one mini-batch that it sends and
@@ -22,6 +24,7 @@ def rollout_bytes_bound(config: Config, world_size: int, num_groups: int, routin
         world_size: Number of ranks that share the prompts.
         num_groups: Number of data-parallel groups that share the training.
         routing: Routing of the model if routes are captured, else `None`.
+        shares_prefixes: Whether the trainer forwards a prefix of several samples in a micro-batch once.
     """
     options, algorithm = config.rollout, config.algorithm
     num_tokens = config.data.max_prompt_tokens + options.max_response_tokens
@@ -40,7 +43,7 @@ def rollout_bytes_bound(config: Config, world_size: int, num_groups: int, routin
     held = _share(num_begun, world_size) * options.samples_per_prompt * sample
     num_trained = algorithm.epochs_per_rollout * options.prompts_per_rollout * options.samples_per_prompt
     num_at_once = 1 + min(options.lag, config.run.num_rollouts - 1)
-    num_together = options.samples_per_prompt if config.parallel.share_prefixes else 1
+    num_together = options.samples_per_prompt if shares_prefixes else 1
     trained = num_at_once * (_share(num_trained, num_groups) + (num_groups > 1) * num_together) * packed
     if world_size == 1:
         return held + trained

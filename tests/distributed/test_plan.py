@@ -233,10 +233,11 @@ each_without_adapters = _each(lambda case: not case.lora)  # whose own activatio
 
 def config_of(model: str, parallel: dict[str, int], case: Case) -> Config:
     """The run's config."""
+    is_alone = case.samples_sharing == 1 and "context" not in parallel  # random sequences may begin alike
     return Config.model_validate(
         {
             "model": {"load": model, "dtype": case.dtype},
-            "parallel": parallel | ({} if case.samples_sharing > 1 else {"share_prefixes": False}),
+            "parallel": parallel | ({"share_prefixes": False} if is_alone else {}),
             "optimizer": {"distributed": case.is_distributed},
             "rollout": {"routing_replay": "replay"},
             "algorithm": case.algorithm,
@@ -312,6 +313,7 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int], case: Case) 
         "parameters": sum(storages.values()),
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
         "optimizer": _optimizer_bytes(actor.optimizer, set(storages)),
+        "shares_prefixes": actor.shares_prefixes,
         "saved": saved.peak,
         "live": live.peak,
     }
@@ -382,6 +384,14 @@ def job_of(layout_name: str, model: str, case: Case) -> tuple[Job, Layout]:
     )
     options = replace(job.options, layer_spec="torch-cpu")
     return replace(job, workload=workload, options=options), job.layout
+
+
+@each_case
+def test_prefixes_are_shared_where_the_plan_says(measured: Any, layout_name: str, case: str) -> None:
+    models, ranks = measured(layout_name)
+    job, _ = job_of(layout_name, models[case], CASES[case])
+    assert job.shares_prefixes == (CASES[case].samples_sharing > 1)
+    assert {rank[case]["shares_prefixes"] for rank in ranks} == {job.shares_prefixes}
 
 
 @each_case

@@ -340,8 +340,9 @@ def test_a_traced_step_of_other_layouts_holds_the_plan(name: str) -> None:
     file, *overrides = WITHOUT_AN_EXAMPLE[name]
     config, num_gpus = load_config([Path(file)], overrides), FEWEST_GPUS[Path(file).parent.name]
     plan = make_plan(config, Machine(num_gpus, 80 * GB))
-    is_shared = config.parallel.context == 1
-    assert plan.job.workload.tree(plan.job.layout.data).is_shared == plan.job.shares_prefixes == is_shared
+    tree = plan.job.workload.tree(plan.job.layout.data)
+    assert plan.job.shares_prefixes == (config.parallel.context == 1)
+    assert plan.job.shares_prefixes >= tree.is_shared >= name.startswith("shared")
     require_plan(trace_run(plan, lambda _: None, depth_of(config)), config)
 
 

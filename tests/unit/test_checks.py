@@ -1324,6 +1324,10 @@ def test_check_prints_a_summary_and_every_problem(world: Path) -> None:
         *("model", "layout", "data", "evaluation", "algorithm", "rollout", "training", "run", "checkpoints")
     ]
     assert lines["model"] == "model: Qwen3MoeForCausalLM, 2 layers, 8 experts, 227,712 parameters; bfloat16"
+    assert lines["layout"].endswith("; 1 data-parallel, prefixes shared if the layers are torch's")
+    exact = CliRunner().invoke(app, [*command, "--set", "model.dtype=float32"]).stdout
+    alone = CliRunner().invoke(app, [*command, "--set", "parallel.share_prefixes=false"]).stdout
+    assert "1 data-parallel, prefixes shared\n" in exact and "1 data-parallel\n" in alone
     assert lines["data"] == "prompts.jsonl, 1 prompt, of up to 4 tokens; reward x"
     assert "learning rate 2e-06" in lines["training"] and lines["run"] == "runs/run, new"
     assert "lr = 2e-06" not in result.stdout

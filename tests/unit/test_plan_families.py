@@ -20,8 +20,8 @@ from tests.support.published_models import DEEPSEEK_V3, GLM45_AIR, GLM47_FLASH, 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_estimate_of_a_step_counts_the_operations_by_which_ranks_are_balanced(name: str) -> None:
-    """But for routers, whose few operations only the balance counts."""
-    job = job_of(PUBLISHED[name][0])
+    """But for routers, whose few operations only the balance counts; the balance takes samples alone."""
+    job = job_of(PUBLISHED[name][0], {"parallel.share_prefixes": False})
     unit = replace(job.machine, rates=GpuRates(layer_flops_per_s=1.0, output_flops_per_s=1.0))
     job = replace(job, assumptions=Assumptions(expert_imbalance=1.0), machine=unit)
     of_sample = SampleCost.of_model(job.shape).of(job.workload.sequence_tokens)

@@ -5,9 +5,10 @@
     python -m tools.benchmarks.shared_prefixes --short     one round on a tiny model; its figures mean nothing
 
 One process with one thread trains the random Qwen3-MoE of the `layouts` benchmark in float32, with the real
-actor. Samples are like the quickstart's, like responses to word problems, and like a conversation of
-eight turns with a branch at each. Both actors get the same samples, and take turns at every step. Memory is
-what a step allocates at most, on a GPU, in addition to weights and optimizer.
+actor. Samples are like the quickstart's, like responses to word problems, like a conversation of eight turns
+with a branch at each, and like conversations whose turns are samples, each with the history before it. Both
+actors get the same samples, and take turns at every step. Memory is what a step allocates at most, on a GPU, in
+addition to weights and optimizer.
 
 Figures are also written to runs/bench/shared_prefixes.json. Other busy programs distort them; the tool warns of
 them.
@@ -40,12 +41,14 @@ WORKLOADS: dict[str, tuple[int, list[tuple[int, int]]]] = {
     "quickstart": (16, [(24, 7)] * 8),
     "word problems": (4, [(240, 140)] * 8),
     "eight turns with branches": (1, [(8 * TURN, turn * TURN) for turn in range(8, 0, -1)]),
+    "a sample for each turn": (2, [(turn * TURN, (turn - 1) * TURN) for turn in range(1, 9)]),
 }
 # The same for a GPU; a long prompt, and short ones that share little.
 GPU_WORKLOADS: dict[str, tuple[int, list[tuple[int, int]]]] = {
     "long prompts": (2, [(2048, 1536)] * 8),
     "short prompts": (2, [(2048, 256)] * 8),
     "eight turns with branches": (1, [(8 * 512, turn * 512) for turn in range(8, 0, -1)]),
+    "a sample for each turn": (1, [(turn * 512, (turn - 1) * 512) for turn in range(1, 9)]),
 }
 GPU_MAX_TOKENS = 32768
 

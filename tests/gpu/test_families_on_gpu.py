@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.architectures.registry import FAMILIES
-from megatron_dppo.models.delta_rule import Chunks, KernelSequences
-from megatron_dppo.runtime.libraries import delta_rule_kernels
+from megatron_dppo.models.delta_rule import Chunks, KernelSequences, kernel_fault
 from megatron_dppo.runtime.process import Runtime
 from tests.distributed.test_families import compare
 from tests.distributed.test_shared_prefixes import CASES, measure
@@ -22,9 +21,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 LIMIT = 1e-4  # float32 sums in another order
-SHARED = {"float32": 1e-4, "bfloat16": 5e-2}  # guesses; a row of a packed product is rounded as its tile is
+SHARED = {"float32": 1e-5, "bfloat16": 3e-2}  # of gradients; an H200 had 2.7e-6 and 8.8e-3
 LIVE_ROUTES = "routes, measured", "routes of the anchor"  # rounding turns them into other experts
-RULES = {torch.float32: 5e-3, torch.bfloat16: 2e-2}  # the kernels multiply in TF32 or less
+RULES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def compare_families(runtime: Runtime, folder: str) -> dict[str, dict[str, Any]]:
@@ -76,7 +75,7 @@ def test_shared_prefixes_train_like_samples_alone(families: Path, tmp_path: Path
 @pytest.mark.parametrize("dtype", RULES)
 @pytest.mark.parametrize("form", [Chunks, KernelSequences])
 def test_the_delta_rule_equals_its_float64_form(form: type[Chunks], dtype: torch.dtype) -> None:
-    if form is KernelSequences and (fault := delta_rule_kernels(is_on_gpu=True).fault):
+    if form is KernelSequences and (fault := kernel_fault("cuda", dtype, 4, 128, 128)):
         pytest.skip(f"flash-linear-attention: {fault}")
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([1, 64, 200, 3, 65, 129, 700])

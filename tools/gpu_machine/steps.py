@@ -52,7 +52,7 @@ def gpu_steps(out: Path, *, is_rehearsal: bool) -> list[Step]:
     steps = [
         _step("facts", 90, "-m", "tools.gpu_machine.facts"),
         _step("build", 240, "-c", build),
-        _tests("tests", 420, "tests/gpu", "--ignore=tests/gpu/test_sglang_on_gpu.py", is_rehearsal=brief),
+        _tests("tests", 600, "tests/gpu", "--ignore=tests/gpu/test_sglang_on_gpu.py", is_rehearsal=brief),
         *(_sanitizer(tool, limit_s) for tool, limit_s in (("memcheck", 150), ("racecheck", 180))),
         *(_loss(shape, out, is_rehearsal=brief) for shape in (("tp1",) if brief else SHARDS)),
         _benchmark("gpu_step", 600, "--out", str(out / "gpu_step.json"), "--rates", str(out / "rates.json")),

@@ -20,6 +20,7 @@ from megatron_dppo.runtime.concurrency import LoopThread
 
 T = TypeVar("T")
 _HOST = "127.0.0.1"
+_BACKLOG = 1024  # connections of agents that start together; the kernel drops further ones for a second or more
 _LARGEST_BODY = 64 << 20  # bytes
 _START_S, _END_S = 60.0, 10.0
 _NAME_BYTES = 8  # of a key; the rest authenticates them
@@ -92,7 +93,7 @@ class AgentServer:
             app.router.add_post(f"{prefix}/v1/reward", _refusing(self._reward))
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, _HOST, 0).start()
+        await web.TCPSite(self._runner, _HOST, 0, backlog=_BACKLOG).start()
         return f"http://{_HOST}:{self._runner.addresses[0][1]}/v1"
 
     def _signature(self, name: str) -> str:

@@ -63,6 +63,12 @@ def answer(
     return {"output_ids": [TOKEN] * count, "meta_info": meta}
 
 
+class _Server(ThreadingHTTPServer):
+    """Lets many connections wait. Python has five places; the kernel drops further ones for seconds."""
+
+    request_queue_size = 1024
+
+
 @dataclass
 class StandIn:
     """A server that runs, and what a test wants of it."""
@@ -101,7 +107,7 @@ class StandIn:
     def start(self) -> None:
         """Answer from now on; after a `stop`, on the port that it had."""
         address = (self.host, int(self.url.rpartition(":")[2] or 0))
-        self._server = ThreadingHTTPServer(address, _handler(self))
+        self._server = _Server(address, _handler(self))
         self._server.daemon_threads, self._server.block_on_close = True, False
         self.url = f"http://{self.host}:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()

@@ -86,7 +86,10 @@ def _serve(script: list[Step]) -> Iterator[Misbehaving]:
 
         def log_message(self, format: str, *args: Any) -> None: ...
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 1024  # or the kernel drops connections that come together
+
+    server = Server(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     behaviour.url = f"http://127.0.0.1:{server.server_port}"

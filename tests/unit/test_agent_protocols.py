@@ -1,8 +1,10 @@
 """The three protocols of the agents' endpoint, as `openai`'s and `anthropic`'s own clients call it."""
 
 import json
+import socket
+import threading
 from collections.abc import Awaitable, Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -321,3 +323,21 @@ def test_an_image_is_refused(name: str) -> None:
             await client.next()
 
     with_client(name, play, "never")
+
+
+def test_agents_that_connect_together_while_the_server_is_busy_wait_for_it() -> None:
+    server, is_free = AgentServer(), threading.Event()
+    server.start()
+    host, port = server.base_url.split("/")[2].split(":")
+
+    async def hold() -> None:
+        is_free.wait(20)
+
+    with ExitStack() as stack:
+        stack.callback(server.close)
+        holding = threading.Thread(target=server._thread.call, args=(hold(), 30))
+        holding.start()
+        for _ in range(300):
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=0.9))  # no second try
+        is_free.set()
+        holding.join()

@@ -1,6 +1,7 @@
 """Where secrets are that they must not be: in files that other users may read, and on command lines."""
 
 import contextlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,8 +14,9 @@ def readable_secrets(folder: Path, secrets: Mapping[str, str]) -> list[str]:
 def secret_files(folder: Path, secrets: Mapping[str, str]) -> list[tuple[Path, str]]:
     """Files below a folder that hold a secret, and its name."""
     found: list[tuple[Path, str]] = []
-    for file in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # removed meanwhile, or a folder
+    # walk passes over folders that a running program removes meanwhile, and rglob fails
+    for file in (Path(at) / name for at, _, names in os.walk(folder) for name in names):
+        with contextlib.suppress(OSError):  # removed meanwhile
             content = file.read_bytes()
             found += [(file, name) for name, value in secrets.items() if value.encode() in content]
     return found

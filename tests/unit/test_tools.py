@@ -1,14 +1,17 @@
 """The programs in tools/ are the commands of `megatron-dppo`: the same options, by either name."""
 
 import runpy
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_dppo.cli import main
+from tools.benchmarks.benchmarking import OtherPrograms
 
 TOOLS = Path(__file__).parents[2] / "tools"
 SPELLINGS = [
@@ -112,3 +115,16 @@ def test_help_lists_the_commands_and_loads_no_megatron() -> None:
 def test_the_programs_are_those_that_users_call() -> None:
     names = {path.stem for path in TOOLS.glob("*.py")} - {"__init__", "versions"}
     assert names == {tool for tool, _ in SPELLINGS}
+
+
+def test_the_work_of_a_descendant_is_not_counted_as_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of ranks that a server of forks has started: the server lives on when they have ended."""
+    monkeypatch.setattr(psutil, "cpu_times", lambda: psutil.Process().cpu_times()._replace(user=1000.0))
+    busy = "import time\nwhile time.process_time() < 1: pass"
+    others = OtherPrograms()
+    script = f"{shlex.quote(sys.executable)} -c {shlex.quote(busy)}; echo done; exec sleep 60"
+    with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None and server.stdout.readline() == "done\n"
+        own_s = others._busy_s - others._other_s()
+        server.kill()
+    assert own_s >= 0.9

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,14 +43,17 @@ class OtherPrograms:
         self._started, self._busy_s = time.perf_counter(), self._other_s()
 
     def cores(self) -> float:
-        """Return the mean number of cores that other programs used. All child processes must have ended."""
+        """Return the mean number of cores that other programs used, without this one's descendants."""
         return max(self._other_s() - self._busy_s, 0.0) / (time.perf_counter() - self._started)
 
     def _other_s(self) -> float:
-        machine, own = psutil.cpu_times()._asdict(), psutil.Process().cpu_times()._asdict()
+        machine, this = psutil.cpu_times()._asdict(), psutil.Process()
         idle = ("idle", "iowait", "guest", "guest_nice")  # guests are also counted as user
-        own.pop("iowait", None)
-        return sum(seconds for kind, seconds in machine.items() if kind not in idle) - sum(own.values())
+        own = 0.0
+        for process in (this, *this.children(recursive=True)):  # each with its children that have ended
+            with suppress(psutil.Error):
+                own += sum(s for kind, s in process.cpu_times()._asdict().items() if kind != "iowait")
+        return sum(seconds for kind, seconds in machine.items() if kind not in idle) - own
 
 
 def warn_if_busy(title: str, other_cores: float) -> None:

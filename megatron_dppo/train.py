@@ -44,7 +44,7 @@ class Training:
     def prepare(cls, config: Config, session: RunSession) -> Self:
         """Load prompts, engine and model, and resume from the latest checkpoint."""
         runtime, folder = session.runtime, hf_files(config.model.load)
-        release_servers(config, runtime)  # they started with all of their memory
+        release_servers(config, runtime)  # they started with all their memory
         engine = build_engine(config, folder, runtime.device)
         rollouts = Rollouts(config, folder, engine, share=(runtime.rank, runtime.world_size))
         actor = Actor(config, runtime)

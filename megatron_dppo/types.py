@@ -44,7 +44,7 @@ class Prompt:
     tools: Sequence[Mapping[str, Any]] | None = None  # for the chat template: functions that may be called
     template_arguments: Mapping[str, Any] | None = None  # for the chat template, such as enable_thinking
     metadata: Mapping[str, Any] | None = None  # JSON values for the reward and the environment
-    file: str | None = None  # name of its file, if `data.prompts` has several
+    file: str | None = None  # its file's name, if `data.prompts` has several
 
     def __post_init__(self) -> None:
         assert (self.text is None) != (self.messages is None), "a prompt is either text or messages"
@@ -188,9 +188,9 @@ class RolloutTokens:
     old_log_probs: Float32[Tensor, " T"] | None = field(default=None, metadata=_PADS_0)  # anchor = "recomputed"
     ref_log_probs: Float32[Tensor, " T"] | None = field(default=None, metadata=_PADS_0)  # for the reference KL
     positions: Int32[Tensor, " T"] | None = field(default=None, metadata=_PADS_0)
-    # index of the token among the learning tokens of its response, from 0; for custom rules
+    # index of the token among its response's learning tokens, from 0; for custom rules
     lengths: Int32[Tensor, " T"] | None = field(default=None, metadata=_PADS_0)
-    # number of learning tokens of its response; for custom rules
+    # number of its response's learning tokens; for custom rules
     topk: RolloutTopK | None = None  # ids, log_probs [T, K]
 
     def rows(self, which: Any) -> Self:

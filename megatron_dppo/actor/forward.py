@@ -46,7 +46,7 @@ from megatron_dppo.types import Microbatch, RoutedExperts, each_token
 
 @dataclass(frozen=True, eq=False)
 class Forwarding:
-    """The tokens of a micro-batch that this rank forwards, and the rows of its loss."""
+    """The tokens of a micro-batch that this rank forwards, and its rows of the loss."""
 
     tokens: Microbatch  # what the model gets, with the `cu_seqlens` of all context-parallel ranks
     scored: Microbatch  # the rows of the loss

@@ -64,7 +64,7 @@ class Observer:
 
     @cached_property
     def _with_values(self) -> dict[str, Objective]:
-        """The custom rules that return values with their weights, by the area of their metrics."""
+        """The custom rules that return values with their weights, by their metrics' area."""
         areas = {"rule": self._objective, **{f"shadow/{name}": rule for name, rule in self.shadows.items()}}
         return {area: rule for area, rule in areas.items() if names_of_values(rule)}
 

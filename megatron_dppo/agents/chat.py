@@ -62,7 +62,7 @@ class Chat:
         stops: tuple[str, ...] = (),
         **options: bool,
     ) -> "Chat":
-        """Return the chat with the nodes that the ids of its tool calls name, too.
+        """Return the chat with the nodes that ids of tool calls name, too.
 
         Raises:
             RefusedError: There is no message.

@@ -108,7 +108,7 @@ class Rendering:
         Args:
             ids: Token ids of the response.
             prompt: Token ids before it.
-            number: Number of its node, for the ids of its tool calls.
+            number: Number of the node, for the ids of tool calls.
             tools: Tools of the chat.
             arguments: Arguments of the chat template.
             may_call: Whether tool calls are read.

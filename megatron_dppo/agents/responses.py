@@ -1,6 +1,6 @@
 """The wire format of OpenAI's `POST /v1/responses`: reads requests, and writes replies, also as a stream.
 
-Stateless: a request has all items of its conversation, and no `previous_response_id`.
+Stateless: a request has all items of the conversation, and no `previous_response_id`.
 """
 
 import json
@@ -61,7 +61,7 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 def _joined(items: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
     """Return the items as messages for the chat template; the items of one response are one message."""
     messages: list[ChatMessage] = []
-    is_open = False  # whether the last message may get more items of its response
+    is_open = False  # whether the last message may get more items of the response
     for item in items:
         kind = item.get("type", "message")
         if kind == "function_call_output":

@@ -117,5 +117,5 @@ def conversation(leaf: Node, done: set[int]) -> Completion:
 
 
 def num_forks_of(nodes: Sequence[Node]) -> int:
-    """Return the number of nodes that are not the first child of their parent, or not the first root."""
+    """Return the number of nodes that are not their parent's first child, or not the first root."""
     return len(nodes) - len({node.parent and node.parent.number for node in nodes})

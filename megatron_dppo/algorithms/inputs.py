@@ -85,7 +85,7 @@ class LearningTokens(TrustRegionTokens):
 def place_of_tokens(
     loss_mask: Bool[Tensor, " R"],
 ) -> tuple[Int32[Tensor, " R"], Int32[Tensor, " R"]]:
-    """Return the index of each token among the learning tokens of its response, from 0, and their number.
+    """Return the index of each token among its response's learning tokens, from 0, and their number.
 
     Args:
         loss_mask: [R] the tokens of one response that learn. Both results are 0 for the others.

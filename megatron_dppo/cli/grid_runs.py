@@ -50,7 +50,7 @@ class GridRun:
 
     @property
     def log(self) -> Path:
-        """What its processes print; in a folder of its own, so that `seed_*` names the runs alone."""
+        """What its processes print; in a separate folder, so that `seed_*` names the runs alone."""
         return self.folder.parent / "logs" / f"{self.folder.name}.log"
 
     def arguments(self) -> list[str]:

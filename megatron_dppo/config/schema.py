@@ -383,5 +383,5 @@ class Config(Section):
 
     @property
     def replays_routes(self) -> bool:
-        """Whether gradient steps replay the routes of their micro-batches: R3 or R2."""
+        """Whether gradient steps replay their micro-batches' routes: R3 or R2."""
         return self.rollout.routing_replay == "replay" or self.algorithm.replay_recomputed_routes

@@ -46,10 +46,10 @@ class Completion:
     weight_versions: tuple[WeightVersionSpan, ...]
     num_moves: int = 0  # times that its request moved to another server after a failure
     num_retractions: int = 0  # times that the engine dropped its cache and recomputed it and its routes
-    num_cached_tokens: int = 0  # input tokens of its requests that the engine found in its cache
+    num_cached_tokens: int = 0  # input tokens in its requests that the engine found in its cache
     routes_fault: str | None = None  # why the requested routes are missing
     loss_mask: Tensor | None = None  # [R] bool: True for sampled tokens; None means that all were sampled
-    episode: Episode | None = None  # result of its environment or agent; None without one
+    episode: Episode | None = None  # result from its environment or agent; None without one
     prompt_tokens: tuple[int, ...] | None = None  # of an agent's conversation; None: the request's
     branches: tuple["Completion", ...] = ()  # further conversations of an agent's episode that train
 

@@ -81,7 +81,7 @@ class Report:
 
     Attributes:
         rank: Rank number.
-        kind: "raised" an exception itself; a kind of `LOST`, without a report of its own; "late", timed out
+        kind: "raised" an exception itself; a kind of `LOST`, without a report; "late", timed out
             waiting for others in a collective; "lost" others in a collective; or "repeated" an exception of
             rank 0.
         exit_code: Exit code of the job if this was the first cause.

@@ -54,7 +54,7 @@ class ZeroCentredNorm(torch.nn.Module):
 class GatedAttention(SelfAttention):
     """Megatron's attention with an output gate, with the rows of `linear_qkv` in Hugging Face's order.
 
-    A key-value group has, for each of its heads, the query and the gate; then its key and its value.
+    A key-value group has each head's query and gate; then its key and its value.
     """
 
     def get_query_key_value_tensors(

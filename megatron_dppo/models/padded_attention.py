@@ -42,7 +42,7 @@ class PaddedBatches:
         """Return the batches of the spans, on the host."""
         sizes = torch.stack([spans.num_queries, spans.num_keys], dim=1)  # [P, 2]
         kinds, kind_of_span = torch.ceil(torch.log2(sizes.double())).unique(dim=0, return_inverse=True)
-        first = torch.zeros_like(sizes)  # row of each span's first query, and of its first key
+        first = torch.zeros_like(sizes)  # rows of each span's first query and first key
         shapes, num_rows = list[tuple[int, int, int]](), sizes.new_zeros(2)
         for kind in range(len(kinds)):
             members = (kind_of_span == kind).nonzero()[:, 0]

@@ -291,7 +291,7 @@ class Workload:
         return min(self.max_tokens, math.ceil(self.forwarded_tokens(data_parallel)))
 
     def microbatch_rows(self, data_parallel: int) -> int:
-        """Return the tokens of its samples: the rows of the loss, and the keys of attention."""
+        """Return its samples' tokens: the rows of the loss, and the keys of attention."""
         tree = self.tree(data_parallel)
         return self.microbatch_tokens(data_parallel) * tree.num_rows // tree.num_tokens
 

@@ -217,7 +217,7 @@ def passing_bytes(config: Config, shape: ModelShape, layout: Layout, dtype_bytes
 
     Half of `sync_bucket_bytes` is a server's bucket. The other half limits the gathered experts of a layer, as
     in `weight_sync.factory`. The embedded engine takes all experts of a layer at once. A stack of a layer's
-    experts is made of gathered ones, and gets a bucket of its own if it is larger than a bucket.
+    experts is made of gathered ones, and gets a separate bucket if it is larger than a bucket.
     """
     half = config.rollout.sglang.sync_bucket_bytes // 2 if config.rollout.engine == "sglang" else None
     gathered = largest_gathered_bytes(shape, layout, dtype_bytes, half)

@@ -86,7 +86,7 @@ def plan_retraction(
 
     Args:
         config: Config of the run.
-        shape: Parameters of its model.
+        shape: The model's parameters.
         machine: GPUs of the trainer. Servers with separate GPUs are assumed to have as many.
         response_tokens: Mean length of a response; None tries `MEAN_SHARES` of the longest.
 

@@ -209,7 +209,7 @@ def call_reward(function: Callable[[Prompt, str, FinishReason], Any], request: R
 
 
 def call_batch(function: BatchFunction, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardError]:
-    """Call a reward of whole groups; return a result for each response, or the error of its score.
+    """Call a reward of whole groups; return a result for each response, or its score's error.
 
     Raises:
         RewardError: The reward raised, or did not return one score for each response.

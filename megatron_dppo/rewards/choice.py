@@ -127,7 +127,7 @@ def build_reward(choice: RewardChoice) -> Reward:
 
 
 Scores = list[RewardResult | RewardError]
-"""A result for each response, or the error of its score."""
+"""A result for each response, or its score's error."""
 
 
 def build_scorer(choice: RewardChoice) -> Callable[[Sequence[RewardRequest]], Scores]:

@@ -1,6 +1,6 @@
 """Groups of responses to one prompt: their requests, sampling, scoring, and counts of what was dropped.
 
-Each rank makes the groups of its share of a rollout, without communication. The loop sums the counts over
+Each rank makes the groups in its share of a rollout, without communication. The loop sums the counts over
 ranks and then calls `refuse_if_too_many_dropped`.
 """
 

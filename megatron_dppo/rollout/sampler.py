@@ -47,7 +47,7 @@ class Produced:
     num_too_long: int = 0
     replaced: tuple[PromptGroup, ...] = ()  # groups with equal rewards
     num_interrupted: int = 0  # responses that a push interrupted
-    num_prefilled_again: int = 0  # prompt tokens of their requests that servers computed again
+    num_prefilled_again: int = 0  # prompt tokens that servers computed again for their requests
     elapsed_s: float = 0.0  # seconds since the rollout was taken
     busy_s: float = 0.0  # seconds of them with at least one request in flight
     request_s: float = 0.0  # seconds in flight, summed over requests
@@ -110,7 +110,7 @@ class GroupSampler:
     async def go_on(self, version: int, *, may_be_held: bool = True) -> Session:
         """Start or resume sampling with the engine's weights, of this version.
 
-        Responses go on in the order of their prompts, because servers with a queue keep it. Otherwise requests
+        Responses continue in prompt order, because servers with a queue keep it. Otherwise requests
         that were queued at servers would overtake the interrupted ones at every push, and younger responses
         would delay long ones.
 

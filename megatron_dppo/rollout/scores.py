@@ -62,7 +62,7 @@ def score_of(group: PromptGroup) -> PromptScore:
 
 
 def not_asked(index: int, num_samples: int) -> PromptScore:
-    """Return the score of a prompt that is too long to sample: each of its responses counts as dropped."""
+    """Return the score of a prompt that is too long to sample: every response counts as dropped."""
     return PromptScore(index, num_samples, 0, num_samples, 0, 0, 0, 0.0)
 
 
@@ -89,7 +89,7 @@ def worst_reward(scores: Sequence[PromptScore]) -> float:
 
 
 def refuse_if_too_many_dropped(name: str, scores: Sequence[PromptScore], max_fraction: float) -> None:
-    """Raise if too many responses of a set were dropped, or if all of its prompts were too long.
+    """Raise if too many responses of a set were dropped, or if all its prompts were too long.
 
     Prompts that are too long are a property of the data and do not count as dropped here.
 
@@ -169,7 +169,7 @@ def set_metrics(
 
 
 def over_ranks(gathered: Sequence[Mapping[str, Sequence[PromptScore]]]) -> dict[str, list[PromptScore]]:
-    """Merge the ranks' scores of each set, in the order of its prompts."""
+    """Merge the ranks' scores of each set, in prompt order."""
     names = gathered[0]
     return {
         name: sorted(chain.from_iterable(own[name] for own in gathered), key=lambda score: score.index)

@@ -248,7 +248,7 @@ class EnvironmentAlone:
         return [await self.score_one(request) for request in requests]
 
     async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
-        """Return a fault, because only responses without a reward of their environment are scored."""
+        """Return a fault, because only responses without a reward from their environment are scored."""
         found = "no reward of its environment"
         action = "Give a reward in a turn, or let data.reward name a function that scores the last response."
         message = f"found {found}; expected one, since data.reward = 'environment'. {action}"

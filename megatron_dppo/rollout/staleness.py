@@ -27,9 +27,9 @@ class OpenGroup:
     """The state of an open group that ranks exchange."""
 
     rank: int
-    place: int  # index of its prompt in the stream; unique
+    place: int  # its prompt's index in the stream; unique
     born: int | None  # weight version; `None` while no token was sampled
-    is_whole: bool  # whether all of its responses have ended and are scored, even if they have no tokens
+    is_whole: bool  # whether all its responses have ended and are scored, even if they have no tokens
 
     def __post_init__(self) -> None:
         assert self.born is not None or not self.is_whole, "a group that is whole was born"

@@ -129,7 +129,7 @@ class TrajectorySampler:
 
         Args:
             options: Section [rollout].
-            data: Section [data]; environments use the number and the limits of its reward workers.
+            data: Section [data]; environments use the number and limits of the reward workers.
             engine: Engine that samples single turns; not owned.
             hf_folder: Folder with the model's config.json.
 

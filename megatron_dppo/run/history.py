@@ -130,7 +130,7 @@ class RunHistory:
 
 
 def of_the_rollout(values: Row) -> dict[str, float]:
-    """Return the metrics that a gradient step measures for the row of its rollout."""
+    """Return the metrics that a gradient step measures for its rollout's row."""
     return {name: value for name, value in values.items() if name.startswith(_OF_THE_ROLLOUT)}
 
 

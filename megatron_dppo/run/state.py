@@ -83,7 +83,7 @@ class TrainingState:
     def restore(
         self, run_state: RunState, open_rollout: OpenRollout | None, queue: Sequence[SampledRollout] = ()
     ) -> None:
-        """Continue from a checkpoint's state, including the seconds of its open rollout."""
+        """Continue from a checkpoint's state, including its open rollout's seconds."""
         self.run_state, self.open_rollout, self.queue = run_state, open_rollout, tuple(queue)
         self._update()
         if open_rollout is not None:

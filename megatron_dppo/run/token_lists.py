@@ -54,7 +54,7 @@ class OpenTokenLists:
         write_jsonl(file, merged.masked.rows(self._tokenizer().decode, rollout))
 
     def write_rollout(self, rollout: int) -> None:
-        """Write the list of a finished rollout, unless none of its gradient steps was listed."""
+        """Write the list of a finished rollout, unless no gradient step of it was listed."""
         if self._num_steps:
             of_all = {"rollout": rollout, "num_steps": self._num_steps}
             rows = self._clipped.rows(self._tokenizer().decode)

@@ -140,7 +140,7 @@ def full_disk_explained(*folders: Path, kept: Callable[[], str] = str) -> Iterat
     """
     try:
         yield
-    except Exception as error:  # safetensors has a class of its own, which setup.py cannot import
+    except Exception as error:  # safetensors has another class, which setup.py cannot import
         if not is_full_disk(error):
             raise
         named = getattr(error, "filename", None)

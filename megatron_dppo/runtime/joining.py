@@ -161,7 +161,7 @@ class _Meeting:
         """
         results: list[T] = []
         errors: list[Exception] = []
-        # A wait blocks all calls of its connection, so this thread needs another one.
+        # A wait blocks all calls on its connection, so this thread needs another one.
         store, self._store = self._store, self._open_store(is_host=False)
 
         def create() -> None:

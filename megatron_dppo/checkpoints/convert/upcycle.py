@@ -1,4 +1,4 @@
-"""Makes a Mixture-of-Experts model of a dense one: each expert starts as a copy of its layer's feed-forward.
+"""Makes a Mixture-of-Experts model of a dense one: each expert starts as its layer's feed-forward.
 
 The tensors are made while they are written, each with random numbers that its name seeds. So they depend
 neither on the files nor on the number of processes.

@@ -182,7 +182,7 @@ class _Size(NamedTuple):
     num_tokens: int
     num_loss_tokens: int
     num_shared_tokens: int  # in common with the sample before it
-    rollout_id: str  # of its response or episode
+    rollout_id: str  # in its response or episode
 
 
 def _sizes(samples: list[Sample], shares_prefixes: bool) -> list[_Size]:

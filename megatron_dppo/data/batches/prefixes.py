@@ -85,7 +85,7 @@ def _first_difference(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any], st
 
 
 def branches(paths: Sequence[Path]) -> Iterator[Branch]:
-    """Yield the sequences as the leaves of their trees, depth first, each after the sequence that it follows.
+    """Yield the sequences as leaves of the trees, depth first, each after the sequence that it follows.
 
     A sequence shares `num_shared` tokens with the sequence just before it, and with no earlier one more.
     """
@@ -111,7 +111,7 @@ def _by_next_token(paths: Sequence[Path], members: Sequence[int], depth: int) ->
 
 @dataclass(frozen=True, eq=False)
 class SharedPrefixes:
-    """The distinct tokens of a micro-batch, and where each of its tokens is among them."""
+    """The distinct tokens of a micro-batch, and each token's place among them."""
 
     tokens: Int64[Tensor, " D"]  # place in the micro-batch of each distinct token
     sources: Int64[Tensor, " T"]  # distinct token of each token of the micro-batch

@@ -21,7 +21,7 @@ class Part:
 
 
 def parts_of(files: Sequence[PromptFile], counts: Sequence[int]) -> list[Part]:
-    """Return the part of each file, given its number of prompts, which is the default of its weight."""
+    """Return the part of each file, given its number of prompts, which is its default weight."""
     starts = [sum(counts[:number]) for number in range(len(files))]
     return [
         Part(file.label, start, count, float(count) if file.weight is None else file.weight)
@@ -40,8 +40,8 @@ def digest_of(parts: Sequence[Part], digests: Sequence[str]) -> str:
 class Shares:
     """Spreads parts evenly over a sequence, in proportion to their weights, with exact arithmetic.
 
-    Item j of a part with weight w has the key (j + 1/2) / w; the sequence is the items of all parts in the
-    order of their keys, and equal keys are in the order of the parts. So after k items each part has its share
+    Item j of a part with weight w has the key (j + 1/2) / w; the sequence is the items of all parts
+    ordered by key, and equal keys are in the order of the parts. So after k items each part has its share
     of k, and any place can be found without its predecessors.
     """
 

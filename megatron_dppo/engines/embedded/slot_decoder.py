@@ -24,7 +24,7 @@ class SlotCache(Cache):
 
     Before a forward, `prefill_into` or `decode_at` sets where `update` writes and what attention reads. A
     layer's memory is allocated at its first write, because keys and values may have heads of different sizes.
-    A layer with linear attention has two states per sequence instead: the last inputs of its convolution, and
+    A layer with linear attention has two states per sequence instead: the convolution's last inputs, and
     the recurrent state. A sequence that starts must find zeros there, see `clear`.
     """
 

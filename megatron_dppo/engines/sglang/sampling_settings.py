@@ -39,7 +39,7 @@ SET: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting that is refused because of its effect, unless it is unset or has a neutral value."""
+    """A setting that is refused for its effect, unless it is unset or has a neutral value."""
 
     effect: str
     neutral: tuple[Any, ...] = (False, None, "", "null")

@@ -82,8 +82,8 @@ class ParallelConfig(Section):
     """Maximum tokens of a packed micro-batch. Sequences are never split."""
     share_prefixes: bool | None = None
     """Forward a prefix once that several samples of a micro-batch begin with, such as their prompt. Gradients
-    are the same. `max_tokens_per_microbatch` then counts such a prefix once. Default: true where it is
-    supported, with torch's layers, without linear attention and context parallelism; otherwise false."""
+    are the same. `max_tokens_per_microbatch` then counts such a prefix once. Default: true if it is
+    supported: with torch's layers, without linear attention and context parallelism; otherwise false."""
     overlap_grad_reduce: bool = False
     """Reduce gradients over ranks during the backward pass."""
     overlap_param_gather: bool = False

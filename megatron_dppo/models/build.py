@@ -133,8 +133,8 @@ def agreed_layer_spec(config: Config, runtime: Runtime, model: ModelSizes | None
     logger.info("layers of the %s spec: %s", choice.name, choice.reason)
     for kernel in kernels:
         logger.info("attention: %s", kernel)
-    if shares_prefixes(config, model, choice.name):
-        logger.info("prefixes that samples of a micro-batch share are forwarded once")
+    often = "once" if shares_prefixes(config, model, choice.name) else "for each sample"
+    logger.info("prefixes that samples of a micro-batch share are forwarded %s", often)
     return choice.name
 
 

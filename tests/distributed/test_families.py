@@ -60,7 +60,7 @@ def measure(runtime: Runtime, folder: Path) -> dict[str, Any]:
 
 
 def compare(runtime: Runtime, folder: Path, load: Path, *, is_converted: bool = False) -> dict[str, Any]:
-    """An actor with the weights of `load`, against transformers with those of `folder`, on a CPU."""
+    """An actor with the weights of `load`, against transformers with the weights of `folder`, on a CPU."""
     from transformers import AutoModelForCausalLM
 
     from megatron_dppo.actor.actor import Actor

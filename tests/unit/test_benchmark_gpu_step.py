@@ -26,6 +26,7 @@ from tools.benchmarks.gpu_step import (
     planned_bytes,
     planned_job,
     show,
+    with_layers,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -136,3 +137,14 @@ def test_what_cannot_be_measured_is_refused_in_one_line(flags: tuple[str, ...], 
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=ROOT)
     assert done.returncode == 2
     assert words in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_config_with_fewer_layers_has_as_many_kinds_of_layers() -> None:
+    hf = {
+        "num_hidden_layers": 4,
+        "layer_types": ["a", "b", "a", "b"],
+        "mlp_only_layers": [],
+        "eos_token_id": [1, 2],
+    }
+    found = with_layers(hf | {"quantization_config": {"quant_method": "mxfp4"}}, 3)
+    assert found == hf | {"num_hidden_layers": 3, "layer_types": ["a", "b", "a"]}

@@ -121,9 +121,12 @@ def main(
     if not torch.cuda.is_available():
         typer.echo("this benchmark needs a GPU, and torch found none", err=True)
         raise typer.Exit(2)
+    of_model = QWEN3_30B_A3B if config is None else json.loads(config.read_text(encoding="utf-8"))
+    if config is not None and "model_type" not in of_model:
+        typer.echo(f"--config: found no model_type in {config}; expected a published config.json", err=True)
+        raise typer.Exit(2)
     quiet_library_warnings()
     runtime, rows, found = start(), list[Measured](), dict[str, float]()
-    of_model = QWEN3_30B_A3B if config is None else json.loads(config.read_text(encoding="utf-8"))
     device = torch.cuda.get_device_name()
     peak = peak_tflops or peak_tflops_of(device)
     with tempfile.TemporaryDirectory(dir=folder) as name:

@@ -14,6 +14,7 @@ from megatron_dppo.runtime.process import Runtime
 from tests.support.layout_cases import LAYOUTS
 from tests.support.ranks import run_ranks
 from tests.support.tiny import write_model
+from tests.support.tiny_families import config_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,6 +55,22 @@ def test_the_benchmark_of_shared_prefixes_runs(tmp_path: Path) -> None:
     row = run_ranks(shared_prefixes, 1, tmp_path, str(model))[0]["small"]
     assert (row["num_tokens"], row["num_forwarded"]) == (116, 2 * (20 + 5 + 6))
     assert min(*row["alone_s"], *row["shared_s"]) > 0
+
+
+def gpu_steps_of_config(runtime: Runtime, folder: str, hf: dict[str, Any]) -> list[dict[str, Any]]:
+    """On one process: the same of the first two layers of a config.json."""
+    from tools.benchmarks.gpu_step import with_layers
+    from tools.benchmarks.jobs import write_model as write_config
+
+    write_config(runtime, folder, with_layers(hf, 2))
+    return gpu_steps(runtime, folder)
+
+
+def test_the_step_of_the_gpu_benchmark_runs_with_another_config(tmp_path: Path) -> None:
+    hf = config_of("GptOssForCausalLM").to_dict()
+    rows = run_ranks(gpu_steps_of_config, 1, tmp_path, str(tmp_path / "model"), hf)[0]
+    assert [row["num_tokens"] for row in rows] == [32, 64, 32, 64]
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["num_hidden_layers"] == 2
 
 
 def test_the_step_of_the_gpu_benchmark_runs(tmp_path: Path) -> None:

@@ -22,14 +22,14 @@ def stack() -> Iterator[ExitStack]:
         yield opened
 
 
-def require_end(run: AsynchronousRun, job: Job) -> None:
+def require_end(run: AsynchronousRun, job: Job, num_rollouts: int = NUM_ROLLOUTS) -> None:
     """The run is over; each rollout has one row, and no token was too old."""
     assert set(job.wait(120)) == {0}, job.log[-6000:]
     run.require_no_orphans()
     rows = run.rows("rollout")
-    assert [row["rollout"] for row in rows] == list(range(NUM_ROLLOUTS))
+    assert [row["rollout"] for row in rows] == list(range(num_rollouts))
     assert all(row["rollout/staleness_max"] <= STALENESS for row in rows)
-    assert run.require_ledger() == 4 * NUM_ROLLOUTS
+    assert run.require_ledger() == 4 * num_rollouts
 
 
 def test_a_trainer_killed_at_every_moment_trains_on_each_place_once(tmp_path: Path, stack: ExitStack) -> None:
@@ -60,10 +60,11 @@ def test_a_trainer_killed_at_every_moment_trains_on_each_place_once(tmp_path: Pa
 
 
 def test_a_fault_of_one_of_two_ranks_ends_both_and_loses_nothing(tmp_path: Path, stack: ExitStack) -> None:
+    num_rollouts = NUM_ROLLOUTS + 2  # enough for each rank to begin six groups in the second start
     run = AsynchronousRun(
         tmp_path,
         stand_ins(1, stack),
-        run={"num_rollouts": NUM_ROLLOUTS, "timeout_s": 10.0},
+        run={"num_rollouts": num_rollouts, "timeout_s": 10.0},
         parallel={"expert": 2},
     )
     job = run.start(2, at("SIGTERM", "wait", 2, rank=1))
@@ -87,7 +88,8 @@ def test_a_fault_of_one_of_two_ranks_ends_both_and_loses_nothing(tmp_path: Path,
     assert num_trained >= 4
 
     # It comes late to its steps, and keeps the other waiting in two holds, whose requests have ended.
-    require_end(run, run.start(2, at("slow", "step", 1, 2, 3, rank=1), at("slow", "hold", 1, 2, rank=1)))
+    slow = at("slow", "step", 1, 2, 3, rank=1), at("slow", "hold", 1, 2, rank=1)
+    require_end(run, run.start(2, *slow), num_rollouts)
 
 
 def test_servers_that_fail_while_they_load_weights_cost_no_place(tmp_path: Path, stack: ExitStack) -> None:

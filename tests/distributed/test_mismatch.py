@@ -140,9 +140,22 @@ def test_the_command_writes_what_it_shows(task: Path, tmp_path: Path) -> None:
         assert words in done.stdout, words
     _require_table(done.stdout, {"live": live, "replayed": replayed})
     _require_names(rows, task / "model", {"live": live, "replayed": replayed})
+    assert found["rounded_weights"] == pytest.approx(_rounded(task / "model"), abs=1e-9)
+    assert f"The engine's type rounds {found['rounded_weights']:.2%} of" in done.stdout
     again = _run_tool(task, rounded, *flags)
     assert again.returncode != 0
     assert "--out: found" in again.stderr and "Give another folder with -o" in again.stderr
+
+
+def _rounded(model: Path) -> float:
+    """Return the fraction of the weights of two expert-parallel ranks that are no bfloat16 numbers."""
+    num_changed = num_weights = 0
+    weights = Qwen3MoeForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for name, each in weights.named_parameters():
+        copies = 1 if ".experts." in name else 2
+        num_changed += copies * int((each.bfloat16().float() != each).sum())
+        num_weights += copies * each.numel()
+    return num_changed / num_weights
 
 
 SHOWN = {
@@ -226,6 +239,7 @@ def test_a_model_without_experts_is_forwarded_once(task: Path, tmp_path: Path) -
     assert found["live"]["log_prob_diff_max"] <= PARITY
     assert "agreement_mean" not in found["live"]
     assert "replayed routes" not in done.stdout
+    assert found["rounded_weights"] == 0 and "The engine's type rounds" not in done.stdout
     assert "The model has no experts: there are no routes to replay." in done.stdout
 
 

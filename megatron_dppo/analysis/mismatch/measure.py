@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -89,9 +89,7 @@ def other_weights(
 
     It serves other weights if it disagrees with every kind of routes as much as two models do.
     """
-    is_sglang = config.rollout.engine == "sglang"
-    served = served_dtype(config) if is_sglang else config.rollout.transformers.weights
-    is_float32 = config.model.dtype == served == "float32"
+    is_float32 = config.model.dtype == _engine_dtype(config) == "float32"
     for routes in statistics:
         if not are_of_other_weights(*pairs(responses, routes), is_float32=is_float32):
             return None
@@ -103,6 +101,26 @@ def other_weights(
         f"{dtype} leaves. See the server's log for tensors that it did not load, and [sglang] for arguments "
         "that change the model or the sampling."
     )
+
+
+def _engine_dtype(config: Config) -> str:
+    """Return the type of the engine's weights."""
+    return served_dtype(config) if config.rollout.engine == "sglang" else config.embedded_weights
+
+
+def rounded_fraction(parameters: Iterable[Tensor], engine_dtype: str, runtime: Runtime) -> float:
+    """Return the fraction of all ranks' weights that the engine's type rounds.
+
+    An engine with quantised weights counts as one with the type that it computes in.
+    """
+    dtype = torch.float32 if engine_dtype == "float32" else torch.bfloat16
+    dtype = torch.float16 if engine_dtype in ("float16", "half") else dtype
+    counts = torch.zeros(2, dtype=torch.int64)
+    for each in parameters:
+        changed = each.detach().to(dtype).to(each.dtype) != each.detach()
+        counts += torch.tensor([int(changed.sum()), each.numel()])
+    num_changed, num_weights = torch.stack(runtime.all_gather(counts)).sum(0).tolist()
+    return num_changed / max(num_weights, 1)
 
 
 def _begin(config: Config, folder: Path) -> None:
@@ -167,6 +185,8 @@ def measure(config: Config, runtime: Runtime, *, is_pushing: bool = False) -> Me
     with timer.time("load"):
         engine = build_engine(config, folder, runtime.device)
         actor = Actor(config, runtime)
+        parameters = (each for chunk in actor.chunks for each in chunk.parameters())
+        rounded = rounded_fraction(parameters, _engine_dtype(config), runtime)
         if is_pushing or config.rollout.engine == "transformers":
             _push(config, actor, engine, runtime)
         share = (runtime.rank, runtime.world_size)
@@ -192,7 +212,7 @@ def measure(config: Config, runtime: Runtime, *, is_pushing: bool = False) -> Me
     statistics: dict[Routes, Mapping[str, float]] = {
         routes: token_statistics(responses, routes) | agreement[routes] for routes in kinds
     }
-    return Measurement(tuple(responses), statistics, counts, dict(timer.seconds))
+    return Measurement(tuple(responses), statistics, counts, dict(timer.seconds), rounded)
 
 
 def _push(config: Config, actor: Actor, engine: RolloutEngine, runtime: Runtime) -> None:

@@ -57,6 +57,7 @@ class Measurement:
     statistics: Mapping[Routes, Mapping[str, float]]
     counts: RolloutCounts
     seconds: Mapping[str, float]
+    rounded_weights: float  # fraction of the trainer's weights that the engine's type rounds
 
 
 def write(folder: Path, config: Config, found: Measurement, runtime: Runtime, fault: str | None) -> None:
@@ -69,6 +70,7 @@ def write(folder: Path, config: Config, found: Measurement, runtime: Runtime, fa
         "num_processes": runtime.world_size,
         "num_responses": len(found.responses),
         "serves_these_weights": fault is None,
+        "rounded_weights": found.rounded_weights,
         "rollout": {name.removeprefix("rollout/"): value for name, value in found.counts.metrics().items()},
         "seconds": found.seconds,
         **json_values(found.statistics),
@@ -95,6 +97,12 @@ def show(found: Measurement, folder: Path) -> None:
     title = f"{num_tokens:,} tokens of {len(found.responses):,} responses"
     show_table(title, ["", *(f"{routes} routes" for routes in kinds)], table)
     typer.echo("\n" + in_words(found.statistics))
+    if found.rounded_weights:
+        typer.echo(
+            f"The engine's type rounds {found.rounded_weights:.2%} of the trainer's weights, and this gap "
+            "contains the rounding. Without it: --set model.dtype=bfloat16, or measure a folder that "
+            "megatron-dppo convert to-hf --dtype bfloat16 has written."
+        )
     typer.echo(f"wrote {', '.join(FILES)} to {folder}")
 
 

@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,6 +47,18 @@ VARIANTS = {  # title: number of processes, routing replay
     "expert 2": (2, "off"),
     "expert 2, R3": (2, "replay"),
 }
+
+
+@dataclass(frozen=True)
+class Task:
+    """A config of examples/ with its model and prompts."""
+
+    config: Path
+    model: Path
+    prompts: Path
+
+
+QUICKSTART_TASK = Task(QUICKSTART / "base.toml", MODEL, MODEL / "prompts.jsonl")
 
 
 @dataclass(frozen=True)
@@ -92,14 +104,22 @@ def require_model() -> None:
     subprocess.run([sys.executable, QUICKSTART / "make_model.py", "--out", MODEL], check=True)
 
 
-def train(folder: Path, num_processes: int, overrides: list[str], num_rollouts: int, title: str) -> Watched:
+def train(
+    folder: Path,
+    num_processes: int,
+    overrides: Sequence[str],
+    num_rollouts: int,
+    title: str,
+    task: Task = QUICKSTART_TASK,
+    num_threads: int = 1,
+) -> Watched:
     """Run `megatron-dppo train` under torchrun in a new folder, and record the line at each rollout's end."""
     shutil.rmtree(folder, ignore_errors=True)
-    sets = [f"run.folder={str(folder)!r}", f"model.load={str(MODEL)!r}"]
-    sets += [f"data.prompts={str(MODEL / 'prompts.jsonl')!r}", *overrides]
+    sets = [f"run.folder={str(folder)!r}", f"model.load={str(task.model)!r}"]
+    sets += [f"data.prompts={str(task.prompts)!r}", f"run.num_threads={num_threads}", *overrides]
     command = [*bench.torchrun(sys.executable, num_processes), "-m", "megatron_dppo", "train"]
-    command += [str(QUICKSTART / "base.toml"), *(part for item in sets for part in ("--set", item))]
-    return watch(command, folder.with_suffix(".log"), 1, ROLLOUT_DONE, num_rollouts, title)
+    command += [str(task.config), *(part for item in sets for part in ("--set", item))]
+    return watch(command, folder.with_suffix(".log"), num_threads, ROLLOUT_DONE, num_rollouts, title)
 
 
 def watch(

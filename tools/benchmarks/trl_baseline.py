@@ -1,6 +1,6 @@
-"""Trains the quickstart with TRL's GRPOTrainer. trl_comparison.py runs this program in TRL's environment.
+"""Trains a model with TRL's GRPOTrainer. trl_comparison.py runs this program in TRL's environment.
 
-    python -m tools.benchmarks.trl_baseline --model runs/quickstart/model --settings SETTINGS.json
+    python -m tools.benchmarks.trl_baseline --model FOLDER --prompts PROMPTS.jsonl --settings SETTINGS.json
 
 The settings are arguments of GRPOConfig, derived from our config. Under torchrun, training is data-parallel.
 The program prints START at the first rollout's start, and a line ROLLOUT {...} at each rollout's end. TRL's
@@ -10,6 +10,7 @@ environment has only TRL's dependencies, so this program does not import megatro
 import argparse
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,11 @@ DIGITS = frozenset("0123456789")
 def main() -> None:
     """Train, and print the reward of each rollout."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder with prompts.jsonl")
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
+    parser.add_argument(
+        "--prompts", type=Path, required=True, help="rows with prompt (text or messages) and answer"
+    )
+    parser.add_argument("--reward", choices=list(SCORES), default="arithmetic", help="our name of the reward")
     parser.add_argument("--settings", type=Path, required=True, help="JSON object: arguments of GRPOConfig")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of each process (default: 2)")
     options = parser.parse_args()
@@ -37,12 +42,15 @@ def main() -> None:
     torch.set_flush_denormal(True)
     folder = options.model
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
-    of_model: Any = dict(dtype=torch.float32, attn_implementation="sdpa", experts_implementation="grouped_mm")
+    of_model: Any = dict(dtype=torch.float32, attn_implementation="sdpa")
+    if "num_experts" in json.loads((folder / "config.json").read_text()):
+        of_model |= dict(experts_implementation="grouped_mm")
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **of_model)
-    rows = [json.loads(line) for line in (options.model / "prompts.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in options.prompts.read_text().splitlines()]
     data = Dataset.from_dict({"prompt": [r["prompt"] for r in rows], "answer": [r["answer"] for r in rows]})
     settings = json.loads(options.settings.read_text())
-    watch = Watch(settings["steps_per_generation"])
+    watch = Watch(settings["steps_per_generation"] // settings["gradient_accumulation_steps"])
+    score = SCORES[options.reward]
 
     def reward(completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
         texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
@@ -59,12 +67,20 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def score(text: str, has_ended: bool, answer: str) -> float:
+def arithmetic(text: str, has_ended: bool, answer: str) -> float:
     """Return 1 if the number after `#`, lowest digit first, is right. Copies rewards/text.py."""
     words = text.split()
     digits = words[words.index("#") + 1 :] if "#" in words else []
     has_answer = bool(digits) and DIGITS.issuperset(digits) and has_ended
     return float(has_answer and "".join(reversed(digits)).lstrip("0") == answer.lstrip("0"))
+
+
+def ends_with_answer(text: str, has_ended: bool, answer: str) -> float:
+    """Return 1 for a complete response whose last number is right. Copies examples/smollm2/word_problems.py."""
+    return float(has_ended and re.findall(r"\d+", text)[-1:] == [answer])
+
+
+SCORES = {"arithmetic": arithmetic, "ends_with_answer": ends_with_answer}
 
 
 class Watch(TrainerCallback):

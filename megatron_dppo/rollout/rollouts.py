@@ -23,12 +23,12 @@ from megatron_dppo.engines.sglang.model import served_model
 from megatron_dppo.engines.sglang.records import api_key, require_registered
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.rewards import RewardChoice
+from megatron_dppo.rollout.ahead import Ahead, Producer
 from megatron_dppo.rollout.counts import RolloutCounts
 from megatron_dppo.rollout.evaluation import Evaluation, evaluation_sets, responses_file
 from megatron_dppo.rollout.groups import GroupMaker
-from megatron_dppo.rollout.producer import Producer
 from megatron_dppo.rollout.sampler import GroupSampler
-from megatron_dppo.rollout.scheduling import Ahead, AllGather, InTurn, RunUnlessAsked, run_to_end
+from megatron_dppo.rollout.scheduling import AllGather, InTurn, RunUnlessAsked, run_to_end
 from megatron_dppo.rollout.scores import PromptScore
 from megatron_dppo.rollout.scoring import OverlongShaping, RewardPools, Scorer, training_reward
 from megatron_dppo.rollout.staleness import StalenessBound

@@ -25,11 +25,11 @@ from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
 from megatron_dppo.environments import InProcess, Observation, SingleTurn, Turn
+from megatron_dppo.rollout.ahead import Ahead, Producer
 from megatron_dppo.rollout.conversations import Conversations, TurnLimits
 from megatron_dppo.rollout.groups import GroupMaker
-from megatron_dppo.rollout.producer import Producer
 from megatron_dppo.rollout.sampler import GroupSampler
-from megatron_dppo.rollout.scheduling import Ahead, run_to_end
+from megatron_dppo.rollout.scheduling import run_to_end
 from megatron_dppo.rollout.scoring import Scorer, as_text
 from megatron_dppo.rollout.staleness import StalenessBound
 from megatron_dppo.types import FinishReason, Prompt, Sample

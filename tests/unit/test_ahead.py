@@ -15,12 +15,12 @@ from megatron_dppo.engines.base import Completion, Request, SamplingParams, give
 from megatron_dppo.environments import InProcess, SingleTurn
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.rewards import RewardResult
+from megatron_dppo.rollout.ahead import Ahead, Producer
 from megatron_dppo.rollout.conversations import Conversations, TurnLimits
 from megatron_dppo.rollout.counts import RolloutCounts
 from megatron_dppo.rollout.groups import GroupMaker
-from megatron_dppo.rollout.producer import Producer
 from megatron_dppo.rollout.sampler import GroupSampler
-from megatron_dppo.rollout.scheduling import Ahead, run_to_end
+from megatron_dppo.rollout.scheduling import run_to_end
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.rollout.staleness import StalenessBound
 from megatron_dppo.types import DataCursor, Prompt, SampleGroup

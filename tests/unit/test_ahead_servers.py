@@ -137,7 +137,7 @@ def test_no_server_left_is_raised_by_the_wait_and_by_the_next_hold(servers: list
 def test_a_thread_that_does_not_answer_is_an_error(
     monkeypatch: pytest.MonkeyPatch, servers: list[LiveStandIn]
 ) -> None:
-    monkeypatch.setattr("megatron_dppo.rollout.scheduling._ANSWER_S", 0.2)
+    monkeypatch.setattr("megatron_dppo.rollout.ahead._ANSWER_S", 0.2)
     rank = ServedRank(servers)
     rank.push(0, 9)
     thread: Any = rank.ahead._thread  # pyright: ignore[reportPrivateUsage]

@@ -6,7 +6,8 @@ from dataclasses import MISSING, fields, replace
 import pytest
 import torch
 
-from megatron_dppo.data.batches.exchange import DataParallel, decode, encode, exchange_samples
+from megatron_dppo.data.batches.exchange import DataParallel, decode, encode
+from megatron_dppo.data.batches.gradient_steps import exchange_samples
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import RoutedExperts, Sample, WeightVersionSpan
 from tests.support.ranks_on_threads import on_ranks

@@ -1,4 +1,4 @@
-"""Sends complete samples from the ranks that sampled them to the ranks that train on them, peer to peer.
+"""Defines data-parallel groups of ranks, and encodes complete samples in parcels that ranks send peer to peer.
 
 A parcel contains several samples: the length of a JSON header (int64), the header, and the bytes of the tensors
 in the header's order. Each part is padded to 8 bytes, so that tensors can be read in place.
@@ -78,41 +78,16 @@ class DataParallel:
         return [rank for rank, own in enumerate(self.group_of_rank) if own == group]
 
 
-def exchange_samples(
-    own: list[Sample], owners: Sequence[int], group_of_sample: Sequence[int], data_parallel: DataParallel
-) -> dict[int, Sample]:
-    """Send samples to the groups that train on them. Return the samples of this rank's group by global index.
-
-    All ranks must call this function. All ranks of a group get the same samples. A sample that stays is the
-    same object. A sample that moves has the same bits.
+def encode_departing(departing: Sequence[list[Sample]], data_parallel: DataParallel) -> list[Tensor]:
+    """Encode the samples for each rank. Free the samples that this rank's group does not train on.
 
     Args:
-        own: This rank's samples. The list is emptied, so that samples that leave can be freed.
-        owners: Rank that sampled each sample, ascending. A rank's samples keep the order of that rank's `own`.
-        group_of_sample: Group that trains on each sample.
+        departing: Samples for each group. The lists of other groups are emptied.
         data_parallel: Data-parallel groups of ranks.
+
+    Returns:
+        A parcel for each rank, empty for this one. The ranks of a group share one tensor.
     """
-    rank, group = data_parallel.peers.rank, data_parallel.group
-    targets = [group_of_sample[place] for place, owner in enumerate(owners) if owner == rank]
-    departing = [
-        [sample for sample, target in zip(own, targets, strict=True) if target == destination]
-        for destination in range(data_parallel.num_groups)
-    ]
-    own.clear()
-    staying = departing[group]
-    received: list[Tensor] = []
-    journeys = set(zip(owners, group_of_sample, strict=True))
-    if any(data_parallel.ranks_of(target) != [owner] for owner, target in journeys):
-        received = data_parallel.peers.exchange(_parcels(departing, data_parallel))
-    samples = [s for sender, parcel in enumerate(received) if sender < rank for s in decode(parcel)]
-    samples += staying
-    samples += [s for sender, parcel in enumerate(received) if sender > rank for s in decode(parcel)]
-    places = [place for place, target in enumerate(group_of_sample) if target == group]
-    return dict(zip(places, samples, strict=True))
-
-
-def _parcels(departing: Sequence[list[Sample]], data_parallel: DataParallel) -> list[Tensor]:
-    """Encode the samples for each other rank. Free the samples that this rank's group does not train on."""
     rank, nothing = data_parallel.peers.rank, torch.empty(0, dtype=torch.uint8)
     parcels = [nothing] * len(data_parallel.group_of_rank)
     for group, samples in enumerate(departing):

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_dppo.algorithms import group_advantages, sequence_weights
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.balance import Plan, plan_minibatch
-from megatron_dppo.data.batches.exchange import DataParallel, exchange_samples
+from megatron_dppo.data.batches.exchange import DataParallel, decode, encode_departing
 from megatron_dppo.data.batches.memory import bytes_of_routes_and_topk
 from megatron_dppo.data.batches.packing import pack, placeholder
 from megatron_dppo.data.batches.prefixes import Path, branches, num_distinct_tokens
@@ -174,6 +174,39 @@ def train_batches(
         max_bytes = max(max_bytes, _bytes_held([samples.values(), *minibatches], steps))
         del samples  # free them before the next mini-batch
     return steps, _report(steps, plans, data_parallel.group, max_bytes, shape.shares_prefixes)
+
+
+def exchange_samples(
+    own: list[Sample], owners: Sequence[int], group_of_sample: Sequence[int], data_parallel: DataParallel
+) -> dict[int, Sample]:
+    """Send samples to the groups that train on them. Return the samples of this rank's group by global index.
+
+    All ranks must call this function. All ranks of a group get the same samples. A sample that stays is the
+    same object. A sample that moves has the same bits.
+
+    Args:
+        own: This rank's samples. The list is emptied, so that samples that leave can be freed.
+        owners: Rank that sampled each sample, ascending. A rank's samples keep the order of that rank's `own`.
+        group_of_sample: Group that trains on each sample.
+        data_parallel: Data-parallel groups of ranks.
+    """
+    rank, group = data_parallel.peers.rank, data_parallel.group
+    targets = [group_of_sample[place] for place, owner in enumerate(owners) if owner == rank]
+    departing = [
+        [sample for sample, target in zip(own, targets, strict=True) if target == destination]
+        for destination in range(data_parallel.num_groups)
+    ]
+    own.clear()
+    staying = departing[group]
+    received: list[Tensor] = []
+    journeys = set(zip(owners, group_of_sample, strict=True))
+    if any(data_parallel.ranks_of(target) != [owner] for owner, target in journeys):
+        received = data_parallel.peers.exchange(encode_departing(departing, data_parallel))
+    samples = [s for sender, parcel in enumerate(received) if sender < rank for s in decode(parcel)]
+    samples += staying
+    samples += [s for sender, parcel in enumerate(received) if sender > rank for s in decode(parcel)]
+    places = [place for place, target in enumerate(group_of_sample) if target == group]
+    return dict(zip(places, samples, strict=True))
 
 
 class _Size(NamedTuple):

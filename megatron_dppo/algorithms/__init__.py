@@ -17,13 +17,13 @@ from megatron_dppo.algorithms.divergence import (
     topk_partition,
     topk_tv,
 )
-from megatron_dppo.algorithms.inputs import PolicyLossInputs
+from megatron_dppo.algorithms.inputs import PolicyLossInputs, TrustRegionTokens
 from megatron_dppo.algorithms.loss import PolicyLossOutput, policy_loss
 from megatron_dppo.algorithms.objective import Objective
 from megatron_dppo.algorithms.presets import PRESETS, preset
 from megatron_dppo.algorithms.rules import RULES, trust_region_weight
 from megatron_dppo.algorithms.shadow import shadow_masks, shadow_weights
-from megatron_dppo.algorithms.trust_region import Responses, TrustRegionRule, TrustRegionTokens, rule_options
+from megatron_dppo.algorithms.trust_region import Responses, TrustRegionRule, rule_options
 
 __all__ = [
     "AGGREGATIONS",

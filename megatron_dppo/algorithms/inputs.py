@@ -1,4 +1,4 @@
-"""Inputs of the policy loss, and their checks."""
+"""Inputs of the policy loss and of a trust-region rule, and their checks."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_dppo.algorithms.divergence import TopKLogProbs
 from megatron_dppo.algorithms.objective import Objective
-from megatron_dppo.algorithms.trust_region import TrustRegionTokens
+from megatron_dppo.algorithms.trust_region import RULE_DIVERGENCE, RULE_OVER, Responses
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.types import ROLLOUT_TOKENS, RolloutTokens
 
@@ -64,6 +64,109 @@ class PolicyLossInputs:
             topk = TopKLogProbs(mu.ids[:, used], mu.log_probs[:, used], topk_log_probs)
         of_policy = {"log_probs": log_probs, "topk": topk, "entropy": entropy}
         return cls(**of_policy, response_lengths=response_lengths, **shared)
+
+
+@dataclass(frozen=True, eq=False)
+class TrustRegionTokens:
+    """Inputs of a trust-region rule, without gradient; log-probs are <= 0.
+
+    Rows that do not learn are neutral: log-probs and advantage 0, divergence 0.
+    """
+
+    log_probs: Float[Tensor, " T"]  # log pi(a)
+    anchor_log_probs: Float[Tensor, " T"]  # of the policy that the rule compares with: mu, or pi' if recomputed
+    rollout_log_probs: Float[Tensor, " T"]  # log mu(a)
+    advantages: Float[Tensor, " T"]
+    divergence: Float[Tensor, " T"]  # of pi from the anchor, the one that the objective names
+    loss_mask: Bool[Tensor, " T"]  # the tokens that learn
+    outcomes: tuple[Tensor, Tensor] | None = None  # log-masses of a Top-K divergence; None for others
+    responses: Responses | None = None  # for rules over complete responses
+    places: tuple[Tensor, Tensor] | None = None  # `positions` and `lengths`, if they are known
+
+    @property
+    def is_above(self) -> Bool[Tensor, " T"]:
+        """Whether pi(a) is above the anchor's, read off log-probs, which resolve what rounds to 1."""
+        return self.log_probs > self.anchor_log_probs
+
+    @property
+    def is_below(self) -> Bool[Tensor, " T"]:
+        """Whether pi(a) is below the anchor's."""
+        return self.log_probs < self.anchor_log_probs
+
+    @property
+    def moves_away(self) -> Bool[Tensor, " T"]:
+        """Whether the update would push pi(a) further from the anchor; False if A = 0."""
+        return by_sign(self.advantages, self.is_above, self.is_below)
+
+    @property
+    def moves_back(self) -> Bool[Tensor, " T"]:
+        """Whether the update would bring pi(a) back to the anchor; False if A = 0."""
+        return by_sign(self.advantages, self.is_below, self.is_above)
+
+    def of_sign(self, of_positive: float, of_negative: float) -> Float[Tensor, " T"]:
+        """Return `of_positive` if A > 0, else `of_negative`."""
+        return torch.where(
+            self.advantages > 0,
+            self.log_probs.new_full((), of_positive),
+            self.log_probs.new_full((), of_negative),
+        )
+
+    @property
+    def log_masses(self) -> Float[Tensor, "T outcomes"]:
+        """Log pi of a Top-K divergence's outcomes, in the order of `topk_partition`.
+
+        Raises:
+            ConfigError: The rule is a custom one, and its divergence reads only the sampled token.
+        """
+        return self._of_outcomes[0]
+
+    @property
+    def anchor_log_masses(self) -> Float[Tensor, "T outcomes"]:
+        """Log mu of the same outcomes. Raises what `log_masses` does."""
+        return self._of_outcomes[1]
+
+    @property
+    def _of_outcomes(self) -> tuple[Tensor, Tensor]:
+        if self.outcomes is None:
+            found = "a divergence of only the sampled token, but the rule reads log_masses"
+            raise ConfigError(Problem(RULE_DIVERGENCE, found, "'topk_tv' or 'topk_kl'", "Set one of them."))
+        return self.outcomes
+
+    @property
+    def positions(self) -> Integer[Tensor, " T"]:
+        """Index of each token among its response's learning tokens, from 0; ConfigError if none was passed."""
+        return self._places[0]
+
+    @property
+    def lengths(self) -> Integer[Tensor, " T"]:
+        """Number of learning tokens of each token's response; ConfigError if none was passed."""
+        return self._places[1]
+
+    @property
+    def _places(self) -> tuple[Tensor, Tensor]:
+        if self.places is None:
+            expected, action = "[T], as the rule reads it", "Pass positions and lengths of `place_of_tokens`."
+            raise ConfigError(Problem("PolicyLossInputs.positions", "none", expected, action))
+        return self.places
+
+    @property
+    def whole_responses(self) -> Responses:
+        """The responses, for a rule that reads complete responses.
+
+        Raises:
+            ConfigError: The rule is a custom one, and `rule_over` is not "responses".
+        """
+        if self.responses is None:
+            found = "'tokens', but the rule reads complete responses"
+            raise ConfigError(Problem(RULE_OVER, found, "'responses'", "Set it so."))
+        return self.responses
+
+
+def by_sign(
+    advantages: Float[Tensor, " T"], of_positive: Bool[Tensor, " T"], of_negative: Bool[Tensor, " T"]
+) -> Bool[Tensor, " T"]:
+    """Choose by the sign of A; False if A = 0."""
+    return ((advantages > 0) & of_positive) | ((advantages < 0) & of_negative)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

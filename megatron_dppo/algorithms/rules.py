@@ -15,8 +15,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from megatron_dppo.algorithms.divergence import registry
+from megatron_dppo.algorithms.inputs import TrustRegionTokens, by_sign
 from megatron_dppo.algorithms.objective import Objective
-from megatron_dppo.algorithms.trust_region import TrustRegionRule, TrustRegionTokens, by_sign, masking
+from megatron_dppo.algorithms.trust_region import TrustRegionRule, masking
 
 ENTROPY_FLOOR = 0.01  # nats, of arXiv 2607.22186
 

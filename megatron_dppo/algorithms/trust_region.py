@@ -1,4 +1,4 @@
-"""A trust-region rule: the tokens and responses that it reads, its weights, and a user's own function."""
+"""A trust-region rule: its weights, the responses that it may read, and a user's own function."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
-from jaxtyping import Bool, Float, Int64, Integer
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from megatron_dppo.errors import ConfigError, Problem, did_you_mean
 
-if TYPE_CHECKING:  # an objective holds a user's rule
+if TYPE_CHECKING:  # an objective holds a user's rule, and the inputs hold responses
+    from megatron_dppo.algorithms.inputs import TrustRegionTokens
     from megatron_dppo.algorithms.objective import Objective
 
 RULE_DIVERGENCE, RULE_OVER = "algorithm.rule_divergence", "algorithm.rule_over"
@@ -158,102 +159,6 @@ def require_lengths(lengths: Tensor, num_tokens: int, rule: str) -> None:
     raise ConfigError(Problem(f"PolicyLossInputs.response_lengths of {rule}", found, expected, action))
 
 
-@dataclass(frozen=True, eq=False)
-class TrustRegionTokens:
-    """Inputs of a trust-region rule, without gradient; log-probs are <= 0.
-
-    Rows that do not learn are neutral: log-probs and advantage 0, divergence 0.
-    """
-
-    log_probs: Float[Tensor, " T"]  # log pi(a)
-    anchor_log_probs: Float[Tensor, " T"]  # of the policy that the rule compares with: mu, or pi' if recomputed
-    rollout_log_probs: Float[Tensor, " T"]  # log mu(a)
-    advantages: Float[Tensor, " T"]
-    divergence: Float[Tensor, " T"]  # of pi from the anchor, the one that the objective names
-    loss_mask: Bool[Tensor, " T"]  # the tokens that learn
-    outcomes: tuple[Tensor, Tensor] | None = None  # log-masses of a Top-K divergence; None for others
-    responses: Responses | None = None  # for rules over complete responses
-    places: tuple[Tensor, Tensor] | None = None  # `positions` and `lengths`, if they are known
-
-    @property
-    def is_above(self) -> Bool[Tensor, " T"]:
-        """Whether pi(a) is above the anchor's, read off log-probs, which resolve what rounds to 1."""
-        return self.log_probs > self.anchor_log_probs
-
-    @property
-    def is_below(self) -> Bool[Tensor, " T"]:
-        """Whether pi(a) is below the anchor's."""
-        return self.log_probs < self.anchor_log_probs
-
-    @property
-    def moves_away(self) -> Bool[Tensor, " T"]:
-        """Whether the update would push pi(a) further from the anchor; False if A = 0."""
-        return by_sign(self.advantages, self.is_above, self.is_below)
-
-    @property
-    def moves_back(self) -> Bool[Tensor, " T"]:
-        """Whether the update would bring pi(a) back to the anchor; False if A = 0."""
-        return by_sign(self.advantages, self.is_below, self.is_above)
-
-    def of_sign(self, of_positive: float, of_negative: float) -> Float[Tensor, " T"]:
-        """Return `of_positive` if A > 0, else `of_negative`."""
-        return torch.where(
-            self.advantages > 0,
-            self.log_probs.new_full((), of_positive),
-            self.log_probs.new_full((), of_negative),
-        )
-
-    @property
-    def log_masses(self) -> Float[Tensor, "T outcomes"]:
-        """Log pi of a Top-K divergence's outcomes, in the order of `topk_partition`.
-
-        Raises:
-            ConfigError: The rule is a custom one, and its divergence reads only the sampled token.
-        """
-        return self._of_outcomes[0]
-
-    @property
-    def anchor_log_masses(self) -> Float[Tensor, "T outcomes"]:
-        """Log mu of the same outcomes. Raises what `log_masses` does."""
-        return self._of_outcomes[1]
-
-    @property
-    def _of_outcomes(self) -> tuple[Tensor, Tensor]:
-        if self.outcomes is None:
-            found = "a divergence of only the sampled token, but the rule reads log_masses"
-            raise ConfigError(Problem(RULE_DIVERGENCE, found, "'topk_tv' or 'topk_kl'", "Set one of them."))
-        return self.outcomes
-
-    @property
-    def positions(self) -> Integer[Tensor, " T"]:
-        """Index of each token among its response's learning tokens, from 0; ConfigError if none was passed."""
-        return self._places[0]
-
-    @property
-    def lengths(self) -> Integer[Tensor, " T"]:
-        """Number of learning tokens of each token's response; ConfigError if none was passed."""
-        return self._places[1]
-
-    @property
-    def _places(self) -> tuple[Tensor, Tensor]:
-        if self.places is None:
-            expected, action = "[T], as the rule reads it", "Pass positions and lengths of `place_of_tokens`."
-            raise ConfigError(Problem("PolicyLossInputs.positions", "none", expected, action))
-        return self.places
-
-    @property
-    def whole_responses(self) -> Responses:
-        """The responses, for a rule that reads complete responses.
-
-        Raises:
-            ConfigError: The rule is a custom one, and `rule_over` is not "responses".
-        """
-        if self.responses is None:
-            found = "'tokens', but the rule reads complete responses"
-            raise ConfigError(Problem(RULE_OVER, found, "'responses'", "Set it so."))
-        return self.responses
-
-
 @dataclass(frozen=True)
 class TrustRegionRule:
     """A registered trust-region rule."""
@@ -271,13 +176,6 @@ def masking(
         return torch.where(drops(objective, tokens), 0.0, torch.ones_like(tokens.log_probs))
 
     return weigh
-
-
-def by_sign(
-    advantages: Float[Tensor, " T"], of_positive: Bool[Tensor, " T"], of_negative: Bool[Tensor, " T"]
-) -> Bool[Tensor, " T"]:
-    """Choose by the sign of A; False if A = 0."""
-    return ((advantages > 0) & of_positive) | ((advantages < 0) & of_negative)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ import torch
 
 from megatron_dppo.algorithms import preset
 from megatron_dppo.kernels.build import CSRC, HOST_FLAGS
-from megatron_dppo.kernels.encoding import KernelError
-from megatron_dppo.kernels.library import KernelLibrary
+from megatron_dppo.kernels.library import KernelError, KernelLibrary
 from megatron_dppo.kernels.reference import ROWS
 from tests.support.kernel_host import (
     Shard,

@@ -248,21 +248,14 @@ class TrainBatch:
 
 
 @dataclass(frozen=True)
-class SampledRollout:
-    """A sampled rollout that waits for training; every checkpoint must contain it."""
-
-    steps: tuple[TrainBatch, ...]  # this rank's gradient steps
-    metrics: Mapping[str, float]  # sampling metrics for its row, over all ranks
-
-
-@dataclass(frozen=True)
 class OpenRollout:
-    """A sampled rollout that is being trained on; a checkpoint in the middle of it must contain it."""
+    """A sampled rollout that waits for training or is being trained on; checkpoints must contain it."""
 
     steps: tuple[TrainBatch, ...]  # this rank's remaining gradient steps
-    num_done: int  # number of gradient steps taken
-    metrics: Mapping[str, float]  # metrics of the rollout's row so far, over all ranks
-    seconds: Mapping[str, float]  # spent in its phases so far, and "total"
+    num_done: int = 0  # number of gradient steps taken
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    # for the rollout's row, over all ranks: while it waits from its sampling, and in a checkpoint all so far
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])  # in its phases so far, and "total"
     listed: Mapping[str, Any] = field(default_factory=dict[str, Any])  # masked tokens so far
 
 

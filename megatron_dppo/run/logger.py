@@ -36,7 +36,7 @@ from megatron_dppo.run_folder.lock import PATIENCE_S, locked
 from megatron_dppo.run_folder.reader import read_run
 from megatron_dppo.runtime.gpu_ledger import OUTSIDE
 from megatron_dppo.runtime.process import Runtime, gpu_libraries
-from megatron_dppo.types import OpenRollout, SampledRollout, SampleGroup, TrainBatch
+from megatron_dppo.types import OpenRollout, SampleGroup, TrainBatch
 
 T = TypeVar("T")
 
@@ -230,7 +230,7 @@ class RunLogger:
         metrics.add_max("batch/max_bytes_per_rank", report.max_bytes)
         return self._merge(metrics)
 
-    def begin_row(self, sampled: SampledRollout, weight_version: int) -> None:
+    def begin_row(self, sampled: OpenRollout, weight_version: int) -> None:
         """Add the metrics measured when a rollout was sampled, and its current staleness, to the row."""
         metrics = Metrics()
         add_staleness(metrics, sampled.steps, weight_version)

@@ -10,7 +10,7 @@ from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.sections import is_due
 from megatron_dppo.runtime.process import Runtime, Stopwatch
-from megatron_dppo.types import DataCursor, OpenRollout, RunState, SampledRollout, TrainBatch
+from megatron_dppo.types import DataCursor, OpenRollout, RunState, TrainBatch
 
 _PLAIN = ("metrics_offset", "prompts_digest", "score", "config")  # same form in state.json
 
@@ -30,7 +30,7 @@ class TrainingState:
         self._config, self._runtime = config, runtime
         self.run_state = RunState(0, 0, 0, {})
         self.open_rollout: OpenRollout | None = None
-        self.queue: tuple[SampledRollout, ...] = ()
+        self.queue: tuple[OpenRollout, ...] = ()
         self.timer = Stopwatch(runtime)
 
     @property
@@ -81,7 +81,7 @@ class TrainingState:
         return is_due(self._config.tracking.clipped_tokens_every, self.rollout)
 
     def restore(
-        self, run_state: RunState, open_rollout: OpenRollout | None, queue: Sequence[SampledRollout] = ()
+        self, run_state: RunState, open_rollout: OpenRollout | None, queue: Sequence[OpenRollout] = ()
     ) -> None:
         """Continue from a checkpoint's state, including its open rollout's seconds."""
         self.run_state, self.open_rollout, self.queue = run_state, open_rollout, tuple(queue)
@@ -99,12 +99,12 @@ class TrainingState:
     ) -> None:
         """Queue a sampled rollout, and set the cursor for the next one."""
         self._update(data_cursor=data_cursor)
-        self.queue = (*self.queue, SampledRollout(tuple(steps), metrics))
+        self.queue = (*self.queue, OpenRollout(tuple(steps), metrics=metrics))
 
     def begin_rollout(self, steps: Sequence[TrainBatch]) -> None:
         """Open the oldest queued rollout with the gradient steps to take on it."""
         self.queue = self.queue[1:]
-        self.open_rollout = OpenRollout(tuple(steps), num_done=0, metrics={}, seconds={})
+        self.open_rollout = OpenRollout(tuple(steps))
 
     def finish_step(self, is_skipped: bool) -> None:
         """Count a gradient step of the open rollout, and drop its batch."""
@@ -140,7 +140,7 @@ class RunPoint:
     opened: OpenRollout | None = None  # rollout that is partly trained on, if any
     score: float | None = None  # checkpoint.best_metric of these weights
     config: str = ""  # resolved config of the training, as TOML; "" if an older version saved it
-    queue: tuple[SampledRollout, ...] = ()  # rollouts that wait to be trained on, in order
+    queue: tuple[OpenRollout, ...] = ()  # rollouts that wait to be trained on, in order
 
     @property
     def keeps_steps(self) -> bool:
@@ -188,7 +188,8 @@ class RunPoint:
             num_waiting = sum(each["num_steps"] for each in waiting)
             opened = OpenRollout(tuple(islice(remaining, len(steps) - num_waiting)), **kept)
         queue = [
-            SampledRollout(tuple(islice(remaining, each["num_steps"])), each["metrics"]) for each in waiting
+            OpenRollout(tuple(islice(remaining, each["num_steps"])), metrics=each["metrics"])
+            for each in waiting
         ]
         plain = {name: content[name] for name in _PLAIN if name in content}
         return cls(RunState(**content["state"]), opened=opened, queue=tuple(queue), **plain)

@@ -17,7 +17,7 @@ from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.step_metrics import add_staleness
 from megatron_dppo.run.state import RunPoint
 from megatron_dppo.single_phase import rollout_only, train_only
-from megatron_dppo.types import OpenRollout, RunState, SampledRollout, TrainBatch, WeightVersionSpan
+from megatron_dppo.types import OpenRollout, RunState, TrainBatch, WeightVersionSpan
 from tests.support.ranks_on_threads import alone
 from tests.support.refusals import refused
 from tests.support.samples import ROUTING, make_group, make_sample
@@ -55,7 +55,7 @@ LISTED = {"num_steps": 1, "sums": [["active", "-", [[7, 2.0, 0.1, 0.3, 1.5, math
 @pytest.mark.parametrize("waiting", [(), (2,), (2, 0, 3)])
 def test_a_point_is_read_as_it_was_written(opened: OpenRollout | None, waiting: tuple[int, ...]) -> None:
     """A rollout may have no steps: no token of it learns."""
-    queue = tuple(SampledRollout(steps(n) if n else (), {"reward/mean": float(n)}) for n in waiting)
+    queue = tuple(OpenRollout(steps(n) if n else (), metrics={"reward/mean": float(n)}) for n in waiting)
     point = RunPoint(RunState(3, 7, 3, {"index": 4}), 12, "digest", opened, 0.5, "toml", queue)
     content = json.loads(point.to_json(LAYOUT))
     assert RunPoint.from_json(content, lambda: point.steps) == point
@@ -68,7 +68,7 @@ def test_a_point_is_read_as_it_was_written(opened: OpenRollout | None, waiting: 
 
 
 def test_rollouts_that_wait_stay_on_their_layout(tmp_path: Path) -> None:
-    point = RunPoint(RunState(3, 7, 3, {}), 0, "", queue=(SampledRollout((), {}),) * 2)
+    point = RunPoint(RunState(3, 7, 3, {}), 0, "", queue=(OpenRollout(()),) * 2)
     content: dict[str, Any] = json.loads(point.to_json(LAYOUT))
     with pytest.raises(CheckpointError, match=r"2 rollouts .*rollout\.lag\)"):
         require_reshardable(tmp_path, content, Layout(world_size=2), is_optimizer_distributed=True)

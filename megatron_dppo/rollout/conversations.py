@@ -1,8 +1,8 @@
 """Runs conversations: the policy and an environment take turns within one trajectory.
 
 A trajectory is one sequence of token ids. Sampled tokens are never encoded again; an environment's observation
-is tokenised separately and appended. A turn is one request with the trajectory so far as its prompt. A single
-question with a single response is a trajectory of one turn.
+is tokenised separately and appended. A turn is one request with the trajectory so far as its prompt. Runs
+without an environment need no conversation: `trajectories` samples each response with one request.
 """
 
 from collections.abc import Mapping, Sequence

@@ -154,8 +154,12 @@ class TrajectorySampler:
         """
         if self._agents is not None:
             return GroupSampler(self._open_session, self._agents.converse(tokenizer), scorer, params)
-        conversations = Conversations(self.environments, tokenizer, self._limits)
-        converse = _ask_once if self._is_users else conversations.run
+        if self._is_users:
+            converse = _ask_once
+        elif self._pool is None:
+            converse, params = _ask_once, replace(params, max_turn_tokens=self._limits.max_turn_tokens)
+        else:
+            converse = Conversations(self._pool, tokenizer, self._limits).run
         return GroupSampler(self._open_session, converse, scorer, params)
 
     def start(self, first: Prompt) -> None:
@@ -179,7 +183,7 @@ class TrajectorySampler:
 
 
 async def _ask_once(request: Request, params: SamplingParams, ask: Ask) -> Completion:
-    """Sample a response that the user's function completes."""
+    """Sample a trajectory of one response: without an environment, or with the user's function."""
     return await ask(request, params)
 
 

@@ -12,11 +12,9 @@ import pytest
 
 from megatron_dppo.data.prompts.prompts import PromptStream
 from megatron_dppo.engines.base import Completion, Request, SamplingParams, give_up
-from megatron_dppo.environments import InProcess, SingleTurn
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.rewards import RewardResult
 from megatron_dppo.rollout.ahead import Ahead, Producer
-from megatron_dppo.rollout.conversations import Conversations, TurnLimits
 from megatron_dppo.rollout.counts import RolloutCounts
 from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.sampler import GroupSampler
@@ -24,6 +22,7 @@ from megatron_dppo.rollout.scheduling import run_to_end
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.rollout.staleness import StalenessBound
 from megatron_dppo.types import DataCursor, Prompt, SampleGroup
+from tests.support.collecting import ask_once
 from tests.support.concurrent_engines import Delays, SteppedEngine, SteppedSession
 from tests.support.ranks_on_threads import Meeting, Peer, on_ranks
 from tests.support.samples import InProcessScorer
@@ -55,7 +54,7 @@ class Rank:
 
         self.sampler = GroupSampler(
             self.engine.session,
-            Conversations(InProcess(SingleTurn), TOKENIZER, TurnLimits()).run,
+            ask_once,
             Scorer(TOKENIZER, scorer, False, None),
             SamplingParams(longest),
         )

@@ -3,12 +3,16 @@
 import asyncio
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_dppo.config.schema import RolloutConfig
+from megatron_dppo.config.sections import DataConfig
 from megatron_dppo.data.batches.packing import pack
+from megatron_dppo.data.prompts.prompts import Drawn
 from megatron_dppo.engines.base import Completion, Request, SamplingParams, give_up
 from megatron_dppo.engines.batch_session import BatchSession
 from megatron_dppo.engines.embedded.engine import TransformersEngine
@@ -17,7 +21,9 @@ from megatron_dppo.environments import Environment, InProcess, Observation, Sing
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.rewards import RewardResult
 from megatron_dppo.rollout.conversations import TurnLimits, TurnTokenizer
-from megatron_dppo.rollout.scoring import OverlongShaping
+from megatron_dppo.rollout.groups import GroupMaker, usable_groups
+from megatron_dppo.rollout.scoring import OverlongShaping, Scorer
+from megatron_dppo.rollout.trajectories import TrajectorySampler
 from megatron_dppo.runtime.concurrency import run_loop
 from megatron_dppo.types import FinishReason, Message, Prompt, Sample
 from tests.support.collecting import Collected, InBatches, MultiTurn, collect
@@ -193,6 +199,29 @@ def test_a_conversation_of_one_turn_is_what_the_engine_says(model: Any) -> None:
     for one, other in zip(multi_turn.generate(requests, PARAMS), plain, strict=True):
         assert one.episode is not None and one.episode.reward is None
         assert_same(dataclasses.replace(one, episode=None), other)
+
+
+def test_without_an_environment_a_response_is_one_request(model: Any) -> None:
+    """Its samples, rewards and counts are those of a conversation of one turn, with the same limit."""
+    engine = engine_of(model, eos_token_ids=ENDS)
+    rewards = InProcessScorer(
+        lambda prompt, response, finish_reason: RewardResult(float(len(response.split())))
+    )
+    scorer = Scorer(TOKENIZER, rewards, True, None, OverlongShaping(24, 20, 1.0))
+    data = DataConfig(reward="x", max_prompt_tokens=9)
+    plain = TrajectorySampler(RolloutConfig(max_turn_tokens=5), data, engine, Path())
+    turns = multi_turn_engine(engine, SingleTurn, max_turns=1, max_turn_tokens=5)
+    found: list[Any] = []
+    for sampler in (plain.sampler(TOKENIZER, scorer, PARAMS), turns.sampler(scorer, PARAMS)):
+        places = [(n, Drawn(n, Prompt(str(n), "", "test", text=f"<bos> t{n}"))) for n in range(3)]
+        groups = GroupMaker(TOKENIZER, 2, max_prompt_tokens=9, seed=1).begin(2, places)
+        sampler.sample(groups)
+        found.append(usable_groups(groups, (), 2, num_too_long=0, weight_version=1))
+    (alone, counts), (in_turns, counts_in_turns) = found
+    assert_same(alone, in_turns)
+    assert counts == counts_in_turns and counts.metrics()["rollout/num_turns_mean"] == 1.0
+    lengths = {sample.response_length for group in alone for sample in group.samples}
+    assert max(lengths) == 5 > min(lengths), "the limit ends some responses, and others end before it"
 
 
 def test_a_rollout_is_not_written_out_as_text(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ help:
 	@echo "make smollm2     a real language model of 135 million parameters learns word problems; SHORT=1, ENGINE=sglang"
 	@echo "make study-short a miniature of the miniature study: several seeds of two algorithms, and their report"
 	@echo "make quick       lint, and the tests of what changed since the branch left main, in about 90 seconds"
-	@echo "make test        lint, then every test that needs no GPU"
+	@echo "make test        lint, then unit, distributed and fault tests, in about half an hour"
 	@echo "make test-recipes  every algorithm of every experiment in examples/, trained for real on a tiny model"
 	@echo "make test-slow   what takes longer: layouts of eight processes, all checkpoints between layouts, adapters"
 	@echo "make layouts     compare every layout with one process; writes the table in megatron_dppo/actor/LAYOUTS.md"

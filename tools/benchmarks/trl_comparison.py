@@ -31,7 +31,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.run_folder.reader import read_run
 from megatron_dppo.runtime.tables import show_table
 from tools.benchmarks.benchmarking import OUT, ROOT, cli, spread, torchrun, warn_if_busy, write_json
-from tools.benchmarks.loop import QUICKSTART_TASK, Task, Watched, require_model, train, watch
+from tools.benchmarks.loop import QUICKSTART_TASK, SMOLLM2_TASK, Task, Variant, Watched, train, watch
 
 CORES, TRL = 2, "TRL"
 TRL_LINE = re.compile(r"^ROLLOUT ")
@@ -50,21 +50,19 @@ class Workload:
 
     Attributes:
         task: Our config, and the model and prompts of both sides.
-        ours: Our layouts by name: the number of processes, and settings.
+        ours: Our layouts by name.
         layouts: TRL's layouts that the trial compares.
         skipped: Rollouts of each run that warm up.
         trial_rollouts: Rollouts of each run of the trial.
         target: Reward to reach, or None.
-        advice: What makes the model and the prompts, if they are missing.
     """
 
     task: Task
-    ours: Mapping[str, tuple[int, Sequence[str]]]
+    ours: Mapping[str, Variant]
     layouts: Sequence[Layout]
     skipped: int
     trial_rollouts: int
     target: float | None
-    advice: str
 
     def config(self) -> Config:
         """Load the config that both sides use."""
@@ -77,29 +75,25 @@ class Workload:
         return rollout.prompts_per_rollout * rollout.samples_per_prompt
 
 
-_SMOLLM2 = Path("runs/smollm2")
 WORKLOADS = {
     "quickstart": Workload(
         QUICKSTART_TASK,
-        {"ours, DP2": (CORES, ["parallel.expert=1"]), "ours, EP2": (CORES, [f"parallel.expert={CORES}"])},
+        {
+            "ours, DP2": Variant(CORES, 1, ("parallel.expert=1",)),
+            "ours, EP2": Variant(CORES, 1, (f"parallel.expert={CORES}",)),
+        },
         [(1, 1), (CORES, 1)],
         skipped=3,
         trial_rollouts=8,
         target=0.75,
-        advice="Run `make quickstart`.",
     ),
     "smollm2": Workload(
-        Task(
-            Path("examples/smollm2/base.toml"),
-            _SMOLLM2 / "model",
-            _SMOLLM2 / "short_transformers/prompts.jsonl",
-        ),
-        {"ours, one process": (1, []), "ours, DP2": (CORES, [])},
+        SMOLLM2_TASK,
+        {"ours, one process": Variant(1, CORES), "ours, DP2": Variant(CORES, 1)},
         [(1, 1), (CORES, 1), (1, 4), (CORES, 4)],
         skipped=1,
         trial_rollouts=2,
         target=None,
-        advice="Run `make smollm2 SHORT=1`.",
     ),
 }
 
@@ -120,12 +114,7 @@ def main(
         typer.echo(f"--trl-python: found no {trl_python}; {expected}", err=True)
         raise typer.Exit(2)
     work = WORKLOADS[workload]
-    if work.task is QUICKSTART_TASK:
-        require_model()
-    for path in (work.task.model, work.task.prompts):
-        if not path.exists():
-            typer.echo(f"--workload {workload}: found no {path}. {work.advice}", err=True)
-            raise typer.Exit(2)
+    work.task.prepare()
     layouts = [each for each in work.layouts if trl_processes in (0, each[0])]
     trial: dict[Layout, float] = {}
     for layout in layouts if len(layouts) > 1 else ():
@@ -154,11 +143,9 @@ def name_of(layout: Layout) -> str:
 
 def run_ours(work: Workload, name: str, rollouts: int, seed: int, title: str) -> Figures:
     """Run `megatron-dppo train` in one of our layouts."""
-    num_processes, layout = work.ours[name]
-    overrides = [*layout, f"run.num_rollouts={rollouts}", f"run.seed={seed}", *SAME_AS_TRL]
-    threads = CORES // num_processes
-    watched = train(OUT / "trl_ours", num_processes, overrides, rollouts, title, work.task, threads)
-    rows = [row.values for row in read_run(OUT / "trl_ours").rollouts]
+    overrides, folder = [f"run.seed={seed}", *SAME_AS_TRL], OUT / "trl_ours"
+    watched = train(work.task, work.ours[name], folder, overrides, rollouts, title)
+    rows = [row.values for row in read_run(folder).rollouts]
     ends = [moment for moment, _ in watched.lines]
     moments = [ends[0] - rows[0]["time/total_s"], *ends]
     return figures_of(work, seed, watched, moments, [row["reward/mean"] for row in rows])

@@ -57,7 +57,11 @@ def gpu_steps(out: Path, *, is_rehearsal: bool) -> list[Step]:
         *(_loss(shape, out, is_rehearsal=brief) for shape in (("tp1",) if brief else SHARDS)),
         _benchmark("gpu_step", 600, "--out", str(out / "gpu_step.json"), "--rates", str(out / "rates.json")),
         _benchmark(
-            "loop", 600 if brief else 300, "--rollouts", "3" if brief else "12", kept=("runs/bench/loop.json",)
+            "loop",
+            600 if brief else 300,
+            "--rollouts",
+            "3" if brief else "12",
+            kept=("runs/bench/loop_quickstart.json",),
         ),
         _step("quickstart", 600, "examples/quickstart/run.py", *(["--short"] if brief else []), kept=kept),
         _benchmark("save", 150, *saves),

@@ -131,6 +131,9 @@ def test_the_command_writes_what_it_shows(task: Path, tmp_path: Path) -> None:
     assert live["ratio_p50"] <= live["ratio_p99"] <= live["ratio_p999"] <= live["ratio_max"]
     assert 0.5 < live["agreement_mean"] < 1
     assert replayed["kl_k3"] < live["kl_k3"]
+    change = found["replay_change"]
+    assert change["change"] == pytest.approx(replayed["kl_k3"] / live["kl_k3"] - 1, rel=1e-6)
+    assert f"95% interval over responses: {change['low']:+.0%} to {change['high']:+.0%}" in done.stdout
     rows = lines_of(tmp_path / "out" / "tokens.jsonl")
     assert (found["num_responses"], found["num_processes"]) == (24, 2) and len(rows) == 24
     assert sum(len(row["tokens"]) for row in rows) == live["num_tokens"] == replayed["num_tokens"]

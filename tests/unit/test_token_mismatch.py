@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_dppo.analysis.contrasts import PooledChange
 from megatron_dppo.analysis.mismatch.measure import other_weights
-from megatron_dppo.analysis.mismatch.results import NUM_BINS, in_words, token_counts, write_plot
+from megatron_dppo.analysis.mismatch.results import NUM_BINS, in_words, kl_change, token_counts, write_plot
 from megatron_dppo.config.schema import Config
 from megatron_dppo.metrics.engine_comparison import (
     MeasuredResponse,
@@ -232,4 +233,34 @@ def test_the_plot_counts_every_token_where_it_stands(tmp_path: Any) -> None:
     ],
 )
 def test_what_replay_changed_is_said_in_words(kl_k3: dict[str, float], words: str) -> None:
-    assert words in in_words({routes: {"kl_k3": value} for routes, value in kl_k3.items()})
+    assert words in in_words({routes: {"kl_k3": value} for routes, value in kl_k3.items()}, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            PooledChange(-0.75, -0.8, -0.5, 3),
+            "by 75% on these tokens (95% interval over responses: -80% to -50%).",
+        ),
+        (PooledChange(-0.75, -0.8, 0.1, 3), "-80% to +10%; they do not decide the sign)."),
+        (PooledChange(-0.75, math.nan, math.nan, 1), "by 75% on these tokens."),
+    ],
+)
+def test_the_sentence_has_an_interval_over_responses(change: PooledChange, words: str) -> None:
+    assert words in in_words({"live": {"kl_k3": 0.04}, "replayed": {"kl_k3": 0.01}}, change)
+
+
+def test_the_change_by_replay_is_of_all_tokens() -> None:
+    """Responses of one and of three tokens: a response weighs as many tokens as it has."""
+    mu = torch.tensor([0.5, 0.5, 0.5]).log()
+    live, replayed = torch.tensor([0.25, 0.5, 0.5]).log(), torch.tensor([0.4, 0.5, 0.5]).log()
+    long = _response([0.5] * 3, [0.5] * 3, log_probs={"live": live, "replayed": replayed})
+    short = _response([0.5], [0.5], log_probs={"live": mu[:1] - 1, "replayed": mu[:1] + 1})
+    before = (-0.5 + math.log(2) + math.exp(-1)) / 4  # r - 1 - log r with r = 1/2 and 1/e
+    after = (-0.2 - math.log(0.8) + math.e - 2) / 4  # with r = .8 and e
+    found = kl_change([long, short])
+    assert found is not None and found.num_pairs == 2
+    assert found.change == pytest.approx(after / before - 1, rel=1e-6)
+    assert found.low <= found.change <= found.high
+    assert kl_change([_response([0.5], [0.5], log_probs={"live": mu[:1]})]) is None

@@ -3,15 +3,17 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import plotly.io
+import torch
 import typer
 from torch import Tensor
 
+from megatron_dppo.analysis.contrasts import PooledChange, pooled_change
 from megatron_dppo.analysis.mismatch.settings import FILES
 from megatron_dppo.config.schema import Config
 from megatron_dppo.metrics.engine_comparison import MeasuredResponse, Routes, pairs, token_rows
@@ -65,6 +67,7 @@ def write(folder: Path, config: Config, found: Measurement, runtime: Runtime, fa
     write_jsonl(folder / "tokens.jsonl", token_rows(found.responses))
     title = f"{config.model.load.name}: {config.rollout.engine} engine, {config.model.dtype} trainer"
     write_plot(folder / "mismatch.html", found.responses, list(found.statistics), title)
+    change = kl_change(found.responses)
     content: dict[str, Any] = {
         "engine": config.rollout.engine,
         "num_processes": runtime.world_size,
@@ -74,6 +77,7 @@ def write(folder: Path, config: Config, found: Measurement, runtime: Runtime, fa
         "rollout": {name.removeprefix("rollout/"): value for name, value in found.counts.metrics().items()},
         "seconds": found.seconds,
         **json_values(found.statistics),
+        "replay_change": change and json_values(asdict(change)),
         "versions": versions(),
         "config": config.model_dump(mode="json"),
     }
@@ -96,7 +100,7 @@ def show(found: Measurement, folder: Path) -> None:
     num_tokens = int(found.statistics["live"]["num_tokens"])
     title = f"{num_tokens:,} tokens of {len(found.responses):,} responses"
     show_table(title, ["", *(f"{routes} routes" for routes in kinds)], table)
-    typer.echo("\n" + in_words(found.statistics))
+    typer.echo("\n" + in_words(found.statistics, kl_change(found.responses)))
     if found.rounded_weights:
         typer.echo(
             f"The engine's type rounds {found.rounded_weights:.2%} of the trainer's weights, and this gap "
@@ -106,8 +110,21 @@ def show(found: Measurement, folder: Path) -> None:
     typer.echo(f"wrote {', '.join(FILES)} to {folder}")
 
 
-def in_words(statistics: Mapping[Any, Mapping[str, float]]) -> str:
-    """Return one sentence on the effect of replaying the routes."""
+def kl_change(responses: Sequence[MeasuredResponse]) -> PooledChange | None:
+    """Return the relative change of the KL (k3) by replay, with its interval; None without replay."""
+    if any("replayed" not in response.log_probs for response in responses):
+        return None
+
+    def kl_k3(routes: Routes) -> list[float]:
+        log_ratios = [each.log_probs[routes].double() - each.rollout_log_probs.double() for each in responses]
+        return [float((torch.expm1(log_ratio) - log_ratio).mean()) for log_ratio in log_ratios]
+
+    num_tokens = [response.tokens.numel() for response in responses]
+    return pooled_change(num_tokens, kl_k3("live"), kl_k3("replayed"))
+
+
+def in_words(statistics: Mapping[Any, Mapping[str, float]], change: PooledChange | None) -> str:
+    """Return one sentence on the effect of replaying the routes, with the interval of `kl_change`."""
     if "replayed" not in statistics:
         return "The model has no experts: there are no routes to replay."
     live, replayed = (statistics[routes]["kl_k3"] for routes in ("live", "replayed"))
@@ -116,9 +133,13 @@ def in_words(statistics: Mapping[Any, Mapping[str, float]]) -> str:
     if live == 0:
         return f"With live routes the KL (k3) is 0: replay cannot lower it. With replay it is {replayed:.3e}."
     verb = "lowers" if replayed <= live else "raises"
-    return (
-        f"Replaying the rollout's routes {verb} the KL (k3) by {abs(1 - replayed / live):.0%} on these tokens."
+    found = (
+        f"Replaying the rollout's routes {verb} the KL (k3) by {abs(1 - replayed / live):.0%} on these tokens"
     )
+    if change is None or not math.isfinite(change.low):
+        return f"{found}."
+    decided = "" if change.low > 0 or change.high < 0 else "; they do not decide the sign"
+    return f"{found} (95% interval over responses: {change.low:+.0%} to {change.high:+.0%}{decided})."
 
 
 def write_plot(file: Path, responses: Sequence[MeasuredResponse], kinds: Sequence[Routes], title: str) -> None:

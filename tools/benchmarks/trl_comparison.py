@@ -2,7 +2,7 @@
 
     make bench-trl                                                  # sets up TRL's own environment first
     python -m tools.benchmarks.trl_comparison --trl-python .venv-trl/bin/python --repeats 1 --rollouts 30
-    python -m tools.benchmarks.trl_comparison --workload smollm2 --rollouts 5     # after make smollm2 SHORT=1
+    python -m tools.benchmarks.trl_comparison --workload smollm2 --rollouts 4     # after make smollm2 SHORT=1
 
 Both sides train a model and roll out in float32 on two cores: the quickstart's, or SmolLM2-135M on word
 problems. Our side uses 2 processes of one thread, data-parallel (DP2) or with the experts split between them
@@ -55,6 +55,7 @@ class Workload:
         skipped: Rollouts of each run that warm up.
         trial_rollouts: Rollouts of each run of the trial.
         target: Reward to reach, or None.
+        settings: Settings of both sides besides the config and `SAME_AS_TRL`.
     """
 
     task: Task
@@ -63,10 +64,11 @@ class Workload:
     skipped: int
     trial_rollouts: int
     target: float | None
+    settings: tuple[str, ...] = SAME_AS_TRL
 
     def config(self) -> Config:
         """Load the config that both sides use."""
-        return load_config([self.task.config], SAME_AS_TRL)
+        return load_config([self.task.config], self.settings)
 
     @property
     def num_samples(self) -> int:
@@ -94,6 +96,7 @@ WORKLOADS = {
         skipped=1,
         trial_rollouts=2,
         target=None,
+        settings=(*SAME_AS_TRL, "rollout.prompts_per_rollout=8"),  # half of the example's, to save time
     ),
 }
 
@@ -104,7 +107,7 @@ def main(
         Literal["quickstart", "smollm2"], typer.Option(help="What both sides train.")
     ] = "quickstart",
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each side, with seeds 0, 1, ...")] = 3,
-    rollouts: Annotated[int, typer.Option(min=5, help="Rollouts per run; the first ones warm up.")] = 45,
+    rollouts: Annotated[int, typer.Option(min=4, help="Rollouts per run; the first ones warm up.")] = 45,
     trl_processes: Annotated[int, typer.Option(max=CORES, help="Processes of TRL; 0 tries 1 and 2.")] = 0,
 ) -> None:
     """Run both sides in turn. Print medians, ranges and ratios."""
@@ -143,7 +146,7 @@ def name_of(layout: Layout) -> str:
 
 def run_ours(work: Workload, name: str, rollouts: int, seed: int, title: str) -> Figures:
     """Run `megatron-dppo train` in one of our layouts."""
-    overrides, folder = [f"run.seed={seed}", *SAME_AS_TRL], OUT / "trl_ours"
+    overrides, folder = [f"run.seed={seed}", *work.settings], OUT / "trl_ours"
     watched = train(work.task, work.ours[name], folder, overrides, rollouts, title)
     rows = [row.values for row in read_run(folder).rollouts]
     ends = [moment for moment, _ in watched.lines]

@@ -190,7 +190,7 @@ class RolloutTokens:
     positions: Int32[Tensor, " T"] | None = field(default=None, metadata=_PADS_0)
     # index of the token among its response's learning tokens, from 0; for custom rules
     lengths: Int32[Tensor, " T"] | None = field(default=None, metadata=_PADS_0)
-    # number of its response's learning tokens; for custom rules
+    # number of learning tokens in the response; for custom rules
     topk: RolloutTopK | None = None  # ids, log_probs [T, K]
 
     def rows(self, which: Any) -> Self:

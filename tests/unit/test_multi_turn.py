@@ -202,7 +202,7 @@ def test_a_conversation_of_one_turn_is_what_the_engine_says(model: Any) -> None:
 
 
 def test_without_an_environment_a_response_is_one_request(model: Any) -> None:
-    """Its samples, rewards and counts are those of a conversation of one turn, with the same limit."""
+    """It has the samples, rewards and counts of a conversation of one turn, with the same limit."""
     engine = engine_of(model, eos_token_ids=ENDS)
     rewards = InProcessScorer(
         lambda prompt, response, finish_reason: RewardResult(float(len(response.split())))

@@ -128,6 +128,20 @@ def test_the_command_concludes_that_an_engine_serves_other_weights(replayed: str
         )
 
 
+@pytest.mark.parametrize(("weights", "is_found"), [("model", True), ("float32", True), ("bfloat16", False)])
+def test_an_engine_with_the_trainer_s_float32_gets_the_limit_of_float32(weights: str, is_found: bool) -> None:
+    """The log-probs differ by .016 in the mean: too much for float32, and rounding for bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    log_mu = -3 - 0.01 * torch.rand(500, generator=generator)
+    log_pi = log_mu + 0.02 * torch.randn(500, generator=generator)
+    response = _response(
+        [0.5], [0.5], tokens=torch.arange(500), rollout_log_probs=log_mu, log_probs={"live": log_pi}
+    )
+    tables = {"model": {"dtype": "float32"}, "rollout": {"transformers": {"weights": weights}}}
+    statistics: dict[Routes, Any] = {"live": token_statistics([response], "live")}
+    assert (other_weights(Config.model_validate(tables), [response], statistics) is not None) == is_found
+
+
 def test_topk_tv_is_averaged_where_all_have_it() -> None:
     topk_tv: dict[Routes, Tensor] = {"live": torch.tensor([0.25, 0.75]), "replayed": torch.zeros(2)}
     known, unknown = _response([0.5, 0.1], [0.5, 0.1], topk_tv=topk_tv), _response([0.5], [0.5])
@@ -264,3 +278,4 @@ def test_the_change_by_replay_is_of_all_tokens() -> None:
     assert found.change == pytest.approx(after / before - 1, rel=1e-6)
     assert found.low <= found.change <= found.high
     assert kl_change([_response([0.5], [0.5], log_probs={"live": mu[:1]})]) is None
+    assert kl_change([]) is None

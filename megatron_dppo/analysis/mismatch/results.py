@@ -112,7 +112,7 @@ def show(found: Measurement, folder: Path) -> None:
 
 def kl_change(responses: Sequence[MeasuredResponse]) -> PooledChange | None:
     """Return the relative change of the KL (k3) by replay, with its interval; None without replay."""
-    if any("replayed" not in response.log_probs for response in responses):
+    if not responses or any("replayed" not in response.log_probs for response in responses):
         return None
 
     def kl_k3(routes: Routes) -> list[float]:

@@ -18,7 +18,7 @@ from megatron_dppo.engines.base import SamplingParams
 from megatron_dppo.engines.sglang.server import Server, plan_launch
 from megatron_dppo.rollout.rollouts import build_engine
 from tests.sglang.family_job import push_every_way, push_from_bfloat16, push_parted
-from tests.support.comparing import FULL, PARITY, chosen_experts, compare, requests_of
+from tests.support.comparing import FULL, PARITY, compare, requests_of, router_choices
 from tests.support.ranks import run_ranks
 from tests.support.records import metrics_of
 from tests.support.sanity_run import settings
@@ -131,9 +131,9 @@ def test_a_bfloat16_trainer_s_expert_biases_are_pushed_in_float32(family: Family
 @torch.no_grad()
 def experts_of(model: Any, tokens: Tensor) -> list[Tensor]:
     """[tokens, top_k] of each layer with experts."""
-    with chosen_experts(model) as chosen:
+    with router_choices(model) as choices:
         model(tokens)
-    return chosen
+    return [choice.experts for choice in choices]
 
 
 def test_the_probe_finds_what_a_server_drops_of_tensors_that_come_apart(family: Family, tmp_path: Path) -> None:

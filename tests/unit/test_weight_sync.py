@@ -122,6 +122,25 @@ def test_the_checksum_sees_name_type_shape_bytes_and_order() -> None:
     assert digest(a, b) == digest(a, ("b", torch.zeros(4, 2)[:, 0])), "strides do not matter"
 
 
+def test_the_checksum_sees_changes_anywhere_in_a_large_tensor() -> None:
+    """In each block and after the last word; also signs of two values, and two blocks that swap."""
+
+    def digest(tensor: Tensor) -> str:
+        checksum = WeightChecksum()
+        checksum.update("a", tensor)
+        return checksum.hexdigest()
+
+    whole = torch.arange(3 * 2**14 + 5, dtype=torch.float32)
+    signs, swapped = whole.clone(), whole.clone()
+    signs[[7, 9]] *= -1
+    swapped[: 2**15] = whole[: 2**15].roll(2**14)
+    changed = [whole.index_fill(0, torch.tensor(at), -1.0) for at in (0, 2**14, 3 * 2**14 + 4)]
+    assert len({digest(tensor) for tensor in (whole, signs, swapped, -whole, *changed)}) == 7
+    odd = torch.arange(9, dtype=torch.bfloat16)
+    assert digest(odd[1:]) == digest(odd[1:].clone()), "a view that begins within a word"
+    assert len({digest(odd), digest(odd.index_fill(0, torch.tensor(8), -1.0)), digest(odd[:-1])}) == 3
+
+
 class Pushed:
     """Stands for the parts of a push to one server, and records when the probe is used."""
 

@@ -113,7 +113,7 @@ class TransformersEngine:
                 rounds = self._rounds_to_fp8 and name.endswith("_proj.weight")
                 served = (round_to_fp8(tensor) if rounds else tensor).to(target)
                 if is_comparing:
-                    num_changed += (served != target).sum()
+                    num_changed += torch.count_nonzero(served != target)
                 target.copy_(served)
         faults += [f"{name}: arrived {count} times" for name, count in received.items() if count > 1]
         faults += [f"{name}: missing" for name in self._targets if name not in received]

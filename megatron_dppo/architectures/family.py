@@ -105,7 +105,6 @@ class ModelFamily:
         rope_types: Types of rotary frequencies that are computed as transformers computes them.
         partial_rotary: Default part of a head that is rotated, if config.json has none. None allows only
             complete heads.
-        layer_types: Values of `layer_types` in config.json that are implemented.
         has_interleaved_stacks: Whether checkpoints stack a layer's experts in tensors of [in, out], gate and up
             in turn, and may store them as MXFP4.
         sizes: Function from a completed config.json to the model's sizes. Callers use `sizes_of`.
@@ -123,7 +122,6 @@ class ModelFamily:
     layer_types: tuple[str, ...] = ("full_attention",)
     rope_types: tuple[str, ...] = ("default", "llama3")
     partial_rotary: float | None = None
-    layer_types: tuple[str, ...] = ("full_attention",)
     has_interleaved_stacks: bool = False
     sizes: Callable[[HFConfig], ModelSizes] = dense_sizes
     transformer_config: Callable[[HFConfig, ModelSizes], Mapping[str, Any]] = _nothing_more

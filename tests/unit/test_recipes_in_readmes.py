@@ -117,7 +117,7 @@ def test_the_divergence_masks_tokens_on_a_cpu(tmp_path: Path) -> None:
     package = _copy_of_package(tmp_path)
     _insert(package / "algorithms" / "divergence.py", "DIVERGENCES: Mapping", functions, is_after=False)
     _insert(package / "algorithms" / "divergence.py", '    "DIVERGENCES",\n    {\n', entries)
-    _insert(package / "algorithms" / "presets.py", "        for objective in (\n", presets)
+    _insert(package / "algorithms" / "presets.py", "FIELD: tuple[Objective, ...] = (\n", presets)
     properties = ROOT / "tests" / "unit" / "test_algorithms_properties.py"
     Path(tmp_path, "pytest.ini").write_text("[pytest]\n")
     tests = ["-m", "pytest", "-q", "-c", str(tmp_path / "pytest.ini"), "-p", "no:cacheprovider"]

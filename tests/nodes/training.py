@@ -1,4 +1,4 @@
-"""A tiny run of a dozen rollouts on the lab's nodes, as torchrun starts it."""
+"""A tiny run of some rollouts on the lab's nodes, as torchrun starts it."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from tests.nodes.lab import Node
 from tests.support.jobs import overrides_of
 
 CONFIGS = ("examples/moe_base/base.toml", "examples/moe_base/dppo_binary_tv.toml")
-OPTIONS: dict[str, object] = {"run.num_rollouts": 16, "checkpoint.every": 3, "evaluation.every": 100}
+OPTIONS: dict[str, object] = {"run.num_rollouts": 28, "checkpoint.every": 3, "evaluation.every": 100}
 
 
 def num_trained(run: Path) -> int:
@@ -30,7 +30,7 @@ def train(tiny: Sequence[str], run: Path, **options: object) -> list[str]:
     return ["-m", "megatron_dppo", "train", *CONFIGS, *tiny, *overrides]
 
 
-def torchrun(nodes: Sequence[Node], options: Sequence[str], log: Path, timeout_s: float = 120) -> None:
+def torchrun(nodes: Sequence[Node], options: Sequence[str], log: Path, timeout_s: float = 400) -> None:
     """Start torchrun with these options on each node and wait for a good end; kill the nodes if none comes."""
     variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [str(Path(sys.prefix) / "bin" / "torchrun"), *options]

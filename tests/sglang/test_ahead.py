@@ -34,6 +34,7 @@ from megatron_dppo.rollout.scoring import Scorer, as_text
 from megatron_dppo.rollout.staleness import StalenessBound
 from megatron_dppo.types import FinishReason, Prompt, Sample
 from tests.support.comparing import PARITY, ChatLetters, Lengths, Letters
+from tests.support.processes import wait_until
 from tests.support.serving import KEY, MODEL, VERSION, Served, num_requests
 from tests.support.tiny import TOP_K
 
@@ -135,7 +136,7 @@ def train(ahead: Ahead, engine: SglangEngine, weights: Weights, num_pushes: int)
 
     def push(version: int) -> None:
         with ahead.pause(version, FIRST_VERSION + 99 - version):
-            assert num_requests(weights.served) == 0
+            wait_until(lambda: num_requests(weights.served) == 0, 1)  # its report lags behind by an iteration
             weights.push(version)
             engine.admit(engine.urls, version)
 
@@ -229,8 +230,8 @@ def compare_by_version(
                 ties |= {sample.id} if 0 < new[2] <= PARITY else set()
     assert len(ties) <= len(samples) / 10
     compared = [worst for name, worst in of_samples.items() if name not in ties]
-    log_probs_worst, topk_worst, _ = map(max, zip(*compared, strict=True))
-    return log_probs_worst, topk_worst, max(worst[2] for worst in of_samples.values())
+    log_probs_worst, topk_worst, routes_worst = map(max, zip(*compared, strict=True))
+    return log_probs_worst, topk_worst, routes_worst
 
 
 @pytest.mark.parametrize("num_turns", [1, 3])

@@ -1,7 +1,6 @@
 """The engine against Hugging Face's forward pass of the same weights: log-probs, top-20, routes."""
 
 import re
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.data.prompts.prompts import PromptStream
-from megatron_dppo.engines.base import Completion, Request, RolloutEngine, SamplingParams
+from megatron_dppo.engines.base import Request, RolloutEngine, SamplingParams
 from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.model import served_model
@@ -22,9 +21,9 @@ from megatron_dppo.rollout.rollouts import build_engine
 from megatron_dppo.rollout.scheduling import InTurn, run_to_end
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.routing_replay.routes import validate_routes
-from megatron_dppo.types import Prompt, Sample
+from megatron_dppo.types import Prompt
 from tests.support.collecting import Collected, MultiTurn, collect
-from tests.support.comparing import FULL, PARITY, Lengths, Letters, compare, requests_of
+from tests.support.comparing import FULL, PARITY, Lengths, Letters, as_answered, compare, requests_of
 from tests.support.serving import CHUNK, KEY, MAX_TOKENS, MODEL, Served, served_config
 from tests.support.tiny import VOCAB, write_model
 
@@ -130,23 +129,10 @@ def test_over_sampling_drops_what_is_not_whole_first(served: Served, engine: Sgl
         assert [len(group.samples) for group in batch.groups] == [4, 4]
         assert batch.counts.num_dropped_samples == batch.counts.num_continued == 0
         assert batch.counts.num_discarded_partials > 0
-        assert max(compare(served, *_as_answered(batch.samples), params)) <= PARITY
+        assert max(compare(served, *as_answered(batch.samples), params)) <= PARITY
     assert rollouts.cursor == {"epoch": 0, "index": 16}
     ids = [sample.id for batch in batches for sample in batch.samples]
     assert len(ids) == len(set(ids))
-
-
-def _as_answered(samples: Sequence[Sample]) -> tuple[list[Request], list[Completion]]:
-    """Samples as the requests and completions that they were made of."""
-    split = [sample.tokens.tensor_split([sample.prompt_length]) for sample in samples]
-    requests = [
-        Request(s.id, tuple(prompt.tolist()), (0, 0, 0)) for s, (prompt, _) in zip(samples, split, strict=True)
-    ]
-    completions = [
-        Completion(s.id, response, s.rollout_log_probs, s.finish_reason, s.topk, s.routed_experts, ())
-        for s, (_, response) in zip(samples, split, strict=True)
-    ]
-    return requests, completions
 
 
 @pytest.mark.parametrize(

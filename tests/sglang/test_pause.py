@@ -12,7 +12,8 @@ from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
 from tests.support.comparing import compare
-from tests.support.serving import KEY, MODEL, VERSION, Served
+from tests.support.processes import wait_until
+from tests.support.serving import KEY, MODEL, VERSION, Served, num_requests
 
 LONG = SamplingParams(400, num_topk_log_probs=5, capture_routes=True)
 
@@ -33,7 +34,8 @@ def test_a_pause_ends_requests_with_what_they_have_and_holds_new_ones(
     fleet = Fleet([Member(served.url, 0, 1, VERSION)], KEY, 30)
     with ThreadPoolExecutor(2) as threads:
         running = threads.submit(engine.generate, _requests("before", 16), LONG)
-        time.sleep(1.0)
+        wait_until(lambda: num_requests(served) > 0, 30)
+        time.sleep(0.5)
         fleet.tell(lambda member: member.calls.pause)
         try:
             begun = running.result(30)

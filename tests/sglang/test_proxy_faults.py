@@ -18,7 +18,7 @@ from megatron_dppo.routing_replay.routes import overlap, validate_routes
 from megatron_dppo.types import Prompt, Sample
 from tests.sglang.fault_proxy import Fault, FaultProxy, of_routes
 from tests.support.collecting import Collected, collect
-from tests.support.comparing import PARITY, Lengths, Letters
+from tests.support.comparing import PARITY, Lengths, Letters, as_answered, compare
 from tests.support.serving import KEY, LAYERS, MODEL, Served
 from tests.support.tiny import EXPERTS, TOP_K
 
@@ -117,17 +117,9 @@ def _faults(counts: EngineCounts) -> dict[str, int]:
     return {name: count for name, count in asdict(counts).items() if count and not name.endswith("_tokens")}
 
 
-@torch.no_grad()
 def _require_true(served: Served, samples: Sequence[Sample]) -> None:
     """Log-probs and routes are those of a forward pass over the very tokens."""
-    for sample in samples:
-        out = served.model(sample.tokens[None], output_router_logits=True)
-        log_probs = out.logits[0].log_softmax(-1)[sample.prompt_length - 1 : -1]
-        expected = log_probs.gather(1, sample.tokens[sample.prompt_length :, None])[:, 0]
-        assert float((sample.rollout_log_probs - expected).abs().max()) <= PARITY, sample.id
-        assert sample.routed_experts is not None
-        chosen = torch.stack([layer.topk(TOP_K).indices for layer in out.router_logits], dim=1)
-        assert torch.equal(sample.routed_experts.indices.long(), chosen[:-1]), sample.id
+    assert max(compare(served, *as_answered(samples), SamplingParams(99, capture_routes=True))) <= PARITY
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +37,7 @@ from tests.support.serving import (
     START_TIMEOUT_S,
     VERSION,
     Served,
+    num_requests_at,
     served_config,
     write_served_model,
 )
@@ -79,7 +79,7 @@ def test_a_killed_server_is_started_again_and_sigterm_ends_all(served: Served, t
         engine = SglangEngine(first.url, MODEL, Patience(first_pause_s=0.1), api_key=KEY)
         with ThreadPoolExecutor() as pool:
             sampling = pool.submit(engine.generate, _endless_requests(), SamplingParams(400))
-            time.sleep(0.5)
+            wait_until(lambda: num_requests_at(first.url) > 0, 60)
             os.kill(first.pid, signal.SIGKILL)
             with pytest.raises(ServerError, match=r"(?s)POST .*/generate: found .* Look at the server's log"):
                 sampling.result(60)

@@ -108,7 +108,7 @@ def test_both_servers_answer_and_none_gets_more_than_its_limit(
     engine = _engine(served, other, max_concurrent_requests=5)
     assert _is_whole(requests, engine.generate(requests, SamplingParams(16)))
     assert most == {served.url: 5, other.url: 5}
-    assert sum(total.values()) == len(requests) and min(total.values()) >= len(requests) / 4
+    assert sum(total.values()) == len(requests) and min(total.values()) > 5  # more than at once
     assert engine.counts.num_requeued == 0
 
 
@@ -118,8 +118,8 @@ def test_servers_report_what_they_have_to_do(served: Served) -> None:
             generation, _ = await client.connect()
             bodies = [generation.generate_body(request, LONG, MODEL) for request in _requests("load", 12)]
             tasks = [asyncio.create_task(client.generate(body)) for body in bodies]
-            during = []
-            for _ in range(20):
+            during, deadline = [0], time.monotonic() + 30
+            while max(during) < 32 and time.monotonic() < deadline:
                 await asyncio.sleep(0.02)
                 during.append(generation.read_load(await client.loads()))
             await asyncio.gather(*tasks)

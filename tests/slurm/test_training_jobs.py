@@ -39,7 +39,7 @@ def pair(cluster: Cluster, tiny: tuple[str, ...], tmp_path_factory: pytest.TempP
 def test_a_pair_of_runs_and_their_report(pair: Path) -> None:
     for mode in ("measure", "replay"):
         run = pair / mode / "seed_7"
-        assert [row["step"] for row in metrics_of(run, "step")] == list(range(8))
+        assert [row["step"] for row in metrics_of(run, "step")] == list(range(24))
         config = (run / "config.toml").read_text()
         assert f'routing_replay = "{mode}"' in config
         assert "paired_routing_every = 10" in config

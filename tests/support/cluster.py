@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.support.ranks import free_port
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "setpriv")
 NODES = ("n0", "n1")
 _PATH = os.environ["PATH"] + ":/usr/sbin"  # where daemons are, which only root looks for
@@ -172,7 +174,7 @@ class Cluster:
 
     def _write_config(self) -> None:
         host = socket.gethostname().partition(".")[0]
-        ports = free_ports(1 + len(self.nodes))
+        ports = [free_port() for _ in range(1 + len(self.nodes))]
         head, communication = next(iter(self.machines), f"{host}(127.0.0.1)"), ""
         places = dict.fromkeys(self.nodes, "")
         if not self.machines:
@@ -210,12 +212,3 @@ def require_loopback() -> None:
             f"found host name {socket.gethostname()} at {address}; expected a loopback address, as SLURM's "
             "daemons listen where it points to. Add '127.0.1.1 HOSTNAME' to /etc/hosts."
         )
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nothing listened on a moment ago."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports

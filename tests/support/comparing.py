@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_dppo.engines.base import Completion, Request, SamplingParams
 from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
+from megatron_dppo.types import Sample
 from tests.support.serving import Served
 from tests.support.tiny import VOCAB
 
@@ -53,6 +54,8 @@ def compare(
             assert completion.routed_experts is not None
             alike = num_alike(completion.routed_experts.indices.long(), choices)
             is_sampled[max(0, alike + 1 - len(request.prompt_tokens)) :] = False
+        if not is_sampled.any():
+            continue
         worst = max(worst, float((completion.log_probs - expected)[is_sampled].abs().max()))
         if params.num_topk_log_probs:
             assert completion.topk is not None
@@ -62,6 +65,19 @@ def compare(
             by_id = log_probs.gather(1, completion.topk.ids[is_sampled].long())
             worst_topk = max(worst_topk, float((found - by_id).abs().max()))
     return worst, worst_topk
+
+
+def as_answered(samples: Sequence[Sample]) -> tuple[list[Request], list[Completion]]:
+    """Samples as the requests and completions that they were made of."""
+    split = [sample.tokens.tensor_split([sample.prompt_length]) for sample in samples]
+    requests = [
+        Request(s.id, tuple(prompt.tolist()), (0, 0, 0)) for s, (prompt, _) in zip(samples, split, strict=True)
+    ]
+    completions = [
+        Completion(s.id, response, s.rollout_log_probs, s.finish_reason, s.topk, s.routed_experts, ())
+        for s, (_, response) in zip(samples, split, strict=True)
+    ]
+    return requests, completions
 
 
 def num_alike(routes: Tensor, choices: list["Choice"]) -> int:

@@ -110,7 +110,7 @@ def tiny_arguments(folder: Path) -> tuple[str, ...]:
         "evaluation.sets.aime24.prompts": folder / "held_out.jsonl",
         "evaluation.sets.aime25.prompts": folder / "held_out.jsonl",
         "parallel.expert": 2,
-        "run.num_rollouts": 4,
+        "run.num_rollouts": 12,
     }
     return ("examples/tiny.toml", *overrides_of(overrides))
 

@@ -47,10 +47,10 @@ def lookup_settings(task: Path, name: str, num_rollouts: int, **rollout: Any) ->
     }
 
 
-def require_learned(rollouts: list[dict[str, Any]], *, above: float) -> None:
+def require_learned(rollouts: list[dict[str, Any]], *, above: float, gain: float = 0.3) -> None:
     """Require that the mean reward of the last rollouts is above a bound, and far above the first ones."""
     rewards = [row["reward/mean"] for row in rollouts]
     first, last = (sum(some) / len(some) for some in (rewards[:4], rewards[-8:]))
-    assert last > above and last - first > 0.3, rewards
+    assert last > above and last - first > gain, rewards
     for row in rollouts:
         assert row["rollout/dropped_samples"] == row["agents/forks"] == row["agents/untrained_tokens"] == 0

@@ -68,10 +68,15 @@ def server_of(folder: Path, run: Path, name: str) -> Iterator[tuple[Server, Serv
 
 
 def num_requests(served: Served) -> int:
-    """Requests that are at the server, by what it says."""
+    """Requests that are at the server, by what it reports."""
+    return num_requests_at(served.url)
+
+
+def num_requests_at(url: str) -> int:
+    """Requests that are at the server of a URL, by what it reports."""
 
     async def ask() -> int:
-        async with SglangClient(served.url, api_key=KEY) as client:
+        async with SglangClient(url, api_key=KEY) as client:
             generation, _ = await client.connect()
             return generation.read_load(await client.loads())
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.runtime.process import Runtime
+from tests.support.processes import wait_until
+from tests.support.serving import num_requests_at
 
 WAYS = ("distributed", "disk", "tensor")
 
@@ -207,7 +209,12 @@ def die_while_sampling(runtime: Runtime, settings: dict[str, Any]) -> None:
     from megatron_dppo.engines.base import Request, SamplingParams
 
     _, _, engine = connect(runtime, settings)
-    threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGKILL]).start()
+
+    def die() -> None:
+        wait_until(lambda: num_requests_at(engine.urls[0]) > 0, 60)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=die, daemon=True).start()
     requests = [Request(f"dies+{i:03}", (5 + i % 80, 6, 7), (0, 0, i)) for i in range(512)]
     engine.generate(requests, SamplingParams(400, temperature=0.5))
 

@@ -34,6 +34,7 @@ class Scoring(StandIn):
     off: float = 0.0
     num_experts: int = 8  # those that its sequences go through
     context: int | None = None
+    tied: tuple[int, ...] = ()  # first tokens of the only sequence with the wrong token
 
     def respond(self, path: str, body: dict[str, Any], is_gone: Any) -> tuple[int, Any]:
         status, content = super().respond(path, body, is_gone) if path != "/generate" else (200, None)
@@ -44,7 +45,8 @@ class Scoring(StandIn):
     def _scores(self, body: dict[str, Any]) -> dict[str, Any]:
         tokens = body["input_ids"]
         self.num_asked[",".join(map(str, tokens))] += 1
-        found = [log_prob(token) + self.off * (token == self.wrong_token) for token in tokens]
+        off = self.off if tuple(tokens[: len(self.tied)]) == self.tied else 0.0
+        found = [log_prob(token) + off * (token == self.wrong_token) for token in tokens]
         first = np.arange(len(tokens)) % (self.num_experts - 1)
         routes = np.stack([first, first + 1], axis=-1)[:, None].repeat(3, axis=1)
         meta = {
@@ -64,11 +66,11 @@ def trainer(sequences: Sequence[Tensor]) -> list[Tensor]:
     return [torch.tensor([log_prob(int(token)) for token in tokens[1:]]) for tokens in sequences]
 
 
-def probe(takes_turns: bool = False) -> Probe:
+def probe(takes_turns: bool = False, limits: Limits = LIMITS) -> Probe:
     runtime: Any = SimpleNamespace(
         on_main=lambda work: work(), gpu_ledger=SimpleNamespace(takes_turns=takes_turns)
     )
-    return Probe(trainer, MODEL, runtime, limits=LIMITS, seed=0, api_key=None)
+    return Probe(trainer, MODEL, runtime, limits=limits, seed=0, api_key=None)
 
 
 @contextmanager
@@ -98,6 +100,39 @@ def test_any_server_that_holds_other_weights_is_found(wrong: int) -> None:
         pytest.raises(WeightSyncError, match=f"^{members[wrong].url}: found log-probs that differ"),
     ):
         probe().run(members)
+
+
+@pytest.mark.parametrize("takes_turns", [False, True])
+@pytest.mark.parametrize(("num_experts", "is_float32"), [(8, True), (6, True), (8, False)])
+def test_a_tie_on_one_sequence_is_not_other_weights_in_float32(
+    takes_turns: bool, num_experts: int, is_float32: bool
+) -> None:
+    of_run = probe(takes_turns, Limits.of("float32") if is_float32 else LIMITS)
+    first = of_run._sequences[1].tolist()
+    servers = [Scoring(), Scoring(wrong_token=first[9], off=1.0, tied=tuple(first), num_experts=num_experts)]
+    with members_of(servers) as members:
+        of_run.expect()
+        if is_float32:
+            assert of_run.run(members)["sync/probe_abs_diff_max"] == 0.0
+        else:
+            with pytest.raises(WeightSyncError, match=f"^{members[1].url}"):
+                of_run.run(members)
+    num = 32 if takes_turns else 8
+    assert [len(server.num_asked) for server in servers] == [num + 2 * num * is_float32] * 2
+
+
+@pytest.mark.parametrize("takes_turns", [False, True])
+def test_other_weights_are_found_in_float32_if_further_sequences_have_them_or_miss_experts(
+    takes_turns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_run = probe(takes_turns, Limits.of("float32"))
+    first = of_run._sequences[1].tolist()
+    for tied in ((), tuple(first)):
+        server = Scoring(wrong_token=first[9], off=1.0, tied=tied)
+        with members_of([server]) as members, pytest.raises(WeightSyncError, match="differ from the trainer's"):
+            of_run.expect()
+            of_run.run(members)
+        monkeypatch.setattr("megatron_dppo.engines.weight_sync.probe._reach_as_many", lambda *_: False)
 
 
 def test_where_the_gpu_is_shared_all_servers_are_compared_on_what_was_expected() -> None:

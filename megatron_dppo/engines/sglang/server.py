@@ -6,6 +6,7 @@ A server is registered as run/servers/<name>.json once it is healthy (`records.p
 import asyncio
 import logging
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -69,6 +70,7 @@ runpy.run_module("sglang.launch_server", run_name="__main__")
 """
 """Program of a server's process. It ends with the process that started it, even if that is killed."""
 _LOG_TAIL = 3000  # characters of the log in an error message
+_PORTS = range(10_000, 16_000)
 _PORT_TAKEN, _MOST_STARTS = b"address already in use", 3
 
 
@@ -158,10 +160,18 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
 
 
 def free_port() -> int:
-    """Return a port of this host that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port of this host that was free a moment ago.
+
+    A server binds it after loading a model. So it is below the range of which the system gives ports to other
+    programs meanwhile, unless none is free below.
+    """
+    below = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    own = [port for port in _PORTS if port < below]
+    for port in [*random.SystemRandom().sample(own, min(len(own), 100)), 0]:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return int(probe.getsockname()[1])
+    raise ServerError("sglang.port: found no free port; expected one. Set it.")
 
 
 class Server:

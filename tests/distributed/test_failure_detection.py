@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -236,7 +237,7 @@ def test_rank_that_never_starts_is_missed(absent: int, found: str, run_job: Jobs
         "megatron_dppo.errors.LaunchError: expected 2 processes (WORLD_SIZE)"
     )
     assert found in ended.last_lines[-1]
-    assert "after 1 s" in ended.last_lines[-1]
+    assert re.search("after [12] s", ended.last_lines[-1])
 
 
 def test_own_error_or_death_comes_before_secondary_errors() -> None:

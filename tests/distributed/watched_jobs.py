@@ -106,7 +106,7 @@ def same_error_found_by_each(runtime: Runtime) -> None:
 def _die(runtime: Runtime, rank: int, other: Callable[[], None]) -> None:
     runtime.progress.phase = f"of rank {runtime.rank}"
     if runtime.rank == rank:
-        time.sleep(1.0)  # long enough for the progress to be heard of
+        time.sleep(1.5)  # long enough for the progress to be heard of
         note_fault()
         os.kill(os.getpid(), signal.SIGKILL)
     other()

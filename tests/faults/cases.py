@@ -94,7 +94,7 @@ def _kills() -> list[Case]:
                     words,
                     num_processes,
                     at("SIGKILL", moment, number),
-                    exits=_KILLED if not is_main_only else frozenset({-9, 1}),
+                    exits=_KILLED if num_processes == 1 else frozenset({-9, 1}),  # the other may see it first
                     is_short=(moment, num_processes) in (("gradient", 1), ("write", 2)),
                 )
             )
@@ -236,7 +236,8 @@ def _tears() -> list[Case]:
         ("torn last row of metrics.jsonl", _tear_last_row, (), 1),
     ):
         is_short = what in ("two torn checkpoints",) or num_processes == 2
-        case = Case(what, "after kill -9", num_processes, killed, damage=damage, exits=_KILLED)
+        exits = _KILLED if num_processes == 1 else frozenset({-9, 1})
+        case = Case(what, "after kill -9", num_processes, killed, damage=damage, exits=exits)
         cases.append(replace(case, resumed_log=resumed_log, is_short=is_short))
     kept = {"checkpoint": {"keep_last": 2, "asynchronous": False}}
     back = Case("`latest` set back", "after kill -9, saved synchronously", 1, killed, config=kept)

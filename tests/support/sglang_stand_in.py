@@ -224,8 +224,9 @@ class LiveStandIn(StandIn):
                     finish = "abort"
                     break
                 draw = zlib.crc32(f"{rid} {start + len(tokens)}".encode())
-                is_end = draw % 12 == 0
-                token = self.tokens[-1 if self.is_marked(rid) else draw % max(len(self.tokens) - 1, 1)]
+                is_marked = self.is_marked(rid)
+                is_end = draw % 12 == 0 and not (is_marked and not tokens)  # a marked one has a marked token
+                token = self.tokens[-1 if is_marked else draw % max(len(self.tokens) - 1, 1)]
                 tokens.append(self.end_token if is_end else token)
                 versions.append(self.version)
                 finish = "stop" if is_end else "length" if len(tokens) == limit else ""

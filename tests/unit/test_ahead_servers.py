@@ -53,7 +53,7 @@ def await_idle(servers: list[LiveStandIn]) -> None:
 @pytest.fixture
 def servers() -> Iterator[list[LiveStandIn]]:
     with ExitStack() as stack:
-        found = [LiveStandIn(token_s=0.01) for _ in range(2)]
+        found = [LiveStandIn(token_s=0.03) for _ in range(2)]
         for server in found:
             stack.enter_context(server.running())
         yield found

@@ -35,7 +35,7 @@ def compare(
 ) -> tuple[float, float]:
     """Largest differences of log-probs and of the top-K of what was sampled; all routes must be equal.
 
-    Where two experts' scores tie, either may come first. A response is compared up to a tie that
+    If two experts' scores tie, either may come first. A response is compared up to a tie that
     changed which experts were chosen.
     """
     worst, worst_topk = 0.0, 0.0

@@ -59,8 +59,12 @@ class Case:
         return f"{self.what}, {self.moment}, {self.num_processes}"
 
     def is_end_expected(self, codes: list[int]) -> bool:
-        """Whether the ranks ended as they should, none of them killed by the campaign."""
-        return all(code in self.exits for code in codes)
+        """Whether the ranks ended as they should, none of them killed by the campaign.
+
+        If the case sends a signal that kills, at least one rank must have ended by it.
+        """
+        is_killed = min(self.exits) >= 0 or min(self.exits) in codes
+        return is_killed and all(code in self.exits for code in codes)
 
 
 def at(kind: str, moment: str, *numbers: int, rank: int | str = "all") -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import stat
 import sys
 import threading
@@ -23,8 +24,18 @@ from megatron_dppo.engines.sglang.records import (
     require_registered,
     write_record,
 )
-from megatron_dppo.engines.sglang.server import Launch, Server, supervise
+from megatron_dppo.engines.sglang.server import Launch, Server, free_port, supervise
 from megatron_dppo.errors import ServerError
+
+
+def test_a_port_is_one_that_the_system_gives_to_nobody_else() -> None:
+    below = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = {free_port() for _ in range(20)}
+    assert len(ports) > 1, "drawn at random: servers of one host start at the same time"
+    assert all(port < below for port in ports)
+    for port in ports:
+        with socket.create_server(("127.0.0.1", port)):
+            pass
 
 
 @pytest.mark.parametrize(

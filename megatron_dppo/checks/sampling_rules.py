@@ -341,18 +341,3 @@ def _open_groups(config: Config, facts: Facts) -> Iterator[Problem]:
             "max_staleness when they are trained on"
         )
         yield Problem("rollout.over_sampling", found, expected, "Lower it, or raise rollout.max_staleness.")
-
-
-@rule("keep_partials")
-def _keep_partials(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Aborted responses are resumed if their age has a bound, and dropped otherwise."""
-    options, key = config.rollout, "rollout.keep_partials"
-    if options.max_staleness and not options.keep_partials:
-        found = f"false with rollout.max_staleness = {options.max_staleness}"
-        expected = "true: responses that a push interrupts are resumed, and none is dropped"
-        yield Problem(key, found, expected, "Remove it.")
-    if not options.max_staleness and options.over_sampling > 1 and options.keep_partials:
-        found = f"true with rollout.over_sampling = {options.over_sampling:g} and rollout.max_staleness = 0"
-        expected = "false, or a bound: otherwise the age of a response in training is not limited"
-        action = "Set rollout.max_staleness = 1 or more, or keep_partials = false to drop aborted responses."
-        yield Problem(key, found, expected, action)

@@ -87,7 +87,6 @@ EFFECTS: Mapping[str, Effect] = {
     "rollout.lag": _EXPERIMENT,
     "rollout.over_sampling": _EXPERIMENT,
     "rollout.max_staleness": _EXPERIMENT,
-    "rollout.keep_partials": _EXPERIMENT,
     "rollout.refill_zero_variance": _EXPERIMENT,
     "rollout.max_refills": _EXPERIMENT,
     "rollout.release_trainer": _MEMORY,

@@ -30,6 +30,7 @@ _WRONG_RATIO = "the log-prob of a {} distribution is not the policy's, so the ra
 LEFT_OUT = {
     "rollout.top_k": _WRONG_RATIO.format("truncated"),
     "rollout.repetition_penalty": _WRONG_RATIO.format("penalised"),
+    "rollout.keep_partials": "max_staleness resumes aborted responses, and over-sampling without it drops them",
 }
 """Keys that a user may expect, and the reason why the schema has none of them."""
 _EXPECTED = {

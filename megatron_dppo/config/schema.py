@@ -193,18 +193,15 @@ class RolloutConfig(Section):
     lag: NonNegativeInt = 0
     """Rollouts to sample ahead: the weights of version max(r - lag, 0) sample rollout r."""
     over_sampling: float = Field(default=1.0, ge=1)
-    """sglang: started prompts per needed prompt. Once enough groups are complete, the rest is aborted. With
-    `max_staleness`: open groups per group that a rollout trains on, up to S + 1."""
+    """sglang: started prompts per needed prompt. Once enough groups are complete, the rest is dropped. With
+    `max_staleness`: open groups per group that a rollout trains on, up to S + 1. None is dropped."""
     max_staleness: NonNegativeInt = 0
     """sglang: maximum staleness S in weight versions. If S > 0, sampling continues during training, and the
     weights that train on a token are at most S versions newer than those that sampled it. 0: synchronous."""
-    keep_partials: bool = True
-    """sglang: resume aborted responses. `max_staleness` requires true. `over_sampling` without `max_staleness`
-    requires false: aborted responses are dropped and counted."""
     refill_zero_variance: bool = False
     """Dynamic sampling (DAPO): replace groups with equal rewards by groups of new prompts."""
     max_refills: PositiveInt = 3
-    """Maximum rounds of dynamic sampling per rollout. Groups with equal rewards that remain are kept."""
+    """Times that dynamic sampling replaces a group. A group with equal rewards that remains is kept."""
     release_trainer: bool = False
     """transformers: trainer and engine use the device in turn. For SGLang see `rollout.sglang.colocated`."""
     agent: AgentConfig = AgentConfig()

@@ -45,7 +45,7 @@ SEPARATE: dict[str, Any] = SYNCHRONOUS | {
     "rollout.sglang.weight_sync": "distributed",
 }
 OVER_SAMPLING = 2.0  # accepted with any S, and leaves slack for long responses from S = 2 on
-AHEAD: dict[str, Any] = SEPARATE | {"rollout.max_staleness": 1, "rollout.keep_partials": True, "rollout.lag": 0}
+AHEAD: dict[str, Any] = SEPARATE | {"rollout.max_staleness": 1, "rollout.lag": 0}
 
 
 @dataclass(frozen=True)

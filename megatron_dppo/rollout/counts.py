@@ -46,7 +46,7 @@ class RolloutCounts:
     num_requeued: int  # times that a response moved to another server because its server failed
     num_retractions: int  # times that a server dropped a response's cache and computed it again
     num_recomputed_routes: int  # sound samples whose routes a server computed again after a retraction
-    num_continued: int  # samples that a push or over-sampling aborted, and that were resumed
+    num_continued: int  # samples with tokens of several weight versions
     num_discarded_partials: int  # unfinished responses that were dropped once enough groups were whole
     num_replaced_groups: int  # groups with equal rewards that were replaced
     num_dropped_groups: int  # groups with fewer than two samples left

@@ -47,7 +47,7 @@ class PromptGroup:
     born: int | None = None  # version of the weights that may sample its first token; None before
     has_tokens: bool = False  # while it has no tokens and is not whole, a push resets `born`
     is_being_scored: bool = False  # whether a reward of whole groups has got the responses
-    resumed: set[str] = field(default_factory=set[str])  # ids of requests that a hold interrupted
+    interrupted: set[str] = field(default_factory=set[str])  # ids of requests that a hold left with tokens
 
     @property
     def is_sampled(self) -> bool:
@@ -216,9 +216,9 @@ def usable_groups(
             for group in everything
             for sample in group.samples
         ),
-        num_continued=sum(request.id in group.resumed for group in everything for request, _ in group.answers),
+        num_continued=sum(len(completion.weight_versions) > 1 for completion in sampled),
         num_discarded_partials=sum(
-            request.id in group.resumed and completion is None
+            request.id in group.interrupted and completion is None
             for group in rest
             for request, completion in zip(group.requests, group.completions, strict=True)
         ),

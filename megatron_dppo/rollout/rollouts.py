@@ -23,12 +23,12 @@ from megatron_dppo.engines.sglang.model import served_model
 from megatron_dppo.engines.sglang.records import api_key, require_registered
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.rewards import RewardChoice
-from megatron_dppo.rollout.ahead import Ahead, Producer
 from megatron_dppo.rollout.counts import RolloutCounts
 from megatron_dppo.rollout.evaluation import Evaluation, evaluation_sets, responses_file
 from megatron_dppo.rollout.groups import GroupMaker
+from megatron_dppo.rollout.producer import Producer
 from megatron_dppo.rollout.sampler import GroupSampler
-from megatron_dppo.rollout.scheduling import AllGather, InTurn, RunUnlessAsked, run_to_end
+from megatron_dppo.rollout.scheduling import AllGather, RunUnlessAsked, Scheduler, run_to_end
 from megatron_dppo.rollout.scores import PromptScore
 from megatron_dppo.rollout.scoring import OverlongShaping, RewardPools, Scorer, training_reward
 from megatron_dppo.rollout.staleness import StalenessBound
@@ -102,28 +102,25 @@ class Rollouts:
         self._evaluation = Evaluation(config, self._sampler, self.tokenizer, self._rewards, share=share)
         self._counted = engine.counts
         self._routing = read_model_sizes(hf_folder).routing
-        self._supply = self._make_supply(cursor=None)
+        self._scheduler = self._make_scheduler(cursor=None)
         first = self._data.prompts[0]
         self._rewards.start(self._evaluation.first_prompts | {training_reward(config): first})
         self._sampler.start(first)
 
-    def _make_supply(self, cursor: DataCursor | None) -> InTurn | Ahead:
+    def _make_scheduler(self, cursor: DataCursor | None) -> Scheduler:
         config, options = self._config, self._config.rollout
         data = self._data
         stream = PromptStream(data.prompts, config.run.seed, config.data.shuffle, cursor, data.parts)
-        smallest = min(_SMALLEST_GROUP, options.samples_per_prompt)
-        if options.max_staleness == 0:
-            return InTurn(options, *self._parts(self.tokenizer), stream, self._share, smallest)
-        most = options.max_refills * -(-options.prompts_per_rollout // self._share[1])
+        bound = StalenessBound(options.prompts_per_rollout, options.max_staleness, options.over_sampling)
         producer = Producer(
-            *self._parts(copy.deepcopy(self.tokenizer)),  # for the producer's thread
+            *self._parts(copy.deepcopy(self.tokenizer)),  # for the producer's threads
             stream,
             self._share,
             num_threads=config.data.reward_workers,
-            max_replaced=most if options.refill_zero_variance else 0,
+            max_replaced=options.max_refills if options.refill_zero_variance else 0,
+            in_rounds=bound.takes_all,
         )
-        bound = StalenessBound(options.prompts_per_rollout, options.max_staleness, options.over_sampling)
-        return Ahead(bound, producer, smallest)
+        return Scheduler(bound, producer, min(_SMALLEST_GROUP, options.samples_per_prompt))
 
     def _parts(self, tokenizer: Any) -> tuple[GroupMaker, GroupSampler]:
         options, config, routing = self._config.rollout, self._config, self._routing
@@ -160,12 +157,12 @@ class Rollouts:
     @property
     def cursor(self) -> DataCursor:
         """Cursor after the last rollout, equal on every rank; it repeats the prompts of open groups first."""
-        return self._supply.cursor
+        return self._scheduler.cursor
 
     def seek(self, cursor: DataCursor) -> None:
         """Continue from a checkpoint's cursor, and drop all open groups; call it between two rollouts."""
-        self._supply.close()
-        self._supply = self._make_supply(cursor)
+        self._scheduler.close()
+        self._scheduler = self._make_scheduler(cursor)
 
     def next(
         self,
@@ -193,13 +190,13 @@ class Rollouts:
         """
         if self._config.rollout.max_staleness == 0:  # without what evaluations sampled meanwhile
             self._counted = self._engine.counts
-        taken = self._supply.next(rollout, version, all_gather, run_unless_asked)
+        taken = self._scheduler.next(rollout, version, all_gather, run_unless_asked)
         if taken is None:
             return None
         groups, counts = taken
         before, self._counted = self._counted, self._engine.counts
-        metrics = self._supply.metrics
-        for name, epochs in self._supply.epochs.items():
+        metrics = self._scheduler.metrics
+        for name, epochs in self._scheduler.epochs.items():
             metrics.add_max(f"source/{name}/epochs", epochs)
         return groups, replace(counts, engine=self._counted - before), metrics
 
@@ -218,8 +215,8 @@ class Rollouts:
             ServerError: No server responds and has the weights.
             RolloutError: Sampling failed.
         """
-        with self._supply.pause(version, num_left):
-            yield self._supply.metrics
+        with self._scheduler.pause(version, num_left):
+            yield self._scheduler.metrics
 
     def evaluate(self, rollout: int, folder: Path) -> dict[str, list[PromptScore]]:
         """Score this rank's share of each evaluation set, and write the responses to files in `folder`.
@@ -235,4 +232,4 @@ class Rollouts:
     def close(self) -> None:
         """End sampling ahead, and the processes of rewards and environments."""
         with closing(self._sampler), closing(self._rewards):
-            self._supply.close()
+            self._scheduler.close()

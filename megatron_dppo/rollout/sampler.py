@@ -6,9 +6,10 @@ requests the rest once sampling resumes, possibly from other weights. It is scor
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -74,40 +75,31 @@ class GroupSampler:
         self._stack = AsyncExitStack()
         self._tasks = set[asyncio.Task[None]]()
         self._held_up: list[tuple[int, asyncio.Future[None]]] = []  # waiting responses, by prompt
-        self._begun = set[PromptGroup]()  # of `sample_until`
-        self._is_enough: Callable[[], bool] = lambda: False  # then a response that ends holds the others
+        self._asked = set[str]()  # ids of the session's requests
         self._has_changed = asyncio.Event()
-        self._produced, self._num_flying = Produced(), 0
-        self._changed_at = self._taken_at = time.monotonic()
+        self._produced, self._num_flying, self._num_begun, self._num_ended = Produced(), 0, 0, 0
+        self._changed_at = self._taken_at = self._began_at = self._logged_at = time.monotonic()
 
     def sample(self, groups: Sequence[PromptGroup]) -> None:
-        """Sample and score all responses of groups, in a new event loop; see `sample_until`."""
-
-        async def work() -> None:
-            async with aclosing(self):
-                await self.sample_until(groups, len(groups))
-
-        run_loop(work())
-
-    async def sample_until(
-        self, groups: Sequence[PromptGroup], num_wanted: int, version: int = 0
-    ) -> tuple[list[PromptGroup], list[PromptGroup]]:
-        """Sample and score responses until `num_wanted` of the groups are whole.
-
-        Returns:
-            `num_wanted` whole groups, and the others, whose unfinished responses go on in the next call.
+        """Sample and score all responses of groups, in a new event loop.
 
         Raises:
             RolloutError: The engine raised it, or a completion does not fit its request.
             ServerError: Servers gave no response to any request.
             RewardError: The scorer raised it.
         """
-        if num_wanted > sum(group.is_whole for group in groups):
-            await self._sample_until(groups, num_wanted, version)
-        whole = [group for group in groups if group.is_whole][:num_wanted]
-        return whole, [group for group in groups if group not in whole]
 
-    async def go_on(self, version: int, *, may_be_held: bool = True) -> Session:
+        async def work() -> None:
+            async with aclosing(self):
+                await self.go_on(version=0, may_be_held=False)
+                for group in groups:
+                    self.begin(group)
+                await self.wait(lambda: not self._tasks)
+                await self.finish()
+
+        run_loop(work())
+
+    async def go_on(self, version: int, *, may_be_held: bool = True) -> None:
         """Start or resume sampling with the engine's weights, of this version.
 
         Responses continue in prompt order, because servers with a queue keep it. Otherwise requests
@@ -119,24 +111,59 @@ class GroupSampler:
         """
         assert self._session is None, "sampling is on hold before `go_on`"
         session = await self._stack.enter_async_context(self.open_session(may_be_held=may_be_held))
-        self._session, self.version = session, version
+        self._session, self.version, self._asked = session, version, set()
+        self._num_begun, self._num_ended = self._num_begun - self._num_ended, 0
+        self._began_at = self._logged_at = time.monotonic()
         held_up, self._held_up = self._held_up, []
         for _, gate in sorted(held_up, key=lambda each: each[0]):
             if not gate.done():
                 gate.set_result(None)
-        return session
 
     async def hold(self) -> None:
         """Stop sampling until `go_on`. Wait until no request is in flight; sampled tokens are kept."""
         session, self._session = self._session, None
         if session is not None:
-            await session.hold()
+            if self._num_flying:
+                await session.hold()
             while self._num_flying:  # until every task has its completion, before the weights change
                 await asyncio.sleep(0)
             await self._stack.aclose()
 
+    async def wait(self, is_enough: Callable[[], bool], limit_s: float | None = None) -> None:
+        """Wait until it is enough, at most `limit_s` seconds; log progress every 30 s.
+
+        Raises:
+            BaseException: The `fault`.
+        """
+        end = math.inf if limit_s is None else time.monotonic() + limit_s
+        while self.fault is None and not is_enough() and (now := time.monotonic()) < end:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(end, self._logged_at + PROGRESS_S) - now):
+                    while self.fault is None and not is_enough():
+                        self._has_changed.clear()
+                        await self._has_changed.wait()
+            if (now := time.monotonic()) - self._logged_at >= PROGRESS_S:
+                self._logged_at, counts = now, (self._num_ended, self._num_begun)
+                logger.info("responses of this rank: %d of %d after %.0f s", *counts, now - self._began_at)
+        if self.fault is not None:
+            raise self.fault
+
+    async def finish(self) -> None:
+        """Hold, and cancel all tasks; unfinished responses are lost.
+
+        Raises:
+            ServerError: Servers gave no response to any request since `go_on`.
+        """
+        errors = self._session.errors if self._session is not None else {}
+        await self.hold()
+        await self.aclose()
+        lost = [error for error in errors.values() if isinstance(error, ServerError)]
+        if lost and len(lost) == len(self._asked):
+            raise lost[0]
+
     def begin(self, group: PromptGroup, on_whole: Callable[[PromptGroup], None] = lambda group: None) -> None:
         """Start a task for each response of a group; `on_whole` is called once all are scored."""
+        self._num_begun += len(group.requests)
         for index in range(len(group.requests)):
             self.start(self._respond(group, index, on_whole))
 
@@ -152,9 +179,10 @@ class GroupSampler:
             task.remove_done_callback(self._end_task)
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for each in (self._tasks, self._held_up, self._begun):
-            each.clear()
-        await self._leave()
+        self._tasks.clear()
+        self._held_up.clear()
+        self._session = None
+        await self._stack.aclose()
 
     def count(self, **added: Any) -> None:
         """Add to counts of `Produced`."""
@@ -168,35 +196,6 @@ class GroupSampler:
         if starts_again:
             self._produced, self._taken_at = Produced(), self._changed_at
         return produced
-
-    async def _sample_until(self, groups: Sequence[PromptGroup], num_wanted: int, version: int) -> None:
-        may_be_held = num_wanted < len(groups)
-        num_asked = sum(completion is None for group in groups for completion in group.completions)
-        self._is_enough = lambda: may_be_held and sum(group.is_sampled for group in groups) >= num_wanted
-        self._has_changed = asyncio.Event()
-        session = await self.go_on(version, may_be_held=may_be_held)
-        for group in groups:
-            if group not in self._begun:
-                self._begun.add(group)
-                self.begin(group)
-        began = said = time.monotonic()
-        num_tasks = len(self._tasks)
-        while self.fault is None and len(self._tasks) > len(self._held_up):
-            self._has_changed.clear()
-            await self._has_changed.wait()
-            if (now := time.monotonic()) - said >= PROGRESS_S:
-                said, num_done = now, num_tasks - len(self._tasks)
-                logger.info("responses of this rank: %d of %d after %.0f s", num_done, num_tasks, now - began)
-        if self.fault is not None:
-            raise self.fault
-        await self._leave()
-        lost = [error for error in session.errors.values() if isinstance(error, ServerError)]
-        if lost and len(lost) == num_asked:
-            raise lost[0]
-
-    async def _leave(self) -> None:
-        self._session = None
-        await self._stack.aclose()
 
     def _end_task(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -212,7 +211,6 @@ class GroupSampler:
         while self._session is None:
             gate = asyncio.get_running_loop().create_future()
             self._held_up.append((place, gate))
-            self._has_changed.set()
             await gate
         return self._session
 
@@ -226,8 +224,7 @@ class GroupSampler:
             for each in (found, *found.branches):
                 _check(request, each, self.params)
             completion = group.completions[index] = found
-            if self._session is not None and self._is_enough():
-                await self.hold()
+        self._num_ended += 1
         if self.scorer.scores_groups:
             if group.is_sampled and not group.is_being_scored:
                 group.is_being_scored = True
@@ -257,6 +254,7 @@ class GroupSampler:
             session = await self._on_session(group.drawn.place)
             before = request.partial
             group.born = self.version if group.born is None else group.born
+            self._asked.add(request.id)
             self._fly(+1)
             try:
                 completion = await session.ask(request, params)
@@ -276,7 +274,7 @@ class GroupSampler:
             if rest is None:  # interrupted just after its last token
                 return replace(completion, finish_reason="length")
             if num_new:
-                group.resumed.add(request.id)
+                group.interrupted.add(request.id)
             request, params = rest
 
     def _fly(self, change: int) -> None:

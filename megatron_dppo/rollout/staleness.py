@@ -3,7 +3,7 @@
 A group is *open* from its first request until it is trained on. It is *born* with the version of the weights
 that may sample its first token. It is *due* at version born + S, with S = `rollout.max_staleness`: if it were
 trained on later, its tokens would be too old. The version rises by one with each push, and each version trains
-on one rollout of B groups. Two rules keep the bound without dropping any group:
+on one rollout of B groups. Two rules keep the bound without dropping any group if S > 0:
 
 - Admission: at most B (S + 1) groups are open while version V trains next, and at most B S while a rollout is
   trained on, since version V + 1 is the first that can train on a group that begins then.
@@ -14,6 +14,9 @@ Proof by induction: after each choice, at most B (d - V) groups are due by d, fo
 groups that are due at V + S, and the total stays within its capacity. Once all open groups are whole, the
 choice exists, so every wait ends. Taking the oldest groups first is optimal (earliest deadline first), so a
 rollout waits only if the bound requires it, and no long response is dropped.
+
+With S = 0 no group is open before the push or while a rollout is trained on. A rollout may begin more than B
+groups (over-sampling). It takes the first B that are whole, and the others are dropped.
 """
 
 import math
@@ -30,6 +33,7 @@ class OpenGroup:
     place: int  # its prompt's index in the stream; unique
     born: int | None  # weight version; `None` while no token was sampled
     is_whole: bool  # whether all its responses have ended and are scored, even if they have no tokens
+    order: int = 0  # place of the first group that it replaces, or its own; sorts groups of one version
 
     def __post_init__(self) -> None:
         assert self.born is not None or not self.is_whole, "a group that is whole was born"
@@ -89,12 +93,17 @@ class StalenessBound:
     Attributes:
         prompts_per_rollout: B, number of groups that a rollout trains on, over all ranks.
         max_staleness: S, largest number of versions between sampling a token and training on it.
-        over_sampling: Open groups per group that a rollout trains on, from 1 to S + 1.
+        over_sampling: Open groups per group that a rollout trains on: 1 to S + 1, or any from 1 with S = 0.
     """
 
     prompts_per_rollout: int
     max_staleness: int
     over_sampling: float = 1.0
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether each rollout takes all open groups, so that it waits until all of them are whole."""
+        return not self.max_staleness and self.over_sampling == 1
 
     def capacity(self, num_left: int, *, is_training: bool) -> int:
         """Return the number of groups that may be open, over all ranks.
@@ -103,8 +112,10 @@ class StalenessBound:
             num_left: Number of rollouts that the run still needs; no groups are opened beyond them.
             is_training: Whether a rollout is being trained on, until the next push.
         """
-        num_rollouts = min(self.max_staleness + (0 if is_training else 1), num_left)
         num_wanted = math.ceil(self.over_sampling * self.prompts_per_rollout)
+        if not self.max_staleness:
+            return 0 if is_training or not num_left else num_wanted
+        num_rollouts = min(self.max_staleness + (0 if is_training else 1), num_left)
         return min(num_wanted, self.prompts_per_rollout * num_rollouts)
 
     def limits(self, num_open: Sequence[int], num_left: int, *, is_training: bool) -> list[int]:
@@ -130,10 +141,12 @@ class StalenessBound:
             groups: All open groups of all ranks.
             version: Weight version that trains next.
         """
-        whole = [(group.born, group.place, group) for group in groups if group.is_whole]
-        chosen = [group for _, _, group in sorted(whole)[: self.prompts_per_rollout]]
+        whole = [(group.born, group.order, group.place, group) for group in groups if group.is_whole]
+        chosen = [group for *_, group in sorted(whole)[: self.prompts_per_rollout]]
         if len(chosen) < self.prompts_per_rollout:
             return None
+        if not self.max_staleness:
+            return chosen  # the others are dropped
         taken = {group.place for group in chosen}
         left = Counter(group.born for group in groups if group.born is not None and group.place not in taken)
         num_due = 0

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -64,6 +65,46 @@ class Gathered(Generic[T]):
     def _take(self, loop: asyncio.AbstractEventLoop) -> list[T]:
         with self._lock:
             return self._items.pop(loop)
+
+
+class CallerLoop:
+    """An event loop in the caller's thread that runs only during `call`, with the methods of `LoopThread`."""
+
+    def __init__(self) -> None:
+        """Create the loop with the first `call`."""
+        self._runner, self.has_started = asyncio.Runner(), False
+
+    def call(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Run a coroutine, and return its result; `timeout_s` is ignored.
+
+        If a signal handler raises meanwhile, all tasks of the loop are cancelled.
+        """
+        self.has_started, results = True, list[T]()
+
+        async def main() -> None:
+            results.append(await work)  # see `run_loop`
+
+        try:
+            self._runner.run(main())
+        except Exception:
+            raise
+        except BaseException:
+            with suppress(asyncio.CancelledError):  # a handler may have scheduled the cancellation of all tasks
+                self._runner.run(_cancel_others())
+            raise
+        return results[0]
+
+    def close(self, timeout_s: float) -> None:
+        """End the loop; `timeout_s` is ignored."""
+        self._runner.close()
+
+
+async def _cancel_others() -> None:
+    """Cancel all other tasks of the loop."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class LoopThread:

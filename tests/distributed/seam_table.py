@@ -157,7 +157,7 @@ _RUN = [
     ),
     Seam(
         "run.num_rollouts",
-        "rollout.scheduling:InTurn.next",
+        "rollout.scheduling:Scheduler.next",
         given("rollout"),
         fold=list,
         expected=lambda config: list(range(config.run.num_rollouts)),
@@ -205,8 +205,8 @@ _DATA = [
 _ROLLOUT = [
     Seam(
         "rollout.prompts_per_rollout",
-        "rollout.scheduling:InTurn._sample_rollout",
-        lambda call: len(call.first),
+        "rollout.producer:Producer.begin_rollout",
+        given("limit"),
     ),
     plain("rollout.samples_per_prompt", "rollout.groups:_requests", "count", where=is_training),
     *sampled("rollout.max_response_tokens", "max_response_tokens"),
@@ -250,8 +250,8 @@ _ROLLOUT = [
     *(
         Seam(
             f"rollout.{name}",
-            "rollout.scheduling:InTurn._begin",
-            given("rollout"),
+            "rollout.producer:Producer._begin",
+            given("self._rollout"),
             "resumed",
             fold=fold,
         )
@@ -443,7 +443,7 @@ TABLE = [
 
 READ_FROM_THE_SECTION = {
     *("data.thinking", "rollout.top_p", "rollout.max_data_gib", "algorithm.replay_recomputed_routes"),
-    *("rollout.over_sampling", "rollout.keep_partials", "rollout.max_staleness"),
+    *("rollout.over_sampling", "rollout.max_staleness"),
     *("checkpoint.max_failed_saves", "tracking.max_roll_backs"),
 }
 """Settings that their users read from the section itself: `setting_effects.py` has rows or tests of them."""

@@ -84,7 +84,6 @@ unit/test_run_folder.py::test_folders_that_cannot_be_used
     checkpoint.resume  resume=False
 unit/test_scheduler.py::test_over_sampling_ends_with_the_groups_that_are_whole_first_and_drops_the_others
     rollout.over_sampling  over_sampling=1.5
-    rollout.keep_partials  keep_partials=False
 unit/test_sglang_server.py::test_a_server_that_is_late_is_an_error
     rollout.sglang.start_timeout_s  timeout_s
 unit/test_sglang_server.py::test_restarts_are_bounded

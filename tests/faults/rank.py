@@ -36,11 +36,11 @@ MOMENTS: dict[str, tuple[str, str, str]] = {
     "flip": ("megatron_dppo.checkpoints.checkpoint_folder", "set_latest", "before"),
     "evaluation": ("megatron_dppo.rollout.rollouts", "Rollouts.evaluate", "after"),
     # Of runs that sample ahead.
-    "wait": ("megatron_dppo.rollout.ahead", "Producer.state", "after"),
-    "hold": ("megatron_dppo.rollout.ahead", "Producer.hold", "before"),
+    "wait": ("megatron_dppo.rollout.producer", "Producer.progress", "after"),
+    "hold": ("megatron_dppo.rollout.producer", "Producer.hold", "before"),
     "abort": ("megatron_dppo.engines.sglang.client", "SglangClient.abort", "before"),
     "updated": ("megatron_dppo.engines.weight_sync.transports", "DiskTransport.send", "after"),
-    "go on": ("megatron_dppo.rollout.ahead", "Producer.go_on", "before"),
+    "go on": ("megatron_dppo.rollout.producer", "Producer.go_on", "before"),
     "group": ("megatron_dppo.rollout.groups", "GroupMaker.begin", "before"),
 }
 

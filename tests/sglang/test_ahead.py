@@ -25,11 +25,11 @@ from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
 from megatron_dppo.environments import InProcess, Observation, SingleTurn, Turn
-from megatron_dppo.rollout.ahead import Ahead, Producer
 from megatron_dppo.rollout.conversations import Conversations, TurnLimits
 from megatron_dppo.rollout.groups import GroupMaker
+from megatron_dppo.rollout.producer import Producer
 from megatron_dppo.rollout.sampler import GroupSampler
-from megatron_dppo.rollout.scheduling import run_to_end
+from megatron_dppo.rollout.scheduling import Scheduler, run_to_end
 from megatron_dppo.rollout.scoring import Scorer, as_text
 from megatron_dppo.rollout.staleness import StalenessBound
 from megatron_dppo.types import FinishReason, Prompt, Sample
@@ -112,12 +112,12 @@ class Weights:
         return self.models[version]
 
 
-def make_ahead(engine: SglangEngine, converse: Converse, environments: InProcess) -> Ahead:
+def make_ahead(engine: SglangEngine, converse: Converse, environments: InProcess) -> Scheduler:
     stream = PromptStream(PROMPTS, 0, shuffle=False)
     maker = GroupMaker(Letters(), SAMPLES, max_prompt_tokens=64, seed=0, environments=environments)
     scorer = Scorer(Letters(), Lengths(), True, None)
     sampler = GroupSampler(engine.session, converse, scorer, PARAMS)
-    return Ahead(BOUND, Producer(maker, sampler, stream, (0, 1)), smallest_group=1)
+    return Scheduler(BOUND, Producer(maker, sampler, stream, (0, 1)), smallest_group=1)
 
 
 @pytest.fixture
@@ -125,7 +125,9 @@ def weights(served: Served, tmp_path: Path) -> Weights:
     return Weights(served, tmp_path)
 
 
-def train(ahead: Ahead, engine: SglangEngine, weights: Weights, num_pushes: int) -> list[tuple[int, Sample]]:
+def train(
+    ahead: Scheduler, engine: SglangEngine, weights: Weights, num_pushes: int
+) -> list[tuple[int, Sample]]:
     """Sample and "train" a few rollouts, and more until so many pushes have interrupted responses.
 
     Whether a push meets a short turn, or the time between two, depends on how busy the machine is.

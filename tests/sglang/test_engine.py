@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.data.prompts.prompts import PromptStream
 from megatron_dppo.engines.base import Request, RolloutEngine, SamplingParams
 from megatron_dppo.engines.sglang.client import Patience
@@ -17,9 +16,11 @@ from megatron_dppo.environments import InProcess, SingleTurn
 from megatron_dppo.errors import ConfigError, RolloutError, ServerError, WeightSyncError
 from megatron_dppo.rollout.conversations import TurnLimits
 from megatron_dppo.rollout.groups import GroupMaker
+from megatron_dppo.rollout.producer import Producer
 from megatron_dppo.rollout.rollouts import build_engine
-from megatron_dppo.rollout.scheduling import InTurn, run_to_end
+from megatron_dppo.rollout.scheduling import Scheduler, run_to_end
 from megatron_dppo.rollout.scoring import Scorer
+from megatron_dppo.rollout.staleness import StalenessBound
 from megatron_dppo.routing_replay.routes import validate_routes
 from megatron_dppo.types import Prompt
 from tests.support.collecting import Collected, MultiTurn, collect
@@ -105,21 +106,19 @@ def test_it_is_an_engine_that_a_run_builds_and_collects_from(served: Served) -> 
 
 
 def test_over_sampling_drops_what_is_not_whole_first(served: Served, engine: SglangEngine) -> None:
-    options = {"prompts_per_rollout": 2, "samples_per_prompt": 4, "over_sampling": 4.0, "keep_partials": False}
     params = SamplingParams(400, num_topk_log_probs=20, capture_routes=True)
     routing = MODEL.routing
     assert routing is not None
     scorer = Scorer(Letters(), Lengths(), True, partial(validate_routes, routing=routing))
     multi_turn = MultiTurn(engine, InProcess(SingleTurn), Letters(), TurnLimits())
     letters = "abcdefghijklmnopqrstuvwxyz"
-    rollouts = InTurn(
-        RolloutConfig.model_validate(options),
+    producer = Producer(
         GroupMaker(Letters(), 4, 64, seed=0),
         multi_turn.sampler(scorer, params),
         PromptStream([Prompt(x, "", "test", text="what is " + x * 9) for x in letters], 0, shuffle=False),
         (0, 1),
-        smallest_group=2,
     )
+    rollouts = Scheduler(StalenessBound(2, 0, over_sampling=4.0), producer, smallest_group=2)
     batches = list[Collected]()
     for rollout in range(2):
         taken = rollouts.next(rollout, engine.weight_version, lambda value: [value], run_to_end)

@@ -14,16 +14,17 @@ from megatron_dppo.data.prompts.prompts import PromptStream
 from megatron_dppo.engines.base import Completion, Request, SamplingParams, give_up
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.rewards import RewardResult
-from megatron_dppo.rollout.ahead import Ahead, Producer
 from megatron_dppo.rollout.counts import RolloutCounts
 from megatron_dppo.rollout.groups import GroupMaker
+from megatron_dppo.rollout.producer import Producer
 from megatron_dppo.rollout.sampler import GroupSampler
-from megatron_dppo.rollout.scheduling import run_to_end
+from megatron_dppo.rollout.scheduling import Scheduler, run_to_end
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.rollout.staleness import StalenessBound
 from megatron_dppo.types import DataCursor, Prompt, SampleGroup
 from tests.support.collecting import ask_once
 from tests.support.concurrent_engines import Delays, SteppedEngine, SteppedSession
+from tests.support.processes import wait_until
 from tests.support.ranks_on_threads import Meeting, Peer, on_ranks
 from tests.support.samples import InProcessScorer
 from tests.support.word_tokenizers import TOKENIZER
@@ -60,7 +61,7 @@ class Rank:
         )
         maker, share = GroupMaker(TOKENIZER, 2, max_prompt_tokens=7, seed=0), (peer.rank, size)
         self.producer = Producer(maker, self.sampler, stream, share, max_replaced=max_replaced)
-        self.ahead = Ahead(bound, self.producer, 2)
+        self.ahead = Scheduler(bound, self.producer, 2)
         self.cursor = self.ahead.cursor
         self.metrics: dict[str, list[float]] = {}
 
@@ -260,8 +261,7 @@ def test_a_producer_that_fails_while_a_rollout_is_trained_on_is_raised_before_th
     assert rank.ahead.next(0, 0, rank.peer.all_gather, run_to_end) is not None
     broken.append(True)
     rank.push(1, 8)  # what was open is asked for again
-    while rank.producer.fault is None:
-        rank.producer.news.wait(1)
+    wait_until(lambda: rank.sampler.fault is not None, 30)
     with pytest.raises(RolloutError, match="as the test wants it"), rank.ahead.pause(2, 7):
         raise AssertionError("nothing is pushed")
     rank.ahead.close()

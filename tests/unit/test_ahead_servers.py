@@ -137,12 +137,12 @@ def test_no_server_left_is_raised_by_the_wait_and_by_the_next_hold(servers: list
 def test_a_thread_that_does_not_answer_is_an_error(
     monkeypatch: pytest.MonkeyPatch, servers: list[LiveStandIn]
 ) -> None:
-    monkeypatch.setattr("megatron_dppo.rollout.ahead._ANSWER_S", 0.2)
+    monkeypatch.setattr("megatron_dppo.rollout.scheduling._ANSWER_S", 0.2)
     rank = ServedRank(servers)
     rank.push(0, 9)
-    thread: Any = rank.ahead._thread  # pyright: ignore[reportPrivateUsage]
+    thread: Any = rank.ahead._loop  # pyright: ignore[reportPrivateUsage]
     thread._loop.call_soon_threadsafe(time.sleep, 1.0)  # a tokenizer that never returns, say
-    with pytest.raises(RolloutError, match=r"'state' within 0\.2 s"):
+    with pytest.raises(RolloutError, match=r"'progress' within 0\.2 s"):
         rank.ahead.next(0, 0, rank.peer.all_gather, run_to_end)
     monkeypatch.undo()
     rank.ahead.close()  # once the thread answers again

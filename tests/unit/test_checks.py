@@ -473,7 +473,6 @@ EXAMPLES: dict[str, list[Example]] = {
         Example(
             "rollout.lag",
             {"rollout.lag": 1, "rollout.engine": "sglang", "rollout.over_sampling": 1.5},
-            also=frozenset({"keep_partials"}),
         ),
         Example("rollout.lag", {"rollout.lag": 1, "tracking.alarms": "roll_back"}),
     ],
@@ -663,7 +662,6 @@ EXAMPLES: dict[str, list[Example]] = {
         Example(
             "rollout.over_sampling",
             {"rollout.over_sampling": 1.5},
-            also=frozenset({"keep_partials"}),
         )
     ],
     "max_staleness": [
@@ -676,10 +674,6 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("rollout.max_staleness", _AHEAD | {"rollout.lag": 1}),
     ],
     "open_groups": [Example("rollout.over_sampling", _AHEAD | {"rollout.over_sampling": 2.1})],
-    "keep_partials": [
-        Example("rollout.keep_partials", _AHEAD | {"rollout.keep_partials": False}),
-        Example("rollout.keep_partials", {"rollout.engine": "sglang", "rollout.over_sampling": 1.5}),
-    ],
     "environment": [
         Example("rollout.environment", {"rollout.environment": "single_turns"}),
         Example("rollout.environment", {"rollout.environment": "no_such_module:Class"}),
@@ -703,7 +697,7 @@ EXAMPLES: dict[str, list[Example]] = {
         Example(
             "rollout.environment",
             {"rollout.environment": "sudoku", "rollout.over_sampling": 1.5},
-            also=frozenset({"over_sampling", "keep_partials"}),
+            also=frozenset({"over_sampling"}),
         ),
     ],
     "finite_numbers": [

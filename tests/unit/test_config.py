@@ -149,6 +149,7 @@ def test_all_faults_are_reported_at_once_with_the_file_that_set_them(tmp_path: P
         ("lr = 1", "lr", "a key of a config", "Did you mean optimizer.lr?"),
         ("[run]\nzzz = 1", "run.zzz", "folder", "Remove it"),
         ("[rollout]\ntop_k = 20", "rollout.top_k", "a truncated distribution", "Remove it."),
+        ("[rollout]\nkeep_partials = false", "rollout.keep_partials", "drops them", "Remove it."),
         ("[rollout]\nrepetition_penalty = 1", "rollout.repetition_penalty", "penalised", "Remove it."),
         ("run = 3", "run", "a table", "Write a table [run]"),
         ("[rollout.transformers]\nweight = 1", "rollout.transformers.weight", "batch_size", "weights?"),

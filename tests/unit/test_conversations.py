@@ -341,18 +341,30 @@ def test_a_slow_reward_holds_up_nobody(ending: TransformersEngine) -> None:
 def test_what_is_kept_half_done_is_scored_once(ending: TransformersEngine) -> None:
     """Scores of responses stay with their groups; those that a hold left get theirs when they end."""
 
+    class Waiting(OneByOne):
+        async def ask(self, request: Request, params: SamplingParams) -> Completion:
+            while request.id.endswith("/4+1") and num_sessions == 1 and not self.is_held:
+                await asyncio.sleep(0)
+            return await super().ask(request, params)
+
     async def until(request: RewardRequest) -> None:
         pass
 
-    rewards, groups = Rewards(until), begun()
-    sampler = sampler_of(OneByOne(ending), Scorer(TOKENIZER, rewards, True, None))
+    rewards, groups, num_sessions = Rewards(until), begun(), 1
+    sampler = sampler_of(Waiting(ending), Scorer(TOKENIZER, rewards, True, None))
 
     async def sample() -> None:
-        await sampler.sample_until(groups, 1)
-        assert 1 <= sum(group.is_whole for group in groups) < 3
-        assert len(rewards.scored) == 6 - sum(group.scored.count(None) for group in groups)
-        await sampler.sample_until(groups, 3)
-        await sampler.aclose()
+        nonlocal num_sessions
+        await sampler.go_on(version=0)
+        for group in groups:
+            sampler.begin(group)
+        await sampler.wait(lambda: sum(group.is_whole for group in groups) == 2)
+        await sampler.hold()
+        assert sorted(rewards.scored) == ["0", "0", "1", "1", "2"]
+        num_sessions = 2
+        await sampler.go_on(version=0)
+        await sampler.wait(lambda: all(group.is_whole for group in groups))
+        await sampler.finish()
 
     asyncio.run(sample())
     assert all(group.is_whole for group in groups) and sorted(rewards.scored) == ["0", "0", "1", "1", "2", "2"]

@@ -53,7 +53,7 @@ data: prompts prompt_column answer_column shuffle reward reward_values thinking 
     overlong_penalty max_prompt_tokens
 rollout: engine prompts_per_rollout samples_per_prompt max_response_tokens environment generate max_turns
     max_turn_tokens temperature top_p num_topk_log_probs routing_replay lag
-    over_sampling max_staleness keep_partials refill_zero_variance max_refills
+    over_sampling max_staleness refill_zero_variance max_refills
 rollout.agent: harness command train thinking renderer max_calls
 rollout.transformers: weights
 algorithm: preset rule_options rule_divergence rule_over delta delta_low delta_high eps_low eps_high
@@ -171,6 +171,7 @@ def test_settings_are_compared_by_value_and_shown_as_text() -> None:
     assert experiment_changes({"megatron": {"recompute_method": "block"}}, {}) == []
     assert experiment_changes({"parallel": {"share_prefixes": False}}, {}) == []  # its default once
     assert setting_changes({"rollout": {"top_k": -1, "repetition_penalty": 1.0}}, {}) == []  # gone since
+    assert experiment_changes({"rollout": {"keep_partials": False}}, {}) == []
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,10 +1,11 @@
-"""Over-sampling and dynamic sampling, with an engine that answers from a script."""
+"""Rollouts in turn with training: over-sampling and dynamic sampling, with an engine that follows a script."""
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, TypeVar
+from copy import copy
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,11 @@ from megatron_dppo.engines.base import Completion, Request, SamplingParams, Sess
 from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.rewards import Reward, RewardResult
 from megatron_dppo.rollout.groups import GroupMaker
+from megatron_dppo.rollout.producer import Producer
 from megatron_dppo.rollout.sampler import GroupSampler
-from megatron_dppo.rollout.scheduling import InTurn
+from megatron_dppo.rollout.scheduling import Scheduler, run_to_end
 from megatron_dppo.rollout.scoring import Scorer
+from megatron_dppo.rollout.staleness import StalenessBound
 from megatron_dppo.types import FinishReason, Prompt
 from tests.support.collecting import Collected, ask_once
 from tests.support.concurrent_engines import InSessions
@@ -25,7 +28,6 @@ from tests.support.ranks_on_threads import on_ranks
 from tests.support.samples import InProcessScorer
 from tests.unit.test_collect import TOKENIZER, complete
 
-T = TypeVar("T")
 NUM_PROMPTS = 40
 PROMPTS = [Prompt(str(i), "408", "test", text="<bos> 2 1 * 4 3 =") for i in range(NUM_PROMPTS)]
 TOO_LONG = "<bos> 2 1 * 4 3 * 4 3 ="
@@ -33,30 +35,38 @@ WHOLE, HALF = "w3 # 1 0 0 0 <eos>", "w3 # 1"
 
 
 class Halting(InSessions, Session):
-    """Answers prompts of `slow` last; what is left when it is held keeps three tokens, or what it had."""
+    """Answers requests of `slow` prompts one by one, after all groups of other prompts are whole.
+
+    What is left when it is held keeps three tokens.
+    """
 
     weight_version, counts = 7, EngineCounts()
+    is_rest_whole: Callable[[], bool]
 
     def __init__(self, slow: Callable[[str], bool] = lambda prompt: False) -> None:
         self.slow = slow
         self.asked: list[Request] = []
         self.errors: dict[str, Any] = {}
 
+    def __copy__(self) -> "Halting":
+        return type(self)(self.slow)
+
     @contextlib.asynccontextmanager
     async def session(self, *, may_be_held: bool = True) -> AsyncIterator["Halting"]:
-        self.is_held, self.num_waiting, self.num_before = False, 0, len(self.asked)
+        self.is_held, self.num_slow, self.num_answered = False, 0, 0
         yield self
 
     async def ask(self, request: Request, params: SamplingParams) -> Completion:
         self.asked.append(request)
-        await asyncio.sleep(0)  # until all are asked for
-        together = self.asked[self.num_before :]
-        order = sorted(together, key=lambda each: self.slow(each.id.split("/")[1]))
-        while self.num_waiting < order.index(request) and not self.is_held:
-            await asyncio.sleep(0)
+        if self.slow(_prompt_of(request)):
+            number, self.num_slow = self.num_slow, self.num_slow + 1
+            while not self.is_held and not (self.is_rest_whole() and self.num_answered == number):
+                await asyncio.sleep(0)
+            for _ in range(50):  # so that the scheduler may end the rollout before
+                await asyncio.sleep(0)
+            self.num_answered += 1
         if self.is_held:
-            return request.partial or complete(request, HALF, finish_reason="abort")
-        self.num_waiting += 1
+            return complete(request, HALF, finish_reason="abort")
         return self.answer(request)
 
     def answer(self, request: Request) -> Completion:
@@ -64,6 +74,11 @@ class Halting(InSessions, Session):
 
     async def hold(self) -> None:
         self.is_held = True
+
+
+def _prompt_of(request: Request) -> str:
+    assert request.prompt is not None
+    return request.prompt.id
 
 
 def _by_prompt(equal: Callable[[str], bool]) -> Reward:
@@ -91,25 +106,34 @@ class Run:
         **options: Any,
     ) -> None:
         config = RolloutConfig.model_validate({"prompts_per_rollout": 4, "samples_per_prompt": 2} | options)
-        self.engine, self.num_rollouts = engine or Halting(), 0
+        self.engines, self.num_rollouts = [copy(engine or Halting()) for _ in range(size)], 0
         maker = GroupMaker(TOKENIZER, config.samples_per_prompt, max_prompt_tokens=7, seed=0)
         scorer = Scorer(TOKENIZER, InProcessScorer(_by_prompt(equal)), False, None)
         params = SamplingParams(20)
         stream = PromptStream(prompts, 0, shuffle=False, cursor=cursor)
-        sampler = GroupSampler(self.engine.session, ask_once, scorer, params)
-        self.ranks = [InTurn(config, maker, sampler, stream, (rank, size), 2) for rank in range(size)]
+        bound = StalenessBound(config.prompts_per_rollout, 0, config.over_sampling)
+        refills = config.max_refills if config.refill_zero_variance else 0
+        self.ranks = list[Scheduler]()
+        for rank, each in enumerate(self.engines):
+            sampler = GroupSampler(each.session, ask_once, scorer, params)
+            producer = Producer(
+                *(maker, sampler, stream, (rank, size)), max_replaced=refills, in_rounds=bound.takes_all
+            )
+            each.is_rest_whole = partial(_are_whole, producer, each.slow)
+            self.ranks.append(Scheduler(bound, producer, 2))
         self.cursors: list[Any] = []
 
-    def next(self) -> list[Collected]:
-        rollout, version, lock = self.num_rollouts, self.engine.weight_version, threading.Lock()
+    @property
+    def asked(self) -> list[Request]:
+        """Requests of all ranks."""
+        return [request for engine in self.engines for request in engine.asked]
 
-        def sample(work: Callable[[], T]) -> T:  # one rank after the other, by the one engine
-            with lock:
-                return work()
+    def next(self) -> list[Collected]:
+        rollout, version = self.num_rollouts, self.engines[0].weight_version
 
         def run(data_parallel: DataParallel) -> Collected:
             peers = data_parallel.peers
-            taken = self.ranks[peers.rank].next(rollout, version, peers.all_gather, sample)
+            taken = self.ranks[peers.rank].next(rollout, version, peers.all_gather, run_to_end)
             assert taken is not None
             return Collected(*taken)
 
@@ -117,6 +141,13 @@ class Run:
         self.cursors = [rank.cursor for rank in self.ranks]
         self.num_rollouts += 1
         return batches
+
+
+def _are_whole(producer: Producer, slow: Callable[[str], bool]) -> bool:
+    """Whether all open groups are whole, except for groups of slow prompts."""
+    turns = producer._open.values()  # pyright: ignore[reportPrivateUsage]
+    groups = [turn.group for turn in turns]
+    return all(group is not None and (group.is_whole or slow(group.drawn.prompt.id)) for group in groups)
 
 
 def _ids(batches: Sequence[Collected]) -> list[str]:
@@ -134,7 +165,7 @@ def test_without_either_prompts_come_in_turn() -> None:
 
 
 def test_over_sampling_ends_with_the_groups_that_are_whole_first_and_drops_the_others() -> None:
-    run = Run(engine=Halting(slow=lambda prompt: prompt in "15"), over_sampling=1.5, keep_partials=False)
+    run = Run(engine=Halting(slow=lambda prompt: prompt in "15"), over_sampling=1.5)
     (batch,) = run.next()
     assert _ids([batch]) == ["0", "2", "3", "4"] and _places([batch]) == [0, 1, 2, 3]
     counts = batch.counts
@@ -143,7 +174,7 @@ def test_over_sampling_ends_with_the_groups_that_are_whole_first_and_drops_the_o
     assert run.cursors == [{"epoch": 0, "index": 6}]
     (batch,) = run.next()
     assert _ids([batch]) == ["6", "7", "8", "9"] and batch.counts.num_continued == 0
-    assert not any(request.partial for request in run.engine.asked)
+    assert not any(request.partial for request in run.asked)
 
 
 def test_whole_groups_beyond_what_is_wanted_are_no_partials() -> None:
@@ -163,7 +194,7 @@ def test_ranks_draw_more_than_they_train_on_and_none_twice(size: int) -> None:
     run = Run(size, Halting(slow=lambda prompt: int(prompt) % 3 == 1), over_sampling=1.5)
     seen = [prompt for _ in range(6) for prompt in _ids(run.next())]
     assert len(seen) == len(set(seen)) == 24
-    assert sorted({int(request.id.split("/")[1]) for request in run.engine.asked}) == list(range(36))
+    assert sorted({int(request.id.split("/")[1]) for request in run.asked}) == list(range(36))
     assert run.cursors == [{"epoch": 0, "index": 36}] * size
 
 
@@ -175,7 +206,7 @@ def test_groups_without_variance_are_replaced_by_those_of_the_next_prompts() -> 
     assert batch.counts.num_replaced_groups == 3
     assert (batch.counts.num_samples, batch.counts.num_prompts) == (14, 7)
     assert run.cursors == [{"epoch": 0, "index": 7}]
-    assert len({request.noise_key for request in run.engine.asked}) == len(run.engine.asked)
+    assert len({request.noise_key for request in run.asked}) == len(run.asked)
 
 
 def test_refills_are_bounded_and_what_is_left_stays() -> None:
@@ -192,7 +223,7 @@ def test_what_ranks_replace_out_of_turn_leaves_no_prompt_behind(size: int) -> No
     for _ in range(5):
         seen += _ids(run.next())
         assert all(cursor == run.cursors[0] for cursor in run.cursors)
-    asked = [int(request.id.split("/")[1]) for request in run.engine.asked[::2]]
+    asked = [int(request.id.split("/")[1]) for request in run.asked[::2]]
     assert len(seen) == 20 and len(asked) == len(set(asked))
     again = run.cursors[0].get("again", [])
     assert sorted([*asked, *again]) == list(range(run.cursors[0]["index"]))
@@ -230,18 +261,17 @@ def test_what_over_sampling_left_replaces_a_group_of_the_same_rollout() -> None:
     )
     (batch,) = run.next()
     assert _ids([batch]) == ["1", "2", "3", "4"]
-    assert (batch.counts.num_continued, batch.counts.num_discarded_partials) == (2, 4)
-    begun = [request.id for request in run.engine.asked if request.partial is not None]
-    assert begun == [f"rollout0/{p}/{2 * p}+{k}" for p in (1, 5) for k in (0, 1)]
+    assert (batch.counts.num_replaced_groups, batch.counts.num_discarded_partials) == (1, 4)
+    assert not any(request.partial for request in run.asked)
 
 
-def test_prompts_that_are_too_long_make_a_rollout_smaller_and_no_more() -> None:
+def test_the_next_prompts_replace_prompts_that_are_too_long() -> None:
     prompts = [Prompt(p.id, p.answer, p.source, text=TOO_LONG if p.id == "2" else p.text) for p in PROMPTS]
     run = Run(prompts=prompts, engine=Halting(slow=lambda prompt: prompt in "15"), over_sampling=1.5)
     (batch,) = run.next()
-    assert _ids([batch]) == ["0", "3", "4"]
-    assert (batch.counts.num_prompts, batch.counts.num_prompts_too_long) == (4, 1)
-    assert len(_ids(run.next())) == 4
+    assert _ids([batch]) == ["0", "6", "3", "4"]  # 6 has the turn of 2
+    assert (batch.counts.num_prompts, batch.counts.num_prompts_too_long) == (5, 1)
+    assert run.cursors == [{"epoch": 0, "index": 7}] and len(_ids(run.next())) == 4
 
 
 def test_old_tokens_moves_and_retractions_are_counted() -> None:

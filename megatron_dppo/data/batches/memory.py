@@ -36,8 +36,9 @@ def rollout_bytes_bound(
     masks = 1 if config.tracking.mismatch_share == 1 else 2
     floats = 5 + bool(algorithm.ref_kl_coef)  # log-probs, advantages, ..., and the weight version
     packed = num_tokens * (3 * 8 + masks + floats * 4 + topk + routes)  # positions, targets
-    num_refilled = options.max_refills * options.prompts_per_rollout if options.refill_zero_variance else 0
-    num_begun = math.ceil(options.over_sampling * options.prompts_per_rollout) + num_refilled
+    num_begun = math.ceil(options.over_sampling * options.prompts_per_rollout)
+    if options.refill_zero_variance:
+        num_begun *= 1 + options.max_refills
     if options.max_staleness:  # groups being sampled, in addition to groups being trained on
         num_begun += options.prompts_per_rollout
     held = _share(num_begun, world_size) * options.samples_per_prompt * sample

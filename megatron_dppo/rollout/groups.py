@@ -216,7 +216,7 @@ def usable_groups(
             for group in everything
             for sample in group.samples
         ),
-        num_continued=sum(len(completion.weight_versions) > 1 for completion in sampled),
+        num_continued=sum(len({span.version for span in c.weight_versions}) > 1 for c in sampled),
         num_discarded_partials=sum(
             request.id in group.interrupted and completion is None
             for group in rest

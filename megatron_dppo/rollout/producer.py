@@ -186,7 +186,7 @@ class Producer:
             self._count_too_long(len(too_long), is_all=not made)
             places = [self._places.take() for _ in too_long]
             self._open |= {new: self._open.pop(old) for old, new in zip(too_long, places, strict=True)}
-        for group in groups:
+        for group in sorted(groups, key=lambda group: group.index):
             self.sampler.begin(group, self._keep)
 
     def _count_too_long(self, count: int, *, is_all: bool) -> None:

@@ -77,7 +77,7 @@ class CallerLoop:
     def call(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Run a coroutine, and return its result; `timeout_s` is ignored.
 
-        If a signal handler raises meanwhile, all tasks of the loop are cancelled.
+        If it raises, or a signal handler raises meanwhile, all tasks of the loop are cancelled.
         """
         self.has_started, results = True, list[T]()
 
@@ -86,8 +86,6 @@ class CallerLoop:
 
         try:
             self._runner.run(main())
-        except Exception:
-            raise
         except BaseException:
             with suppress(asyncio.CancelledError):  # a handler may have scheduled the cancellation of all tasks
                 self._runner.run(_cancel_others())

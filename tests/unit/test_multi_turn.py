@@ -151,6 +151,7 @@ def test_what_was_sampled_is_what_is_trained_on(model: Any) -> None:
         learns = trained.targets[trained.loss_mask]
         assert learns.tolist() == [*first, *second, *third]
     assert batch.counts.metrics()["rollout/num_turns_mean"] == 3.0
+    assert batch.counts.num_continued == 0  # the observations divide the tokens of one weight version
 
 
 @pytest.mark.parametrize("batch_size", [2, 16])

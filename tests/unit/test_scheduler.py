@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+import os
+import signal
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from copy import copy
 from functools import partial
@@ -21,8 +24,9 @@ from megatron_dppo.rollout.sampler import GroupSampler
 from megatron_dppo.rollout.scheduling import Scheduler, run_to_end
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.rollout.staleness import StalenessBound
+from megatron_dppo.run.preemption import StopRequests
 from megatron_dppo.types import FinishReason, Prompt
-from tests.support.collecting import Collected, ask_once
+from tests.support.collecting import Collected, InBatches, ask_once
 from tests.support.concurrent_engines import InSessions
 from tests.support.ranks_on_threads import on_ranks
 from tests.support.samples import InProcessScorer
@@ -272,6 +276,45 @@ def test_the_next_prompts_replace_prompts_that_are_too_long() -> None:
     assert _ids([batch]) == ["0", "6", "3", "4"]  # 6 has the turn of 2
     assert (batch.counts.num_prompts, batch.counts.num_prompts_too_long) == (5, 1)
     assert run.cursors == [{"epoch": 0, "index": 7}] and len(_ids(run.next())) == 4
+
+
+def test_groups_of_a_rollout_begin_together_in_the_turns_of_prompts_that_are_too_long() -> None:
+    """The embedded engine samples all open conversations in one call, in the order in which they began."""
+    batches = list[list[str]]()
+
+    class Batches(InBatches, Halting):
+        def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+            batches.append([request.id for request in requests[::2]])
+            return [complete(request, WHOLE) for request in requests]
+
+    prompts = [Prompt(p.id, p.answer, p.source, text=TOO_LONG if p.id in "145" else p.text) for p in PROMPTS]
+    run = Run(1, Batches(), None, prompts, lambda prompt: prompt in "26", refill_zero_variance=True)
+    (batch,) = run.next()
+    assert _ids([batch]) == ["0", "7", "8", "3"]  # 4, 5 and then 6 had the turn of 1
+    begun = ["0/0", "6/2", "2/4", "3/6"], ["7/8", "8/10"]
+    assert batches == [[f"rollout0/{prompt}+0" for prompt in each] for each in begun]
+    assert (batch.counts.num_prompts_too_long, batch.counts.num_replaced_groups) == (3, 2)
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_a_stop_signal_interrupts_sampling_at_once(blocks: bool) -> None:
+    class Endless(Halting):
+        async def ask(self, request: Request, params: SamplingParams) -> Completion:
+            if request.id == "rollout0/0/0+1":
+                os.kill(os.getpid(), signal.SIGTERM)
+                if blocks:
+                    time.sleep(60)
+            await asyncio.sleep(60)
+            raise AssertionError("it is cancelled")
+
+    run, started = Run(engine=Endless()), time.monotonic()
+    (scheduler,) = run.ranks
+    before = scheduler.cursor
+    with StopRequests().handle_signals() as requests:
+        assert scheduler.next(0, 7, lambda value: [value], requests.run_unless_asked) is None
+    assert scheduler.cursor == before
+    scheduler.close()
+    assert time.monotonic() - started < 30
 
 
 def test_old_tokens_moves_and_retractions_are_counted() -> None:

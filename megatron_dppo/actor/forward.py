@@ -39,7 +39,7 @@ from megatron_dppo.mcore.groups import (
 from megatron_dppo.models.attention import PackedSequences, attention_form, head_dim_of
 from megatron_dppo.models.delta_net import chunks_of
 from megatron_dppo.models.packed_attention import Spans
-from megatron_dppo.routing_replay.recording import Recording
+from megatron_dppo.routing_replay.replay import Recording
 from megatron_dppo.routing_replay.routes import index_dtype
 from megatron_dppo.types import Microbatch, RoutedExperts, each_token
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from megatron_dppo.agents.episode import Episode, EpisodeLimits
 from megatron_dppo.agents.harness import AgentOutcome, EpisodeTask, HarnessPool
-from megatron_dppo.agents.library_rendering import LibraryRendering
-from megatron_dppo.agents.rendering import Rendering
+from megatron_dppo.agents.rendering import LibraryRendering, Rendering
 from megatron_dppo.agents.server import AgentServer
 from megatron_dppo.config.schema import AgentConfig, RolloutConfig
 from megatron_dppo.config.sections import DataConfig

@@ -32,8 +32,8 @@ from megatron_dppo.checkpoints.weight_formats import BLOCK, fused_linears, is_li
 from megatron_dppo.data.prompts.templates import prompt_tokens
 from megatron_dppo.errors import ConfigError, ConversionError, DataError, Problem
 from megatron_dppo.run_folder.folder import json_values
-from megatron_dppo.run_folder.versions import versions
 from megatron_dppo.runtime.files import make_readable
+from megatron_dppo.runtime.libraries import versions
 from megatron_dppo.types import Prompt
 
 _OLDER = "hf_quant_config.json"  # same content as config.json's quantization_config

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_dppo.analysis.report.report import compare
-from megatron_dppo.analysis.report.tokens import farthest, make_visible, token_lists
+from megatron_dppo.analysis.report.samples import farthest, make_visible, token_lists
 from megatron_dppo.cli import app
 from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.run.history import remove_undone

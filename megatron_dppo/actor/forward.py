@@ -27,8 +27,8 @@ from megatron_dppo.kernels import (
     packed_policy_loss,
     score_norms,
 )
-from megatron_dppo.kernels.inputs import PackedResponses
 from megatron_dppo.kernels.reference import TokenLogProbs
+from megatron_dppo.kernels.shards import PackedResponses
 from megatron_dppo.mcore.fixes import release_last_microbatch
 from megatron_dppo.mcore.groups import (
     context_parallel_group,

@@ -17,6 +17,11 @@ from megatron_dppo.errors import DataError, Problem
 Thinking = Literal["keep", "template"]
 _MARK = "the-response-stands-here"
 _THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+KEY = "rollout.agent.renderer"
+_TRIAL: tuple[ChatMessage, ...] = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 2 + 3?"},
+)
 
 
 class Rendering:
@@ -179,13 +184,6 @@ def _writes_system_anywhere(tokenizer: Any) -> bool:
     except DataError:
         return False
     return re.findall(rf"{_MARK}-\d", cast(str, written)) == marks
-
-
-KEY = "rollout.agent.renderer"
-_TRIAL: tuple[ChatMessage, ...] = (
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "What is 2 + 3?"},
-)
 
 
 class LibraryRendering(Rendering):

@@ -1,4 +1,4 @@
-"""Connects the ranks over TCP, but no strangers, and ends this process whatever blocks its main thread."""
+"""Connects the ranks over TCP, refuses strangers, and ends this process whatever blocks its main thread."""
 
 import errno
 import hmac
@@ -31,6 +31,8 @@ _NETWORK_ERRORS = (
 _UNACKNOWLEDGED = 0.75  # part of the peer time-out for which sent data may be unacknowledged
 _SEND_TIMEOUT_S = 5.0
 _MAX_TICK_S = 1.0  # longest counted time between two looks at a peer's silence
+_HELLO_S = 10.0  # time to send the token
+_MORE_STRANGERS = 64  # connections without a token, in addition to one for each rank
 _MAX_MESSAGE = 1 << 20  # bytes
 _WRITE_TIMEOUT_S = 2.0
 _ending = threading.Lock()  # held by the thread that ends the process, so that no other cuts off its message
@@ -242,10 +244,6 @@ def _try_for(timeout_s: float, action: Callable[[], None]) -> None:
     attempt = threading.Thread(target=action, daemon=True)
     attempt.start()
     attempt.join(timeout_s)
-
-
-_HELLO_S = 10.0  # time to send the token
-_MORE_STRANGERS = 64  # connections without a token, in addition to one for each rank
 
 
 class Door:

@@ -12,6 +12,11 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from megatron_dppo.data.batches.packing import zigzag
 from megatron_dppo.data.batches.prefixes import RepeatedRows
 
+# torch 2.11 has no `enable_gqa`: it passes fewer key-value heads to the same kernel unasked.
+_GROUPED_HEADS: dict[str, Any] = (
+    dict(enable_gqa=True) if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
+
 
 @dataclass(frozen=True)
 class Spans:
@@ -58,12 +63,6 @@ def starts_of(lengths: Tensor) -> Tensor:
     """[P] -> [P+1] int32: first row of each, and the number of rows."""
     ends = lengths.cumsum(0)
     return torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
-
-
-# torch 2.11 has no `enable_gqa`: it passes fewer key-value heads to the same kernel unasked.
-_GROUPED_HEADS: dict[str, Any] = (
-    dict(enable_gqa=True) if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
 
 
 @dataclass(frozen=True)

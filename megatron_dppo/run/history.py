@@ -1,4 +1,4 @@
-"""Keeps the rows and masked tokens of a run; finds alarms, warnings and advice in them, as after a resume."""
+"""Keeps the rows and masked tokens of a run. Alarms and advice from the rows are the same after a resume."""
 
 import math
 import re
@@ -22,6 +22,7 @@ Row = Mapping[str, float]
 # Measured before the sampling weights change, so they describe the rollout and not a gradient step.
 _OF_THE_ROLLOUT = ("mismatch/", "mismatch_age_", "routing/", "trust_region/noise_")
 _PAIRED_S = "time/paired_forward_s"
+_LIST_FILE = re.compile(r"(rollout|step)_(\d+)\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -150,9 +151,6 @@ def _advice_watch(config: Config) -> AdviceWatch | None:
     return AdviceWatch(
         Limits(own.prompts_per_rollout, own.max_staleness, own.over_sampling, own.max_response_tokens)
     )
-
-
-_LIST_FILE = re.compile(r"(rollout|step)_(\d+)\.jsonl")
 
 
 class OpenTokenLists:

@@ -52,8 +52,7 @@ from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.step_metrics import add_agreement, add_bound_of_responses, add_mismatch
 from megatron_dppo.models.build import agreed_layer_spec, build_model, transformer_config
 from megatron_dppo.models.lora import add_lora
-from megatron_dppo.routing_replay.recording import recording
-from megatron_dppo.routing_replay.replay import Replay, replaying
+from megatron_dppo.routing_replay.replay import Replay, recording, replaying
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import Microbatch, ModelRouting, TrainBatch
 

@@ -27,8 +27,8 @@ from megatron_dppo.kernels import (
     packed_policy_loss,
     score_norms,
 )
-from megatron_dppo.kernels.inputs import PackedResponses
 from megatron_dppo.kernels.reference import TokenLogProbs
+from megatron_dppo.kernels.shards import PackedResponses
 from megatron_dppo.mcore.fixes import release_last_microbatch
 from megatron_dppo.mcore.groups import (
     context_parallel_group,
@@ -38,8 +38,8 @@ from megatron_dppo.mcore.groups import (
 )
 from megatron_dppo.models.attention import PackedSequences, attention_form, head_dim_of
 from megatron_dppo.models.delta_net import chunks_of
-from megatron_dppo.models.spans import Spans
-from megatron_dppo.routing_replay.recording import Recording
+from megatron_dppo.models.packed_attention import Spans
+from megatron_dppo.routing_replay.replay import Recording
 from megatron_dppo.routing_replay.routes import index_dtype
 from megatron_dppo.types import Microbatch, RoutedExperts, each_token
 

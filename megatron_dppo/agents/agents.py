@@ -1,22 +1,197 @@
-"""Runs episodes: a harness in a worker calls the policy over HTTP in place of an environment."""
+"""Runs episodes: a harness in a worker calls the policy over HTTP in place of an environment.
+
+`AgentServer` is the endpoint on the loopback, in its own thread. It passes calls on to their episodes' loops.
+"""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import hashlib
+import hmac
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
+from aiohttp import web
+
+from megatron_dppo.agents import messages, responses
+from megatron_dppo.agents.chat import Chat, RefusedError, Reply, read_chat
 from megatron_dppo.agents.episode import Episode, EpisodeLimits
-from megatron_dppo.agents.harness import AgentOutcome, EpisodeTask, HarnessPool
-from megatron_dppo.agents.library_rendering import LibraryRendering
-from megatron_dppo.agents.rendering import Rendering
-from megatron_dppo.agents.server import AgentServer
+from megatron_dppo.agents.harness import AgentOutcome, EpisodeTask, HarnessPool, checked_outcome
+from megatron_dppo.agents.rendering import LibraryRendering, Rendering
 from megatron_dppo.config.schema import AgentConfig, RolloutConfig
 from megatron_dppo.config.sections import DataConfig
 from megatron_dppo.engines.base import Ask, Completion, Request, SamplingParams
+from megatron_dppo.runtime.concurrency import LoopThread
 from megatron_dppo.workers.service import WorkerFault
 
+T = TypeVar("T")
+_HOST = "127.0.0.1"
+_BACKLOG = 1024  # connections of agents that start together; the kernel drops further ones for a second or more
+_LARGEST_BODY = 64 << 20  # bytes
+_START_S, _END_S = 60.0, 10.0
+_NAME_BYTES = 8  # of a key; the rest authenticates them
 Converse = Callable[[Request, SamplingParams, Ask], Awaitable[Completion]]
+
+
+@dataclass(frozen=True)
+class _Protocol:
+    """The wire format of one endpoint that samples."""
+
+    read: Callable[[bytes], Chat]
+    body: Callable[[Reply, Chat], bytes]
+    events: Callable[[Reply, Chat], bytes]
+    error: Callable[[RefusedError], Any] = lambda error: error.body
+
+
+_CHAT = _Protocol(
+    read_chat,
+    lambda reply, _: reply.json(),
+    lambda reply, chat: reply.stream(has_usage=chat.wants_usage),
+)
+_MESSAGES = _Protocol(messages.read_messages, messages.body_of, messages.events_of, messages.error_of)
+_RESPONSES = _Protocol(responses.read_responses, responses.body_of, responses.events_of)
+_PROTOCOLS = {"chat/completions": _CHAT, "messages": _MESSAGES, "responses": _RESPONSES}
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class AgentServer:
+    """Serves open episodes, each under its own key, from `start` to `close`."""
+
+    def __init__(self) -> None:
+        """Make a secret for the keys; starts nothing."""
+        self._secret, self._open = secrets.token_bytes(16), dict[str, Episode]()
+        self._thread = LoopThread("agent server")
+        self._runner: web.AppRunner | None = None
+        self.base_url = ""
+
+    def start(self) -> None:
+        """Listen on a free port."""
+        if self._runner is None:
+            self.base_url = self._thread.call(self._listen(), _START_S)
+
+    def close(self) -> None:
+        """Close all connections, and end the thread."""
+        if self._runner is not None:
+            self._thread.call(self._runner.cleanup(), _END_S)
+            self._runner = None
+            self._thread.close(_END_S)
+
+    def open(self, episode: Episode) -> str:
+        """Return a new key, with which a harness calls the episode until `seal`."""
+        name = secrets.token_hex(_NAME_BYTES)
+        key = name + self._signature(name)
+        self._open[key] = episode
+        return key
+
+    def seal(self, key: str) -> None:
+        """Refuse later calls with this key."""
+        self._open.pop(key).seal()
+
+    async def _listen(self) -> str:
+        app = web.Application(client_max_size=_LARGEST_BODY)
+        for prefix in ("", "/e/{key}"):
+            app.router.add_route("HEAD", f"{prefix}/", _refusing(self._begin))
+            app.router.add_get(f"{prefix}/v1/models", _refusing(self._models))
+            for path, protocol in _PROTOCOLS.items():
+                handler = _refusing(partial(self._sample, protocol), protocol.error)
+                app.router.add_post(f"{prefix}/v1/{path}", handler)
+            count = _refusing(self._count_tokens, messages.error_of)
+            app.router.add_post(f"{prefix}/v1/messages/count_tokens", count)
+            app.router.add_post(f"{prefix}/v1/reward", _refusing(self._reward))
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, _HOST, 0, backlog=_BACKLOG).start()
+        return f"http://{_HOST}:{self._runner.addresses[0][1]}/v1"
+
+    def _signature(self, name: str) -> str:
+        return hmac.new(self._secret, name.encode(), hashlib.sha256).hexdigest()[: 2 * _NAME_BYTES]
+
+    def _episode(self, request: web.Request) -> Episode:
+        """Return the open episode that a request's key names."""
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        key = request.match_info.get("key") or bearer or request.headers.get("x-api-key", "")
+        episode = self._open.get(key)
+        if episode is not None:
+            return episode
+        name, signature = key[: 2 * _NAME_BYTES], key[2 * _NAME_BYTES :]
+        if hmac.compare_digest(self._signature(name).encode(), signature.encode()):
+            raise RefusedError(409, "this episode is over", "episode_over")
+        raise RefusedError(401, "unknown key; a harness gets the key of its episode", "invalid_api_key")
+
+    async def _begin(self, request: web.Request) -> web.Response:
+        """Start an episode's clock, or only show that the server is there."""
+        if "Authorization" in request.headers:
+            episode = self._episode(request)
+            await _in_loop_of(episode, _begin(episode))
+        return web.Response()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        limits = self._episode(request)
+        most = limits.limits.max_prompt_tokens + limits.params.max_response_tokens
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "megatron_dppo"}
+        return web.json_response({"object": "list", "data": [model | {"max_model_len": most}]})
+
+    async def _sample(self, protocol: _Protocol, request: web.Request) -> web.Response:
+        episode, body = self._episode(request), await request.read()
+        chat, is_retry = protocol.read(body), request.headers.get("x-stainless-retry-count", "0") != "0"
+        reply = await _in_loop_of(episode, episode.call(chat, body, is_retry=is_retry))
+        if chat.is_stream:
+            return web.Response(body=protocol.events(reply, chat), content_type="text/event-stream")
+        return web.Response(body=protocol.body(reply, chat), content_type="application/json")
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        episode, body = self._episode(request), await request.read()
+        count = await _in_loop_of(episode, _count(episode, messages.read_messages(body)))
+        return web.json_response({"input_tokens": count})
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        episode, body = self._episode(request), await request.read()
+        try:
+            fields = json.loads(body)
+            outcome = checked_outcome(AgentOutcome(fields["reward"], fields.get("info") or {}))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RefusedError(400, f"{error}; expected {{reward: number, info: numbers by name}}") from error
+        await _in_loop_of(episode, _post(episode, outcome))
+        return web.json_response({})
+
+
+async def _begin(episode: Episode) -> None:
+    episode.begin()
+
+
+async def _count(episode: Episode, chat: Chat) -> int:
+    return episode.count(chat)
+
+
+async def _post(episode: Episode, outcome: AgentOutcome) -> None:
+    episode.require_open()
+    episode.posted = outcome
+
+
+async def _in_loop_of(episode: Episode, work: Coroutine[Any, Any, T]) -> T:
+    """Run work in the event loop that samples the episode."""
+    try:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, episode.loop))
+    except asyncio.CancelledError:
+        if not episode.is_sealed:
+            raise
+        raise RefusedError(409, "this episode is over", "episode_over") from None
+    except RuntimeError as error:
+        work.close()
+        raise RefusedError(409, "this episode is over", "episode_over") from error
+
+
+def _refusing(handler: _Handler, body_of: Callable[[RefusedError], Any] = _CHAT.error) -> _Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except RefusedError as error:
+            return web.json_response(body_of(error), status=error.status)
+
+    return handle
 
 
 def harness_pool(options: RolloutConfig, data: DataConfig) -> HarnessPool:

@@ -6,7 +6,7 @@ from contextlib import closing
 
 from megatron_dppo.agents.agents import harness_pool, rendering_of
 from megatron_dppo.agents.harness import problem_with_harness
-from megatron_dppo.agents.library_rendering import problem_with_renderer
+from megatron_dppo.agents.rendering import problem_with_renderer
 from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.architectures.sizes import read_model_config
 from megatron_dppo.checkpoints.block_fp8 import FP8_BLOCK

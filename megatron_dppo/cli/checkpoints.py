@@ -20,7 +20,7 @@ from megatron_dppo.runtime import process as runtime
 from megatron_dppo.runtime.tables import show_table
 
 if TYPE_CHECKING:  # so that --help loads none of it
-    from megatron_dppo.checkpoints.convert.options import WriteOptions
+    from megatron_dppo.checkpoints.convert.output import WriteOptions
     from megatron_dppo.checkpoints.convert.sources import WeightSource
 
 logger = logging.getLogger(__name__)
@@ -63,9 +63,9 @@ def to_megatron(
 ) -> None:
     """Hugging Face -> Megatron. Any parallel layout loads the result."""
     with _process() as this:
+        from megatron_dppo.checkpoints.convert.output import refuse_existing
         from megatron_dppo.checkpoints.convert.sources import HuggingFaceSource
         from megatron_dppo.checkpoints.convert.to_megatron import write_megatron
-        from megatron_dppo.checkpoints.convert.unfinished import refuse_existing
         from megatron_dppo.checkpoints.hf_folder import HFWeights
         from megatron_dppo.checkpoints.model_files import read_convertible_config
 
@@ -102,9 +102,9 @@ def to_hf(
 ) -> None:
     """Megatron -> Hugging Face, with published names, as transformers and SGLang read it; LoRA is merged."""
     with _process() as this:
+        from megatron_dppo.checkpoints.convert.output import refuse_existing
         from megatron_dppo.checkpoints.convert.sources import MegatronSource, base_of
         from megatron_dppo.checkpoints.convert.to_hf import model_card, write_hf
-        from megatron_dppo.checkpoints.convert.unfinished import refuse_existing
         from megatron_dppo.checkpoints.model_files import description_of
 
         refuse_existing(out)
@@ -130,8 +130,8 @@ def to_adapter(
 ) -> None:
     """LoRA's adapters of a Megatron checkpoint -> a folder that peft, SGLang and vLLM read."""
     with _process():
+        from megatron_dppo.checkpoints.convert.output import refuse_existing
         from megatron_dppo.checkpoints.convert.to_adapter import write_peft_adapter
-        from megatron_dppo.checkpoints.convert.unfinished import refuse_existing
 
         refuse_existing(out)
         write_peft_adapter(megatron, out, base)
@@ -149,9 +149,9 @@ def merge_adapter(
 ) -> None:
     """Hugging Face + a peft LoRA adapter -> Hugging Face, with the sums that peft's own merge gives."""
     with _process() as this:
+        from megatron_dppo.checkpoints.convert.output import refuse_existing
         from megatron_dppo.checkpoints.convert.peft_adapter import MergedSource
         from megatron_dppo.checkpoints.convert.to_hf import write_hf
-        from megatron_dppo.checkpoints.convert.unfinished import refuse_existing
         from megatron_dppo.checkpoints.hf_folder import HFWeights
         from megatron_dppo.checkpoints.model_files import read_convertible_config
 
@@ -198,8 +198,8 @@ def upcycle(
         import json
 
         from megatron_dppo.checkpoints.convert import upcycle as upcycling
+        from megatron_dppo.checkpoints.convert.output import refuse_existing
         from megatron_dppo.checkpoints.convert.to_hf import write_hf
-        from megatron_dppo.checkpoints.convert.unfinished import refuse_existing
         from megatron_dppo.checkpoints.hf_folder import HFWeights
 
         refuse_existing(out)
@@ -295,8 +295,8 @@ def quantize(
     """
     with _process() as this:
         from megatron_dppo.analysis.mismatch.quantized import measure as distance
+        from megatron_dppo.checkpoints.convert.output import refuse_existing
         from megatron_dppo.checkpoints.convert.quantize import plan, tokenize_prompts, write_quantized
-        from megatron_dppo.checkpoints.convert.unfinished import refuse_existing
         from megatron_dppo.data.prompts.prompts import load_prompts
 
         refuse_existing(out)
@@ -386,7 +386,7 @@ def _options(
     base: "WeightSource | None" = None,
 ) -> Iterator["WriteOptions"]:
     """Yield the options of a conversion, and log the loss of a rounding at its end."""
-    from megatron_dppo.checkpoints.convert.options import Loss, Rounding, WriteOptions, dtype_of
+    from megatron_dppo.checkpoints.convert.output import Loss, Rounding, WriteOptions, dtype_of
 
     rounded, file_bytes = dtype_of(dtype), parse_bytes(shard_size, "--shard-size")
     with _progress(source, this.world_size if this.is_main else 0) as on_bytes:

@@ -15,8 +15,7 @@ from megatron_dppo.environments.base import (
     register,
 )
 from megatron_dppo.environments.built_in import SingleTurn, Sudoku, gem_task
-from megatron_dppo.environments.host import Host, InProcess
-from megatron_dppo.environments.pool import EnvironmentPool
+from megatron_dppo.environments.pool import EnvironmentPool, Host, InProcess
 
 __all__ = [
     "ENVIRONMENTS",

@@ -6,8 +6,7 @@ Its main loop is `workers.worker.run_worker`. It keeps the instances of trajecto
 import sys
 
 from megatron_dppo.environments import environment
-from megatron_dppo.environments.host import Host
-from megatron_dppo.environments.pool import decode_trajectory, encode_answer
+from megatron_dppo.environments.pool import Host, decode_trajectory, encode_answer
 from megatron_dppo.workers.service import Fields
 from megatron_dppo.workers.worker import Answer, run_worker
 

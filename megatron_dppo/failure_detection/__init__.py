@@ -22,7 +22,7 @@ hung rank. A second torchrun, as on another node, still kept its hung rank 26 s 
 ended.
 
 `report` describes the failure of a rank, and finds the report of the first cause. `watch` has both sides of the
-connections. `link` is a connection, and ends the process. `door` lets in ranks only.
+connections. `link` is a connection, lets in ranks only, and ends the process.
 """
 
 import contextlib

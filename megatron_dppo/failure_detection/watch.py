@@ -11,8 +11,8 @@ import time
 from typing import Any, NoReturn, TypeGuard
 
 from megatron_dppo.errors import LaunchError
-from megatron_dppo.failure_detection.door import Door, listen
 from megatron_dppo.failure_detection.link import (
+    Door,
     Link,
     Loss,
     Message,
@@ -21,6 +21,7 @@ from megatron_dppo.failure_detection.link import (
     kill,
     leave_at_once,
     leave_with,
+    listen,
     state_of,
     this_machine,
     watch_thread,

@@ -1,8 +1,13 @@
 """The trust-region loss over logits, fused; see README.md."""
 
-from megatron_dppo.kernels.combine import FusedPolicyLoss, fused_metrics
 from megatron_dppo.kernels.linear import fused_linear_policy_loss, linear_log_probs, packed_linear_policy_loss
-from megatron_dppo.kernels.loss import fused_log_probs, fused_policy_loss, packed_policy_loss
+from megatron_dppo.kernels.loss import (
+    FusedPolicyLoss,
+    fused_log_probs,
+    fused_metrics,
+    fused_policy_loss,
+    packed_policy_loss,
+)
 from megatron_dppo.kernels.output_layer import linear_score_norms, score_norms
 
 __all__ = [

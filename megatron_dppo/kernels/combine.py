@@ -1,36 +1,45 @@
-"""The part of a fused loss that has a few numbers per token: its inputs, and what `combine` makes of them."""
+"""The part of a fused loss that has a few numbers per token: its inputs with their checks, and `combine`."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Integer
 from torch import Tensor
 from torch.library import custom_op
 
-from megatron_dppo.algorithms import Objective
-from megatron_dppo.algorithms.inputs import CLAMP_COUNTED_FROM
-from megatron_dppo.algorithms.loss import TokenUpdates, update_metrics
+from megatron_dppo.algorithms import Objective, PolicyLossInputs
+from megatron_dppo.algorithms.loss import learning_tokens
 from megatron_dppo.algorithms.loss_terms import OPTIONAL_INPUTS
+from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels import ops, reference
-from megatron_dppo.kernels.encoding import decode, encode, is_compiled
-from megatron_dppo.kernels.inputs import PackedResponses, require_tokens
+from megatron_dppo.kernels.encoding import MAX_TOP_K, decode, encode, is_compiled
 from megatron_dppo.kernels.reference import ROWS
+from megatron_dppo.kernels.shards import PackedResponses, VocabShard, require_cover
 from megatron_dppo.types import ROLLOUT_TOKENS, RolloutTokens, RolloutTopK, each_token
 
 
-@dataclass(frozen=True, eq=False)
-class FusedPolicyLoss(TokenUpdates):
-    """The loss and its results for each token, float32 (float64 for float64). Only `loss_sum` has gradient.
+def given_topk(
+    objective: Objective,
+    ids: Integer[Tensor, "T K"] | None,
+    rollout_log_probs: Float[Tensor, "T K"] | None,
+) -> RolloutTopK | None:
+    """Return the Top-K of the public losses' arguments; log-probs of one that is only reported may be absent.
 
-    Logits outside `loss_mask` are not read: log-prob, entropy, divergence, weight and coefficient are 0, mask
-    is False, ratio 1, and top-K log-probs are -inf.
+    Raises:
+        ConfigError: The objective needs a Top-K, and ids or log-probs are absent.
     """
-
-    loss_sum: Float[Tensor, ""]  # the same on every tensor-parallel rank
-    log_probs: Float[Tensor, " T"]  # log pi(y_t)
-    entropy: Float[Tensor, " T"]  # nats
-    topk_log_probs: Float[Tensor, "T K"] | None  # of the columns in use; -inf for an id of -1
+    if objective.needs_topk:
+        given = {"topk_ids": ids, "topk_rollout_log_probs": rollout_log_probs}
+        why = f"a tensor, because the divergence is {objective.divergence}"
+        absent = [name for name, values in given.items() if values is None]
+        if absent:
+            raise ConfigError([_problem(name, "none", why, f"Pass {name}=...") for name in absent])
+    if ids is None:
+        return None
+    if rollout_log_probs is None:
+        rollout_log_probs = torch.zeros_like(ids, dtype=torch.float32)
+    return RolloutTopK(ids, rollout_log_probs)
 
 
 def checked_tokens(
@@ -65,6 +74,129 @@ def checked_tokens(
         return values.detach().to(dtype if values.is_floating_point() else values.dtype).contiguous()
 
     return each_token(tokens, ready)
+
+
+def require_tokens(objective: Objective, tokens: RolloutTokens, num_tokens: int, vocab_size: int) -> None:
+    """Refuse tokens that do not fit the logits or the objective; this reads no value of a tensor.
+
+    Args:
+        objective: Objective that reads the tokens.
+        tokens: Tokens as packed, or as given by the caller, with only the optional inputs that it reads.
+        num_tokens: T, of the logits or hidden states.
+        vocab_size: Vocabulary size of the model, without padding.
+
+    Raises:
+        ConfigError: An input is missing, or of another shape or type; all faults at once.
+    """
+    problems = [*_missing(objective, tokens), *_misshapen(tokens, num_tokens)]
+    if not problems and tokens.topk is not None:
+        problems = _too_few_or_many(objective, tokens.topk.ids.shape[1], vocab_size)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _missing(objective: Objective, tokens: RolloutTokens) -> list[Problem]:
+    needed: dict[str, str] = {}
+    if objective.needs_topk and tokens.topk is None:
+        needed["topk_ids"] = f"because the divergence is {objective.divergence}"
+    if objective.anchor == "recomputed" and tokens.old_log_probs is None:
+        needed["old_log_probs"] = "because anchor = 'recomputed'"
+    for name, coefficient in objective.inputs_of_terms.items():
+        if getattr(tokens, name) is None:
+            needed[name] = f"because {coefficient} is not 0"
+    return [
+        _problem(f"{name} of {objective.name}", "none", f"a tensor, {why}", f"Pass {name}=...")
+        for name, why in needed.items()
+    ]
+
+
+def _misshapen(tokens: RolloutTokens, num_tokens: int) -> list[Problem]:
+    integers: tuple[str, ...] = ("targets", "topk_ids", "positions", "lengths")
+    kinds = {**dict.fromkeys(integers, "integer numbers"), "loss_mask": "bool or integer numbers"}
+    given: dict[str, Tensor | None] = {name: getattr(tokens, name) for name in ROLLOUT_TOKENS if name != "topk"}
+    if tokens.topk is not None:
+        given |= {"topk_ids": tokens.topk.ids, "topk_rollout_log_probs": tokens.topk.log_probs}
+    ids = given.get("topk_ids")
+    columns = ids.shape[1:] if ids is not None else None
+    problems: list[Problem] = []
+    for name, values in given.items():
+        if values is None:
+            continue
+        expected = [num_tokens, *(columns or [])] if name.startswith("topk") and columns else [num_tokens]
+        shape = list(values.shape)
+        is_right = len(shape) == 2 and shape[0] == num_tokens if name == "topk_ids" else shape == expected
+        if not is_right:
+            wanted = f"[{num_tokens}, K]" if name.startswith("topk") else f"[{num_tokens}]"
+            action = "Pass one row for each row of the logits or hidden states."
+            problems.append(_problem(name, f"shape {shape}", wanted, action))
+        kind = kinds.get(name, "floating numbers")
+        if not _is_kind(values, kind):
+            action = f"Convert {name} when you build the batch."
+            problems.append(_problem(name, str(values.dtype), kind, action))
+    return problems
+
+
+def _is_kind(values: Tensor, kind: str) -> bool:
+    if values.dtype == torch.bool:
+        return kind.startswith("bool")
+    return values.is_floating_point() == kind.startswith("floating")
+
+
+def _too_few_or_many(objective: Objective, num_columns: int, vocab_size: int) -> list[Problem]:
+    if objective.needs_topk:
+        needed = min(objective.top_k, vocab_size)
+        if num_columns < needed:
+            action = "Set rollout.num_topk_log_probs to at least algorithm.top_k."
+            return [_problem("topk_ids", f"{num_columns} columns", f"at least top_k = {needed}", action)]
+        num_columns = min(num_columns, objective.top_k)
+    if num_columns > MAX_TOP_K:
+        return [_problem("topk_ids", f"{num_columns} columns", f"at most {MAX_TOP_K}", "Use a smaller top_k.")]
+    return []
+
+
+def check_values(objective: Objective, tokens: RolloutTokens, shard: VocabShard, width: int) -> None:
+    """Refuse values that no learning token may have, and shards of `width` columns that leave some out.
+
+    This takes one exchange between the shards, and three device synchronisations if all values are valid.
+
+    Raises:
+        ConfigError: Naming the tensor, the row and the value.
+    """
+    require_cover(shard, width, tokens.targets.device)
+    _require_known_ids(tokens, shard.vocab_size)
+    zeros = torch.zeros_like(tokens.rollout_log_probs)
+    at_topk = None if tokens.topk is None else torch.zeros_like(tokens.topk.log_probs)
+    one = tokens.targets.new_tensor([zeros.numel()])  # response: their lengths were checked, or come packed
+    inputs = PolicyLossInputs.of(tokens, zeros, topk_log_probs=at_topk, entropy=zeros, response_lengths=one)
+    learning_tokens(objective, inputs)
+
+
+def _require_known_ids(tokens: RolloutTokens, vocab_size: int) -> None:
+    is_learning = (
+        torch.ones_like(tokens.targets, dtype=torch.bool) if tokens.loss_mask is None else tokens.loss_mask
+    )
+    is_bad = is_learning & ((tokens.targets < 0) | (tokens.targets >= vocab_size))
+    found = {"targets": (tokens.targets[:, None], is_bad[:, None])}
+    if tokens.topk is not None:
+        topk_ids = tokens.topk.ids
+        is_outside = (topk_ids < -1) | (topk_ids >= vocab_size)
+        found["topk_ids"] = (topk_ids, is_outside & is_learning[:, None])
+    if not bool(torch.stack([is_bad.any() for _, is_bad in found.values()]).any()):
+        return
+    problems: list[Problem] = []
+    for name, (ids, is_bad) in found.items():
+        if bool(is_bad.any()):
+            row, column = is_bad.nonzero()[0].tolist()
+            expected = f"ids below the {vocab_size} of the vocabulary" + (
+                ", or -1" if name == "topk_ids" else ""
+            )
+            action = "Take the ids from the model's tokenizer, or leave the token out with loss_mask."
+            problems.append(_problem(name, f"{int(ids[row, column])} in row {row}", expected, action))
+    raise ConfigError(problems)
+
+
+def _problem(name: str, found: str, expected: str, action: str) -> Problem:
+    return Problem(f"fused_policy_loss.{name}", found, expected, action)
 
 
 @torch.no_grad()
@@ -147,51 +279,3 @@ def combine(
 def _(statistics: Tensor, targets: Tensor, topk_ids: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
     num_rows, num_topk = statistics.shape[1], 0 if topk_ids is None else topk_ids.shape[1]
     return statistics.new_empty((len(ROWS), num_rows)), statistics.new_empty((num_rows, num_topk))
-
-
-def describe(
-    loss_sum: Float[Tensor, ""],
-    rows: Float[Tensor, "ROWS T"],
-    topk_log_probs: Float[Tensor, "T K"],
-    *,
-    has_topk: bool,
-) -> FusedPolicyLoss:
-    """The loss and the rows of `combine` by name."""
-    named = dict(zip(ROWS, rows.detach(), strict=True))
-    return FusedPolicyLoss(
-        weight=named["weight"],
-        mask=named["weight"] != 0,
-        divergence=named["divergence"],
-        ratio=named["ratio"],
-        coefficient=named["coefficient"],
-        loss_sum=loss_sum,
-        log_probs=named["log_probs"],
-        entropy=named["entropy"],
-        topk_log_probs=topk_log_probs if has_topk else None,
-    )
-
-
-def fused_metrics(
-    objective: Objective,
-    out: FusedPolicyLoss,
-    rollout_log_probs: Float[Tensor, " T"],
-    advantages: Float[Tensor, " T"],
-    loss_mask: Bool[Tensor, " T"],
-    old_log_probs: Float[Tensor, " T"] | None = None,
-) -> dict[str, Tensor]:
-    """The additive metrics that `algorithms.policy_loss` documents, of the same tokens [T]."""
-    mu, advantages = (
-        torch.where(loss_mask, x.to(out.ratio.dtype), 0.0) for x in (rollout_log_probs, advantages)
-    )
-    highest = torch.maximum(out.log_probs, mu)
-    if objective.anchor == "recomputed" and old_log_probs is not None:
-        highest = torch.maximum(highest, torch.where(loss_mask, old_log_probs.to(highest.dtype), 0.0))
-    return update_metrics(
-        objective,
-        out,
-        is_learning=loss_mask,
-        log_probs=out.log_probs.clamp(max=0),
-        rollout_log_probs=mu.clamp(max=0),
-        advantages=advantages,
-        num_clamped=(highest > CLAMP_COUNTED_FROM).sum(),
-    )

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from megatron_dppo.algorithms import Objective
 from megatron_dppo.kernels import ops
-from megatron_dppo.kernels.combine import FusedPolicyLoss, checked_tokens, combine_statistics, describe
-from megatron_dppo.kernels.inputs import PackedResponses, check_values, given_topk
-from megatron_dppo.kernels.loss import responses_of
+from megatron_dppo.kernels.combine import check_values, checked_tokens, combine_statistics, given_topk
+from megatron_dppo.kernels.loss import FusedPolicyLoss, describe, responses_of
 from megatron_dppo.kernels.ops import accumulate_product_
 from megatron_dppo.kernels.output_layer import CHUNK_BYTES, OutputLayer
 from megatron_dppo.kernels.reference import ROWS, STATISTICS, TokenLogProbs, log_probs_of
+from megatron_dppo.kernels.shards import PackedResponses
 from megatron_dppo.types import RolloutTokens
 
 

@@ -1,4 +1,9 @@
-"""The policy loss from logits: forward reads them once, backward writes their gradient once."""
+"""The policy loss from logits, and the results that both forms of the loss return.
+
+Forward reads the logits once, and backward writes their gradient once.
+"""
+
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -6,20 +11,29 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from megatron_dppo.algorithms import Objective
+from megatron_dppo.algorithms.inputs import CLAMP_COUNTED_FROM
+from megatron_dppo.algorithms.loss import TokenUpdates, update_metrics
 from megatron_dppo.algorithms.trust_region import require_lengths
+from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels import ops
-from megatron_dppo.kernels.combine import FusedPolicyLoss, checked_tokens, combine_statistics, describe
-from megatron_dppo.kernels.inputs import (
-    PackedResponses,
-    VocabShard,
-    check_values,
-    gather_statistics,
-    given_topk,
-    require_shard,
-    require_temperature,
-)
-from megatron_dppo.kernels.reference import TokenLogProbs, log_probs_of
+from megatron_dppo.kernels.combine import check_values, checked_tokens, combine_statistics, given_topk
+from megatron_dppo.kernels.reference import ROWS, TokenLogProbs, log_probs_of
+from megatron_dppo.kernels.shards import PackedResponses, VocabShard, gather_statistics, require_shard
 from megatron_dppo.types import RolloutTokens
+
+
+@dataclass(frozen=True, eq=False)
+class FusedPolicyLoss(TokenUpdates):
+    """The loss and its results for each token, float32 (float64 for float64). Only `loss_sum` has gradient.
+
+    Logits outside `loss_mask` are not read: log-prob, entropy, divergence, weight and coefficient are 0, mask
+    is False, ratio 1, and top-K log-probs are -inf.
+    """
+
+    loss_sum: Float[Tensor, ""]  # the same on every tensor-parallel rank
+    log_probs: Float[Tensor, " T"]  # log pi(y_t)
+    entropy: Float[Tensor, " T"]  # nats
+    topk_log_probs: Float[Tensor, "T K"] | None  # of the columns in use; -inf for an id of -1
 
 
 def fused_policy_loss(
@@ -131,6 +145,19 @@ def packed_policy_loss(
     return describe(loss_sum, rows, topk_log_probs, has_topk=tokens.topk is not None)
 
 
+def require_temperature(temperature: float) -> None:
+    """Raise unless the temperature is a valid divisor of logits.
+
+    Raises:
+        ConfigError: It is not a finite number above 0.
+    """
+    if not 0 < temperature < float("inf"):
+        action = "Pass the temperature that the rollout sampled with."
+        raise ConfigError(
+            Problem("fused_policy_loss.temperature", repr(temperature), "a finite number > 0", action)
+        )
+
+
 def responses_of(
     objective: Objective, lengths: Tensor | None, targets: Integer[Tensor, " T"]
 ) -> PackedResponses | None:
@@ -175,3 +202,51 @@ def fused_log_probs(
     ids = None if topk_ids is None else topk_ids.to(torch.int32).contiguous()
     own = token_statistics(logits, targets, ids, loss_mask, shard, temperature)
     return log_probs_of(gather_statistics(own, tp_group), ids, loss_mask)
+
+
+def describe(
+    loss_sum: Float[Tensor, ""],
+    rows: Float[Tensor, "ROWS T"],
+    topk_log_probs: Float[Tensor, "T K"],
+    *,
+    has_topk: bool,
+) -> FusedPolicyLoss:
+    """The loss and the rows of `combine` by name."""
+    named = dict(zip(ROWS, rows.detach(), strict=True))
+    return FusedPolicyLoss(
+        weight=named["weight"],
+        mask=named["weight"] != 0,
+        divergence=named["divergence"],
+        ratio=named["ratio"],
+        coefficient=named["coefficient"],
+        loss_sum=loss_sum,
+        log_probs=named["log_probs"],
+        entropy=named["entropy"],
+        topk_log_probs=topk_log_probs if has_topk else None,
+    )
+
+
+def fused_metrics(
+    objective: Objective,
+    out: FusedPolicyLoss,
+    rollout_log_probs: Float[Tensor, " T"],
+    advantages: Float[Tensor, " T"],
+    loss_mask: Bool[Tensor, " T"],
+    old_log_probs: Float[Tensor, " T"] | None = None,
+) -> dict[str, Tensor]:
+    """The additive metrics that `algorithms.policy_loss` documents, of the same tokens [T]."""
+    mu, advantages = (
+        torch.where(loss_mask, x.to(out.ratio.dtype), 0.0) for x in (rollout_log_probs, advantages)
+    )
+    highest = torch.maximum(out.log_probs, mu)
+    if objective.anchor == "recomputed" and old_log_probs is not None:
+        highest = torch.maximum(highest, torch.where(loss_mask, old_log_probs.to(highest.dtype), 0.0))
+    return update_metrics(
+        objective,
+        out,
+        is_learning=loss_mask,
+        log_probs=out.log_probs.clamp(max=0),
+        rollout_log_probs=mu.clamp(max=0),
+        advantages=advantages,
+        num_clamped=(highest > CLAMP_COUNTED_FROM).sum(),
+    )

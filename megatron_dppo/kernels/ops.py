@@ -17,9 +17,9 @@ from torch.library import custom_op
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels import reference
 from megatron_dppo.kernels.build import cuda_library
-from megatron_dppo.kernels.inputs import num_columns
 from megatron_dppo.kernels.library import KernelLibrary
 from megatron_dppo.kernels.reference import ROWS, STATISTICS
+from megatron_dppo.kernels.shards import num_columns
 
 
 @cache

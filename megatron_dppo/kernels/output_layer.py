@@ -17,10 +17,10 @@ from megatron_dppo.algorithms import Objective
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels import ops
 from megatron_dppo.kernels.combine import combine_statistics
-from megatron_dppo.kernels.inputs import VocabShard, gather_statistics, require_shard, require_temperature
-from megatron_dppo.kernels.loss import token_statistics
+from megatron_dppo.kernels.loss import require_temperature, token_statistics
 from megatron_dppo.kernels.ops import wide_product
 from megatron_dppo.kernels.reference import ROWS
+from megatron_dppo.kernels.shards import VocabShard, gather_statistics, require_shard
 from megatron_dppo.types import RolloutTokens
 
 CHUNK_BYTES = 2**30

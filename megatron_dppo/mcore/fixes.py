@@ -24,7 +24,7 @@ from packaging.version import Version
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from megatron_dppo.errors import CheckpointError, ConfigError, Problem
-from megatron_dppo.mcore import layer_functions, optimizer_shards
+from megatron_dppo.mcore import layer_functions, training_states
 from megatron_dppo.runtime.libraries import TESTED
 
 # A module that its package hides behind the function of the same name.
@@ -54,7 +54,7 @@ def apply() -> None:
     _find_groups_of_other_rates()
     forget_stored_strides()
     layer_functions.install()
-    optimizer_shards.install()
+    training_states.install()
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         _restore_adam_step()
 

@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from megatron_dppo.architectures.layout import Layout
-from megatron_dppo.kernels.inputs import VocabShard
+from megatron_dppo.kernels.shards import VocabShard
 
 
 def megatron_sizes(layout: Layout) -> dict[str, Any]:

@@ -18,9 +18,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 
 from megatron_dppo.models.delta_rule import Chunks
-from megatron_dppo.models.padded_attention import PaddedBatches
-from megatron_dppo.models.spans import Spans
-from megatron_dppo.models.varlen_attention import VarlenSequences
+from megatron_dppo.models.packed_attention import PaddedBatches, Spans, VarlenSequences
 from megatron_dppo.runtime.process import compute_capability
 from megatron_dppo.types import Microbatch
 

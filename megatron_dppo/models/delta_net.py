@@ -21,7 +21,7 @@ from megatron_dppo.models.delta_rule import (
     kernel_fault,
     recomputed,
 )
-from megatron_dppo.models.spans import Spans, starts_of
+from megatron_dppo.models.packed_attention import Spans, starts_of
 
 
 def chunks_of(config: TransformerConfig, spans: Spans, device_type: str) -> Chunks | None:

@@ -199,7 +199,7 @@ def rank_states(job: Job, part: StagePart) -> RankStates:
     whole = optimizer_bytes(part.shard, dtype_bytes)
     is_distributed = job.config.optimizer.distributed
     stored = STORED_BYTES if is_distributed else optimizer_bytes(1, dtype_bytes)
-    # A rank writes its shard and at most one more parameter per optimizer: mcore/optimizer_shards.py.
+    # A rank writes its shard and at most one more parameter per optimizer: mcore/training_states.py.
     pieces = (
         is_distributed
         * part.largest_trained

@@ -1,4 +1,7 @@
-"""R3: train on the rollout's expert choices (arXiv 2510.11370).
+"""Replays expert choices while training: the rollout's (R3), or those that the trainer recorded (R2).
+
+R3 is arXiv 2510.11370. R2 is what verl calls the routing replay of arXiv 2507.18071: it keeps the experts that
+the trainer's own routers choose, and later gradient steps replay them.
 
 Megatron-Core lets each router consult an object before it picks experts. We give each router of *this* model
 its own, so that no other model in the process is touched. Only indices are replayed: the chosen experts'
@@ -12,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, Integer
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_dppo.errors import RoutingReplayError
 from megatron_dppo.routing_replay.routes import num_shared
-from megatron_dppo.types import RoutedExperts
+from megatron_dppo.types import ModelRouting, RoutedExperts
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 Tap = TypeVar("Tap")
@@ -168,3 +171,66 @@ def hooked(chunks: Sequence[torch.nn.Module], tap_of: Callable[[Any], Tap]) -> I
         for chunk, restored in zip(own, before, strict=True):
             for layer, router in chunk.items():
                 router.router_replay = restored[layer]
+
+
+@dataclass
+class _Recorder:
+    """The hook of one router: keeps what it chooses in each forward pass, in order."""
+
+    dtype: torch.dtype
+    chosen: list[Integer[Tensor, "T top_k"]] = field(default_factory=list[Tensor])
+
+    def get_replay_topk(
+        self,
+        scores: Float[Tensor, "T experts"],
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: TopK | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return scores and expert ids, [T, top_k] each, as the router alone would: Megatron's hook."""
+        assert default_compute_topk is not None, "Megatron passes its own choice"
+        probs, experts = default_compute_topk(scores, topk, num_groups, group_topk)
+        self.chosen.append(experts.detach().to(self.dtype))
+        return probs, experts
+
+
+@dataclass
+class Recording:
+    """The routes of the forward passes inside the block of `recording`, on this rank."""
+
+    routing: ModelRouting
+    chunks: Sequence[dict[int, _Recorder]]
+
+    def rows(self, index: int, num_rows: int, own: slice) -> Integer[Tensor, "rows moe_layers top_k"]:
+        """Return the experts of a micro-batch's tokens, 0 where the routers of other ranks chose.
+
+        Args:
+            index: Which micro-batch, in the order in which they were forwarded.
+            num_rows: Tokens of this context-parallel rank.
+            own: Those of them that this rank's routers saw.
+        """
+        recorders = {layer: each for chunk in self.chunks for layer, each in chunk.items()}
+        shape = (num_rows, len(self.routing.layer_numbers), self.routing.top_k)
+        found = torch.zeros(shape, dtype=dtype_of_sums(self.routing))
+        for column, layer in enumerate(self.routing.layer_numbers):
+            if layer in recorders:
+                found[own, column] = recorders[layer].chosen[index].cpu()
+        return found
+
+
+def dtype_of_sums(routing: ModelRouting) -> torch.dtype:
+    """Return the narrowest dtype of expert ids that NCCL and gloo can sum."""
+    return torch.uint8 if routing.num_experts <= 256 else torch.int32
+
+
+@contextmanager
+def recording(chunks: Sequence[torch.nn.Module], routing: ModelRouting) -> Iterator[Recording]:
+    """Record what the model's routers choose inside the block, without gradient; restores their hooks after it.
+
+    Args:
+        chunks: This rank's part of a Megatron model, wrapped or not: one per virtual pipeline stage.
+        routing: Dimensions of the whole model's routes.
+    """
+    with hooked(chunks, lambda _: _Recorder(dtype_of_sums(routing))) as recorders:
+        yield Recording(routing, recorders)

@@ -36,7 +36,7 @@ from megatron_dppo.config.schema import CheckpointConfig
 from megatron_dppo.data.batches.batch_file import bytes_of, read_batches, write_batches
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.mcore.fixes import prime_adam_states
-from megatron_dppo.mcore.random_states import random_states, restore_random_states
+from megatron_dppo.mcore.training_states import random_states, restore_random_states
 from megatron_dppo.run.state import RunPoint
 from megatron_dppo.runtime.files import save_tensors
 from megatron_dppo.runtime.process import Runtime

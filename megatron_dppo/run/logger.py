@@ -29,8 +29,7 @@ from megatron_dppo.rollout.evaluation import evaluation_sets, merge_responses, r
 from megatron_dppo.rollout.groups import write_samples
 from megatron_dppo.rollout.scores import PromptScore, over_ranks
 from megatron_dppo.rollout.scoring import Tokenizer
-from megatron_dppo.run.history import PastRows, RunHistory, of_the_rollout
-from megatron_dppo.run.token_lists import OpenTokenLists, remove_undone
+from megatron_dppo.run.history import OpenTokenLists, PastRows, RunHistory, of_the_rollout, remove_undone
 from megatron_dppo.run_folder.folder import RunFolder
 from megatron_dppo.run_folder.lock import PATIENCE_S, locked
 from megatron_dppo.run_folder.reader import read_run

@@ -10,10 +10,9 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.gradient_steps import gradient_steps, with_advantages
 from megatron_dppo.engines.weight_sync.factory import WeightSync
 from megatron_dppo.rollout.rollouts import Rollouts
-from megatron_dppo.run.checkpoint_policy import CheckpointPolicy
 from megatron_dppo.run.logger import Alarm
 from megatron_dppo.run.preemption import Preemption
-from megatron_dppo.run.recovery import BadSteps, Rollback
+from megatron_dppo.run.recovery import BadSteps, CheckpointPolicy, Rollback
 from megatron_dppo.run.session import RunSession
 from megatron_dppo.run.state import TrainingState
 from megatron_dppo.runtime.process import Runtime

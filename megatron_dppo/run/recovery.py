@@ -1,23 +1,173 @@
-"""Handles training that goes wrong: keeps the batches of skipped steps, and rolls a run back after an alarm."""
+"""Saves and restores a run's checkpoints as its settings decide, and handles training that goes wrong.
 
+The batches of skipped steps are kept, and an alarm rolls the run back to an earlier checkpoint.
+"""
+
+import contextlib
 import json
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_dppo.actor.actor import Actor
 from megatron_dppo.actor.observation import Step
+from megatron_dppo.config.load import dump_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.batch_file import write_batches
-from megatron_dppo.errors import TrainingError
-from megatron_dppo.run.checkpoint_policy import CheckpointPolicy
+from megatron_dppo.errors import CheckpointError, TrainingError
+from megatron_dppo.run.checkpoints import Checkpoints
 from megatron_dppo.run.logger import Alarm
 from megatron_dppo.run.session import RunSession
-from megatron_dppo.run.state import TrainingState
+from megatron_dppo.run.state import RunPoint, TrainingState
 from megatron_dppo.runtime.process import Runtime
-from megatron_dppo.types import TrainBatch
+from megatron_dppo.types import DataCursor, TrainBatch
 
+log = logging.getLogger(__name__)
 MAX_FOLDERS = 10  # a run that fails periodically must not fill the disk
+
+
+class CheckpointPolicy:
+    """Saves the training state as configured in `[checkpoint]`. All ranks call each method together."""
+
+    def __init__(
+        self,
+        config: Config,
+        session: RunSession,
+        actor: Actor,
+        state: TrainingState,
+        to_trainer: Callable[[], None],
+    ) -> None:
+        """Find the existing checkpoints; call `resume` next. `to_trainer` gives the trainer the GPU."""
+        self._to_trainer = to_trainer
+        self._config, self._runtime, self._logger = config, session.runtime, session.logger
+        self._actor, self._state = actor, state
+        self._settings = dump_config(config)
+        self._is_warned = False
+        folder = config.run.folder / "checkpoints"
+        self._checkpoints = Checkpoints(folder, config.checkpoint, config.model.load, session.runtime)
+
+    def resume(self, data_cursor: DataCursor, prompts_digest: str) -> None:
+        """Restore the latest complete checkpoint, or start at this cursor if there is none.
+
+        Raises:
+            CheckpointError: No checkpoint can be loaded, or the prompts differ from the run's prompts.
+        """
+        self._prompts_digest = prompts_digest
+        point = self._checkpoints.resume(self._actor)
+        if point is None:
+            begin = replace(self._state.run_state, data_cursor=data_cursor)
+            point = RunPoint(begin, 0, prompts_digest, config=self._settings)
+        elif point.prompts_digest != prompts_digest:
+            names = " and ".join(str(file.path) for file in self._config.data.prompts)
+            raise CheckpointError(
+                f"data.prompts: {names} changed in "
+                "content, name or weight since the run was saved, so its place in the prompts is lost. Restore "
+                "the files, or start a new run.folder from a checkpoint's weights."
+            )
+        self._state.restore(point.state, point.opened, point.queue)
+        self._logger.start_at(point.metrics_offset, point.opened)
+        self._logger.write_changes(point.state.rollout, point.config)
+        if self._state.is_over and self._runtime.is_main:
+            log.info(
+                "%d rollouts are done, run.num_rollouts = %d: there is nothing left to train",
+                point.state.rollout,
+                self._config.run.num_rollouts,
+            )
+
+    def save_if_due(self) -> None:
+        """Save if a checkpoint is due, and publish an earlier save that all ranks have written.
+
+        Raises:
+            CheckpointError: Saving failed too often.
+        """
+        if self._is_due():
+            self.save(self._score())
+        if self._checkpoints.is_writing:
+            started = time.perf_counter()
+            self._checkpoints.poll()
+            self._count(time.perf_counter() - started)
+
+    def save(self, score: float | None) -> None:
+        """Save now, unless this state is saved; `score` is the weights' checkpoint.best_metric, if it is known.
+
+        Raises:
+            CheckpointError: Saving failed too often.
+        """
+        state, opened = self._state, self._state.open_rollout
+        if self._checkpoints.holds(state.run_state):
+            return
+        if opened is not None:
+            opened = self._logger.with_row(replace(opened, seconds=state.timer.stop()))
+        offset = self._logger.offset()
+        digest, settings = self._prompts_digest, self._settings
+        point = RunPoint(state.run_state, offset, digest, opened, score, settings, state.queue)
+        self._to_trainer()
+        self._count(self._checkpoints.save(self._actor, point))
+
+    def _count(self, seconds: float) -> None:
+        self._logger.add_save_pause(seconds, is_between_rollouts=self._state.open_rollout is None)
+
+    def save_before_exit(self) -> None:
+        """Save now, and wait until the checkpoint is on disk.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        self.save(self._score())
+        self._checkpoints.wait()
+        if self._runtime.is_main:
+            done = self._state.rollout, self._state.step
+            log.info("asked to stop: saved after %d rollouts, %d gradient steps", *done)
+
+    def complete_before_error(self) -> None:
+        """Complete a save in progress before an error that all ranks raise; ignore a failure of the save."""
+        with contextlib.suppress(CheckpointError):
+            self._checkpoints.complete()
+
+    def wait(self) -> None:
+        """Wait for the last checkpoint.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        self._checkpoints.wait()
+
+    def load_earlier(self, max_rollouts: int) -> RunPoint | None:
+        """Load the newest checkpoint of at most `max_rollouts` rollouts; return None if there is none.
+
+        Weights and optimizer are restored. The training state and the run folder are left to the caller.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be loaded.
+        """
+        self._to_trainer()
+        return self._checkpoints.go_back(self._actor, max_rollouts)
+
+    def _is_due(self) -> bool:
+        options, state = self._config.checkpoint, self._state
+        is_due = options.every_steps > 0 and state.step > 0 and state.step % options.every_steps == 0
+        if state.open_rollout is None and state.rollout > 0:
+            is_due |= state.is_over or (options.every > 0 and state.rollout % options.every == 0)
+        return is_due
+
+    def _score(self) -> float | None:
+        """Return checkpoint.best_metric of the current weights; None in the middle of a rollout."""
+        if self._state.open_rollout is not None:
+            return None
+        options = self._config.checkpoint
+        score = self._logger.latest(options.best_metric)
+        if score is None and options.keep_best and not self._is_warned:
+            self._is_warned = True
+            if self._runtime.is_main:
+                log.warning(
+                    "checkpoint.best_metric: found no finite %r after %d rollouts; expected a metric of the "
+                    "rollout's row, or of an evaluation since. checkpoint.keep_best leaves this checkpoint out",
+                    options.best_metric,
+                    self._state.rollout,
+                )
+        return score
 
 
 class BadSteps:
@@ -77,9 +227,6 @@ def write_bad_step(folder: Path, step: int, batch: TrainBatch, faults: Sequence[
 
     if runtime.on_main(begin):
         write_batches(target / f"rank_{runtime.rank:05d}.safetensors", [batch])
-
-
-log = logging.getLogger(__name__)
 
 
 class Rollback:

@@ -33,8 +33,8 @@ from megatron_dppo.config.load import to_toml
 from megatron_dppo.config.resuming import SettingChange, change_table, setting_changes
 from megatron_dppo.errors import CheckpointError, ConfigError, Problem
 from megatron_dppo.run_folder.trackers import Backend, open_backends
-from megatron_dppo.run_folder.versions import versions
 from megatron_dppo.runtime.files import make_private
+from megatron_dppo.runtime.libraries import versions
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Finds the versions of libraries, and whether Transformer Engine, NVIDIA apex and DeepEP can be used here.
+"""Finds versions of libraries and of this code, and whether Transformer Engine, apex and DeepEP can be used.
 
 Megatron-Core uses each of these three if its import does not raise ImportError, whatever the device. A package
 that is installed and cannot be loaded raises many other errors, and PyPI's `apex` is another project. So this
@@ -15,9 +15,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from packaging.version import InvalidVersion, Version
+
+import megatron_dppo
 
 TESTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -43,6 +47,10 @@ _RAISED = (
 _OLDEST_TRANSFORMER_ENGINE = "2.9"
 OLDEST_MODELOPT = "0.47"
 NO_GPU = "its kernels need a GPU, and this process has none"
+PACKAGES = (  # of versions.json
+    *("torch", "megatron-core", "transformer-engine", "apex", "flash-attn-3"),
+    *("transformers", "sglang", "numpy"),
+)
 
 
 @dataclass(frozen=True)
@@ -204,10 +212,8 @@ def installed_versions() -> dict[str, str | None]:
 
 def installed_version(name: str) -> str | None:
     """Return the version of a package, without a local part such as +cpu; None if it is missing."""
-    try:
-        return metadata.version(name).partition("+")[0]
-    except metadata.PackageNotFoundError:
-        return None
+    version = _whole_version(name)
+    return None if version is None else version.partition("+")[0]
 
 
 def untested_versions(found: Mapping[str, str | None]) -> list[str]:
@@ -231,3 +237,40 @@ def gpus_of_machine() -> str:
             return f"{len(lines)} GPUs ({name}) with driver {driver}"
     of_job = os.environ.get("SLURM_GPUS_ON_NODE", "0")
     return "" if of_job == "0" else f"{of_job} GPUs of SLURM's job (SLURM_GPUS_ON_NODE), without a driver here,"
+
+
+def versions() -> dict[str, Any]:
+    """Return versions as plain values for JSON; null means a missing package, or no git checkout."""
+    return {
+        "megatron-dppo": megatron_dppo.__version__,
+        "git_commit": git_commit(Path(megatron_dppo.__file__).parent),
+        "python": platform.python_version(),
+        **{name: _whole_version(name) for name in PACKAGES},
+        "untested": untested_versions(installed_versions()),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "argv": list(sys.argv),
+    }
+
+
+def git_commit(folder: Path) -> str | None:
+    """Return the commit of the checkout that tracks `folder`, with "+changes" if files differ from it."""
+    try:
+        # An installed package may be inside another repository, so check that this one tracks it.
+        _git(folder, "ls-files", "--error-unmatch", "__init__.py")
+        commit = _git(folder, "rev-parse", "HEAD")
+        return commit + ("+changes" if _git(folder, "status", "--porcelain", "--", ".") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
+
+
+def _whole_version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

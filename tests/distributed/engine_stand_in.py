@@ -119,8 +119,7 @@ class DotProductAttention(_Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: None, cu_seqlens_q: Tensor, **_: Any
     ) -> Tensor:
-        from megatron_dppo.models.padded_attention import PaddedBatches
-        from megatron_dppo.models.spans import Spans
+        from megatron_dppo.models.packed_attention import PaddedBatches, Spans
 
         return PaddedBatches.of(Spans.of_sequences(cu_seqlens_q)).attend(query, key, value, None).flatten(1)
 

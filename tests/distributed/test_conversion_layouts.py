@@ -207,7 +207,7 @@ def test_a_converted_checkpoint_trains_as_the_original_does(tmp_path: Path) -> N
 
 def convert_together(runtime: Runtime, folder: str) -> None:
     """Both ways, as the tool does under torchrun."""
-    from megatron_dppo.checkpoints.convert.options import WriteOptions
+    from megatron_dppo.checkpoints.convert.output import WriteOptions
     from megatron_dppo.checkpoints.convert.sources import HuggingFaceSource, MegatronSource
     from megatron_dppo.checkpoints.convert.to_hf import write_hf
     from megatron_dppo.checkpoints.convert.to_megatron import write_megatron

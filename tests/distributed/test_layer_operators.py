@@ -154,8 +154,7 @@ def count(runtime: Runtime, model: str, num_layers: int, parallel: Mapping[str, 
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.config.schema import Config
     from megatron_dppo.data.batches.packing import microbatches_of
-    from megatron_dppo.models.padded_attention import PaddedBatches
-    from megatron_dppo.models.varlen_attention import VarlenSequences
+    from megatron_dppo.models.packed_attention import PaddedBatches, VarlenSequences
     from megatron_dppo.types import RoutedExperts, TrainBatch
 
     varlen_reference.install()

@@ -114,8 +114,7 @@ def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:
     from megatron_dppo.config.schema import Config
     from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
     from megatron_dppo.metrics.metrics import Metrics
-    from megatron_dppo.models.padded_attention import PaddedBatches
-    from megatron_dppo.models.varlen_attention import VarlenSequences
+    from megatron_dppo.models.packed_attention import PaddedBatches, VarlenSequences
 
     varlen_reference.install()
     forms = {"padded": PaddedBatches, "varlen": VarlenSequences}

@@ -285,8 +285,7 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int], case: Case) 
     from megatron_dppo.actor import forward
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.mcore.fixes import prime_adam_states
-    from megatron_dppo.models.padded_attention import PaddedBatches
-    from megatron_dppo.models.varlen_attention import VarlenSequences
+    from megatron_dppo.models.packed_attention import PaddedBatches, VarlenSequences
     from megatron_dppo.types import TrainBatch
     from tests.distributed.memory_probes import LiveBytes, SavedBytes
 

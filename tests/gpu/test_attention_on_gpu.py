@@ -7,9 +7,7 @@ from torch import Tensor
 from megatron_dppo.actor.forward import _move
 from megatron_dppo.data.batches.packing import zigzag
 from megatron_dppo.models.attention import PackedAttentionForm, attention_form
-from megatron_dppo.models.padded_attention import PaddedBatches
-from megatron_dppo.models.spans import Spans
-from megatron_dppo.models.varlen_attention import VarlenSequences
+from megatron_dppo.models.packed_attention import PaddedBatches, Spans, VarlenSequences
 from tests.support.shared_prefixes import CASES, alone, spans_of_prefixes
 from tests.unit.test_packed_attention import PACKINGS, packed, spans_of
 

@@ -135,7 +135,7 @@ class Served:
 
 
 def constants() -> dict[str, Any]:
-    """Constants of the scheduler, by the names of `plan.scheduler.Policy`."""
+    """Constants of the scheduler, by the names of `plan.retraction.Policy`."""
     return {
         "initial_ratio": envs.SGLANG_INIT_NEW_TOKEN_RATIO.get(),
         "lowest_factor": envs.SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR.get(),

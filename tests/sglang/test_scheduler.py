@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_dppo.plan.retraction import response_lengths
-from megatron_dppo.plan.scheduler import Policy, Server, simulate
+from megatron_dppo.plan.retraction import Policy, Server, response_lengths, simulate
 from tests.support.serving import PYTHON, write_served_model
 
 SCRIPT = Path(__file__).with_name("scheduler_reading.py")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_dppo.data.batches.packing import microbatches_of
 from megatron_dppo.data.batches.prefixes import RepeatedRows, SharedPrefixes
-from megatron_dppo.models.spans import Spans
+from megatron_dppo.models.packed_attention import Spans
 from megatron_dppo.types import Microbatch, RoutedExperts
 
 CASES: dict[str, list[list[int]]] = {

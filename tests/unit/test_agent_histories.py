@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_dppo.agents import messages, responses
+from megatron_dppo.agents.agents import AgentServer
 from megatron_dppo.agents.chat import RefusedError, read_chat
 from megatron_dppo.agents.harness import AgentOutcome
-from megatron_dppo.agents.server import AgentServer
 from megatron_dppo.agents.tree import Trees
 from megatron_dppo.engines.base import (
     Completion,

@@ -13,8 +13,8 @@ from anthropic import BadRequestError as AnthropicRefusal
 from openai import AsyncOpenAI
 from openai import BadRequestError as OpenAIRefusal
 
+from megatron_dppo.agents.agents import AgentServer
 from megatron_dppo.agents.harness import AgentOutcome
-from megatron_dppo.agents.server import AgentServer
 from megatron_dppo.runtime.concurrency import run_loop
 from tests.unit.test_episodes import CALL, Played
 

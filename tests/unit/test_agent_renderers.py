@@ -6,8 +6,13 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.agents.library_rendering import LibraryRendering, RendererError, problem_with_renderer
-from megatron_dppo.agents.rendering import Rendering, Thinking
+from megatron_dppo.agents.rendering import (
+    LibraryRendering,
+    RendererError,
+    Rendering,
+    Thinking,
+    problem_with_renderer,
+)
 from megatron_dppo.engines.base import mask_of
 from tests.support.byte_tokenizers import byte_tokenizer, tools_tokenizer
 from tests.unit.test_agent_histories import Numbered, kinds_of, played, result_of

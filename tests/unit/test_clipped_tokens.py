@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_dppo.metrics.masked_tokens import ACTIVE, TOP, ClippedTokens, TokenLists
-from megatron_dppo.run.token_lists import OpenTokenLists
+from megatron_dppo.run.history import OpenTokenLists
 from megatron_dppo.runtime.files import read_jsonl
 from tests.support.byte_tokenizers import qwen3_tokenizer, save
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_dppo.checkpoints.convert.options import Rounding
+from megatron_dppo.checkpoints.convert.output import Rounding
 from megatron_dppo.checkpoints.convert.to_hf import model_card
 from megatron_dppo.checkpoints.hf_folder import INDEX, HFWeights, require_one_set, write_hf_checkpoint
 from megatron_dppo.checkpoints.model_files import WeightFilesError

@@ -17,16 +17,14 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron_dppo.data.batches.packing import zigzag
-from megatron_dppo.models import attention, varlen_attention
+from megatron_dppo.models import attention, packed_attention
 from megatron_dppo.models.attention import (
     PackedAttentionForm,
     activate_flash_attention_3,
     attention_form,
     choose_flash_attention,
 )
-from megatron_dppo.models.padded_attention import PaddedBatches
-from megatron_dppo.models.spans import Spans
-from megatron_dppo.models.varlen_attention import VarlenSequences
+from megatron_dppo.models.packed_attention import PaddedBatches, Spans, VarlenSequences
 from tests.support import varlen_reference
 
 HEADS, GROUPS, DIM = 4, 2, 8
@@ -66,7 +64,7 @@ def test_a_torch_without_the_keyword_gets_fewer_key_value_heads_without_it(
         return query
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", older)
-    sequences: Any = runpy.run_path(varlen_attention.__file__)["VarlenSequences"]
+    sequences: Any = runpy.run_path(packed_attention.__file__)["VarlenSequences"]
     cu_seqlens, tensors = packed("five batches")
     sequences.of(spans_of(cu_seqlens, 0, 1)).attend(*tensors, None)
     assert passed.pop("num_heads") == (HEADS, GROUPS)

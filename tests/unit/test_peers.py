@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from megatron_dppo.failure_detection import door, link, watch
+from megatron_dppo.failure_detection import link, watch
 from megatron_dppo.failure_detection.link import Link, Loss
 from megatron_dppo.failure_detection.report import LOST, Rank, Report, first_cause, job_failure
 from megatron_dppo.runtime.framing import frame_of, json_frame
@@ -233,22 +233,22 @@ def test_strangers_have_a_limited_time(
     head: tuple[watch.Head, int, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, port, token = head
-    monkeypatch.setattr(door, "_HELLO_S", 0.2)
+    monkeypatch.setattr(link, "_HELLO_S", 0.2)
     stranger = socket.create_connection(("127.0.0.1", port))
     assert is_closed(stranger)
-    monkeypatch.setattr(door, "_HELLO_S", 60.0)
+    monkeypatch.setattr(link, "_HELLO_S", 60.0)
     join(made, port, token).sendall(json_frame({"kind": "goodbye", "how": "a normal exit"}))
 
 
 def test_strangers_have_a_limited_number_and_the_oldest_goes() -> None:
     admitted: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0)) as listener, selectors.DefaultSelector() as selector:
-        at = door.Door(selector, listener, b"0123", 1, admitted.append)
+        at = link.Door(selector, listener, b"0123", 1, admitted.append)
         strangers = [connect(listener) for _ in range(at._limit + 3)]
         while events := selector.select(0.5):
             for key, _ in events:
                 key.data()
-        assert len(at._strangers) == at._limit == 1 + door._MORE_STRANGERS
+        assert len(at._strangers) == at._limit == 1 + link._MORE_STRANGERS
         assert all(is_closed(stranger) for stranger in strangers[:3])
         strangers[3].sendall(b"0123 and more")
         while not admitted:

@@ -16,12 +16,14 @@ from megatron_dppo.errors import ConfigError
 from megatron_dppo.plan.job import Machine
 from megatron_dppo.plan.retraction import (
     VISIBLE,
+    Policy,
     Retraction,
+    Server,
     plan_retraction,
     response_lengths,
     retraction_remarks,
+    simulate,
 )
-from megatron_dppo.plan.scheduler import Policy, Server, simulate
 from tests.support.plan_models import ON_16_GPUS, QWEN3_30B
 
 BASE = f"""{ON_16_GPUS}

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_dppo.data.batches.prefixes import Path, RepeatedRows, SharedPrefixes, branches
 from megatron_dppo.models.attention import PackedAttentionForm
-from megatron_dppo.models.padded_attention import PaddedBatches
-from megatron_dppo.models.varlen_attention import VarlenSequences
+from megatron_dppo.models.packed_attention import PaddedBatches, VarlenSequences
 from megatron_dppo.types import Microbatch
 from tests.support import varlen_reference
 from tests.support.shared_prefixes import CASES, alone, microbatch_of, spans_of_prefixes

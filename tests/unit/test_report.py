@@ -15,8 +15,8 @@ import pytest
 import megatron_dppo.analysis as vendored
 from megatron_dppo.analysis.lines import smooth
 from megatron_dppo.analysis.pages import plotly_basic
-from megatron_dppo.analysis.report.episodes import draw
 from megatron_dppo.analysis.report.report import compare
+from megatron_dppo.analysis.report.samples import draw
 from megatron_dppo.analysis.report.summary import ROWS, summary
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError

@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_dppo.analysis.report.report import compare
-from megatron_dppo.analysis.report.tokens import farthest, make_visible, token_lists
+from megatron_dppo.analysis.report.samples import farthest, make_visible, token_lists
 from megatron_dppo.cli import app
 from megatron_dppo.errors import ConfigError, DataError
-from megatron_dppo.run.token_lists import remove_undone
+from megatron_dppo.run.history import remove_undone
 from megatron_dppo.run_folder.folder import RunFolder
 from megatron_dppo.run_folder.reader import Run, read_run
 from megatron_dppo.runtime.files import write_jsonl

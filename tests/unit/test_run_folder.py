@@ -14,7 +14,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError, ConfigError, DataError
 from megatron_dppo.run_folder.folder import RunFolder, rollout_line
 from megatron_dppo.run_folder.reader import read_run
-from megatron_dppo.run_folder.versions import git_commit
+from megatron_dppo.runtime.libraries import git_commit
 
 CONFIG = {"run": {"seed": 3, "num_rollouts": 4}, "algorithm": {"preset": "grpo", "delta": None}}
 

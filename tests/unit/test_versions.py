@@ -18,13 +18,13 @@ from packaging.version import Version
 from megatron_dppo.engines.sglang.options import shipped_options
 from megatron_dppo.engines.sglang.protocol import GENERATIONS, NEWEST
 from megatron_dppo.engines.weight_sync.fleet import UPDATE_CALLS
-from megatron_dppo.run_folder.versions import versions
 from megatron_dppo.runtime.libraries import (
     OLDEST_MODELOPT,
     OPTIONAL_LIBRARIES,
     TESTED,
     installed_versions,
     untested_versions,
+    versions,
 )
 from tests.recording import record
 from tools.versions import (

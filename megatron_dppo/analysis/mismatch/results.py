@@ -19,8 +19,8 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.metrics.engine_comparison import MeasuredResponse, Routes, pairs, token_rows
 from megatron_dppo.rollout.counts import RolloutCounts
 from megatron_dppo.run_folder.folder import json_values
-from megatron_dppo.run_folder.versions import versions
 from megatron_dppo.runtime.files import write_jsonl
+from megatron_dppo.runtime.libraries import versions
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.runtime.tables import show_table
 

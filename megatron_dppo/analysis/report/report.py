@@ -15,11 +15,11 @@ import tomli_w
 from megatron_dppo.analysis.lines import Line, folder_names, lines_of, run_names, seed_of
 from megatron_dppo.analysis.pages import page_templates, plotly_basic
 from megatron_dppo.analysis.report.diagnostics import alarm_table, why_not_comparable
-from megatron_dppo.analysis.report.episodes import episode_trees
 from megatron_dppo.analysis.report.findings import Finding, findings, why_not_compared
 from megatron_dppo.analysis.report.mismatch_sources import mismatch_tables
 from megatron_dppo.analysis.report.numbers import as_csv, as_json, as_latex, numbers, seed_tables
 from megatron_dppo.analysis.report.plots import COLOURS, Section, figure
+from megatron_dppo.analysis.report.samples import episode_trees, farthest, token_lists
 from megatron_dppo.analysis.report.sections import agreement_table, sections
 from megatron_dppo.analysis.report.summary import (
     COUNTS,
@@ -36,7 +36,6 @@ from megatron_dppo.analysis.report.summary import (
 from megatron_dppo.analysis.report.text import caveats, changes_of, differences, why_missing
 from megatron_dppo.analysis.report.timeline import SECTION as TIME_LINE
 from megatron_dppo.analysis.report.timeline import time_line
-from megatron_dppo.analysis.report.tokens import farthest, token_lists
 from megatron_dppo.errors import ConfigError, DataError, Problem, writing_to
 from megatron_dppo.metrics.masked_tokens import FARTHEST, TOP
 from megatron_dppo.run_folder.lock import is_in_use

@@ -30,8 +30,8 @@ from megatron_dppo.metrics.engine_comparison import Routes
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.run.session import join_processes
 from megatron_dppo.run_folder.folder import json_values
-from megatron_dppo.run_folder.versions import versions
 from megatron_dppo.runtime.files import full_disk_explained
+from megatron_dppo.runtime.libraries import versions
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import Microbatch, TrainBatch
 

@@ -25,15 +25,15 @@ from megatron_dppo.architectures.registry import QUANTIZED, family_of, read_hf_c
 from megatron_dppo.architectures.sizes import architecture_of, read_model_config
 from megatron_dppo.architectures.weight_map import OUTPUT
 from megatron_dppo.checkpoints.block_fp8 import FP8_BLOCK, BlockFP8, QuantizedFormat, fused
-from megatron_dppo.checkpoints.convert.unfinished import UnfinishedOutput, disk_errors, fingerprint
+from megatron_dppo.checkpoints.convert.output import UnfinishedOutput, disk_errors, fingerprint
 from megatron_dppo.checkpoints.hf_folder import HFWeights, write_hf_checkpoint
 from megatron_dppo.checkpoints.model_files import copy_model_files
 from megatron_dppo.checkpoints.weight_formats import BLOCK, fused_linears, is_linear
 from megatron_dppo.data.prompts.templates import prompt_tokens
 from megatron_dppo.errors import ConfigError, ConversionError, DataError, Problem
 from megatron_dppo.run_folder.folder import json_values
-from megatron_dppo.run_folder.versions import versions
 from megatron_dppo.runtime.files import make_readable
+from megatron_dppo.runtime.libraries import versions
 from megatron_dppo.types import Prompt
 
 _OLDER = "hf_quant_config.json"  # same content as config.json's quantization_config

@@ -12,9 +12,14 @@ from typing import Any
 from torch import Tensor
 
 from megatron_dppo.checkpoints.checkpoint_folder import STATE
-from megatron_dppo.checkpoints.convert.options import WriteOptions
+from megatron_dppo.checkpoints.convert.output import (
+    UnfinishedOutput,
+    WriteOptions,
+    disk_errors,
+    fingerprint,
+    run_jobs,
+)
 from megatron_dppo.checkpoints.convert.sources import WeightSource, as_published
-from megatron_dppo.checkpoints.convert.unfinished import UnfinishedOutput, disk_errors, fingerprint, run_jobs
 from megatron_dppo.checkpoints.model_files import INDEX, main_dtype, name_dtype, write_description
 from megatron_dppo.runtime.files import save_tensors
 from megatron_dppo.runtime.process import Runtime

@@ -14,10 +14,15 @@ from megatron_dppo.architectures.registry import family_of
 from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.architectures.weight_map import EMBEDDING, OUTPUT
 from megatron_dppo.checkpoints.checkpoint_folder import WEIGHTS
-from megatron_dppo.checkpoints.convert.options import WriteOptions
+from megatron_dppo.checkpoints.convert.output import (
+    UnfinishedOutput,
+    WriteOptions,
+    disk_errors,
+    fingerprint,
+    run_jobs,
+)
 from megatron_dppo.checkpoints.convert.sources import WeightSource
 from megatron_dppo.checkpoints.convert.stored_tensors import pieces_of
-from megatron_dppo.checkpoints.convert.unfinished import UnfinishedOutput, disk_errors, fingerprint, run_jobs
 from megatron_dppo.checkpoints.megatron_folder import HF
 from megatron_dppo.checkpoints.megatron_save import Block, Places, StreamedFile, StreamedSave
 from megatron_dppo.checkpoints.model_files import write_description

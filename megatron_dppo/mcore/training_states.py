@@ -1,12 +1,12 @@
-"""Saves and loads the distributed optimizer's states with each parameter's states on one rank, not on all.
+"""Saves and restores what Megatron trains with: the distributed optimizer's states, and random-number states.
 
 Megatron's `fully_reshardable` format stores the states of whole parameters, so that every layout can load
 them. Megatron writes and reads it with the states of all parameters on each data-parallel rank: 12 bytes of
 host memory for each parameter of the model-parallel rank, however many data-parallel ranks share them.
 
-Here the rank whose shard holds the middle of a parameter owns the parameter. The owner alone writes the
-parameter and its states, and the owner alone reads the states. It exchanges the pieces of other shards with
-the ranks that hold them. A rank owns at most its shard's size plus one parameter. The files are in
+After `install`, the rank whose shard holds the middle of a parameter owns the parameter. The owner alone writes
+the parameter and its states, and the owner alone reads the states. It exchanges the pieces of other shards
+with the ranks that hold them. A rank owns at most its shard's size plus one parameter. The files are in
 Megatron's format.
 """
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
@@ -158,3 +159,20 @@ def _like(of_model: Any, name: str, values: Tensor, replica: Any) -> Any:
     made: Any = replace(of_model, **changes)
     made.validate_metadata_integrity()
     return made
+
+
+def random_states() -> dict[str, torch.Tensor]:
+    """Return copies of this rank's random-number states by name."""
+    trackers = {f"megatron.{name}": state.clone() for name, state in _tracker().get_states().items()}
+    return {"torch": torch.get_rng_state(), **trackers}
+
+
+def restore_random_states(states: dict[str, torch.Tensor]) -> None:
+    """Restore what `random_states` returned."""
+    torch.set_rng_state(states.pop("torch"))
+    _tracker().set_states({name.removeprefix("megatron."): state for name, state in states.items()})
+
+
+def _tracker() -> Any:
+    """Return Megatron's random-number tracker, created by `initialize_groups`."""
+    return get_cuda_rng_tracker()

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_dppo.engines.counts import EngineCounts
+from megatron_dppo.engines.base import EngineCounts
 from megatron_dppo.errors import RolloutError
 
 DropReason = Literal[

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.data.prompts import sanity_task
-from megatron_dppo.engines.counts import EngineCounts
+from megatron_dppo.engines.base import EngineCounts
 from megatron_dppo.runtime.process import Runtime
 from tests.support.ranks import run_ranks
 from tests.support.records import metrics_of

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.engines.base import SamplingParams
-from megatron_dppo.engines.counts import EngineCounts
+from megatron_dppo.engines.base import EngineCounts, SamplingParams
 from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.errors import ServerError

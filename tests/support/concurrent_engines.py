@@ -16,6 +16,7 @@ import torch
 
 from megatron_dppo.engines.base import (
     Completion,
+    EngineCounts,
     Request,
     SamplingParams,
     Session,
@@ -23,7 +24,6 @@ from megatron_dppo.engines.base import (
     join_parts,
     num_tokens_before,
 )
-from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.engines.embedded.engine import TransformersEngine
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.types import FinishReason, WeightVersionSpan

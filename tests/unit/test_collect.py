@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.engines.base import Completion, Request, SamplingParams
-from megatron_dppo.engines.counts import EngineCounts
+from megatron_dppo.engines.base import Completion, EngineCounts, Request, SamplingParams
 from megatron_dppo.errors import RolloutError, RoutingReplayError
 from megatron_dppo.rewards import RewardResult, arithmetic_reward
 from megatron_dppo.rollout.counts import DROP_REASONS, DropReason, refuse_if_too_many_dropped

@@ -11,7 +11,7 @@ import torch
 
 from megatron_dppo.algorithms import TopKLogProbs
 from megatron_dppo.data.batches.gradient_steps import with_advantages
-from megatron_dppo.engines.counts import EngineCounts
+from megatron_dppo.engines.base import EngineCounts
 from megatron_dppo.kernels import FusedPolicyLoss
 from megatron_dppo.metrics.means import add_group_means, add_token_means
 from megatron_dppo.metrics.metrics import BINS_PER_DECADE, Metrics

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.engines.base import Completion, Request, SamplingParams, with_observation
-from megatron_dppo.engines.counts import EngineCounts
+from megatron_dppo.engines.base import Completion, EngineCounts, Request, SamplingParams, with_observation
 from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.protocol import GENERATIONS

@@ -15,8 +15,7 @@ import pytest
 from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.data.batches.exchange import DataParallel
 from megatron_dppo.data.prompts.prompts import PromptStream
-from megatron_dppo.engines.base import Completion, Request, SamplingParams, Session
-from megatron_dppo.engines.counts import EngineCounts
+from megatron_dppo.engines.base import Completion, EngineCounts, Request, SamplingParams, Session
 from megatron_dppo.rewards import Reward, RewardResult
 from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.producer import Producer

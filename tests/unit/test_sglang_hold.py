@@ -12,8 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.engines.base import Completion, Request, RolloutEngine, SamplingParams, Session, give_up
-from megatron_dppo.engines.counts import EngineCounts
+from megatron_dppo.engines.base import (
+    Completion,
+    EngineCounts,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    Session,
+    give_up,
+)
 from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.errors import RolloutError, ServerError

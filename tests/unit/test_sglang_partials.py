@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.engines.base import Completion, Request, SamplingParams, give_up, join_parts
-from megatron_dppo.engines.counts import EngineCounts
+from megatron_dppo.engines.base import Completion, EngineCounts, Request, SamplingParams, give_up, join_parts
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.protocol import GENERATIONS, ServedModel
 from megatron_dppo.types import ModelRouting, RolloutTopK, RoutedExperts, WeightVersionSpan

@@ -8,8 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from megatron_dppo.engines.base import Completion, Request, SamplingParams
-from megatron_dppo.engines.counts import EngineCounts
+from megatron_dppo.engines.base import Completion, EngineCounts, Request, SamplingParams
 from megatron_dppo.engines.sglang import session as sessions
 from megatron_dppo.engines.sglang.client import Link
 from megatron_dppo.engines.sglang.protocol import ServedModel, ServerFacts

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
-from megatron_dppo.engines.base import Completion, Request, RolloutEngine, SamplingParams
+from megatron_dppo.engines.base import Completion, EngineCounts, Request, RolloutEngine, SamplingParams
 from megatron_dppo.engines.checksum import WeightChecksum
-from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.engines.embedded.continuous_batch import ContinuousBatch
 from megatron_dppo.engines.embedded.engine import TransformersEngine, checkpoint_targets, round_to_fp8
 from megatron_dppo.engines.embedded.slot_decoder import FusedLinears, padded_experts_forward

@@ -14,6 +14,7 @@ from megatron_dppo.checkpoints.weight_formats import BLOCK, WeightFormat, is_lin
 from megatron_dppo.config.schema import EnginePrecision
 from megatron_dppo.engines.base import (
     Completion,
+    EngineCounts,
     Request,
     SamplingParams,
     Session,
@@ -22,7 +23,6 @@ from megatron_dppo.engines.base import (
 )
 from megatron_dppo.engines.batch_session import batch_session
 from megatron_dppo.engines.checksum import WeightChecksum
-from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.engines.embedded.continuous_batch import ContinuousBatch
 from megatron_dppo.engines.embedded.slot_decoder import SlotDecoder
 from megatron_dppo.errors import RolloutError, WeightSyncError

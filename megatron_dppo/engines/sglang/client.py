@@ -26,7 +26,7 @@ from typing import Any
 
 import aiohttp
 
-from megatron_dppo.engines.counts import EngineCounts
+from megatron_dppo.engines.base import EngineCounts
 from megatron_dppo.engines.sglang.protocol import Generation, ServerFacts, generation_of
 from megatron_dppo.engines.sglang.records import API_KEY
 from megatron_dppo.errors import ReplyError, RolloutError, ServerError

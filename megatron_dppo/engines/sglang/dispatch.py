@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from megatron_dppo.engines.base import Completion, Request, SamplingParams, give_up, input_tokens
-from megatron_dppo.engines.counts import EngineCounts
+from megatron_dppo.engines.base import Completion, EngineCounts, Request, SamplingParams, give_up, input_tokens
 from megatron_dppo.engines.sglang.protocol import ServedModel, ServerFacts
 from megatron_dppo.errors import ReplyError, RolloutError
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_dppo.engines.base import Completion, Request, SamplingParams
-from megatron_dppo.engines.counts import EngineCounts
+from megatron_dppo.engines.base import Completion, EngineCounts, Request, SamplingParams
 from megatron_dppo.engines.sglang.client import Patience, SglangClient, connect
 from megatron_dppo.engines.sglang.protocol import ServedModel, ServerFacts
 from megatron_dppo.engines.sglang.session import ServerSession

@@ -10,12 +10,12 @@ from types import TracebackType
 
 from megatron_dppo.engines.base import (
     Completion,
+    EngineCounts,
     Request,
     SamplingParams,
     Session,
     give_up,
 )
-from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.engines.sglang.client import Link, new_rid, other_weights
 from megatron_dppo.engines.sglang.dispatch import (
     LoadBalancer,

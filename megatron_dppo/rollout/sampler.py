@@ -181,7 +181,7 @@ class GroupSampler:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
         self._held_up.clear()
-        self._session = None
+        self._session, self._num_begun, self._num_ended = None, 0, 0
         await self._stack.aclose()
 
     def count(self, **added: Any) -> None:

@@ -101,7 +101,7 @@ def refuse_requests(
         params: Sampling parameters.
         model: Model that the server serves.
         facts: Limits that the server reports.
-        is_aborted: Whether responses may be give_up, and then sent as prompts to resume them.
+        is_aborted: Whether responses may be interrupted, and then sent as prompts to resume them.
 
     Raises:
         RolloutError: A request or `params` is refused; the message names it.

@@ -102,7 +102,7 @@ class ServerSession(Session):
             version: Version of the servers' weights.
             max_in_flight: Largest number of requests in flight at one server, from this session.
             hold_timeout_s: Longest time that a hold waits for a server's next response after an abort.
-            may_be_held: Whether responses may be give_up. If so, they must fit as prompts, to be resumed.
+            may_be_held: Whether responses may be interrupted. If so, they must fit as prompts, to be resumed.
         """
         self._links, self._model, self._version = links, model, version
         self._all_facts = tuple(dict.fromkeys(link.facts for link in links.values()))
@@ -260,7 +260,7 @@ class ServerSession(Session):
         asyncio.get_running_loop().call_soon(self._send)  # callers of `ask` run first: they may hold
 
     def _settle(self, asked: _Asked, content: Completion | RolloutError) -> None:
-        """Count a result and complete the request; an error becomes an give_up completion."""
+        """Count a result and complete the request; an error becomes an aborted completion."""
         request = asked.request
         self._counts += count_result(request, content)
         if isinstance(content, RolloutError):
@@ -364,7 +364,7 @@ class ServerSession(Session):
             if not answered:
                 num_cancelled = await self._cancel(lambda sent: sent.url == url)
                 logger.warning(
-                    "server %s sent no response for %d give_up requests within %g s; they keep the tokens that "
+                    "server %s sent no response for %d aborted requests within %g s; they keep the tokens that "
                     "they had when they were sent. Look at the server's log.",
                     url,
                     num_cancelled,

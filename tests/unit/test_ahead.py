@@ -60,7 +60,9 @@ class Rank:
             SamplingParams(longest),
         )
         maker, share = GroupMaker(TOKENIZER, 2, max_prompt_tokens=7, seed=0), (peer.rank, size)
-        self.producer = Producer(maker, self.sampler, stream, share, max_replaced=max_replaced)
+        self.producer = Producer(
+            *(maker, self.sampler, stream, share), max_replaced=max_replaced, in_rounds=bound.takes_all
+        )
         self.ahead = Scheduler(bound, self.producer, 2)
         self.cursor = self.ahead.cursor
         self.metrics: dict[str, list[float]] = {}
@@ -222,9 +224,10 @@ def test_a_run_that_goes_on_from_its_cursor_trains_on_each_place_once(num_ranks:
     assert sorted([*trained, *again]) == list(range(top))
 
 
-def test_all_ranks_stop_where_one_was_asked_to() -> None:
+@pytest.mark.parametrize("bound", [StalenessBound(4, 1), StalenessBound(4, 0)], ids=str)
+def test_all_ranks_stop_where_one_was_asked_to(bound: StalenessBound) -> None:
     def work(data_parallel: Any) -> Any:
-        rank = Rank(StalenessBound(4, 1), data_parallel.peers)
+        rank = Rank(bound, data_parallel.peers)
         rank.push(0, 9)
         found = rank.ahead.next(
             0, 0, rank.peer.all_gather, lambda work: work() if rank.peer.rank != 1 else None
@@ -235,11 +238,14 @@ def test_all_ranks_stop_where_one_was_asked_to() -> None:
     assert on_ranks(work, (0, 1, 2)) == [None] * 3
 
 
-def test_a_producer_that_fails_ends_the_wait_of_every_rank() -> None:
+@pytest.mark.parametrize(
+    "bound", [StalenessBound(4, 1), StalenessBound(4, 0), StalenessBound(4, 0, 1.5)], ids=str
+)
+def test_a_producer_that_fails_ends_the_wait_of_every_rank(bound: StalenessBound) -> None:
     def work(data_parallel: Any) -> str:
         is_faulty = data_parallel.peers.rank == 1
         engine = SteppedEngine(fails=lambda rid: is_faulty and rid.endswith("+1"))
-        rank = Rank(StalenessBound(4, 1), data_parallel.peers, engine=engine)
+        rank = Rank(bound, data_parallel.peers, engine=engine)
         rank.push(0, 9)
         with pytest.raises(RolloutError) as raised:
             rank.ahead.next(0, 0, rank.peer.all_gather, run_to_end)
@@ -248,7 +254,7 @@ def test_a_producer_that_fails_ends_the_wait_of_every_rank() -> None:
 
     messages = on_ranks(work, (0, 1))
     assert all("as the test wants it" in message for message in messages)
-    assert messages[0].startswith("rank 1: RolloutError: place")
+    assert messages[0].startswith("rank 1: RolloutError: " + ("place" if bound.max_staleness else "rollout0/"))
 
 
 def test_a_producer_that_fails_while_a_rollout_is_trained_on_is_raised_before_the_push() -> None:

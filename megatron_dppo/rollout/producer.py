@@ -101,9 +101,12 @@ class Producer:
 
         Raises:
             RolloutError: All prompts are too long, or a task failed; its error may be of any type.
+            ServerError: Servers gave no response to any request of the rollout; only after `begin_rollout`.
         """
         await self.sampler.wait(lambda: self._is_all_whole if self.in_rounds else self._has_news, limit_s)
         self._has_news = False
+        if self._rollout is not None and self._is_all_whole:
+            self.sampler.require_answers()
         return self.state
 
     @property
@@ -139,11 +142,9 @@ class Producer:
 
         Returns:
             The dropped groups.
-
-        Raises:
-            ServerError: Servers gave no response to any request of the rollout.
         """
-        await self.sampler.finish()
+        await self.sampler.hold()
+        await self.sampler.aclose()
         dropped = [turn.group for turn in self._open.values() if turn.group is not None]
         self._open.clear()
         return dropped

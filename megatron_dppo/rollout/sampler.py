@@ -95,7 +95,8 @@ class GroupSampler:
                 for group in groups:
                     self.begin(group)
                 await self.wait(lambda: not self._tasks)
-                await self.finish()
+                self.require_answers()
+                await self.hold()
 
         run_loop(work())
 
@@ -148,16 +149,14 @@ class GroupSampler:
         if self.fault is not None:
             raise self.fault
 
-    async def finish(self) -> None:
-        """Hold, and cancel all tasks; unfinished responses are lost.
+    def require_answers(self) -> None:
+        """Raise if no request since `go_on` has a response, because of the servers.
 
         Raises:
-            ServerError: Servers gave no response to any request since `go_on`.
+            ServerError: The first error of a server.
         """
-        errors = self._session.errors if self._session is not None else {}
-        await self.hold()
-        await self.aclose()
-        lost = [error for error in errors.values() if isinstance(error, ServerError)]
+        assert self._session is not None, "sampling is on"
+        lost = [error for error in self._session.errors.values() if isinstance(error, ServerError)]
         if lost and len(lost) == len(self._asked):
             raise lost[0]
 

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_dppo.data.prompts.prompts import PromptStream
 from megatron_dppo.engines.base import Completion, Request, SamplingParams, give_up
-from megatron_dppo.errors import RolloutError
+from megatron_dppo.errors import RolloutError, ServerError
 from megatron_dppo.rewards import RewardResult
 from megatron_dppo.rollout.counts import RolloutCounts
 from megatron_dppo.rollout.groups import GroupMaker
@@ -255,6 +255,32 @@ def test_a_producer_that_fails_ends_the_wait_of_every_rank(bound: StalenessBound
     messages = on_ranks(work, (0, 1))
     assert all("as the test wants it" in message for message in messages)
     assert messages[0].startswith("rank 1: RolloutError: " + ("place" if bound.max_staleness else "rollout0/"))
+
+
+@pytest.mark.parametrize("over_sampling", [1.0, 1.5])
+def test_a_rank_whose_servers_answer_nothing_ends_all_ranks(over_sampling: float) -> None:
+    class Lost(SteppedSession):
+        async def ask(self, request: Request, params: SamplingParams) -> Completion:
+            self.errors = {**self.errors, request.id: ServerError(f"no answer to {request.id}")}
+            return give_up(request)
+
+    class Unreachable(SteppedEngine):
+        @contextlib.asynccontextmanager
+        async def session(self, *, may_be_held: bool = True) -> AsyncIterator[SteppedSession]:
+            yield Lost(self)
+
+    def work(data_parallel: Any) -> BaseException:
+        slow = Delays(token_s=0.02)
+        engine = Unreachable() if data_parallel.peers.rank == 1 else SteppedEngine(delays=slow)
+        rank = Rank(StalenessBound(6, 0, over_sampling), data_parallel.peers, engine=engine)
+        rank.push(0, 9)
+        with pytest.raises((RolloutError, ServerError)) as raised:
+            rank.ahead.next(0, 0, rank.peer.all_gather, run_to_end)
+        rank.ahead.close()
+        return raised.value
+
+    other, own = on_ranks(work, (0, 1))
+    assert isinstance(own, ServerError) and str(other).startswith("rank 1: ServerError: no answer to rollout0/")
 
 
 def test_a_producer_that_fails_while_a_rollout_is_trained_on_is_raised_before_the_push() -> None:

@@ -364,7 +364,8 @@ def test_what_is_kept_half_done_is_scored_once(ending: TransformersEngine) -> No
         num_sessions = 2
         await sampler.go_on(version=0)
         await sampler.wait(lambda: all(group.is_whole for group in groups))
-        await sampler.finish()
+        await sampler.hold()
+        await sampler.aclose()
 
     asyncio.run(sample())
     assert all(group.is_whole for group in groups) and sorted(rewards.scored) == ["0", "0", "1", "1", "2", "2"]

@@ -133,6 +133,15 @@ async def branching(task: Prompt, base_url: str, api_key: str, workdir: Path) ->
     return float(sum(task.answer in (final["content"] or "") for final in finals))
 
 
+async def branching_unscored(task: Prompt, base_url: str, api_key: str, workdir: Path) -> None:
+    """Give two results of one tool call, each with a response, and ask for a title of another text."""
+    messages: list[Any] = list(task.messages or [{"role": "user", "content": task.text}])
+    said = chat(base_url, api_key, messages, tools=[ADD])
+    chat(base_url, api_key, [{"role": "user", "content": "0 0"}])
+    for result in (task.answer, "3 3"):
+        chat(base_url, api_key, [*messages, said, {"role": "user", "content": result}], tools=[ADD])
+
+
 def not_asynchronous(task: Prompt, base_url: str, api_key: str, workdir: Path) -> float:
     """No `async def`."""
     return 1.0

@@ -41,7 +41,7 @@ _ROOT = Path(__file__).parents[2]
 
 def make_text_task(folder: Path) -> Path:
     """Write a model, and prompts of texts of several lengths."""
-    write_model(folder / "model", num_hidden_layers=NUM_LAYERS, **TOKENS)
+    write_model(folder / "model", num_hidden_layers=NUM_LAYERS, max_position_embeddings=512, **TOKENS)
     add_task(folder)
     texts = [" ".join(["<bos>", *str(7 * n + 3) * (1 + n % 4), "="]) for n in range(16)]
     rows = [{"id": str(n), "prompt": text, "answer": "1"} for n, text in enumerate(texts)]

@@ -40,17 +40,19 @@ $(1) examples/quickstart/run.py --short
 $(call ran,$(1),quickstart)
 endef
 
-.PHONY: smollm2 smollm2-servers quick docs test-newest versions study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-recipes test-py312 python312 test-sglang test-sglang-slow sglang-venv test-agents test-agents-npm test-agents-verifiers test-slurm test-nodes slurm faults lint bench bench-loss bench-save bench-trl gpu chromium
+.PHONY: smollm2 smollm2-servers quick coverage-map mutants docs test-newest versions study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-recipes test-py312 python312 test-sglang test-sglang-slow sglang-venv test-agents test-agents-npm test-agents-verifiers test-slurm test-nodes slurm faults lint bench bench-loss bench-save bench-trl gpu chromium
 
 help:
 	@echo "make quickstart  the whole loop on this machine's CPU, ending in runs/quickstart/report.html"
 	@echo "make smollm2     a real language model of 135 million parameters learns word problems; SHORT=1, ENGINE=sglang"
 	@echo "make study-short a miniature of the miniature study: several seeds of two algorithms, and their report"
-	@echo "make quick       lint, and the tests of what changed since the branch left main, in about 90 seconds"
+	@echo "make quick       lint, and the tests that run what changed since the branch left main, in 60 to 90 seconds"
 	@echo "make test        lint, then unit, distributed and fault tests, in about half an hour"
 	@echo "make test-recipes  every algorithm of every experiment in examples/, trained for real on a tiny model"
 	@echo "make test-slow   what takes longer: layouts of eight processes, all checkpoints between layouts, adapters"
 	@echo "make layouts     compare every layout with one process; writes the table in megatron_dppo/actor/LAYOUTS.md"
+	@echo "make coverage-map  which tests run which functions, for make quick, in about an hour; TESTS=tests/unit/test_x.py a part"
+	@echo "make mutants     plants faults and reports which ones tests notice; MUTANTS='--minutes 30 --only rollout'"
 	@echo "make test-py312  make test and the short quickstart on Python 3.12 with megatron-core $(MEGATRON312) (own environment)"
 	@echo "make test-newest make test and the short quickstart with torch $(TORCH_NEWEST) and transformers $(TRANSFORMERS_NEWEST) (own environment)"
 	@echo "make faults      kill, tear, fill, hang and poison a run at every moment; writes tests/faults/README.md"
@@ -251,6 +253,15 @@ lint: venv
 
 quick: venv
 	$(RUN) tests/quick.py
+
+coverage-map: venv
+	$(RUN) -m tests.coverage_map $(TESTS)
+
+# cosmic-ray and what it needs are installed for this target alone.
+mutants: venv
+	$(RUN) -m pip install --quiet -c constraints.txt -e ".[mutants]"
+	$(call one_nccl,$(RUN))
+	$(RUN) -m tests.mutants $(MUTANTS)
 
 # The pages that are tracked, and what they link to, are copied, so that no other folder is searched.
 docs: $(DOCS_VENV)/.stamp

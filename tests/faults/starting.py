@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults import rank as faulty_rank
+from tests.support.measured import measure_process
 from tests.support.ranks import FORKS, environments
 
 _ROOT = Path(__file__).parents[2]
@@ -44,6 +45,7 @@ def _train(environment: dict[str, str], config: str, faults: Sequence[dict[str, 
             os.dup2(stream.fileno(), descriptor)
     os.environ.clear()
     os.environ.update(environment)
+    measure_process()
     os.chdir(_ROOT)
     faulty_rank.run(config, faults)
     sys.stdout.flush()

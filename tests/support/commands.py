@@ -14,6 +14,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from tests.support.measured import measure_process
 from tests.support.ranks import FORKS, ended, environments
 
 
@@ -57,6 +58,7 @@ def _run(
         os.dup2(os.open(stream, os.O_WRONLY | os.O_CREAT), number)
     os.environ.clear()
     os.environ.update(environment)
+    measure_process()
     os.chdir(cwd)
     if words[0] == "-m":
         sys.argv, sys.path[:] = words[1:], [str(cwd), *path]

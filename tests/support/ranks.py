@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from tests.support.measured import measure_process
+
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["pytest", "megatron_dppo.train"])
 _FIRST_PORT = 16_000 + 8_000 * (os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0")
@@ -103,6 +105,7 @@ def _run_rank(
             os.dup2(log.fileno(), stream)
     os.environ.clear()
     os.environ.update(environment)
+    end_measuring = measure_process()
     warnings.filterwarnings("ignore")
     from megatron_dppo.runtime import process as runtime
 
@@ -110,5 +113,6 @@ def _run_rank(
     this = runtime.start()
     (folder / f"result{rank}").write_bytes(pickle.dumps(function(this, *arguments)))
     runtime.stop()
+    end_measuring()
     sys.stdout.flush()
     os._exit(0)  # once in many hundred ends, a thread of PyTorch's aborts the interpreter's own way out

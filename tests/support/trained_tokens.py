@@ -340,11 +340,12 @@ def _require_sequence(m: Trained, rows: slice, path: _Path, name: str, *, replay
     if path.calls[0].routes is not None:
         assert m.routes is not None
         wanted = np.stack([row for row in path.routes[:-1] if row is not None])
-        _require(name, "routes", m.routes[rows][:-1], wanted.astype(m.routes.dtype))
+        wanted = np.concatenate([wanted, wanted[-1:]])  # no engine forwards the last token
+        _require(name, "routes", m.routes[rows], wanted.astype(m.routes.dtype))
         if replays:
-            experts = np.zeros_like(m.used[rows][:-1])
+            experts = np.zeros_like(m.used[rows])
             np.put_along_axis(experts, wanted.astype(np.int64), True, axis=2)
-            _require(name, "experts of the forward pass", m.used[rows][:-1], experts)
+            _require(name, "experts of the forward pass", m.used[rows], experts)
     return mask
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import quick
-
 TESTS = Path(__file__).resolve().parents[1]
 
 
@@ -208,44 +206,6 @@ def test_the_guard_against_loading_code_bites(source: str) -> None:
 )
 def test_the_guard_lets_plain_loading_pass(source: str) -> None:
     assert not _unsafe(source)
-
-
-def test_each_package_has_a_row_of_quick_tests() -> None:
-    """The table "Changed X, run Y" names files that exist, and every package."""
-    rows = quick.table((TESTS / "README.md").read_text())
-    root = TESTS.parent
-    packages = {path.parent.name for path in (root / "megatron_dppo").glob("*/__init__.py")}
-    assert packages <= {Path(name).parts[1] for name in rows if name.startswith("megatron_dppo/")}
-    named = [root / name for name in [*rows, *(test for tests in rows.values() for test in tests)]]
-    assert [path for path in named if not path.exists()] == []
-
-
-def test_quick_takes_the_longest_path() -> None:
-    rows = {"a": ["tests/unit/test_a.py"], "a/b": ["tests/unit/test_b.py", "tests/unit/test_c.py"]}
-    assert quick.tests_of(["a/b/x.py"], rows) == ["tests/unit/test_b.py", "tests/unit/test_c.py"]
-    assert quick.tests_of(["a/bc.py", "a/b/x.py"], rows)[0] == "tests/unit/test_a.py"
-    assert quick.tests_of(["tests/unit/test_new.py"], rows) == ["tests/unit/test_new.py"]
-    assert quick.tests_of(["other.txt"], rows) == [quick.SMOKE]
-
-
-def test_quick_finds_committed_changed_and_new_files(tmp_path: Path) -> None:
-    def git(*arguments: str) -> None:
-        identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
-        subprocess.run(("git", *identity, *arguments), cwd=tmp_path, check=True, capture_output=True)
-
-    git("init", "--initial-branch", "main")
-    for name in ("kept.py", "edited.py", "removed.py"):
-        (tmp_path / name).write_text("x = 1\n")
-    git("add", ".")
-    git("commit", "--message", "a")
-    git("switch", "--create", "branch")
-    (tmp_path / "committed.py").write_text("x = 2\n")
-    git("add", ".")
-    git("commit", "--message", "b")
-    (tmp_path / "edited.py").write_text("x = 3\n")
-    (tmp_path / "removed.py").unlink()
-    (tmp_path / "new.py").write_text("x = 4\n")
-    assert quick.changed_files("main", root=tmp_path) == ["committed.py", "edited.py", "new.py"]
 
 
 def test_prose_counts_docstrings_comments_and_markdown(tmp_path: Path) -> None:

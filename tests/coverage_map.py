@@ -50,20 +50,26 @@ class _Measurement:
     def __init__(self, folder: str, root: Path) -> None:
         self._folder, self._root, self._test = folder, str(root) + os.sep, ""
         self._files = defaultdict[str, set[str]](set)
-        self._seconds = dict[str, float]()
+        self._seconds = dict[str, tuple[float, float, list[str]]]()
         self._coverage = start_coverage(folder)
         sys.addaudithook(self._note_file)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        self._test, started = item.nodeid, perf_counter()
+        self._test, self._ready, started = item.nodeid, perf_counter(), perf_counter()
         self._coverage.switch_context(item.nodeid)
         try:
             return (yield)
         finally:
-            self._seconds[item.nodeid] = perf_counter() - started
+            seconds = self._ready - started, perf_counter() - self._ready
+            self._seconds[item.nodeid] = (*seconds, _shared_fixtures(item))
             self._coverage.switch_context("")
             self._test = ""
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self) -> Generator[None, object, object]:
+        self._ready = perf_counter()
+        return (yield)
 
     def pytest_sessionfinish(self) -> None:
         self._coverage.stop()
@@ -75,8 +81,14 @@ class _Measurement:
     def _note_file(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and self._test and isinstance(arguments[0], str | os.PathLike):
             name = os.fspath(arguments[0])
-            if isinstance(name, str) and name.startswith(self._root):
+            if isinstance(name, str) and name.startswith(self._root) and name[len(self._root)] != ".":
                 self._files[self._test].add(name.removeprefix(self._root))
+
+
+def _shared_fixtures(item: Any) -> list[str]:
+    """Return the names of the fixtures that a test has in common with others; alone it would make them."""
+    found = item._fixtureinfo.name2fixturedefs
+    return [name for name, made in found.items() if made[-1].scope != "function" and made[-1].baseid]
 
 
 # The map. ------------------------------------------------------------------------------------------
@@ -159,7 +171,7 @@ class CoverageMap:
 
     def with_measured(self, folder: Path) -> "CoverageMap":
         """Return the map with what was measured in `folder` added; tests that are there before come first."""
-        seconds, files = _tests_in(folder)
+        seconds, files, of_files = _tests_in(folder)
         lines = _lines_in(folder)
         lines = {test: found for test, found in lines.items() if seconds.get(test, _SLOW_S) < _SLOW_S}
         found = _ranked(lines, seconds)
@@ -175,9 +187,6 @@ class CoverageMap:
         runs = dict(self.runs)
         for key, tests in found.items():
             runs[key] = list(dict.fromkeys([*runs.get(key, []), *tests]))[:MOST_TESTS]
-        of_files = defaultdict[str, float](float)
-        for test, each in seconds.items():
-            of_files[test.partition("::")[0]] += each
         return CoverageMap(self.seconds | seconds, self.files | of_files, runs)
 
 
@@ -186,14 +195,24 @@ def _lines(section: Mapping[str, Any]) -> str:
     return f"{{\n{rows}}}"
 
 
-def _tests_in(folder: Path) -> tuple[dict[str, float], dict[str, set[str]]]:
-    """Return the seconds of each test, and the files that it opened."""
-    seconds, files = dict[str, float](), dict[str, set[str]]()
+def _tests_in(folder: Path) -> tuple[dict[str, float], dict[str, set[str]], dict[str, float]]:
+    """Return the seconds that each test takes alone, the files that it opened, and the seconds of each file."""
+    times, files = dict[str, tuple[float, float, list[str]]](), dict[str, set[str]]()
     for path in folder.glob("tests_*.json"):
         content = json.loads(path.read_text())
-        seconds |= content["seconds"]
+        times |= content["seconds"]
         files |= {test: set(names) for test, names in content["files"].items()}
-    return seconds, files
+    of_fixtures = defaultdict[tuple[str, str], float](float)
+    for test, (setup, _, fixtures) in times.items():
+        for name in fixtures:
+            key = test.partition("::")[0], name
+            of_fixtures[key] = max(of_fixtures[key], setup)
+    seconds, of_files = dict[str, float](), defaultdict[str, float](float)
+    for test, (setup, rest, fixtures) in times.items():
+        of_files[test.partition("::")[0]] += setup + rest
+        of_file = [of_fixtures[test.partition("::")[0], name] for name in fixtures]
+        seconds[test] = rest + max([setup, *of_file])
+    return seconds, files, of_files
 
 
 def _lines_in(folder: Path) -> dict[str, dict[str, set[int]]]:

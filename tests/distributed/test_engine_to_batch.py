@@ -19,6 +19,7 @@ from tests.support.comparing import num_alike, router_choices
 from tests.support.drawing_server import DrawingServer
 from tests.support.trained_runs import (
     AGENT,
+    ALGORITHM,
     ENGINES,
     EPOCHS,
     NUM_LAYERS,
@@ -83,7 +84,7 @@ def test_one_turn_on_two_ranks_and_a_resume_within_a_rollout(make_run: MakeRun, 
     run, server = make_run("texts", engine, parallel={"expert": 2, "share_prefixes": False}, rollout=lag)
     stopped = run.play(2, stop_after=3)
     assert [len(rank.steps) for rank in stopped] == [3, 3]
-    found = run.require_equal([*stopped, *run.play(2)], server.sampled)
+    found = run.require_equal(stopped, run.play(2), by_servers=server.sampled)
     require_extremes(found)
     assert found.num_sequences == 2 * NUM_SEQUENCES and found.num_shared == 0
     assert found.versions == ({(0,)} if lag else {(0,), (1,)})
@@ -93,7 +94,7 @@ def test_one_turn_on_two_ranks_and_a_resume_within_a_rollout(make_run: MakeRun, 
 def test_several_turns_with_shared_prefixes(make_run: MakeRun, engine: str) -> None:
     """Observations lie between the responses; a prefix that responses have in common is forwarded once."""
     run, server = make_run("texts", engine, rollout=TURNS, parallel={"share_prefixes": True})
-    found = run.require_equal(run.play(1), server.sampled)
+    found = run.require_equal(run.play(1), by_servers=server.sampled)
     require_extremes(found)
     assert found.num_sequences == 2 * NUM_SEQUENCES and found.num_shared > 0
     assert max(found.num_calls) == 3 and found.versions == {(0,), (1,)}
@@ -103,7 +104,7 @@ def test_several_turns_with_shared_prefixes(make_run: MakeRun, engine: str) -> N
 def test_every_branch_of_an_agent(make_run: MakeRun, engine: str) -> None:
     """Two leaves of each episode train, their common call once, and the title does not; on two ranks."""
     run, server = make_run("chats", engine, rollout=AGENT, parallel={"expert": 2, "share_prefixes": True})
-    found = run.require_equal(run.play(2), server.sampled)
+    found = run.require_equal(run.play(2), by_servers=server.sampled)
     require_extremes(found)
     assert found.num_sequences == 2 * 2 * NUM_SEQUENCES and found.num_shared > 0
     assert found.num_calls == {2} and found.versions == {(0,), (1,)}
@@ -112,11 +113,11 @@ def test_every_branch_of_an_agent(make_run: MakeRun, engine: str) -> None:
 def test_responses_that_pushes_interrupt(make_run: MakeRun) -> None:
     """Old tokens keep what they were sampled with, new ones have the new weights; stopped and resumed."""
     ahead = {"max_staleness": 1, "over_sampling": 2.0}
-    from_logits = {"epochs_per_rollout": EPOCHS, "ratio_cap": 3.0, "loss_from": "logits"}
-    run, server = make_run("texts", "servers", run={"num_rollouts": 3}, rollout=ahead, algorithm=from_logits)
+    algorithm = ALGORITHM | {"loss_from": "logits"}
+    run, server = make_run("texts", "servers", run={"num_rollouts": 3}, rollout=ahead, algorithm=algorithm)
     server.holds = lambda name: int(name.partition("+")[0].removeprefix("place")) >= PROMPTS and name[-1] == "1"
     stopped = run.play(1, stop_after=5)
-    found = run.require_equal([*stopped, *run.play(1)], server.sampled, is_complete=False)
+    found = run.require_equal(stopped, run.play(1), by_servers=server.sampled, is_complete=False)
     require_extremes(found)
     assert found.num_sequences == 3 * NUM_SEQUENCES and server.num_held > 0
     assert {(0, 1), (1, 2)} & found.versions and 2 in found.num_calls

@@ -43,7 +43,7 @@ def test_a_run_trains_on_what_a_server_returned(
     replies: list[Sampled] = [
         sampled_by_server(asked, reply, layers, NUM_LAYERS) for asked, reply in calls if reply["output_ids"]
     ]
-    found = run.require_equal(seen, replies, is_complete=rollout is TURNS)
+    found = run.require_equal(seen, by_servers=replies, is_complete=rollout is TURNS)
     assert found.num_sequences == 3 * PROMPTS * SAMPLES * EPOCHS
     assert len(found.lengths) >= 4 and found.log_probs[0] < -3 and found.log_probs[1] > -0.1
     assert len({version for versions in found.versions for version in versions}) >= 2

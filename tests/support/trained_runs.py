@@ -21,6 +21,7 @@ from tests.support.trained_tokens import Found, Recorded, Sampled, recording, re
 
 TEMPERATURE, EPOCHS, PROMPTS, SAMPLES = 0.7, 2, 4, 3
 NUM_LAYERS = 3
+ALGORITHM = {"epochs_per_rollout": EPOCHS, "ratio_cap": 3.0, "aggregation": "seq_mean_token_mean"}
 ENGINES: dict[str, dict[str, Any]] = {
     "embedded": {"transformers": {"weights": "float32"}},
     "servers": {"engine": "sglang", "sglang": {"weight_sync": "disk", "probe_every": 0}},
@@ -104,7 +105,7 @@ class Run:
                 "samples_per_prompt": SAMPLES,
                 **ENGINES[engine],
             },
-            "algorithm": {"epochs_per_rollout": EPOCHS, "ratio_cap": 3.0},
+            "algorithm": dict(ALGORITHM),
             "optimizer": {"lr": 1e-3},
         }
         for name, section in sections.items():
@@ -123,13 +124,13 @@ class Run:
         return run_ranks(play, world_size, self.folder, self.tables, stop_after, keeps_weights)
 
     def require_equal(
-        self, seen: Sequence[Recorded], by_servers: Sequence[Sampled] = (), *, is_complete: bool = True
+        self, *starts: Sequence[Recorded], by_servers: Sequence[Sampled] = (), is_complete: bool = True
     ) -> Found:
-        """Compare what all ranks saw with what the embedded engines or the servers returned."""
-        sampled = [*by_servers, *(each for rank in seen for each in rank.sampled)]
-        trained = [microbatch for rank in seen for step in rank.steps for microbatch in step]
+        """Compare what all ranks saw in each start with what the embedded engines or the servers returned."""
+        sampled = [*by_servers, *(each for seen in starts for rank in seen for each in rank.sampled)]
+        of_ranks = [step for seen in starts for step in zip(*(rank.steps for rank in seen), strict=True)]
         return require_equal(
-            trained,
+            [[microbatch for rank in step for microbatch in rank] for step in of_ranks],
             sampled,
             temperature=TEMPERATURE,
             reward_of=self._reward,

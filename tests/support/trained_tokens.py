@@ -258,7 +258,7 @@ class Found:
 
 
 def require_equal(
-    trained: Sequence[Trained],
+    steps: Sequence[Sequence[Trained]],
     sampled: Sequence[Sampled],
     *,
     temperature: float,
@@ -269,8 +269,10 @@ def require_equal(
 ) -> Found:
     """Compare every micro-batch with the responses that it was made of.
 
+    The loss must be the mean over responses, or episodes, of the means over their tokens.
+
     Args:
-        trained: Micro-batches of all ranks.
+        steps: Micro-batches of each gradient step, of all ranks.
         sampled: Responses of all engines.
         temperature: Sampling temperature.
         reward_of: From the token ids of a sample's last response, its reward.
@@ -282,7 +284,7 @@ def require_equal(
     for call in sampled:
         calls.setdefault(call.request_id, []).append(call)
     learned, rewards, advantages = Counter[tuple[int, int]](), dict[str, float](), dict[str, set[float]]()
-    paths = list[_Path]()
+    paths, trained = list[_Path](), [microbatch for step in steps for microbatch in step]
     for microbatch in trained:
         assert microbatch.temperature == temperature
         for sample_id, rows in microbatch.sequences():
@@ -298,6 +300,8 @@ def require_equal(
     wanted = {(key, number): epochs for key, call in used.items() for number in range(len(call.tokens))}
     assert learned == wanted, "a sampled token does not learn once in each epoch"
     assert rewards.keys() == advantages.keys()
+    for step in steps:
+        _require_weights(step)
     assert not is_complete or rewards.keys() == calls.keys(), "a response of the engine was not trained on"
     _require_advantages(rewards, advantages)
     mu = np.concatenate([path.column("log_probs") for path in paths])
@@ -360,6 +364,20 @@ def _require(name: str, what: str, found: Array, wanted: Array) -> None:
             f"{name}: {what} at {place} is {found[place]!r}, and the engine returned {wanted[place]!r}; "
             f"{int(is_other.sum())} of {is_other.size} differ"
         )
+
+
+def _require_weights(step: Sequence[Trained]) -> None:
+    """Require that each response or episode of a gradient step has the same weight, equal for its tokens."""
+    lengths, weights = Counter[str](), dict[str, set[float]]()
+    for microbatch in step:
+        for sample_id, rows in microbatch.sequences():
+            name, mask = sample_id.partition("#")[0], microbatch.columns["loss_mask"][rows]
+            lengths[name] += int(mask.sum())
+            weights.setdefault(name, set()).update(microbatch.columns["token_weights"][rows][mask].tolist())
+    mean = sum(lengths.values()) / len(lengths)
+    for name, length in lengths.items():
+        (weight,) = weights[name]
+        assert abs(weight * length - mean) <= 1e-4 * mean, f"{name}: weight {weight} of {length} tokens"
 
 
 def _require_advantages(rewards: Mapping[str, float], advantages: Mapping[str, set[float]]) -> None:

@@ -1,7 +1,8 @@
-"""Waiting for other processes, and whether one is there."""
+"""Waiting for other processes, whether one is there, and what a hanging one does."""
 
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 import psutil
 
@@ -16,3 +17,9 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float) -> None:
 def is_alive(pid: int) -> bool:
     """Whether a process is there, and no zombie."""
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def hang(*_: object) -> NoReturn:
+    """Never return."""
+    while True:
+        time.sleep(600)

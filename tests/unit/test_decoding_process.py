@@ -1,13 +1,14 @@
 """Faults of the process that decodes answers: each costs one answer, and none hangs."""
 
 import asyncio
+import fcntl
 import gc
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
+import termios
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -18,8 +19,9 @@ from megatron_dppo.engines.base import Completion
 from megatron_dppo.engines.sglang import decoding_process
 from megatron_dppo.engines.sglang.decoding_process import DecodingProcess, SharedMemory
 from megatron_dppo.engines.sglang.protocol import Generation
+from megatron_dppo.engines.sglang.replies import Answer, Expected
 from megatron_dppo.errors import ReplyError, RolloutError
-from tests.support.processes import is_alive
+from tests.support.processes import hang, is_alive, wait_until
 from tests.unit.test_sglang_protocol import MODEL, recorded
 
 LARGE = b" " * (4 << 20)  # behind an answer: more than a pipe holds
@@ -55,17 +57,30 @@ def _pid(decoding: DecodingProcess) -> int:
     return decoding.pid
 
 
+def _has_unread(decoding: DecodingProcess) -> bool:
+    """Whether the process was sent a request that it has not read."""
+    assert decoding._child is not None
+    return fcntl.ioctl(decoding._child._in, termios.FIONREAD, bytes(4)) != bytes(4)
+
+
+def _stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, 60)
+
+
+def _hang(decoding: DecodingProcess, behind: bytes = b"") -> Answer:
+    return asyncio.run(decoding.read(hang, b"{}" + behind, Expected("an answer")))
+
+
 @pytest.mark.parametrize("behind", [b"", LARGE])
-def test_a_process_that_is_killed_costs_one_answer_and_is_replaced(behind: bytes) -> None:
+def test_a_process_that_is_killed_while_it_decodes_costs_one_answer_and_is_replaced(behind: bytes) -> None:
     decoding = DecodingProcess(small_bytes=0)
     for _ in range(2):
         whole = _read(decoding, behind)
         first = _pid(decoding)
-        os.kill(first, signal.SIGSTOP)
         with ThreadPoolExecutor(1) as thread:
-            reading = thread.submit(_read, decoding, behind)
-            time.sleep(0.1)
-            assert not reading.done()
+            reading = thread.submit(_hang, decoding, behind)
+            wait_until(lambda: decoding._child is not None and decoding._child.has_request, 60)
             os.kill(first, signal.SIGKILL)
             with pytest.raises(ReplyError, match="SIGKILL"):
                 reading.result()
@@ -73,34 +88,44 @@ def test_a_process_that_is_killed_costs_one_answer_and_is_replaced(behind: bytes
         assert torch.equal(_read(decoding, behind).tokens, whole.tokens)
 
 
-def test_a_process_that_was_killed_while_idle_costs_nothing() -> None:
+@pytest.mark.parametrize("is_noticed", [True, False])
+def test_a_process_that_was_killed_while_idle_costs_nothing(is_noticed: bool) -> None:
+    """Not even if it dies after it was sent a response that it has not read."""
     decoding = DecodingProcess(small_bytes=0)
-    _read(decoding)
-    first = psutil.Process(_pid(decoding))
-    first.kill()
-    while first.status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.01)
-    assert _read(decoding).topk is not None
-    assert _pid(decoding) != first.pid
+    for _ in range(3):
+        _read(decoding)
+        first = _pid(decoding)
+        if is_noticed:
+            os.kill(first, signal.SIGKILL)
+            os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+        else:
+            _stop(first)
+        with ThreadPoolExecutor(1) as thread:
+            reading = thread.submit(_read, decoding)
+            if not is_noticed:
+                wait_until(lambda: _has_unread(decoding), 60)
+                os.kill(first, signal.SIGKILL)
+            assert reading.result().topk is not None
+        assert _pid(decoding) != first
 
 
 def test_a_process_that_hangs_is_killed_in_time() -> None:
-    decoding = DecodingProcess(small_bytes=0, timeout_s=1.0)
+    decoding = DecodingProcess(small_bytes=0)
     _read(decoding)
-    first = _pid(decoding)
-    os.kill(first, signal.SIGSTOP)
-    with pytest.raises(ReplyError, match="within 1 s"):
-        _read(decoding, LARGE)
+    first, decoding._timeout_s = _pid(decoding), 0.5
+    with pytest.raises(ReplyError, match=r"within 0\.5 s"):
+        _hang(decoding, LARGE)
     assert not is_alive(first)
+    decoding._timeout_s = 120.0
     assert _read(decoding).topk is not None
 
 
 def test_the_run_stops_where_the_next_process_is_lost_too() -> None:
     decoding = DecodingProcess(small_bytes=0, timeout_s=0.0)
     with pytest.raises(ReplyError, match="within 0 s"):
-        _read(decoding, LARGE)
+        _hang(decoding)
     with pytest.raises(RolloutError, match="no result within 0 s, like the process before it") as stops:
-        _read(decoding, LARGE)
+        _hang(decoding)
     assert not isinstance(stops.value, ReplyError)  # that would be one more dropped sample
 
 
@@ -129,11 +154,12 @@ def test_threads_and_event_loops_share_one_process() -> None:
 def test_an_answer_that_is_no_longer_awaited_is_not_given_to_the_next_one() -> None:
     decoding = DecodingProcess(small_bytes=0)
     _read(decoding)
-    os.kill(_pid(decoding), signal.SIGSTOP)
+    _stop(_pid(decoding))
 
     async def read() -> Completion:
         given_up = asyncio.create_task(_reply(decoding, "stop"))
-        await asyncio.sleep(0.1)
+        while not _has_unread(decoding):
+            await asyncio.sleep(0.01)
         given_up.cancel()
         await asyncio.gather(given_up, return_exceptions=True)
         os.kill(_pid(decoding), signal.SIGCONT)
@@ -151,10 +177,7 @@ def test_it_ends_with_the_trainer(how: str) -> None:
             assert is_alive(pid)
             trainer.kill()
     assert message.startswith("an answer: found no JSON of a response (Expected `object`, got `array`)")
-    deadline = time.monotonic() + 60
-    while is_alive(pid):
-        assert time.monotonic() < deadline, "it outlives the trainer"
-        time.sleep(0.01)
+    wait_until(lambda: not is_alive(pid), 60)
 
 
 def test_it_goes_with_the_object_that_started_it() -> None:
@@ -163,7 +186,7 @@ def test_it_goes_with_the_object_that_started_it() -> None:
     pid = _pid(decoding)
     del decoding
     gc.collect()
-    assert not is_alive(pid)
+    wait_until(lambda: not is_alive(pid), 60)  # the thread that decoded may be the last to drop the object
 
 
 def test_shared_memory_holds_smaller_and_larger_contents_than_before() -> None:
@@ -200,7 +223,7 @@ def test_neither_a_lost_process_nor_one_that_ends_keeps_descriptors() -> None:
         child.wait(60)
     del decoding
     gc.collect()
-    assert psutil.Process().num_fds() == descriptors
+    wait_until(lambda: psutil.Process().num_fds() == descriptors, 60)
 
 
 def test_small_answers_start_no_process_and_its_program_needs_no_tensor_library() -> None:

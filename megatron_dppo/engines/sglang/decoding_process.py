@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
@@ -37,7 +38,7 @@ _MODULE = "megatron_dppo.engines.sglang.decoding_process"
 _SMALL_BYTES = 64 * 1024  # the pipes cost the trainer 1 to 2 ms of CPU, like decoding about 50 kB
 _TIMEOUT_S = 120.0  # of one response, pipes included; 16k tokens with top-20 and routes take under a second
 _START_TIMEOUT_S = 300.0  # imports may be slow on a slow disk
-_END_TIMEOUT_S = 1.0
+_END_TIMEOUT_S = 10.0  # until a process that closed its pipes, or was killed, has ended on a busy machine
 _MOST_LOST = 2  # lost children in a row that stop the run; the first one is replaced
 _PARENT_EVERY_S = 0.25
 _MAX_SIZES = 4096  # bytes
@@ -47,7 +48,8 @@ class DecodingProcess:
     """Decodes responses in a child process; safe for several threads and event loops at once.
 
     The child starts with the first large response. It ends with this process, even if this process is killed.
-    Responses are decoded one after another, in the order of arrival.
+    Responses are decoded one after another, in the order of arrival. A child that is lost costs the response
+    that it decodes, and none if it is idle.
     """
 
     def __init__(self, *, small_bytes: int = _SMALL_BYTES, timeout_s: float = _TIMEOUT_S) -> None:
@@ -81,13 +83,15 @@ class DecodingProcess:
         return None if child is None else child.process.pid
 
     def _read_there(self, reader: Reader, content: bytes, expected: Expected) -> Answer:
-        if self._child is None or self._child.process.poll() is not None:  # ended while idle: not by a response
-            self._child = _Child()
+        is_new, child = self._child is None, self._child or _Child()
+        self._child = child
         try:
-            answer = self._child.ask(reader, content, expected, self._timeout_s)
+            answer = child.ask(reader, content, expected, self._timeout_s)
         except _LostError as error:
-            _kill(self._child.process)
+            _kill(child.process)
             self._child = None
+            if not (is_new or child.has_request):  # lost while idle, and not by this response
+                return self._read_there(reader, content, expected)
             self._num_lost += 1
             found = f"{expected.where}: found that the process decoding its {len(content)} bytes {error}"
             if self._num_lost >= _MOST_LOST:
@@ -156,7 +160,11 @@ class _LostError(Exception):
 
 
 class _Child:
-    """The child process with its memory and pipes. Only one thread uses it."""
+    """The child process with its memory and pipes. Only one thread uses it.
+
+    Attributes:
+        has_request: Whether the process has read a request that it has not answered.
+    """
 
     def __init__(self) -> None:
         """Start the process, and wait until it has imported its modules.
@@ -164,6 +172,7 @@ class _Child:
         Raises:
             RolloutError: The process did not start.
         """
+        self.has_request = False
         self._requests, self._answers = SharedMemory.create(), SharedMemory.create()
         descriptors = [self._requests.descriptor, self._answers.descriptor]
         command = [sys.executable, "-m", _MODULE, *map(str, (os.getpid(), *descriptors))]
@@ -184,10 +193,10 @@ class _Child:
         weakref.finalize(self, _kill, self.process).atexit = False  # at exit, its stdin closes, which ends it
         assert self.process.stdin is not None and self.process.stdout is not None, "Popen was called with pipes"
         self._in, self._out = self.process.stdin.fileno(), self.process.stdout.fileno()
-        self._reader, self._poll = FrameReader(_MAX_SIZES), select.poll()
+        self._reader, self._received, self._poll = FrameReader(_MAX_SIZES), deque[bytes](), select.poll()
         self._poll.register(self._out, select.POLLIN)
         try:
-            self._receive(_START_TIMEOUT_S)
+            self._receive(time.monotonic() + _START_TIMEOUT_S, _START_TIMEOUT_S)
         except _LostError as error:
             _kill(self.process)
             raise _start_error(str(error), command) from None
@@ -200,25 +209,28 @@ class _Child:
         Raises:
             _LostError: No result came in time, or the process ended.
         """
+        deadline = time.monotonic() + timeout_s
         parts = [content, pickle.dumps((reader, expected))]
         self._requests.write(parts)
         with contextlib.suppress(BrokenPipeError):  # `_receive` tells how the process ended
             os.write(self._in, json_frame([len(part) for part in parts]))
-        answer, *buffers = self._answers.read(self._receive(timeout_s))
+        self._receive(deadline, timeout_s)
+        self.has_request = True
+        sizes = self._receive(deadline, timeout_s)
+        self.has_request = False
+        answer, *buffers = self._answers.read(sizes)
         return pickle.loads(answer, buffers=buffers)
 
-    def _receive(self, timeout_s: float) -> list[int]:
-        """Return the sizes of the parts of the process's next result."""
-        deadline = time.monotonic() + timeout_s
-        messages: list[bytes] = []
-        while not messages:
+    def _receive(self, deadline: float, timeout_s: float) -> list[int]:
+        """Return the sizes of the parts of the process's next message: none if it has read a request."""
+        while not self._received:
             if not self._poll.poll(max(deadline - time.monotonic(), 0.0) * 1000):
                 raise _LostError(f"returned no result within {timeout_s:g} s")
             data = os.read(self._out, 1 << 16)
             if not data:
                 raise _LostError(self._how_it_ended())
-            messages = self._reader.feed(data)
-        return json.loads(messages[0])
+            self._received += self._reader.feed(data)
+        return json.loads(self._received.popleft())
 
     def _how_it_ended(self) -> str:
         try:
@@ -253,8 +265,10 @@ def _run_child(parent: int, requests: SharedMemory, answers: SharedMemory) -> No
     gc.disable()  # JSON has no reference cycles, and the search for them took a third of the time
     stdin, stdout = open(0, "rb", closefd=False), open(os.dup(1), "wb")  # noqa: PTH123, SIM115
     os.dup2(2, 1)  # a library's output must not mix with frames
-    write_frame(stdout, json_frame([]))
+    ready = json_frame([])
+    write_frame(stdout, ready)
     while (message := read_message(stdin)) is not None:
+        write_frame(stdout, ready)
         parts = _decode(requests.view(json.loads(message)))
         answers.write(parts)
         write_frame(stdout, json_frame([memoryview(part).nbytes for part in parts]))

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -26,12 +25,14 @@ from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.errors import RolloutError, ServerError
 from megatron_dppo.types import WeightVersionSpan
 from tests.support.collecting import sample_until
+from tests.support.loop_time import skip
 from tests.support.sglang_stand_in import LOG_PROB, MODEL, TOKEN, StandIn, answer
 
 PARAMS = SamplingParams(10)
-PATIENCE = Patience(connect_timeout_s=5, control_timeout_s=1, max_attempts=4, first_pause_s=0.01)
+HOLD_S = 60.0  # for which a hold waits for the next response; tests that let it pass set the clock forward
+PATIENCE = Patience(connect_timeout_s=60, control_timeout_s=HOLD_S, max_attempts=4, first_pause_s=0.01)
 NUM_NEW = 2  # tokens of a request that is aborted
-LIMIT_S = 60  # nothing takes so long, unless it hangs
+LIMIT_S = 600  # nothing takes so long, unless it hangs
 PARTIAL = Completion(
     "", torch.full((3,), TOKEN), torch.full((3,), LOG_PROB), "abort", None, None, (WeightVersionSpan(0, 3, -1),)
 )
@@ -46,8 +47,7 @@ class Server(StandIn):
     is_lost_at_abort: bool = False
     is_lost: bool = False
     breaks: str = ""  # the request whose connection is closed at its abort
-    pause_s: float = 0.0  # before each answer to a request that was aborted
-    turn: threading.Lock = field(default_factory=threading.Lock)
+    turns: threading.Semaphore | None = None  # one for each answer to a request that was aborted
     unanswered: dict[str, threading.Event] = field(default_factory=dict[str, threading.Event])
     is_over: threading.Event = field(default_factory=threading.Event)
 
@@ -70,8 +70,8 @@ class Server(StandIn):
         self.unanswered.pop(body["rid"], None)
         if body["rid"].partition("#")[0] == self.breaks:
             return 0, None
-        with self.turn:
-            time.sleep(self.pause_s)
+        if self.turns is not None:
+            self.turns.acquire(timeout=LIMIT_S)
         return (0, None) if self.is_lost else (200, self._by_version(answer(body, num_tokens=NUM_NEW)))
 
     def _by_version(self, content: Any) -> Any:
@@ -107,6 +107,11 @@ def _ask(session: Session, requests: Sequence[Request]) -> list[asyncio.Task[Com
 
 async def _arrived(count: int, *servers: Server) -> None:
     while sum(len(server.unanswered) for server in servers) < count:
+        await asyncio.sleep(0.01)
+
+
+async def _done(count: int, asked: Sequence[asyncio.Task[Completion]]) -> None:
+    while sum(task.done() for task in asked) < count:
         await asyncio.sleep(0.01)
 
 
@@ -169,8 +174,12 @@ def test_a_hold_takes_what_a_server_sampled_beside_one_that_does_not_answer(faul
             await _arrived(8, sound, bad)
             at_bad = {rid.partition("#")[0] for rid in bad.unanswered}
             setattr(bad, fault, True)
-            await session.hold()
+            holding = asyncio.create_task(session.hold())
+            await asyncio.gather(*(task for k, task in enumerate(asked) if f"long{k}+0" not in at_bad))
             assert not sound.unanswered
+            if fault == "is_deaf":
+                skip(HOLD_S)
+            await holding
             for completion in await asyncio.gather(*asked):
                 num_new = 0 if completion.request_id in at_bad else NUM_NEW
                 assert (completion.finish_reason, completion.tokens.numel()) == ("abort", 3 + num_new)
@@ -182,12 +191,16 @@ def test_a_hold_takes_what_a_server_sampled_beside_one_that_does_not_answer(faul
 
 
 def test_a_connection_that_breaks_in_a_hold_costs_its_own_request_alone() -> None:
-    with _running(server := Server(breaks="long1+0", pause_s=0.2)) as urls:
+    turns = threading.Semaphore(0)
+    with _running(server := Server(breaks="long1+0", turns=turns)) as urls:
 
         async def work(session: Session) -> None:
             asked = _ask(session, _requests("long", 3, PARTIAL))
             await _arrived(3, server)
-            await session.hold()
+            holding = asyncio.create_task(session.hold())
+            await asked[1]
+            turns.release(2)
+            await holding
             assert _sizes(await asyncio.gather(*asked)) == [3 + NUM_NEW, 3, 3 + NUM_NEW]
             assert not session.errors
 
@@ -195,12 +208,18 @@ def test_a_connection_that_breaks_in_a_hold_costs_its_own_request_alone() -> Non
 
 
 def test_a_hold_goes_on_as_long_as_answers_come() -> None:
-    with _running(server := Server(pause_s=0.4)) as urls:
+    turns = threading.Semaphore(0)
+    with _running(server := Server(turns=turns)) as urls:
 
         async def work(session: Session) -> None:
             asked = _ask(session, _requests("long", 4))
             await _arrived(4, server)
-            await session.hold()
+            holding = asyncio.create_task(session.hold())
+            for num_answered in range(4):
+                await _done(num_answered, asked)
+                skip(HOLD_S / 2)
+                turns.release()
+            await holding
             assert _sizes(await asyncio.gather(*asked)) == [NUM_NEW] * 4
 
         _in_session(SglangEngine(urls, MODEL, PATIENCE), work)

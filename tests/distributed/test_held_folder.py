@@ -32,7 +32,7 @@ def open_session(runtime: Runtime, folder: str) -> None:
 
 def test_ranks_that_wait_too_long_for_their_folder_end_with_75(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    other = hold_in_another_process(run, "elsewhere", hold_s=600)
+    other = hold_in_another_process(run, "elsewhere")
     try:
         run_ranks(open_session, 2, tmp_path, str(run), exit_code=75)
         assert json.loads((run / LOCK).read_text())["pid"] == other.pid

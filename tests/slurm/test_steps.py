@@ -97,7 +97,7 @@ def test_a_job_waits_for_the_run_folder_of_a_host_that_does_not_answer(
     cluster: Cluster, tiny: tuple[str, ...], run: Path
 ) -> None:
     """SLURM has given up that host, and the process there lives on for a while."""
-    other = hold_in_another_process(run, "elsewhere", hold_s=600)
+    other = hold_in_another_process(run, "elsewhere")
     try:
         job = start(cluster, run, tiny)
         waits = f"waiting for process {other.pid} on elsewhere"

@@ -22,7 +22,7 @@ class Meeting:
     slots: list[Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.barrier, self.slots = Barrier(self.world_size, timeout=60), [None] * self.world_size
+        self.barrier, self.slots = Barrier(self.world_size, timeout=300), [None] * self.world_size
 
 
 @dataclass(frozen=True)

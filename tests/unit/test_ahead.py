@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import random
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -179,17 +178,17 @@ def require_bound_and_ledger(
 
 def test_after_a_push_the_oldest_groups_are_asked_for_first() -> None:
     """In whatever order they came back: a server with a queue would let the youngest pass at each push."""
-    rank, before, num_again = Rank(StalenessBound(4, 3, 4), Peer(0, Meeting(1))), set[str](), 0
+    rank, before, num_again = Rank(StalenessBound(4, 3, 4), Peer(0, Meeting(1)), longest=10**6), set[str](), 0
     for version in range(6):
         rank.push(version, 9)
-        time.sleep(0.004)
+        wait_until(lambda: len(rank.engine.sessions[-1].asked) >= 2 * 16, 60)
     rank.ahead.close()
     for session in rank.engine.sessions:
         again = [place_of(request) for request in session.asked if request in before]
         assert again == sorted(again)
         before |= set(session.asked)
         num_again += len(again)
-    assert num_again > 8
+    assert num_again == 5 * 2 * 16
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -294,7 +293,7 @@ def test_a_producer_that_fails_while_a_rollout_is_trained_on_is_raised_before_th
     assert rank.ahead.next(0, 0, rank.peer.all_gather, run_to_end) is not None
     broken.append(True)
     rank.push(1, 8)  # what was open is asked for again
-    wait_until(lambda: rank.sampler.fault is not None, 30)
+    wait_until(lambda: rank.sampler.fault is not None, 120)
     with pytest.raises(RolloutError, match="as the test wants it"), rank.ahead.pause(2, 7):
         raise AssertionError("nothing is pushed")
     rank.ahead.close()

@@ -3,19 +3,23 @@
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import signal
 import socket
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_dppo.errors import ConfigError, InUseError
+from megatron_dppo.run_folder import lock
 from megatron_dppo.run_folder.lock import LOCK, holder, locked
-from tests.support.locks import begin_to_hold, hold_in_another_process
+from tests.support.locks import begin_to_hold, hold_in_another_process, release
+from tests.support.processes import wait_until
 
 
 def test_a_folder_is_free_again_after_use(tmp_path: Path) -> None:
@@ -67,26 +71,26 @@ def owner_elsewhere(folder: Path, beat: int) -> None:
     (folder / LOCK).write_text(json.dumps({"host": "elsewhere", "pid": 1, "beat": beat}))
 
 
-def test_an_owner_on_another_host_that_lives_is_respected(tmp_path: Path) -> None:
+def while_asleep(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """Call a function whenever this process waits before it looks at the lock again."""
+
+    def sleep(seconds: float) -> None:
+        time.sleep(seconds)
+        act()
+
+    monkeypatch.setattr(lock, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+
+
+def test_an_owner_on_another_host_that_lives_is_respected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stands for a file system whose locks do not reach across hosts."""
     owner_elsewhere(tmp_path, 0)
-    ended = threading.Event()
-
-    def live() -> None:
-        for beat in range(1000):
-            if ended.wait(0.05):
-                return
-            owner_elsewhere(tmp_path, beat)
-
-    thread = threading.Thread(target=live)
-    thread.start()
-    try:
-        expected = pytest.raises(InUseError, match="process 1 on elsewhere")
-        with expected, locked(tmp_path, beat_s=1.0, patience_s=2.0):
-            pass
-    finally:
-        ended.set()
-        thread.join()
+    beats = itertools.count(1)
+    while_asleep(monkeypatch, lambda: owner_elsewhere(tmp_path, next(beats)))
+    expected = pytest.raises(InUseError, match="process 1 on elsewhere")
+    with expected, locked(tmp_path, beat_s=0.2, patience_s=2.0):
+        pass
 
 
 def test_an_owner_on_another_host_that_is_silent_is_gone(tmp_path: Path) -> None:
@@ -107,9 +111,11 @@ def test_the_owner_of_an_attempt_before_is_waited_for(
 ) -> None:
     """The owner holds the lock itself, on another host or before SLURM started the job again."""
     monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
-    other = hold_in_another_process(tmp_path, host, hold_s=2.0 if ends else 60.0)
+    other = hold_in_another_process(tmp_path, host)
     words = f"process {other.pid} on {host}"
     expected = contextlib.nullcontext() if ends else pytest.raises(InUseError, match=words)
+    if ends:
+        while_asleep(monkeypatch, lambda: release(other))  # it has been looked at once
     try:
         with expected, locked(tmp_path, beat_s=0.2, patience_s=60.0 if ends else 1.5, silent_s=60.0):
             assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
@@ -123,9 +129,10 @@ def test_a_lock_that_outlives_its_silent_owner_goes_to_one_process(tmp_path: Pat
     """A file server keeps the lock of a host without power; here, of a process that is stopped."""
     silent = hold_in_another_process(tmp_path, "elsewhere")
     silent.send_signal(signal.SIGSTOP)
-    both = [begin_to_hold(tmp_path, host, hold_s=7.0) for host in ("a", "b")]
+    both = [begin_to_hold(tmp_path, host) for host in ("a", "b")]
     try:
-        said = [process.communicate(timeout=60) for process in both]
+        wait_until(lambda: any(process.poll() is not None for process in both), 120)
+        said = [process.communicate(timeout=120) for process in both]
         assert sorted(out for out, _ in said) == ["", "held\n"]
         assert sorted("taking over from" in err or "InUseError" in err for _, err in said) == [True, True]
         assert (tmp_path / LOCK).read_text() == ""
@@ -149,8 +156,8 @@ def test_an_owner_that_comes_back_ends_and_leaves_the_folder_to_the_new_one(
             if is_released:
                 stack.close()
             silent.send_signal(signal.SIGCONT)
-            _, said = silent.communicate(timeout=30)
-            assert silent.returncode == 1
+            assert silent.wait(120) == 1
+            _, said = silent.communicate()
             new = "a process that has released it" if is_released else f"process {os.getpid()} on "
             assert f"taken over by {new}" in said
             expected = [] if is_released else [os.getpid()]
@@ -190,6 +197,8 @@ def test_without_locks_signs_of_life_decide_on_the_same_host_too(
         other.kill()
         other.wait()
     monkeypatch.setattr(fcntl, "flock", no_locks)
+    if is_alive:
+        while_asleep(monkeypatch, lambda: wait_for_beat(tmp_path))
     expected = (
         pytest.raises(ConfigError, match=f"process {other.pid}") if is_alive else contextlib.nullcontext()
     )
@@ -199,6 +208,11 @@ def test_without_locks_signs_of_life_decide_on_the_same_host_too(
     finally:
         other.kill()
         other.wait()
+
+
+def wait_for_beat(folder: Path) -> None:
+    before = (folder / LOCK).read_text()
+    wait_until(lambda: (folder / LOCK).read_text() != before, 60)
 
 
 def test_a_folder_that_cannot_be_written_is_named() -> None:

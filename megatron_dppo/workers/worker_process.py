@@ -20,7 +20,7 @@ from megatron_dppo.runtime.user_code import advice_on_secrets, user_environment
 from megatron_dppo.workers.service import A, Q, Service, WorkerFault, WorkerFaultKind, read_answer, require_keys
 
 _START_TIMEOUT_S = 300.0  # a user's module may import many others, from a slow disk
-_END_TIMEOUT_S = 1.0  # between closing its pipes and the end of the process
+_END_TIMEOUT_S = 10.0  # between closing its pipes and the end of the process, on a busy machine
 _CHECK_EVERY_S = 0.1  # interval of checks whether the caller still waits
 _MAX_REPLY = 1 << 20  # bytes
 _MAX_PRINTED = 4096  # bytes of stderr that are kept

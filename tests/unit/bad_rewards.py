@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from megatron_dppo.rewards.base import RewardResult
@@ -35,6 +36,13 @@ class _NamelessError(Exception):
 
 def _raise_nameless() -> None:
     raise _NamelessError
+
+
+def _sleep() -> None:
+    """Leave a file in the folder that the test names, and sleep for longer than any test."""
+    if folder := os.environ.get("SLEEPERS"):
+        Path(folder, str(os.getpid())).touch()
+    time.sleep(10_000)
 
 
 def _spin() -> None:
@@ -86,7 +94,7 @@ def _fork_and_die() -> None:
 
 def _close_everything() -> None:
     os.closerange(3, 100)
-    time.sleep(60)
+    time.sleep(600)
 
 
 def _print() -> RewardResult:
@@ -115,7 +123,7 @@ def _program_that_hangs() -> None:
 _DEEDS: dict[str, Callable[[], Any]] = {
     "raise": _raise,
     "raise nameless": _raise_nameless,
-    "sleep": lambda: time.sleep(60),
+    "sleep": _sleep,
     "spin": _spin,
     "backtrack": _backtrack,
     "flood": _flood,

@@ -331,11 +331,11 @@ def test_agents_that_connect_together_while_the_server_is_busy_wait_for_it() -> 
     host, port = server.base_url.split("/")[2].split(":")
 
     async def hold() -> None:
-        is_free.wait(20)
+        is_free.wait(300)
 
     with ExitStack() as stack:
         stack.callback(server.close)
-        holding = threading.Thread(target=server._thread.call, args=(hold(), 30))
+        holding = threading.Thread(target=server._thread.call, args=(hold(), 600))
         holding.start()
         for _ in range(300):
             stack.enter_context(socket.create_connection((host, int(port)), timeout=0.9))  # no second try

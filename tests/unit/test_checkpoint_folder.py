@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 from megatron_dppo.checkpoints import checkpoint_folder as folders
 from megatron_dppo.checkpoints.checkpoint_folder import Kept, Retention
 from megatron_dppo.errors import CheckpointError
+from tests.support.processes import wait_until
 
 
 def make(folder: Path, step: int) -> Path:
@@ -165,10 +165,7 @@ def test_deleted_checkpoints_leave_sight_at_once(tmp_path: Path) -> None:
     shutil.copytree(paths[0], unfinished)
     folders.delete([paths[0], *folders.leftovers(tmp_path)])
     assert folders.complete(tmp_path) == [paths[1]]
-    for _ in range(100):
-        if not folders.leftovers(tmp_path):
-            break
-        time.sleep(0.02)
+    wait_until(lambda: not folders.leftovers(tmp_path), 120)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000002"]
 
 

@@ -4,6 +4,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,8 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def pool() -> Iterator[EnvironmentPool]:
-    pool = EnvironmentPool(NAME, num_workers=1, timeout_s=1.0, memory_mb=128)
-    yield pool
-    pool.close()
+    with closing(EnvironmentPool(NAME, num_workers=1, timeout_s=300.0, memory_mb=128)) as pool:
+        yield pool
 
 
 def trajectory(*responses: str, id: str = "a", prompt: Prompt = PROMPT) -> Trajectory:
@@ -73,13 +73,15 @@ def test_multi_turn_open_and_go_on_beside_each_other(pool: EnvironmentPool) -> N
     ("response", "words"),
     [
         ("raise", "KeyError: 'lost'"),
-        ("hang", "found no reply within 1 s. Correct the environment, or raise data.reward_timeout_s"),
+        ("hang", "found no reply within 10 s. Correct the environment, or raise data.reward_timeout_s"),
         ("die", "its worker exited with code 3"),
         ("eat", "128 MiB were not enough"),
         ("mumble", "found a NoneType from step; expected a Turn"),
     ],
 )
 def test_one_that_fails_costs_its_own_conversation(pool: EnvironmentPool, response: str, words: str) -> None:
+    if response == "hang":
+        pool._timeout_s = 10.0
     before = pool.step([trajectory("x"), trajectory("y", id="b")])
     assert [said(turn) for turn in before] == ["x", "y"]
     fault, other = pool.step([trajectory("x", response), trajectory("y", "z", id="b")])

@@ -5,17 +5,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 from typer.testing import CliRunner, Result
 
 from megatron_dppo.cli.options import program
+from tests.support.processes import is_alive, wait_until
 from tools.gpu_machine import __main__ as gpu_machine
 from tools.gpu_machine.execution import run_step
 from tools.gpu_machine.steps import Step, gpu_steps, sglang_steps
@@ -35,7 +34,7 @@ time.sleep(600)
 LEAVES = 'import subprocess, sys; print(subprocess.Popen(["sleep", "600"], start_new_session=True).pid); '
 
 
-def python(name: str, code: str, *arguments: str, limit_s: float = 60, **options: Any) -> Step:
+def python(name: str, code: str, *arguments: str, limit_s: float = 300, **options: Any) -> Step:
     return Step(name, ("-c", code, *arguments), limit_s, r"^found|^\d+$", **options)
 
 
@@ -68,20 +67,24 @@ def numbers_in(folder: Path) -> list[int]:
     return [int(file.stem) for file in folder.glob("*.pid")]
 
 
-def is_alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-def test_a_step_that_hangs_is_stopped_with_all_it_started(tmp_path: Path) -> None:
+def test_a_step_that_hangs_is_stopped_with_all_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "hangs.py").write_text(HANGS)
-    step = python("hangs", HANGS, str(tmp_path), limit_s=4)
+    step, wait = python("hangs", HANGS, str(tmp_path), limit_s=1), subprocess.Popen.wait
+
+    def wait_from_then_on(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        wait_until(lambda: len(numbers_in(tmp_path)) == 2, 120)
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait_from_then_on)
     result = run_step(step, ROOT, tmp_path / "log", dict(os.environ), grace_s=0.5)
     assert (result.outcome, result.exit_status) == ("timed out", None)
     assert result.found == (
         "begun",
-        "stopped after 4 s, with 2 processes",
+        "stopped after 1 s, with 2 processes",
     )
-    assert 4 <= result.seconds < 30
+    assert 1 <= result.seconds < 300
     assert len(numbers_in(tmp_path)) == 2
     assert not any(map(is_alive, numbers_in(tmp_path)))
 
@@ -152,16 +155,14 @@ def test_stopping_the_program_stops_the_step_that_runs(tmp_path: Path) -> None:
         "import sys; from pathlib import Path; from tools.gpu_machine import __main__ as program, execution\n"
         "from tools.gpu_machine.steps import Step; from megatron_dppo.cli.options import program as app\n"
         "folder = sys.argv.pop(1); execution.GRACE_S = 0.5\n"
-        "step = Step('hangs', ('-c', Path(folder, 'hangs.py').read_text(), folder), 60, 'begun')\n"
+        "step = Step('hangs', ('-c', Path(folder, 'hangs.py').read_text(), folder), 600, 'begun')\n"
         "program.gpu_steps = lambda out, is_rehearsal: [step]; app(program.main)()"
     )
     command = [sys.executable, "-c", code, str(tmp_path), "--rehearse", "--out", str(tmp_path / "out")]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while len(numbers_in(tmp_path)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: len(numbers_in(tmp_path)) == 2, 300)
     process.terminate()
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "interrupted in hangs" in said
     assert len(numbers_in(tmp_path)) == 2

@@ -35,7 +35,7 @@ def pair() -> Iterator[tuple[Link, socket.socket]]:
             yield Link(ours, 60.0), peer
 
 
-def receive(ours: Link, limit_s: float = 20.0) -> Any:
+def receive(ours: Link, limit_s: float = 120.0) -> Any:
     """What comes first, whenever it comes."""
     deadline = time.monotonic() + limit_s
     while (messages := ours.receive()) == [] and time.monotonic() < deadline:
@@ -107,7 +107,7 @@ def test_unacknowledged_data_ends_a_connection_in_time() -> None:
                 pass
             assert ours.loss is None and not ours.send(kind="beat")
             assert receive(ours) is None
-            assert time.monotonic() - started < 30
+            assert time.monotonic() - started < 120
             assert ours.loss == Loss("unreachable", os.strerror(errno.ETIMEDOUT))
 
 
@@ -178,15 +178,15 @@ def join(made: watch.Head, port: int, token: bytes) -> socket.socket:
     member = socket.create_connection(("127.0.0.1", port))
     hello = {"kind": "hello", "rank": 1, "host": "n1", "pid": 1, "machine": ""}
     member.sendall(token + json_frame(hello))
-    made.wait_for_members(20.0)
-    member.settimeout(20)
+    made.wait_for_members(120.0)
+    member.settimeout(120)
     assert json.loads(member.recv(1 << 16)[4:])["kind"] == "welcome"
     return member
 
 
 def is_closed(connection: socket.socket) -> bool:
     """Wait until the other side has closed the connection."""
-    connection.settimeout(20)
+    connection.settimeout(120)
     try:
         return connection.recv(1) == b""
     except ConnectionError:
@@ -225,7 +225,7 @@ def test_no_stranger_disturbs_the_ranks(head: tuple[watch.Head, int, bytes]) -> 
     member = join(made, port, token)
     assert all(is_closed(stranger) for stranger in strangers), "nobody else has a reason to connect"
     with pytest.raises(OSError):
-        socket.create_connection(("127.0.0.1", port), timeout=20)
+        socket.create_connection(("127.0.0.1", port), timeout=120)
     member.sendall(json_frame({"kind": "goodbye", "how": "a normal exit"}))
 
 
@@ -252,7 +252,7 @@ def test_strangers_have_a_limited_number_and_the_oldest_goes() -> None:
         assert all(is_closed(stranger) for stranger in strangers[:3])
         strangers[3].sendall(b"0123 and more")
         while not admitted:
-            for key, _ in selector.select(20):
+            for key, _ in selector.select(120):
                 key.data()
         assert admitted[0].recv(100) == b" and more", "the token alone was read"
         at.close()
@@ -270,7 +270,7 @@ def test_the_end_of_the_watching_thread_ends_the_process(monkeypatch: pytest.Mon
 
     thread = link.watch_thread(serve)
     thread.start()
-    thread.join(20)
+    thread.join(120)
     ((text, code),) = ends
     assert code == 1 and text.startswith("failure detection failed") and text.endswith("KeyError: 'kind'\n")
 

@@ -145,9 +145,9 @@ class Chromium:
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
-            ready, _, _ = select.select([self._read], [], [], 30)
+            ready, _, _ = select.select([self._read], [], [], 120)
             data = os.read(self._read, 1 << 20) if ready else b""
-            assert data, "chromium did not answer within 30 s"
+            assert data, "chromium did not answer within 120 s"
             self._buffer += data
         message, self._buffer = self._buffer.split(b"\0", 1)
         return json.loads(message)
@@ -166,12 +166,12 @@ class Chromium:
         )
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.call("Page.navigate", url=page.as_uri())
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while (
             self.evaluate("document.readyState") != "complete"
             or self.evaluate("location.href") != page.as_uri()
         ):
-            assert time.monotonic() < deadline, "the page did not load within 30 s"
+            assert time.monotonic() < deadline, "the page did not load within 120 s"
         self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def press(self, key: str) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class Chromium:
             self.call("Browser.close")
         os.close(self._write)
         os.close(self._read)
-        self._process.wait(timeout=20)
+        self._process.wait(timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -404,9 +404,9 @@ def test_a_watched_page_reloads_and_stays_where_it_was(browser: Chromium, tmp_pa
     browser.open(tmp_path / "report.html", 1280, "light")
     browser.evaluate("document.querySelector(\"[data-run='1']\").click(); scrollTo(0, 900)")
     compare(runs, tmp_path / "report.html")
-    deadline, is_last = time.monotonic() + 30, False
+    deadline, is_last = time.monotonic() + 120, False
     while not is_last:
-        assert time.monotonic() < deadline, "the page did not reload within 30 s"
+        assert time.monotonic() < deadline, "the page did not reload within 120 s"
         time.sleep(0.1)
         with contextlib.suppress(AssertionError):  # asked in the midst of the reload
             is_last = browser.evaluate(

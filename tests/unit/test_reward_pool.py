@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,9 @@ from megatron_dppo.runtime.framing import FrameReader, frame_of, json_frame
 from megatron_dppo.types import Prompt
 from megatron_dppo.workers.pool import WorkerPool
 from megatron_dppo.workers.service import OUT_OF_MEMORY, WorkerFault, read_answer
+from tests.support.processes import wait_until
 
+LIMIT_S = 300.0  # of what must not take so long
 SLEEP_S = f"99999.{os.getpid()}"  # other test processes have sleepers of their own
 PROMPT = Prompt("p", "4", "test", text="2 * 2 =")
 NAME = "tests.unit.bad_rewards:told"
@@ -37,8 +41,17 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def sleepers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that has a file for each worker in which a reward sleeps."""
+    folder = tmp_path / "sleepers"
+    folder.mkdir()
+    monkeypatch.setenv("SLEEPERS", str(folder))
+    return folder
+
+
+@pytest.fixture
 def pool() -> Iterator[RewardPool]:
-    with RewardPool(NAME, num_workers=1, timeout_s=1.0, memory_mb=128) as pool:
+    with RewardPool(NAME, num_workers=1, timeout_s=LIMIT_S, memory_mb=128) as pool:
         yield pool
 
 
@@ -94,12 +107,12 @@ def has_ended(process: psutil.Process) -> bool:
         (
             "sleep",
             "reward_timed_out",
-            "prompt p: found no reply within 1 s. Correct the reward, or raise data.",
+            "prompt p: found no reply within 10 s. Correct the reward, or raise data.",
         ),
-        ("spin", "reward_timed_out", "no reply within 1 s"),
-        ("backtrack", "reward_timed_out", "no reply within 1 s"),
-        ("flood", "reward_timed_out", "no reply within 1 s"),
-        ("program that hangs", "reward_timed_out", "no reply within 1 s"),
+        ("spin", "reward_timed_out", "no reply within 10 s"),
+        ("backtrack", "reward_timed_out", "no reply within 10 s"),
+        ("flood", "reward_timed_out", "no reply within 10 s"),
+        ("program that hangs", "reward_timed_out", "no reply within 10 s"),
         (
             "eat",
             "reward_out_of_memory",
@@ -121,8 +134,8 @@ def has_ended(process: psutil.Process) -> bool:
     ],
 )
 def test_a_fault_costs_its_own_sample_and_no_other(response: str, kind: str, words: str) -> None:
-    patience_s = 1.0 if kind == "reward_timed_out" else 30.0  # a busy machine is slow to fill memory, too
-    with RewardPool(NAME, num_workers=1, timeout_s=patience_s, memory_mb=128) as pool:
+    timeout_s = 10.0 if kind == "reward_timed_out" else LIMIT_S
+    with RewardPool(NAME, num_workers=1, timeout_s=timeout_s, memory_mb=128) as pool:
         results = pool.score(ask("a", "ab", response, "bcd", "ef"))
     assert values(results) == [1.0, 2.0, None, 3.0, 2.0]
     fault = results[2]
@@ -134,7 +147,7 @@ def test_a_fault_costs_its_own_sample_and_no_other(response: str, kind: str, wor
 
 
 def test_small_objects_fill_the_memory_too() -> None:
-    with RewardPool(NAME, num_workers=1, timeout_s=20, memory_mb=64) as pool:
+    with RewardPool(NAME, num_workers=1, timeout_s=LIMIT_S, memory_mb=64) as pool:
         (fault, result) = pool.score(ask("eat crumbs", "a"))
         assert isinstance(fault, RewardFault) and fault.kind == "reward_out_of_memory"
         assert values([result]) == [1.0]
@@ -150,14 +163,14 @@ def test_results_come_in_order_from_any_number_of_workers() -> None:
     expected: list[float | None] = [float(n) for n in range(100)]
     expected[37] = expected[90] = None
     for num_workers in (1, 3):
-        with RewardPool(NAME, num_workers=num_workers, timeout_s=5, memory_mb=0) as pool:
+        with RewardPool(NAME, num_workers=num_workers, timeout_s=LIMIT_S, memory_mb=0) as pool:
             assert values(pool.score(ask(*responses))) == expected
             assert 2 <= len(descendants()) <= 2 * num_workers
         assert descendants() == []
 
 
 def test_no_more_workers_start_than_there_is_work_for() -> None:
-    with RewardPool(NAME, num_workers=3, timeout_s=5, memory_mb=0) as pool:
+    with RewardPool(NAME, num_workers=3, timeout_s=LIMIT_S, memory_mb=0) as pool:
         assert descendants() == [] == pool.score([])
         pool.score(ask("a"))
         assert len(descendants()) == 2  # the worker, and the process that guards it
@@ -190,7 +203,7 @@ def test_user_code_and_its_programs_leave_the_pipes_alone(pool: RewardPool, resp
 
 
 def test_long_responses_fit_through_the_pipes() -> None:
-    with RewardPool(NAME, num_workers=1, timeout_s=20, memory_mb=0) as pool:
+    with RewardPool(NAME, num_workers=1, timeout_s=LIMIT_S, memory_mb=0) as pool:
         assert values(pool.score(ask(*["y" * (4 << 20), "z"] * 3))) == [float(4 << 20), 1.0] * 3
 
 
@@ -236,34 +249,48 @@ def test_a_worker_that_dies_while_it_starts_says_what_it_printed(
         pool.score(ask("a"))
 
 
-@pytest.mark.parametrize("moment", ["at work", "starting"])
-def test_an_interruption_leaves_at_once_and_the_pool_usable(
-    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextmanager
+def interrupted_once(is_so: Callable[[], bool]) -> Iterator[None]:
+    """Interrupt the block as Ctrl-C does, once something is so."""
+
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
+    def watch() -> None:
+        wait_until(is_so, LIMIT_S)
+        os.kill(os.getpid(), signal.SIGALRM)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    watcher = threading.Thread(target=watch)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            watcher.start()
+            yield
+        watcher.join()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("moment", ["at work", "starting"])
+def test_an_interruption_leaves_at_once_and_the_pool_usable(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleepers: Path
+) -> None:
     waits = "import pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.01)\n"
     (tmp_path / "slow.py").write_text(waits + "from tests.unit.bad_rewards import told\n")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "go").touch()
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        with RewardPool("slow:told", num_workers=2, timeout_s=60, memory_mb=0) as pool:
-            if moment == "at work":
-                pool.score(ask("a", "b"))
-            else:
-                (tmp_path / "go").unlink()
-            signal.setitimer(signal.ITIMER_REAL, 0.5)
-            started = time.monotonic()
-            with pytest.raises(KeyboardInterrupt):
-                pool.score(ask(*["sleep"] * 40))
-            assert time.monotonic() - started < 5
-            assert descendants() == []
-            (tmp_path / "go").touch()
-            assert values(pool.score(ask("a"))) == [1.0]
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    with RewardPool("slow:told", num_workers=2, timeout_s=LIMIT_S, memory_mb=0) as pool:
+        if moment == "at work":
+            pool.score(ask("a", "b"))
+        else:
+            (tmp_path / "go").unlink()
+        started = time.monotonic()
+        with interrupted_once(lambda: any(sleepers.iterdir()) if moment == "at work" else bool(descendants())):
+            pool.score(ask(*["sleep"] * 40))
+        assert time.monotonic() - started < LIMIT_S
+        assert descendants() == []
+        (tmp_path / "go").touch()
+        assert values(pool.score(ask("a"))) == [1.0]
 
 
 @pytest.mark.parametrize("response", ["sleep", "spin", "backtrack", "program that hangs"])
@@ -271,27 +298,21 @@ def test_a_hung_reward_does_not_outlive_a_killed_trainer(response: str) -> None:
     program = f"""
 from megatron_dppo.rewards import RewardPool, RewardRequest
 from megatron_dppo.types import Prompt
-pool = RewardPool({NAME!r}, num_workers=1, timeout_s=60, memory_mb=0)
+pool = RewardPool({NAME!r}, num_workers=1, timeout_s={LIMIT_S}, memory_mb=0)
 pool.start()
 print("ready", flush=True)
 pool.score([RewardRequest(Prompt("p", "", "", text="x"), {response!r}, "stop")])
 """
     trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None and trainer.stdout.readline() == "ready\n"
-    deadline = time.monotonic() + 10
-    while len(hung := psutil.Process(trainer.pid).children(recursive=True)) < 2 + (
-        response == "program that hangs"
-    ):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    is_program = response == "program that hangs"
+    wait_until(lambda: len(psutil.Process(trainer.pid).children(recursive=True)) >= 2 + is_program, LIMIT_S)
     time.sleep(0.3)  # it is in the middle of its work
+    hung = psutil.Process(trainer.pid).children(recursive=True)
     trainer.kill()
     trainer.wait()
     trainer.stdout.close()
-    deadline = time.monotonic() + 5
-    while not all(map(has_ended, hung)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: all(map(has_ended, hung)), LIMIT_S)
 
 
 def test_a_signal_to_the_whole_job_is_the_trainers_to_answer(pool: RewardPool) -> None:
@@ -327,7 +348,7 @@ def test_a_reward_that_answers_nothing_is_not_waited_for() -> None:
 
 def test_any_number_of_threads_ask_one_pool() -> None:
     """Each gets its own answers; what hangs in one costs the others no answer."""
-    with RewardPool(NAME, num_workers=2, timeout_s=60, memory_mb=0) as pool:
+    with RewardPool(NAME, num_workers=2, timeout_s=LIMIT_S, memory_mb=0) as pool:
         (slow,), asked = pool.submit(ask("sleep")), [ask(*["a" * (k + 1)] * 20) for k in range(4)]
         with ThreadPoolExecutor(4) as threads:
             assert [values(found) for found in threads.map(pool.score, asked)] == [
@@ -338,29 +359,29 @@ def test_any_number_of_threads_ask_one_pool() -> None:
 
 def test_what_was_sent_behind_a_hanging_request_goes_to_another_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorkerPool, "_most_sent", 30)  # as if rewards had been quick so far
-    with RewardPool(NAME, num_workers=2, timeout_s=60, memory_mb=0) as pool:
+    with RewardPool(NAME, num_workers=2, timeout_s=LIMIT_S, memory_mb=0) as pool:
         pool.start()  # one worker, which takes the first thirty before the other has started
         slow, *quick = pool.submit(*alone("sleep", *["a"] * 60))
-        assert [scores(answer.result(50)) for answer in quick] == [[1.0]] * 60
+        assert [scores(answer.result(LIMIT_S)) for answer in quick] == [[1.0]] * 60
         assert not slow.done()
 
 
 def test_what_nobody_waits_for_leaves_its_worker() -> None:
-    with RewardPool(NAME, num_workers=1, timeout_s=60, memory_mb=0) as pool:
+    with RewardPool(NAME, num_workers=1, timeout_s=LIMIT_S, memory_mb=0) as pool:
         slow, waiting = pool.submit(*alone("sleep", "abc"))
         assert slow.cancel()
-        assert scores(waiting.result(30)) == [3.0]
+        assert scores(waiting.result(LIMIT_S)) == [3.0]
         assert values(pool.score(ask("a"))) == [1.0]
 
 
 def test_closing_cancels_what_is_asked() -> None:
-    with RewardPool(NAME, num_workers=2, timeout_s=60, memory_mb=0) as pool:
+    with RewardPool(NAME, num_workers=2, timeout_s=LIMIT_S, memory_mb=0) as pool:
         submitted = pool.submit(*alone(*["sleep"] * 5))
         with ThreadPoolExecutor(3) as threads:
             asking = threads.submit(pool.score, ask(*["sleep"] * 3))
             while not asking.done():  # it may come after the first has closed
                 for closing in [threads.submit(pool.close) for _ in range(2)]:
-                    closing.result(60)
+                    closing.result(LIMIT_S)
             with pytest.raises(CancelledError):
                 asking.result()
         assert all(answer.cancelled() for answer in submitted)
@@ -378,23 +399,16 @@ def test_requests_that_time_out_count_over_all_calls() -> None:
             last.result()
         with pytest.raises(RewardError, match=r"16 requests .*timed out"):
             behind.result()
+        pool._timeout_s = LIMIT_S
         assert values(pool.score(ask("a"))) == [1.0]
 
 
-def test_an_interruption_leaves_the_requests_of_others() -> None:
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        with RewardPool(NAME, num_workers=2, timeout_s=60, memory_mb=0) as pool:
-            (other,) = pool.submit(ask("sleep"))
-            signal.setitimer(signal.ITIMER_REAL, 0.5)
-            with pytest.raises(KeyboardInterrupt):
-                pool.score(ask(*["sleep"] * 5))
-            assert not other.done() and values(pool.score(ask("a"))) == [1.0]
-    finally:
-        signal.signal(signal.SIGALRM, before)
+def test_an_interruption_leaves_the_requests_of_others(sleepers: Path) -> None:
+    with RewardPool(NAME, num_workers=2, timeout_s=LIMIT_S, memory_mb=0) as pool:
+        (other,) = pool.submit(ask("sleep"))
+        with interrupted_once(lambda: len(list(sleepers.iterdir())) == 2):
+            pool.score(ask(*["sleep"] * 5))
+        assert not other.done() and values(pool.score(ask("a"))) == [1.0]
 
 
 def test_awaited_requests_share_a_queue_and_a_wake_up_and_can_be_cancelled() -> None:
@@ -415,7 +429,10 @@ def test_awaited_requests_share_a_queue_and_a_wake_up_and_can_be_cancelled() -> 
         with pytest.raises(asyncio.CancelledError):
             await waiting
 
-    with RewardPool(NAME, num_workers=2, timeout_s=60, memory_mb=0) as pool, ThreadPoolExecutor(3) as threads:
+    with (
+        RewardPool(NAME, num_workers=2, timeout_s=LIMIT_S, memory_mb=0) as pool,
+        ThreadPoolExecutor(3) as threads,
+    ):
         lists = [["a" * (n + k) for n in range(1, 40)] for k in range(2)]
         hanging = threads.submit(asyncio.run, give_up(pool))
         found = [threads.submit(asyncio.run, each(pool, *words)) for words in lists]

@@ -302,8 +302,8 @@ def test_a_stop_signal_interrupts_sampling_at_once(blocks: bool) -> None:
             if request.id == "rollout0/0/0+1":
                 os.kill(os.getpid(), signal.SIGTERM)
                 if blocks:
-                    time.sleep(60)
-            await asyncio.sleep(60)
+                    time.sleep(600)
+            await asyncio.sleep(600)
             raise AssertionError("it is cancelled")
 
     run, started = Run(engine=Endless()), time.monotonic()
@@ -313,7 +313,7 @@ def test_a_stop_signal_interrupts_sampling_at_once(blocks: bool) -> None:
         assert scheduler.next(0, 7, lambda value: [value], requests.run_unless_asked) is None
     assert scheduler.cursor == before
     scheduler.close()
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 300
 
 
 def test_old_tokens_moves_and_retractions_are_counted() -> None:

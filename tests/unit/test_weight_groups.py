@@ -19,7 +19,7 @@ from megatron_dppo.engines.weight_sync import transports
 from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
 from megatron_dppo.runtime import addresses
 
-TIMEOUT_S = 120.0  # of joining; a refusal is known at once
+TIMEOUT_S = 600.0  # of joining; a refusal is known at once
 
 Answer = Callable[[dict[str, Any]], int]
 

@@ -47,9 +47,9 @@ def names_of_values(objective: Objective) -> tuple[str, ...]:
 def _inputs(objective: Objective, farthest: float) -> PolicyLossInputs:
     generator = torch.Generator().manual_seed(0)
     num_tokens = sum(RESPONSES)
-    rollout = (2 * torch.randn(num_tokens, VOCABULARY, generator=generator)).log_softmax(1)
-    moved = torch.linspace(0.0, farthest, num_tokens)[:, None] * torch.randn(rollout.shape, generator=generator)
-    policy = (rollout + moved).log_softmax(1)
+    logits = 2 * torch.randn(num_tokens, VOCABULARY, generator=generator)
+    moved = torch.linspace(0.0, farthest, num_tokens)[:, None] * torch.randn(logits.shape, generator=generator)
+    rollout, policy = logits.log_softmax(1), (logits + moved).log_softmax(1)  # equal if nothing has moved
     targets = torch.multinomial(rollout.exp(), 1, generator=generator)
     topk = rollout.topk(min(objective.top_k, VOCABULARY))
     places = [place_of_tokens(mask) for mask in torch.split(_learns(), list(RESPONSES))]
@@ -58,7 +58,7 @@ def _inputs(objective: Objective, farthest: float) -> PolicyLossInputs:
         rollout_log_probs=rollout.gather(1, targets)[:, 0],
         advantages=_advantages(),
         loss_mask=_learns(),
-        old_log_probs=(rollout + 0.1 * moved).log_softmax(1).gather(1, targets)[:, 0],
+        old_log_probs=(logits + 0.1 * moved).log_softmax(1).gather(1, targets)[:, 0],
         ref_log_probs=rollout.gather(1, targets)[:, 0],
         topk=TopKLogProbs(topk.indices, topk.values, policy.gather(1, topk.indices)),
         targets=targets[:, 0],

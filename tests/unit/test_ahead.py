@@ -22,7 +22,7 @@ from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.rollout.staleness import StalenessBound
 from megatron_dppo.types import DataCursor, Prompt, SampleGroup
 from tests.support.collecting import ask_once
-from tests.support.concurrent_engines import Delays, SteppedEngine, SteppedSession
+from tests.support.concurrent_engines import SteppedEngine, SteppedSession
 from tests.support.processes import wait_until
 from tests.support.ranks_on_threads import Meeting, Peer, on_ranks
 from tests.support.samples import InProcessScorer
@@ -393,7 +393,7 @@ def test_a_wait_that_nothing_can_end_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_task_that_was_cancelled_ends_the_wait() -> None:
-    rank = Rank(StalenessBound(2, 1), Peer(0, Meeting(1)), engine=SteppedEngine(delays=Delays(token_s=0.5)))
+    rank = Rank(StalenessBound(2, 1), Peer(0, Meeting(1)), longest=10**6)
     rank.push(0, 9)
 
     async def cancel() -> None:

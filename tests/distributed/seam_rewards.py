@@ -46,13 +46,21 @@ def by_answer(prompt: Prompt, response: str, finish_reason: FinishReason) -> Rew
     return RewardResult(zlib.crc32(f"{prompt.answer}: {response}".encode()) / 2**32)
 
 
-def slow_or_large(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
-    """Take 0.6 s for about half of the responses, and 400 MiB for the others; spare reference answers."""
-    kind = zlib.crc32(response.encode()) % 2 if len(response.split()) > 2 else 2
-    if kind == 0:
-        time.sleep(0.6)
-    size = len(bytearray(400 << 20 if kind == 1 else 1))
+def slow(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
+    """Take 2 s for about half of the responses; spare reference answers."""
+    is_slow = _is_chosen(response)
+    time.sleep(2.0 * is_slow)
+    return RewardResult(float(is_slow))
+
+
+def large(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
+    """Take 400 MiB for about half of the responses; spare reference answers."""
+    size = len(bytearray(400 << 20 if _is_chosen(response) else 1))
     return RewardResult(float(size > 1))
+
+
+def _is_chosen(response: str) -> bool:
+    return len(response.split()) > 2 and zlib.crc32(response.encode()) % 2 == 0
 
 
 _tried: set[str] = set()

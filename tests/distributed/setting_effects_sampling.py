@@ -140,14 +140,14 @@ _DATA = [
             "prompts",
             appears(f"rollout/dropped_reward_{reason}"),
             {
-                "data.reward": f"{OWN}:slow_or_large",
+                "data.reward": f"{OWN}:{function}",
                 "rollout.max_dropped_fraction": 1.0,
                 "rollout.prompts_per_rollout": 3,
             },
         )
-        for name, values, reason in (
-            ("reward_timeout_s", (9.0, 0.3), "timed_out"),
-            ("reward_memory_mb", (2048, 300), "out_of_memory"),
+        for name, values, reason, function in (
+            ("reward_timeout_s", (300.0, 1.0), "timed_out", "slow"),
+            ("reward_memory_mb", (2048, 300), "out_of_memory", "large"),
         )
     ),
     Effect(

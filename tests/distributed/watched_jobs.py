@@ -1,30 +1,57 @@
-"""Jobs that fail in every way there is; run as a script, it starts them for test_failure_detection.py.
+"""Jobs that fail in every way there is; run as a program, it starts them for test_failure_detection.py.
 
-The script imports what ranks need and forks each rank from itself, so that a job starts in an instant. A rank
-ends as any process does.
+The program imports what ranks need and forks each rank from itself, so that a job starts in an instant. A rank
+ends as any process does. No rank is waited for by seconds: what must have happened before a fault is looked at.
 """
 
 import ctypes
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+from torch.distributed import distributed_c10d
+
+from megatron_dppo import failure_detection
 from megatron_dppo.errors import ConfigError, ServerError, TrainingError
 from megatron_dppo.failure_detection import watching
+from megatron_dppo.failure_detection.link import state_of
+from megatron_dppo.failure_detection.watch import Head, Member
 from megatron_dppo.runtime.process import Runtime, Stopwatch, start
+from tests.support.processes import wait_until
+from tests.support.ranks import free_port
 
-PATIENCE_S = 6.0
+COLLECTIVE_S = 2.0  # of those that must time out
+LIMIT_S = 300.0  # of a job; what must not time out has twice as long
+_watches: list[Head | Member] = []  # of this rank
 
 
 def note_fault() -> None:
-    Path(os.environ["FAULT"]).touch()
+    Path(os.environ["FAULT"]).write_text(str(os.getpid()))
+
+
+def wait_for_fault(state: str = "") -> None:
+    """Wait until another rank has noted its fault, and its process is in a state of ps, if one is given."""
+    fault = Path(os.environ["FAULT"])
+    wait_until(lambda: fault.exists() and state in (state_of(int(fault.read_text() or "0")), ""), LIMIT_S)
+
+
+def tell_progress(runtime: Runtime) -> None:
+    """Wait until this rank has sent its progress to the others."""
+    (watch,) = _watches
+    name = "_told_since" if isinstance(watch, Head) else "_sent_since"
+    wait_until(lambda: getattr(watch, name) == runtime.progress.since, LIMIT_S)
+
+
+def time_out_soon(runtime: Runtime) -> None:
+    """Give the next collectives of this rank two seconds."""
+    distributed_c10d._set_pg_timeout(timedelta(seconds=COLLECTIVE_S), runtime.control)
 
 
 def fail(error: BaseException) -> NoReturn:
@@ -40,9 +67,8 @@ def in_train(runtime: Runtime) -> Iterator[None]:
         yield
 
 
-def compute(seconds: float = 60.0) -> None:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
+def compute() -> None:
+    while True:
         pass
 
 
@@ -61,6 +87,7 @@ def rank_1_raises_after_losing_rank_0(runtime: Runtime) -> None:
     if runtime.rank == 0:
         note_fault()
         raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+    wait_for_fault()
     time.sleep(0.3)
     raise ValueError("no such thing")
 
@@ -106,7 +133,7 @@ def same_error_found_by_each(runtime: Runtime) -> None:
 def _die(runtime: Runtime, rank: int, other: Callable[[], None]) -> None:
     runtime.progress.phase = f"of rank {runtime.rank}"
     if runtime.rank == rank:
-        time.sleep(1.5)  # long enough for the progress to be heard of
+        tell_progress(runtime)
         note_fault()
         os.kill(os.getpid(), signal.SIGKILL)
     other()
@@ -130,41 +157,61 @@ def rank_1_dies_while_computing(runtime: Runtime) -> None:
 
 def rank_1_dies_leaving_a_child(runtime: Runtime) -> None:
     """A forked child holds copies of all the connections of its parent."""
-    if runtime.rank == 1 and os.fork() == 0:
-        time.sleep(5)
+    if isinstance(watch := _watches[0], Member) and os.fork() == 0:
+        wait_until(lambda: state_of(watch._head["pid"]) in ("", "Z"), LIMIT_S)
         os._exit(0)
     _die(runtime, 1, compute)
 
 
 def rank_1_is_stopped(runtime: Runtime) -> None:
     with in_train(runtime):
-        if runtime.rank == 1:
-            time.sleep(1.0)
-            note_fault()
-            os.kill(os.getpid(), signal.SIGSTOP)
+        _stop(runtime, 1)
         runtime.barrier()
 
 
 def rank_0_is_stopped(runtime: Runtime) -> None:
-    if runtime.rank == 0:
-        time.sleep(1.0)
+    _stop(runtime, 0)
+    runtime.barrier()
+
+
+def rank_1_is_stopped_in_a_collective(runtime: Runtime) -> None:
+    """Which times out long before anything else."""
+    with in_train(runtime):
+        _stop(runtime, 1)
+        time_out_soon(runtime)
+        runtime.barrier()
+
+
+def rank_0_is_stopped_in_a_collective(runtime: Runtime) -> None:
+    _stop(runtime, 0)
+    time_out_soon(runtime)
+    runtime.barrier()
+
+
+def _stop(runtime: Runtime, rank: int) -> None:
+    if runtime.rank == rank:
+        tell_progress(runtime)
         note_fault()
         os.kill(os.getpid(), signal.SIGSTOP)
-    runtime.barrier()
+    wait_for_fault("T")
 
 
 def rank_1_loops(runtime: Runtime) -> None:
     with in_train(runtime):
-        if runtime.rank == 1:
-            note_fault()
-            compute()
-        runtime.barrier()
+        _loop(runtime, 1)
 
 
 def rank_0_loops(runtime: Runtime) -> None:
-    if runtime.rank == 0:
+    _loop(runtime, 0)
+
+
+def _loop(runtime: Runtime, rank: int) -> None:
+    if runtime.rank == rank:
+        tell_progress(runtime)
         note_fault()
         compute()
+    wait_for_fault()
+    time_out_soon(runtime)
     runtime.barrier()
 
 
@@ -203,15 +250,12 @@ def _start_jobs() -> None:
     """The starter: one job per line; answers with exit codes and the time."""
     for line in sys.stdin:
         job = json.loads(line)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        pids = []
+        port, pids = free_port(), []
         for rank in job["ranks"]:
             if (pid := os.fork()) == 0:
                 return _be_rank(rank, port, job)
             pids.append(pid)
-        codes, deadline = {}, time.monotonic() + 60
+        codes, deadline = {}, time.monotonic() + LIMIT_S
         while len(codes) < len(pids):
             if time.monotonic() > deadline:
                 for pid in set(pids) - set(codes):
@@ -235,8 +279,10 @@ def _be_rank(rank: int, port: int, job: dict[str, Any]) -> None:
     )
     for source, stream in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(source, stream)
+    open_watch = failure_detection._open
+    failure_detection._open = lambda *limits: _watches.append(open_watch(*limits)) or _watches[-1]
     runtime = start(timeout_s=job["timeout_s"])
-    with watching(runtime, peer_timeout_s=job["peer_timeout_s"], patience_s=PATIENCE_S):
+    with watching(runtime, peer_timeout_s=job["peer_timeout_s"], patience_s=job["patience_s"]):
         globals()[job["body"]](runtime)
 
 

@@ -222,7 +222,7 @@ KINDS = ("good", "raises", "hangs", "dies", "words", "silent", "endless", "leave
 def test_a_harness_that_fails_costs_its_own_sample(engine: Keyed) -> None:
     prompts = [prompt(str(n), kind) for n, kind in enumerate(KINDS)]
     batch, conversations = play(
-        engine, agents_of("misbehaving", call_timeout_s=15.0, max_calls=4), prompts, samples=1
+        engine, agents_of("misbehaving", call_timeout_s=30.0, max_calls=4), prompts, samples=1
     )
     faults = {each.request_id: each.episode.fault for each in conversations.completions if each.episode}
     said = [next(fault for name, fault in faults.items() if f"/{n}/" in name) for n in range(len(KINDS))]

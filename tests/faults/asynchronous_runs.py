@@ -23,7 +23,7 @@ from tests.support.sanity_run import make_task, settings
 from tests.support.sglang_stand_in import LiveStandIn
 
 STALENESS = 2
-_ORPHANS_S = 5.0
+_ORPHANS_S = 120.0
 
 
 def stand_ins(num_servers: int, stack: ExitStack, **options: Any) -> list[LiveStandIn]:
@@ -63,17 +63,18 @@ class AsynchronousRun:
         tables = settings(make_task(folder), "run", **tables)
         tables["algorithm"] = {"preset": "dppo_binary_tv", "minibatches_per_rollout": 2}
         self.run, self._prompts = Path(tables["run"]["folder"]), Path(tables["data"]["prompts"])
-        self._config = folder / "run.toml"
-        self._config.write_text(tomli_w.dumps(tables))
+        self._config, self._tables = folder / "run.toml", tables
         (self.run / "servers").mkdir(parents=True)
         for number, server in enumerate(servers):
             name = f"stand-in-{number}"
             record = ServerRecord(name, server.url, "here", 1, "0.5.21", "now", 1)
             write_jsonl(self.run / "servers" / f"{name}.json", [asdict(record)])
 
-    def start(self, num_ranks: int, *faults: dict[str, Any]) -> "Job":
-        """Start all ranks, with faults as `rank.py` describes them."""
+    def start(self, num_ranks: int, *faults: dict[str, Any], timeout_s: float = 1800.0) -> "Job":
+        """Start all ranks, with faults as `rank.py` describes them, and this time-out of collectives."""
         self._num_starts += 1
+        self._tables["run"]["timeout_s"] = timeout_s
+        self._config.write_text(tomli_w.dumps(self._tables))
         log = self._folder / f"log_{self._num_starts}.txt"
         return Job(start_ranks(num_ranks, self._config, faults, log), log)
 
@@ -136,7 +137,7 @@ class Job:
         """What all ranks have printed so far."""
         return self._log.read_text() if self._log.exists() else ""
 
-    def wait(self, timeout_s: float = 60.0) -> list[int | None]:
+    def wait(self, timeout_s: float = 600.0) -> list[int | None]:
         """Exit codes; fails where a process is still there after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         try:
@@ -150,7 +151,7 @@ class Job:
         assert None not in codes, f"{codes} after {timeout_s} s:\n{self.log[-6000:]}"
         return codes
 
-    def wait_until(self, is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    def wait_until(self, is_so: Callable[[], bool], timeout_s: float = 600.0) -> None:
         """Wait for something while the job runs."""
         deadline = time.monotonic() + timeout_s
         while not is_so():

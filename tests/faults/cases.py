@@ -341,7 +341,9 @@ def _lost_ranks() -> list[Case]:
 
     def case(what: str, words: str, fault: dict[str, Any], last_line: str, is_short: bool = False) -> Case:
         exits = frozenset({1, -9}) if what.startswith(("kill", "SIGSTOP")) else frozenset({1})
-        return Case(what, words, 2, fault, exits=exits, last_line=last_line, is_short=is_short)
+        is_late = fault["kind"] in ("hang", "SIGSTOP")  # the only faults that a time-out finds
+        config: Config = {"run": {"timeout_s": 20.0}} if is_late else {}
+        return Case(what, words, 2, fault, exits=exits, last_line=last_line, is_short=is_short, config=config)
 
     cases = []
     for rank in (0, 1):
@@ -435,7 +437,8 @@ def _bad_batches() -> list[Case]:
         return Case(what, "in every rollout", num_processes, config=config, **options, **more)
 
     def rewarded(function: str, max_dropped_fraction: float = 0.9) -> Config:
-        data = {"reward": f"tests.faults.rewards:{function}", "reward_timeout_s": 0.3, "reward_memory_mb": 256}
+        data: dict[str, Any] = {"reward": f"tests.faults.rewards:{function}", "reward_memory_mb": 256}
+        data["reward_timeout_s"] = 1.0 if function == "hangs" else 300.0
         return {"data": data, "rollout": {"max_dropped_fraction": max_dropped_fraction}}
 
     def some(total: float) -> bool:

@@ -56,7 +56,7 @@ def strike(kind: str, arguments: tuple[Any, ...]) -> None:
     elif kind == "SIGTERM twice":
         os.kill(me, signal.SIGTERM)
         threading.Timer(1.3, os.kill, (me, signal.SIGTERM)).start()
-        time.sleep(1.6)
+        time.sleep(600)
     elif kind == "SIGSTOP":
         os.kill(me, signal.SIGSTOP)
     elif kind == "raise":

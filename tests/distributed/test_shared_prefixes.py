@@ -10,8 +10,8 @@ import torch
 from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.runtime.process import Runtime
 from tests.support import varlen_reference
-from tests.support.hf_reference import relative
 from tests.support.ranks import run_ranks
+from tests.support.roundoff import relative
 from tests.support.tiny import random_groups
 from tests.support.tiny_families import write_family
 
@@ -111,7 +111,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[bool, d
     folder = tmp_path_factory.mktemp("prefixes")
     for family in {family for family, _ in CASES.values()}:
         write_family(folder / family, family)
-    return run_ranks(measure_all, 1, folder, str(folder), timeout_s=600)[0]
+    return run_ranks(measure_all, 1, folder, str(folder))[0]
 
 
 @pytest.mark.parametrize("case", CASES)

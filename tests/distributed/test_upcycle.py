@@ -17,8 +17,9 @@ from megatron_dppo.checkpoints.convert import to_hf
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.runtime.process import Runtime
 from tests.support.converting import convert, converted, differences
-from tests.support.hf_reference import packed_logit_error, relative
+from tests.support.hf_reference import Reference
 from tests.support.ranks import run_ranks
+from tests.support.roundoff import Error, relative, require_close, worst
 from tests.support.tiny import VOCAB, logits_of, random_groups
 from tests.support.tiny_families import LLAMA3, SIZES, write_family
 
@@ -90,11 +91,11 @@ def test_transformers_computes_the_dense_logits(models: Path, case: str) -> None
     )
 
 
-def measure_all(runtime: Runtime, folder: str) -> dict[str, tuple[float, bool, float]]:
+def measure_all(runtime: Runtime, folder: str) -> dict[str, tuple[Error, bool, Error]]:
     return {case: measure(runtime, Path(folder), case) for case in CASES}
 
 
-def measure(runtime: Runtime, folder: Path, case: str) -> tuple[float, bool, float]:
+def measure(runtime: Runtime, folder: Path, case: str) -> tuple[Error, bool, Error]:
     """Error of an actor's logits against the dense model; whether a step is skipped; the error after it."""
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.config.schema import Config
@@ -114,22 +115,24 @@ def measure(runtime: Runtime, folder: Path, case: str) -> tuple[float, bool, flo
     shape = BatchShape("token_mean", 16, 60, routing=actor.routing)
     (batch,), _ = train_batches([list(samples)], shape, actor.data_parallel)
     model: Any = AutoModelForCausalLM.from_pretrained(folder / case, dtype=torch.float32)
-    error = max(packed_logit_error(logits_of(actor, m), m, model) for m in batch.microbatches)
+    reference = Reference.of(model)
+    error = worst(reference.packed_logit_error(logits_of(actor, m), m) for m in batch.microbatches)
     step = actor.train_step(batch, is_first=True)
-    after = max(packed_logit_error(logits_of(actor, m), m, model) for m in batch.microbatches)
+    after = worst(reference.packed_logit_error(logits_of(actor, m), m) for m in batch.microbatches)
     return error, step.is_skipped, after
 
 
 @pytest.fixture(scope="module")
-def found(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float, bool, float]]:
+def found(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Error, bool, Error]]:
     return run_ranks(measure_all, 1, tmp_path_factory.mktemp("rank"), str(models))[0]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_megatron_computes_the_dense_logits_and_trains(found: Any, case: str) -> None:
     error, is_skipped, error_after_a_step = found[case]
-    assert error < 1e-5 and not is_skipped
-    assert 1e-4 < error_after_a_step < 10
+    require_close({"logits": error})
+    assert not is_skipped
+    assert 1e-4 < error_after_a_step.value < 10
 
 
 DRAWN = ["Llama", "Qwen2, tied", "Qwen3"]

@@ -343,6 +343,7 @@ def test_a_trainer_that_leaves_while_responses_are_sampled_trains_the_same(task:
     assert away["state"] == here["state"] and away["state"].rollout == 2
 
 
+EPS = torch.finfo(torch.float32).eps
 _ONE_ROLLOUT: dict[str, Any] = {
     "run": {"num_rollouts": 1},
     "data": {
@@ -388,9 +389,9 @@ def test_two_processes_train_as_one(task: Path, tmp_path: Path, one: dict[str, A
     two = run_ranks(train, 2, tmp_path, tables)
     before = HFWeights(task / "model")
     for name, tensor in one["weights"].items():
-        moved = tensor - before.tensor(name)
-        error = (two[0]["weights"][name] - tensor).norm() / moved.norm().clamp(min=1e-9)
-        assert error < 1e-3, name
+        error, moved = (two[0]["weights"][name] - tensor).norm(), (tensor - before.tensor(name)).norm()
+        # of the whole update, and of a last bit of each weight, since updates are small beside weights
+        assert error <= 1e-4 * moved + EPS / 8 * tensor.norm(), name
         assert torch.equal(two[0]["weights"][name], two[1]["weights"][name]), name
     first = [metrics_of(task / run, "rollout")[0] for run in ("one", split)]
     reported = ("reward/mean", "rollout/response_length_mean", "routing/agreement_mean", "mismatch/num_tokens")
@@ -412,7 +413,8 @@ def test_two_processes_train_as_one(task: Path, tmp_path: Path, one: dict[str, A
     known |= {"theory/sum_tv_ratio", "drift/prob_diff_max", "clipped/num_tokens_positive"}
     assert known <= set(of_every_token)
     for metric in of_every_token:
-        assert steps[0][metric] == pytest.approx(steps[1][metric], rel=1e-3, abs=1e-6), metric
+        # log-probs are about 4, where a last bit is 4 EPS
+        assert steps[0][metric] == pytest.approx(steps[1][metric], rel=1e-3, abs=16 * EPS), metric
     parts = ("digits", "arithmetic", "arithmetic/has_answer", "overlong_penalty")
     for metric in (f"reward/{part}_mean" for part in parts):
         assert first[0][metric] == pytest.approx(first[1][metric], rel=1e-4, abs=1e-7), metric

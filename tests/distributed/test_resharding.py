@@ -184,7 +184,7 @@ def spawn(folder: Path, function: Any, world_size: int, *arguments: Any) -> dict
     own = folder / f"{function.__name__}{world_size}{len(list(folder.iterdir()))}"
     own.mkdir()
     inputs = (str(folder / "model"), str(folder), *arguments)
-    result: dict[str, Any] = run_ranks(function, world_size, own, *inputs, timeout_s=900)[0]
+    result: dict[str, Any] = run_ranks(function, world_size, own, *inputs)[0]
     return result
 
 

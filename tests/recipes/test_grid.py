@@ -41,7 +41,7 @@ def grid(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
-    said, _ = process.communicate(timeout=300)
+    said, _ = process.communicate(timeout=1200)
     return process.returncode, said
 
 
@@ -50,7 +50,7 @@ def test_an_interrupted_grid_saves_and_goes_on(folder: Path) -> None:
     arguments = ("--set", "run.num_rollouts=30", "--set", "evaluation.every=0", "-o", out.name)
     process = grid(folder, *VARIANT, *arguments)
     metrics = out / "dppo_binary_tv" / "seed_0" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not (metrics.is_file() and metrics.read_text().count('"rollout"')):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)

@@ -22,7 +22,7 @@ from megatron_dppo.runtime.files import write_jsonl
 from tests.support.experiments import ALGORITHMS, EXPERIMENTS, ROOT, Algorithm, tiny_family
 from tests.support.records import metrics_of
 
-TIMEOUT_S = 300
+TIMEOUT_S = 1500
 _CONTEXT = get_context("forkserver")  # imports once; a fork of this process would inherit locks of its threads
 _CONTEXT.set_forkserver_preload(["megatron_dppo.train", "megatron_dppo.cli", "transformers.modeling_utils"])
 

@@ -28,7 +28,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = os.environ | {"SHORT": "1", "OUT": str(folder), "PYTHON": sys.executable}
     log = folder / "log"
     with log.open("w") as stream:
-        done = subprocess.run([SCRIPT], env=environment, stdout=stream, stderr=subprocess.STDOUT, timeout=1200)
+        done = subprocess.run([SCRIPT], env=environment, stdout=stream, stderr=subprocess.STDOUT, timeout=1700)
     assert done.returncode == 0, log.read_text()[-3000:]
     return folder
 

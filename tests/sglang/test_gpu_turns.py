@@ -58,11 +58,11 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_trainer_and_server_are_never_there_together(tables: dict[str, Any], tmp_path: Path) -> None:
-    (first,) = run_ranks(train_in_turns, 1, tmp_path, tables, 1, timeout_s=600)
+    (first,) = run_ranks(train_in_turns, 1, tmp_path, tables, 1)
     assert first[: len(_START)] == _START, (
         "a server starts with its memory, and gives it up before there is a trainer"
     )
     rollout = ["sample", *_BACK, *["train"] * first.count("train"), *_PUSH, "evaluate"]
     assert first == [*_START, *_PUSH, "evaluate", *rollout, "sample", *_BACK, "save"], "requests were aborted"
-    (resumed,) = run_ranks(train_in_turns, 1, tmp_path, tables, None, timeout_s=600)
+    (resumed,) = run_ranks(train_in_turns, 1, tmp_path, tables, None)
     assert resumed == [*_START, *_PUSH, *rollout, *_BACK, "save", *_PUSH, *rollout, *_BACK, "save", "over"]

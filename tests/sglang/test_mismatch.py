@@ -55,7 +55,7 @@ def test_server_and_trainer_agree_in_every_layout(
     tables: dict[str, Any], tmp_path: Path, world_size: int
 ) -> None:
     layouts = {name: layout for name, layout in LAYOUTS[world_size].items() if "pipeline" not in layout}
-    results = run_ranks(measure_layouts, world_size, tmp_path, tables, str(tmp_path), layouts, timeout_s=400)
+    results = run_ranks(measure_layouts, world_size, tmp_path, tables, str(tmp_path), layouts)
     require_parity(results, Path(tables["model"]["load"]), LAYERS, PROMPTS * SAMPLES)
     for name, found in results[0].items():
         values = found["statistics"]["live"]

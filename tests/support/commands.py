@@ -15,11 +15,11 @@ from functools import cache
 from pathlib import Path
 
 from tests.support.measured import measure_process
-from tests.support.ranks import FORKS, ended, environments
+from tests.support.ranks import FORKS, LIMIT_S, ended, environments
 
 
 def python(
-    *arguments: object, cwd: Path | None = None, processes: int = 1, timeout_s: float = 300
+    *arguments: object, cwd: Path | None = None, processes: int = 1, timeout_s: float = LIMIT_S
 ) -> subprocess.CompletedProcess[str]:
     """What `python arguments` prints, and its exit status: of a file, or of `-m` and a module.
 

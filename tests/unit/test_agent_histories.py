@@ -336,7 +336,7 @@ def test_a_storm_of_retries_samples_once() -> None:
         each = Numbered("5", "Yes.", "6")
         each.gate = asyncio.Event()
         key = {"Authorization": f"Bearer {server.open(each.episode)}"}
-        async with httpx.AsyncClient(base_url=server.base_url, headers=key, timeout=60.0) as client:
+        async with httpx.AsyncClient(base_url=server.base_url, headers=key, timeout=600.0) as client:
             storm = [asyncio.create_task(send(client, 0, ASKS))]
             while not each.inputs:
                 await asyncio.sleep(0.001)

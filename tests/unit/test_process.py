@@ -31,7 +31,7 @@ def threads_of_gloo():
     return [name for name in names if "gloo" in name]
 
 
-deadline = time.monotonic() + 120
+deadline = time.monotonic() + 300
 while threads_of_gloo() and time.monotonic() < deadline:
     time.sleep(0.1)
 print(threads_of_gloo())

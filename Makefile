@@ -31,13 +31,34 @@ if $(1) -m pip show --quiet nvidia-nccl-cu13 2>/dev/null; then \
 fi
 endef
 
-# Tests in another environment than CI's: $(call lane,PYTHON,options of the unit tests,options of the distributed ones)
+# Runs all commands, though some fail, and names those at the end: $(call keep_going,run NAME COMMAND; run NAME COMMAND)
+define keep_going
+failed=; run() { name=$$1; shift; echo "$$*"; "$$@" || failed="$$failed $$name"; }; $(1); \
+  if [ -n "$$failed" ]; then echo "FAILED:$$failed" >&2; exit 1; else echo "All parts passed."; fi
+endef
+
+# For keep_going: $(call suites,PYTHON,options of the unit tests,options of the distributed ones)
+define suites
+run tests/unit $(1) -m pytest tests/unit -n 2 $(2) $(RECORDING); \
+run tests/distributed $(1) -m pytest tests/distributed -m "not slow" -n 2 --dist loadfile $(3) $(RECORDING); \
+run tests/faults $(1) -m pytest tests/faults $(RECORDING)
+endef
+
+define linters
+run ruff-check $(VENV)/bin/ruff check .; \
+run ruff-format $(VENV)/bin/ruff format --check .; \
+run pyright $(VENV)/bin/pyright; \
+run lint-imports $(VENV)/bin/lint-imports; \
+run shellcheck $(VENV)/bin/shellcheck -x $$(git ls-files '*.sh' '*.sbatch' .ci/run); \
+run hadolint $(VENV)/bin/hadolint $$(git ls-files '*.Dockerfile'); \
+run size_limits $(RUN) tests/lint/size_limits.py; \
+run prose $(RUN) tests/lint/prose.py
+endef
+
+# Tests in another environment than CI's, with the arguments of suites
 define lane
-$(1) -m pytest tests/unit -n 2 $(2) $(RECORDING)
-$(1) -m pytest tests/distributed -m "not slow" -n 2 --dist loadfile $(3) $(RECORDING)
-$(1) -m pytest tests/faults $(RECORDING)
-$(1) examples/quickstart/run.py --short
-$(call ran,$(1),quickstart)
+@$(call keep_going,$(call suites,$(1),$(2),$(3)); \
+  run quickstart sh -c "$(1) examples/quickstart/run.py --short $(if $(RECORD),&& $(call ran,$(1),quickstart))")
 endef
 
 .PHONY: smollm2 smollm2-servers quick coverage-map mutants docs test-newest versions study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-recipes test-py312 python312 test-sglang test-sglang-slow sglang-venv test-agents test-agents-npm test-agents-verifiers test-slurm test-nodes slurm faults lint bench bench-loss bench-save bench-trl gpu chromium
@@ -108,10 +129,8 @@ smollm2-servers:
 
 test test-recipes test-slow layouts test-newest test-py312 test-sglang test-sglang-slow test-agents test-agents-npm test-agents-verifiers test-slurm test-nodes faults: export OMP_NUM_THREADS := 1
 
-test: lint chromium
-	$(RUN) -m pytest tests/unit -n 2 $(RECORDING)
-	$(RUN) -m pytest tests/distributed -m "not slow" -n 2 --dist loadfile $(RECORDING)
-	$(RUN) -m pytest tests/faults $(RECORDING)
+test: venv chromium
+	@$(call keep_going,$(linters); $(call suites,$(RUN)))
 
 # megatron-core after 0.16 needs Python 3.12; not part of CI. Transformer Engine's stand-ins fit 0.16.1 alone.
 test-py312: $(VENV312)/.stamp
@@ -242,14 +261,7 @@ faults: venv
 	$(RUN) -m tests.faults.campaign --write
 
 lint: venv
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/pyright
-	$(VENV)/bin/lint-imports
-	$(VENV)/bin/shellcheck -x $$(git ls-files '*.sh' '*.sbatch' .ci/run)
-	$(VENV)/bin/hadolint $$(git ls-files '*.Dockerfile')
-	$(RUN) tests/lint/size_limits.py
-	$(RUN) tests/lint/prose.py
+	@$(call keep_going,$(linters))
 
 quick: venv
 	$(RUN) tests/quick.py

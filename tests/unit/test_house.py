@@ -63,6 +63,23 @@ def test_a_hanging_test_fails(tmp_path: Path, marks: str) -> None:
     assert ("Timeout" in result.stdout + result.stderr) != bool(marks)
 
 
+def test_make_runs_all_suites_and_names_those_that_failed(tmp_path: Path) -> None:
+    """Of `make test`, the define that runs its parts."""
+    (keep_going,) = re.findall(
+        r"^define keep_going\n.*?^endef\n", (TESTS.parent / "Makefile").read_text(), re.DOTALL | re.MULTILINE
+    )
+    parts = "run one false; run two touch 'a b'; run three sh -c 'exit 3'"
+    targets = f"some:\n\t@$(call keep_going,{parts})\nnone:\n\t@$(call keep_going,run one true; run two true)\n"
+    (tmp_path / "Makefile").write_text(keep_going + targets)
+    some, none = (
+        subprocess.run(["make", target], cwd=tmp_path, capture_output=True, text=True, check=False)
+        for target in ("some", "none")
+    )
+    assert (some.returncode, none.returncode) == (2, 0)
+    assert "FAILED: one three\n" in some.stderr and "FAILED" not in none.stderr
+    assert (tmp_path / "a b").exists()
+
+
 def _size_limits(root: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(TESTS / "lint" / "size_limits.py"), str(root)]
     return subprocess.run(command, capture_output=True, text=True, check=False)

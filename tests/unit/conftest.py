@@ -1,4 +1,6 @@
-"""What several files of unit tests need once, and no time limit for examples of hypothesis."""
+"""What several files of unit tests need once, and how hypothesis draws its examples."""
+
+import os
 
 import hypothesis
 import pytest
@@ -6,8 +8,11 @@ import pytest
 from megatron_dppo.kernels.build import build_host_library
 from megatron_dppo.kernels.library import KernelLibrary
 
-hypothesis.settings.register_profile("busy", deadline=None)  # an example may take long on a busy machine
-hypothesis.settings.load_profile("busy")
+# An example, or the search for one, may take long on a busy machine. HYPOTHESIS_PROFILE=random draws others.
+_PATIENT = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("random", _PATIENT)
+hypothesis.settings.register_profile("repeatable", _PATIENT, derandomize=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 @pytest.fixture(scope="session")

@@ -18,9 +18,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Left]:
     """What each run left, by its settings; rows that share a run share it."""
     runs = {str(settings): settings for effect in EFFECTS for settings in map(effect.settings, (0, 1))}
     task = make_task(tmp_path_factory.mktemp("effects"))
-    return dict(
-        zip(runs, run_ranks(play_all, 1, task, task, list(runs.values()))[0], strict=True)
-    )
+    return dict(zip(runs, run_ranks(play_all, 1, task, task, list(runs.values()))[0], strict=True))
 
 
 @pytest.mark.parametrize("effect", [pytest.param(effect, id=effect.id) for effect in EFFECTS])

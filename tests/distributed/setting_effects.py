@@ -50,7 +50,7 @@ sglang/test_gpu_turns.py::test_trainer_and_server_are_never_there_together
 sglang/test_several_servers.py::test_both_servers_answer_and_none_gets_more_than_its_limit
     rollout.sglang.max_concurrent_requests  max_concurrent_requests=5
 sglang/test_sync_faults.py::test_the_other_server_gets_all_weights_and_all_requests
-    rollout.sglang.sync_timeout_s  sync_timeout_s=10
+    rollout.sglang.sync_timeout_s  sync_timeout_s=30
 sglang/test_training.py::test_a_run_with_servers_of_its_own_survives_being_killed
     rollout.sglang.num_own_servers  num_own_servers
 sglang/test_weight_sync.py::test_pushed_weights_are_served

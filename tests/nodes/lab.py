@@ -27,7 +27,7 @@ NETWORKS_V6 = ("fd99::", "fd98::")
 _PROGRAMS = ("unshare", "nsenter", "setpriv", "mount", "ip", "bash", "hostname", "env")
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
-_START_TIMEOUT_S = 20.0
+_START_TIMEOUT_S = 120.0
 _FRAME_BYTES = 1 << 16
 _RIGHTS = (
     "expected the right to make namespaces and network devices. Run as root: sudo make test-nodes. A container "
@@ -181,7 +181,9 @@ class Node:
 
     def ask(self, *command: str) -> str:
         """Output of a command, which must succeed."""
-        done = subprocess.run([*self.prefix, *command], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [*self.prefix, *command], capture_output=True, text=True, timeout=300, check=False
+        )
         if done.returncode:
             raise LabError(f"{self.name}: {' '.join(command)}: {done.stderr.strip() or done.returncode}")
         return done.stdout
@@ -332,6 +334,6 @@ def _leave_network() -> None:
 
 
 def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
         raise LabError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}; {_RIGHTS}")

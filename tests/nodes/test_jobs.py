@@ -15,7 +15,7 @@ from tests.support.jobs import Job, overrides_of, stand_in_environment, submit
 from tests.support.records import metrics_of
 
 TRAIN = ("examples/moe_base/train.sbatch", "dppo_binary_tv.toml")
-_LIMIT_S = 240
+_LIMIT_S = 1200
 
 
 def start(cluster: Cluster, run: Path, tiny: tuple[str, ...]) -> Job:

@@ -30,7 +30,7 @@ def train(tiny: Sequence[str], run: Path, **options: object) -> list[str]:
     return ["-m", "megatron_dppo", "train", *CONFIGS, *tiny, *overrides]
 
 
-def torchrun(nodes: Sequence[Node], options: Sequence[str], log: Path, timeout_s: float = 400) -> None:
+def torchrun(nodes: Sequence[Node], options: Sequence[str], log: Path, timeout_s: float = 1200) -> None:
     """Start torchrun with these options on each node and wait for a good end; kill the nodes if none comes."""
     variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [str(Path(sys.prefix) / "bin" / "torchrun"), *options]

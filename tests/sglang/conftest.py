@@ -39,6 +39,6 @@ def changes_weights(served: Served) -> Iterator[None]:
 
     async def restore() -> None:
         async with SglangClient(served.url, api_key=KEY) as client:
-            await client.command(original, timeout_s=60)
+            await client.command(original, timeout_s=300)
 
     asyncio.run(restore())

@@ -14,7 +14,7 @@ import httpx2
 import numpy as np
 
 Body = dict[str, Any]
-_UPSTREAM_TIMEOUT_S = 120.0
+_UPSTREAM_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)

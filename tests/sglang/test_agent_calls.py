@@ -48,8 +48,8 @@ def test_calls_continue_what_the_server_sampled_as_an_environment_does(
     served: Served, proxy: FaultProxy, temperature: float
 ) -> None:
     """By a proxy that records what the server was sent and returned. Greedy responses can be compared."""
-    engine = SglangEngine(proxy.url, MODEL, Patience(generate_timeout_s=120), api_key=KEY)
-    agent = AgentConfig(harness="tests.support.harnesses:scripted", call_timeout_s=60.0)
+    engine = SglangEngine(proxy.url, MODEL, Patience(generate_timeout_s=600), api_key=KEY)
+    agent = AgentConfig(harness="tests.support.harnesses:scripted", call_timeout_s=300.0)
     options = RolloutConfig(agent=agent, max_turn_tokens=5)
     prompt = Prompt("p", "", "test", messages=({"role": "user", "content": "?"},))
     opening = tuple(ChatLetters().encode("user: ?;assistant: ", add_special_tokens=False))

@@ -99,7 +99,7 @@ class Weights:
         folder.mkdir()
         (folder / "config.json").write_bytes((self.served.folder / "config.json").read_bytes())
         save_file(self.tensors, folder / "model.safetensors", {"format": "pt"})
-        fleet = Fleet([Member(self.served.url, 0, 1, VERSION)], KEY, 30)
+        fleet = Fleet([Member(self.served.url, 0, 1, VERSION)], KEY, 300)
         fleet.tell(lambda member: member.calls.pause)
         fleet.tell(lambda member: member.calls.from_disk(str(folder), version))
         fleet.tell(lambda member: member.calls.go_on)
@@ -138,7 +138,7 @@ def train(
 
     def push(version: int) -> None:
         with ahead.pause(version, FIRST_VERSION + 99 - version):
-            wait_until(lambda: num_requests(weights.served) == 0, 1)  # its report lags behind by an iteration
+            wait_until(lambda: num_requests(weights.served) == 0, 120)  # its report lags behind by an iteration
             weights.push(version)
             engine.admit(engine.urls, version)
 
@@ -250,7 +250,7 @@ def test_each_token_is_that_of_a_forward_pass_of_its_version(
     else:
         model, conversations = MODEL, Conversations(environments, Letters(), LIMITS)
     engine = SglangEngine(
-        served.url, model, Patience(generate_timeout_s=120), api_key=KEY, max_concurrent_requests=24
+        served.url, model, Patience(generate_timeout_s=600), api_key=KEY, max_concurrent_requests=24
     )
     ahead = make_ahead(engine, conversations.run, environments)
     try:
@@ -282,7 +282,7 @@ def test_pushes_in_the_middle_of_an_agents_calls_are_not_seen_by_its_client(
 ) -> None:
     """It gets one reply to each call, whose tokens have the versions that sampled them."""
     engine = SglangEngine(
-        served.url, MODEL, Patience(generate_timeout_s=120), api_key=KEY, max_concurrent_requests=24
+        served.url, MODEL, Patience(generate_timeout_s=600), api_key=KEY, max_concurrent_requests=24
     )
     options = RolloutConfig(
         agent=AgentConfig(harness="tests.support.harnesses:scripted"), max_turn_tokens=LIMITS.max_turn_tokens

@@ -14,7 +14,7 @@ from megatron_dppo.errors import ServerError
 from tests.support.serving import KEY, MAX_TOKENS, MODEL, VERSION, Served
 
 PROMPT = (5, 6, 7, 8, 40, 41)
-PATIENCE = Patience(control_timeout_s=10, generate_timeout_s=60)
+PATIENCE = Patience(control_timeout_s=60, generate_timeout_s=600)
 Use = Callable[[SglangClient, Generation, ServerFacts], Coroutine[Any, Any, Any]]
 
 

@@ -28,7 +28,7 @@ from tests.support.comparing import FULL, PARITY, Lengths, Letters, as_answered,
 from tests.support.serving import CHUNK, KEY, MAX_TOKENS, MODEL, Served, served_config
 from tests.support.tiny import VOCAB, write_model
 
-PATIENCE = Patience(control_timeout_s=10, generate_timeout_s=60)
+PATIENCE = Patience(control_timeout_s=60, generate_timeout_s=600)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tests.support.comparing import PARITY, compare, requests_of
 from tests.support.serving import KEY, MAX_TOKENS, MODEL, Served
 
 PARAMS = SamplingParams(200, num_topk_log_probs=20, capture_routes=True)
-PATIENCE = Patience(control_timeout_s=10, generate_timeout_s=120)
+PATIENCE = Patience(control_timeout_s=60, generate_timeout_s=600)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def _set_version(served: Served, version: int) -> None:
     """Call the same weights by another version."""
     headers, body = {"Authorization": f"Bearer {KEY}"}, {"new_version": str(version)}
     answer = httpx2.post(
-        f"{served.url}/update_weight_version", json=body, headers=headers, timeout=30, trust_env=False
+        f"{served.url}/update_weight_version", json=body, headers=headers, timeout=300, trust_env=False
     )
     assert answer.status_code == 200
 

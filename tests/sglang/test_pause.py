@@ -25,27 +25,27 @@ def _requests(name: str, count: int) -> list[Request]:
 @pytest.fixture
 def engine(served: Served) -> SglangEngine:
     endless = replace(MODEL, end_tokens=())
-    return SglangEngine(served.url, endless, Patience(generate_timeout_s=60), api_key=KEY)
+    return SglangEngine(served.url, endless, Patience(generate_timeout_s=600), api_key=KEY)
 
 
 def test_a_pause_ends_requests_with_what_they_have_and_holds_new_ones(
     served: Served, engine: SglangEngine
 ) -> None:
-    fleet = Fleet([Member(served.url, 0, 1, VERSION)], KEY, 30)
+    fleet = Fleet([Member(served.url, 0, 1, VERSION)], KEY, 300)
     with ThreadPoolExecutor(2) as threads:
         running = threads.submit(engine.generate, _requests("before", 16), LONG)
-        wait_until(lambda: num_requests(served) > 0, 30)
+        wait_until(lambda: num_requests(served) > 0, 300)
         time.sleep(0.5)
         fleet.tell(lambda member: member.calls.pause)
         try:
-            begun = running.result(30)
+            begun = running.result(300)
             held = threads.submit(engine.generate, _requests("held", 4), SamplingParams(4))
             with suppress(TimeoutError):
                 held.result(2)
             assert not held.done()
         finally:
             fleet.tell(lambda member: member.calls.go_on)
-        assert [completion.tokens.numel() for completion in held.result(30)] == [4] * 4
+        assert [completion.tokens.numel() for completion in held.result(300)] == [4] * 4
     assert not fleet.failures
     assert "abort" in {completion.finish_reason for completion in begun}
     whole = [(r, c) for r, c in zip(_requests("before", 16), begun, strict=True) if c.tokens.numel() > 1]

@@ -15,7 +15,7 @@ from tests.support.ranks import run_ranks
 from tests.support.serving import Served, num_requests, served_config, server_of
 from tests.support.sync_job import die_in_the_middle, die_while_sampling, lose_a_server, push_once
 
-DROPPED, DROPPED_WITHIN_S = b"Request is disconnected from the client side", 60.0
+DROPPED, DROPPED_WITHIN_S = b"Request is disconnected from the client side", 300.0
 
 pytestmark = pytest.mark.usefixtures("changes_weights")
 
@@ -42,7 +42,7 @@ def settings_of(served: Served, **sglang: Any) -> dict[str, Any]:
 def test_the_other_server_gets_all_weights_and_all_requests(
     served: Served, second: ServerRecord, tmp_path: Path, way: str, number: int
 ) -> None:
-    settings = settings_of(served, weight_sync=way, sync_timeout_s=10)
+    settings = settings_of(served, weight_sync=way, sync_timeout_s=30)
     (result,) = run_ranks(lose_a_server, 1, tmp_path, settings, way, number, second.pid)
     assert result["is_hit"]
     assert result["metrics"]["sync/servers"] == 1

@@ -32,7 +32,7 @@ class Curious:
 
 
 def test_a_conversation_is_that_of_one_forward_pass(served: Served) -> None:
-    engine = SglangEngine(served.url, MODEL, Patience(generate_timeout_s=120), api_key=KEY)
+    engine = SglangEngine(served.url, MODEL, Patience(generate_timeout_s=600), api_key=KEY)
     multi_turn = MultiTurn(engine, InProcess(Curious), Letters(), TurnLimits(max_turns=3, max_turn_tokens=9))
     prompt = Prompt("p", "", "test", text="?")
     requests = [dataclasses.replace(r, prompt=prompt) for r in requests_of("turns", num_prompts=4, samples=3)]

@@ -12,7 +12,7 @@ case "$*" in
         ;;
     *"megatron_dppo train"*)
         ((SLURM_NODEID)) || exit "$STAND_IN_STATUS"
-        sleep 100
+        sleep 1000
         ;;
     *)
         echo "$SLURMD_NODENAME: $*"

@@ -57,7 +57,7 @@ def in_a_job(calls: Path, words: str, **variables: str) -> subprocess.CompletedP
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=600,
     )
 
 

@@ -11,7 +11,7 @@ from tests.support.locks import hold_in_another_process
 
 TRAIN = "examples/moe_base/train.sbatch"
 ALGORITHM = "dppo_binary_tv.toml"
-_LIMIT_S = 180
+_LIMIT_S = 1200
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_an_array_is_a_run_for_each_seed_and_only_the_stopped_one_is_requeued(
     names += tuple(f"STAND_IN_{name}" for name in ("PYTHON", "FOLDER", "SECONDS"))
     options = ("--array=3,8", "--nodes=1", f"--export={','.join(names)}")
     sets = ("parallel.expert=1",)
-    job = start(cluster, run, tiny, *options, sets=sets, STAND_IN_SECONDS="100", SAVE_SECONDS="1")
+    job = start(cluster, run, tiny, *options, sets=sets, STAND_IN_SECONDS="1000", SAVE_SECONDS="1")
     logs = {seed: run / f"seed_{seed}" / "slurm" for seed in (3, 8)}
 
     def attempts(seed: int) -> list[str]:
@@ -138,7 +138,7 @@ def test_a_config_with_problems_starts_no_rank(cluster: Cluster, tiny: tuple[str
 
 
 def test_a_cancelled_job_stays_cancelled(cluster: Cluster, tiny: tuple[str, ...], run: Path) -> None:
-    job = start(cluster, run, tiny, STAND_IN_SECONDS="100")
+    job = start(cluster, run, tiny, STAND_IN_SECONDS="1000")
     cluster.wait_until((run / "begun").exists, _LIMIT_S, f"the trainer starts; it said:\n{job.output}")
     cluster.ask(["scancel", job.id])
     job.wait_for_state("CANCELLED", timeout_s=_LIMIT_S)
@@ -148,7 +148,7 @@ def test_a_cancelled_job_stays_cancelled(cluster: Cluster, tiny: tuple[str, ...]
 def test_a_preempted_job_that_saves_too_slowly_makes_room_and_comes_back(
     cluster: Cluster, tiny: tuple[str, ...], run: Path
 ) -> None:
-    job = start(cluster, run, tiny, STAND_IN_SECONDS="100", SAVE_SECONDS="1")
+    job = start(cluster, run, tiny, STAND_IN_SECONDS="1000", SAVE_SECONDS="1")
     cluster.wait_until((run / "begun").exists, _LIMIT_S, f"the trainer starts; it said:\n{job.output}")
     urgent = submit(cluster, run.parent, "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=date")
     urgent.wait_for_state("COMPLETED", timeout_s=_LIMIT_S)

@@ -94,7 +94,7 @@ class Cluster:
         munged = ["munged", "--foreground", "--force", f"--key-file={self.folder}/munge.key"]
         munged += [f"--{name}-file={self.folder}/munge.{name}" for name in ("pid", "log", "seed")]
         self._start("munged", [*munged, f"--socket={self.folder}/munge.socket"])
-        self.wait_until((self.folder / "munge.socket").exists, 10, "munged listens")
+        self.wait_until((self.folder / "munge.socket").exists, 120, "munged listens")
         self.start_controller("-i")
         self.start_nodes()
         self.wait_for_idle_nodes()
@@ -107,7 +107,7 @@ class Cluster:
     def stop_controller(self) -> None:
         """End slurmctld, which saves its state first, as when it is restarted for a new configuration."""
         self.ask(["bash", "-c", f"kill $(<{self.folder}/slurmctld.pid)"])
-        self.daemons["slurmctld"].wait(60)
+        self.daemons["slurmctld"].wait(300)
 
     def start_node(self, node: str) -> None:
         """Start the slurmd of a node."""
@@ -124,13 +124,13 @@ class Cluster:
     def wait_for_idle_nodes(self) -> None:
         """Return when every node can take a job."""
         idle = ["sinfo", "--noheader", "--partition=main", "--states=idle", "--format=%D"]
-        self.wait_until(lambda: self.ask(idle).strip() == str(len(self.nodes)), 30, "the nodes are idle")
+        self.wait_until(lambda: self.ask(idle).strip() == str(len(self.nodes)), 300, "the nodes are idle")
 
     def cancel_jobs(self) -> None:
         """Return when no job is left."""
         if jobs := self.ask(["squeue", "--noheader", "--format=%A"]).split():
             self.ask(["scancel", *jobs])
-            self.wait_until(lambda: not self.ask(["squeue", "--noheader"]).strip(), 20, "no job is left")
+            self.wait_until(lambda: not self.ask(["squeue", "--noheader"]).strip(), 300, "no job is left")
 
     def stop(self) -> None:
         """End all jobs, then the daemons."""
@@ -147,7 +147,12 @@ class Cluster:
     def ask(self, command: Sequence[str]) -> str:
         """What a SLURM command prints; nothing where it fails."""
         answer = subprocess.run(
-            self.on_head(command), env=self.environment, capture_output=True, text=True, timeout=20, check=False
+            self.on_head(command),
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
         )
         return answer.stdout
 

@@ -40,7 +40,7 @@ from megatron_dppo.runtime.process import Runtime
 _POLL_S = 0.25
 _PROGRESS_EVERY_S = 0.5
 _ANSWER_TIMEOUT_S = 5.0  # of a hung rank, which a busy machine may keep from answering
-_END_TIMEOUT_S = 1.0
+_END_TIMEOUT_S = 5.0  # of a rank that was asked to end, and runs; then it is killed
 _FAREWELL_S = 10.0
 _LEAVE_TIMEOUT_S = 5.0
 

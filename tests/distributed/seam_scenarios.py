@@ -85,7 +85,7 @@ def whole(task: Path) -> dict[str, Any]:
             "overlong_buffer_tokens": 4,
             "overlong_penalty": 0.5,
             "reward_workers": 2,
-            "reward_timeout_s": 33.0,
+            "reward_timeout_s": 330.0,
             "reward_retries": 3,
             "reward_memory_mb": 1500,
             "worker_environment": ["PATH", "HOME"],
@@ -238,8 +238,8 @@ def agents(task: Path) -> dict[str, Any]:
         "train": "all",
         "thinking": "template",
         "renderer": "default",
-        "episode_timeout_s": 31.0,
-        "call_timeout_s": 17.0,
+        "episode_timeout_s": 310.0,
+        "call_timeout_s": 170.0,
         "max_calls": 5,
     }
     return _tables(task, "agents", rollout={"agent": agent})

@@ -75,7 +75,7 @@ def roll_out_and_batch(runtime: Runtime, group_of_rank: tuple[int, ...], num_pro
     steps, report = gradient_steps(
         own, 0, config, DataParallel(group_of_rank, runtime), routing=routing, shares_prefixes=False
     )
-    needed, deadline = before + sum(map(bytes_of, steps)), time.monotonic() + 20
+    needed, deadline = before + sum(map(bytes_of, steps)), time.monotonic() + 300
     # gloo's thread answers a broadcast before it lets go of what it sent
     while (unneeded := live_bytes() - needed) > MAX_UNNEEDED_BYTES and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -104,7 +104,7 @@ def score(
     *responses: str,
     finish: Any = "stop",
     retries: int = 0,
-    timeout_s: float = 30.0,
+    timeout_s: float = 300.0,
 ) -> list[RewardResult | RewardFault]:
     """Score in a worker, as a run does."""
     prefix, _, function = name.rpartition(":") if isinstance(name, str) else ("", "", "")

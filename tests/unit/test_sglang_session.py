@@ -73,7 +73,7 @@ def _ask_all(
     requests = [Request(name, (1,), (0, 0, 0)) for name in names]
 
     async def run() -> tuple[list[Completion], ServerSession]:
-        async with ServerSession(links, MODEL, 0, max_in_flight=limit, hold_timeout_s=5) as used:
+        async with ServerSession(links, MODEL, 0, max_in_flight=limit, hold_timeout_s=300) as used:
 
             async def ask(request: Request) -> Completion:
                 completion = await used.ask(request, SamplingParams(4))
@@ -114,7 +114,7 @@ def test_a_server_sees_each_id_once() -> None:
     async def turns() -> None:
         links = {"a": Link(cast(Any, fake), cast(Any, fake), FACTS)}
         for _ in range(2):
-            async with ServerSession(links, MODEL, 0, max_in_flight=2, hold_timeout_s=5) as used:
+            async with ServerSession(links, MODEL, 0, max_in_flight=2, hold_timeout_s=300) as used:
                 for _ in range(3):
                     completion = await used.ask(Request("talk+0", (1,), (0, 0, 0)), SamplingParams(4))
                     assert completion.request_id == "talk+0"

@@ -100,7 +100,7 @@ def test_user_code_gets_no_secret_that_the_config_does_not_name(
     tmp_path: Path, variables: None, kind: str, passed: tuple[str, ...]
 ) -> None:
     """In programs that it starts, such as a model's."""
-    told, limits = tmp_path / "told.json", {"num_workers": 1, "timeout_s": 60.0, "memory_mb": 0}
+    told, limits = tmp_path / "told.json", {"num_workers": 1, "timeout_s": 300.0, "memory_mb": 0}
     if kind == "reward":
         pool: Any = RewardPool("tests.unit.own_environment:tell", environment=passed, **limits)
         pool.score([RewardRequest(PROMPT, str(told), "stop")])
@@ -125,7 +125,7 @@ def test_user_code_gets_no_secret_that_the_config_does_not_name(
     ],
 )
 def test_a_judge_without_its_key_says_how_to_pass_it_on(variables: None, says: str, names: list[str]) -> None:
-    limits: Any = {"num_workers": 1, "timeout_s": 60.0, "memory_mb": 0}
+    limits: Any = {"num_workers": 1, "timeout_s": 300.0, "memory_mb": 0}
     with RewardPool("tests.unit.own_environment:judge", **limits) as pool:
         (fault,) = pool.score([RewardRequest(PROMPT, says, "stop")])
     assert isinstance(fault, RewardFault)
@@ -140,7 +140,7 @@ def test_a_judge_without_its_key_says_how_to_pass_it_on(variables: None, says: s
 
 
 def test_a_variable_that_is_not_set_stops_the_run(variables: None) -> None:
-    limits: Any = {"num_workers": 1, "timeout_s": 60.0, "memory_mb": 0, "environment": ("PATH", "ABSENT_KEY")}
+    limits: Any = {"num_workers": 1, "timeout_s": 300.0, "memory_mb": 0, "environment": ("PATH", "ABSENT_KEY")}
     pool = RewardPool("tests.unit.own_environment:judge", **limits)
     with pool, pytest.raises(RewardError, match=r"data\.worker_environment: found ABSENT_KEY, not set"):
         pool.start()

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
-from megatron_dppo.engines.weight_sync.probe import Limits, Probe
+from megatron_dppo.engines.weight_sync.probe import Limits, Probe, require_temperature
 from megatron_dppo.engines.weight_sync.syncs import SglangSync
 from megatron_dppo.errors import WeightSyncError
-from tests.support.sglang_stand_in import MODEL, ROUTING, StandIn
+from tests.support.sglang_stand_in import MODEL, ROUTING, TOKEN, StandIn
 
 LIMITS = Limits(mean=1e-5, largest=1e-4)
+EVERY = -2
 
 
 def log_prob(token: int) -> float:
@@ -30,7 +31,7 @@ def log_prob(token: int) -> float:
 class Scoring(StandIn):
     """Scores prompts as the trainer does, but for one token whose log-prob is off."""
 
-    wrong_token: int = -1
+    wrong_token: int = -1  # or `EVERY`
     off: float = 0.0
     num_experts: int = 8  # those that its sequences go through
     context: int | None = None
@@ -46,7 +47,7 @@ class Scoring(StandIn):
         tokens = body["input_ids"]
         self.num_asked[",".join(map(str, tokens))] += 1
         off = self.off if tuple(tokens[: len(self.tied)]) == self.tied else 0.0
-        found = [log_prob(token) + off * (token == self.wrong_token) for token in tokens]
+        found = [log_prob(token) + off * (self.wrong_token in (token, EVERY)) for token in tokens]
         first = np.arange(len(tokens)) % (self.num_experts - 1)
         routes = np.stack([first, first + 1], axis=-1)[:, None].repeat(3, axis=1)
         meta = {
@@ -100,6 +101,60 @@ def test_any_server_that_holds_other_weights_is_found(wrong: int) -> None:
         pytest.raises(WeightSyncError, match=f"^{members[wrong].url}: found log-probs that differ"),
     ):
         probe().run(members)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wrong_token", "off", "is_refused"),
+    [
+        ("float32", EVERY, 7e-6, False),  # the mean, of which a single token is a hundredth
+        ("float32", EVERY, -1.4e-5, True),
+        ("float32", 11, -7e-5, False),
+        ("float32", 11, 1.4e-4, True),
+        ("bfloat16", EVERY, 0.14, False),
+        ("bfloat16", EVERY, -0.28, True),
+        ("bfloat16", 11, -3.0, False),  # single tokens are not bounded
+    ],
+)
+def test_the_limits_of_each_dtype_refuse_what_is_just_above_them(
+    dtype: str, wrong_token: int, off: float, is_refused: bool
+) -> None:
+    servers = [Scoring(), Scoring(wrong_token=wrong_token, off=off)]
+    with members_of(servers) as members:
+        of_run = probe(limits=Limits.of(dtype))
+        if is_refused:
+            with pytest.raises(WeightSyncError, match=f"^{members[1].url}: found log-probs that differ"):
+                of_run.run(members)
+        else:
+            found = of_run.run(members)
+            assert found["sync/probe_abs_diff_max"] == pytest.approx(abs(off), rel=0.05)
+
+
+@dataclass
+class Tempered(StandIn):
+    """Divides log-probs by a power of the temperature: 1 is right, and 0 ignores it."""
+
+    power: float = 1.0
+
+    def respond(self, path: str, body: dict[str, Any], is_gone: Any) -> tuple[int, Any]:
+        status, content = super().respond(path, body, is_gone)
+        if path == "/generate":
+            divisor = body["sampling_params"]["temperature"] ** self.power
+            top = [[-(1 + token) / divisor, token, None] for token in range(body["top_logprobs_num"])]
+            content["meta_info"]["output_top_logprobs"] = [top]
+            content["meta_info"]["output_token_logprobs"] = [top[TOKEN]]
+        return status, content
+
+
+@pytest.mark.parametrize(("power", "is_refused"), [(1.0, False), (0.5, False), (0.35, True), (0.0, True)])
+def test_log_probs_that_lack_the_temperature_are_refused(power: float, is_refused: bool) -> None:
+    """At temperature 2 they lie .71 and .78 times as far apart with powers of .5 and .35; the limit is .75."""
+    with members_of([Tempered(), Tempered(power=power)]) as members:
+        urls = [member.url for member in members]
+        if is_refused:
+            with pytest.raises(WeightSyncError, match=f"^{urls[1]}: found log-probs at temperature 2"):
+                require_temperature(urls, MODEL, None)
+        else:
+            require_temperature(urls, MODEL, None)
 
 
 @pytest.mark.parametrize("takes_turns", [False, True])

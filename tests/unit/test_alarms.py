@@ -93,6 +93,53 @@ def test_a_tail_that_stays_is_found_and_one_that_passes_is_not() -> None:
     assert AlarmWatch(rows[:33]).good_until({"tv_tail": text}) == 30
 
 
+@pytest.mark.parametrize(
+    ("metric", "usual", "value", "is_raised"),
+    [
+        ("rollout/response_length_mean", 120.0, 235.0, False),
+        ("rollout/response_length_mean", 120.0, 245.0, True),
+        ("rollout/response_length_mean", 120.0, 61.0, False),
+        ("rollout/response_length_mean", 120.0, 59.0, True),
+        ("mismatch/tv_p999", 0.04, 0.11, False),  # three times the usual value
+        ("mismatch/tv_p999", 0.04, 0.13, True),
+        ("mismatch/tv_p999", 0.001, 0.009, False),  # the floor
+        ("mismatch/tv_p999", 0.001, 0.011, True),
+        ("routing/agreement_mean", 0.94, 0.895, False),
+        ("routing/agreement_mean", 0.94, 0.885, True),
+    ],
+)
+def test_each_limit_lies_between_an_accepted_and_a_refused_value(
+    metric: str, usual: float, value: float, is_raised: bool
+) -> None:
+    """Five rollouts make a usual value, and four do not."""
+    num_needed = 3 if "tv" in metric else 1
+    rows = [{metric: usual}] * 5 + [{metric: value}] * num_needed
+    assert bool(alarms(rows[:-1], rows[-1])) is is_raised
+    assert not alarms(rows[1:-1], rows[-1])
+
+
+_RISE = [n / 100 for n in range(101)]
+_NOISE = [0.5 + 0.1 * (-1) ** n for n in range(60)]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "is_raised"),
+    [
+        ([*_RISE, *_RISE[55:][::-1]], False),  # 43 points lost of a gain of 97
+        ([*_RISE, *_RISE[42:][::-1]], True),  # 56 points
+        ([*_NOISE, *(reward - 0.22 for reward in _NOISE[:5])], False),  # three standard errors are .27
+        ([*_NOISE, *(reward - 0.32 for reward in _NOISE[:5])], True),
+        ([1.0] * 5 + [0.0] * 4, False),  # two means need ten rollouts
+        ([1.0] * 5 + [0.0] * 5, True),
+    ],
+)
+def test_a_fall_is_found_from_half_of_the_gain_and_three_standard_errors_on(
+    rewards: list[float], is_raised: bool
+) -> None:
+    *history, row = [{"reward/mean": reward} for reward in rewards]
+    assert ("reward_collapse" in alarms(history, row)) is is_raised
+
+
 def test_rules_are_silent_without_history_or_metrics() -> None:
     row = _healthy(1, 1)[0]
     assert alarms([], row) == {} and alarms([{}] * 20, {}) == {}

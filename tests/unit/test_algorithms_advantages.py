@@ -51,6 +51,43 @@ def test_rewards_that_are_one_sum_in_another_order_have_no_advantage(rewards: li
     assert advantages[:-2].tolist() == [0] * len(rewards) and advantages[-2:].abs().min() > 0.5
 
 
+UNIT = 2.0**-23  # in the last place of 1.0 in float32: four of them are rounding
+
+
+@pytest.mark.parametrize(
+    ("rewards", "is_rounding"),
+    [
+        ([1.0, 1 + 3 * UNIT], True),
+        ([-1000.0, -1000 * (1 + 3 * UNIT)], True),
+        ([1.0, 1 + 6 * UNIT], False),
+        ([0.0, 7e-15], True),  # terms that cancel, in float64
+        ([0.0, -1.4e-14], False),
+    ],
+    ids=str,
+)
+def test_differences_are_rounding_up_to_the_tolerances(rewards: list[float], is_rounding: bool):
+    assert have_equal_rewards(rewards) is is_rounding
+    advantages = group_advantages(torch.tensor([*rewards, 5.0, 6.0], dtype=torch.float64), [0, 0, 1, 1])
+    half = 0.0 if is_rounding else (rewards[1] - rewards[0]) / 2
+    assert advantages.tolist() == pytest.approx([-half, half, -0.5, 0.5], rel=1e-6)
+
+
+@pytest.mark.parametrize(("num_units", "is_mean"), [(4, True), (8, False)])
+def test_a_reward_is_the_mean_up_to_the_tolerance_of_the_spread(num_units: int, is_mean: bool):
+    """The spread is 1.5, so that six units are rounding."""
+    off = num_units * UNIT
+    rewards = torch.tensor([0.0, 0.75 + off, 1.5, 0.75 - off], dtype=torch.float64)
+    advantages = group_advantages(rewards, [0] * 4)
+    assert advantages.sign().tolist() == [-1, 0 if is_mean else 1, 1, 0 if is_mean else -1]
+
+
+def test_the_standard_deviation_has_a_millionth_added():
+    rewards = torch.tensor([0.0, 2e-6], dtype=torch.float64)  # the unbiased deviation is sqrt(2) millionths
+    expected = 1 / (math.sqrt(2) + 1)
+    advantages = group_advantages(rewards, [0, 0], normalize_std=True)
+    assert advantages.tolist() == pytest.approx([-expected, expected])
+
+
 @pytest.mark.parametrize(
     "rewards", [[0.0, 1e-9], [1.0, 1.000001], [-1e6, -1e6 + 1], [1e-12, 2e-12], [3e17, 9e17]]
 )
@@ -91,6 +128,8 @@ def test_bad_rewards():
         group_advantages(torch.tensor([0.0, math.nan]), [0, 0])
     with pytest.raises(RewardError, match=r"reward 1: found -3e\+38; .* 1e\+18"):
         group_advantages(torch.tensor([1.0, -3e38], dtype=torch.float64), [0, 0])
+    with pytest.raises(RewardError, match=r"reward 0: found 1\.5e\+18"):
+        group_advantages(torch.tensor([1.5e18, 0.0], dtype=torch.float64), [0, 0])
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)

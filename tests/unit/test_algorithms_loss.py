@@ -100,6 +100,17 @@ def test_relaxing_looks_at_the_rollout_policy_whatever_the_anchor():
     assert out.mask.tolist() == [True, False]
 
 
+def test_an_update_is_bad_from_a_drop_of_one_half_on():
+    """Only of a token with A < 0, from .9 to .41 and .39."""
+    rollout = torch.full((3,), 0.9).log()
+    inputs = PolicyLossInputs(
+        torch.tensor([0.41, 0.39, 0.39]).log(), rollout, torch.tensor([-1.0, -1.0, 1.0]), torch.ones(3).bool()
+    )
+    for name, num_kept in (("pg_is", 1), ("dppo_binary_tv", 0)):
+        metrics = policy_loss(preset(name), inputs).metrics
+        assert (metrics["num_bad_updates"], metrics["num_bad_updates_kept"]) == (1, num_kept)
+
+
 def test_a_ratio_at_the_cap_is_not_capped():
     inputs = make_inputs(log_probs=make_inputs().rollout_log_probs)
     assert policy_loss(preset("cispo", ratio_cap=1), inputs).metrics["num_ratio_capped"] == 0
@@ -251,6 +262,10 @@ def test_log_probs_above_zero_are_clamped_and_counted():
     assert out.metrics["num_clamped_log_probs"] == 1
     assert out.metrics["num_infinite_divergence"] == 1
     assert out.metrics["sum_divergence"] == 0
+    barely, clearly = torch.tensor([7e-4, -1.0]), torch.tensor([1.4e-3, -1.0])
+    for trained, rollout, expected in ((barely, barely, 0), (clearly, barely, 1), (barely, clearly, 1)):
+        inputs = PolicyLossInputs(trained, rollout, torch.tensor([1.0, -1.0]))
+        assert policy_loss(preset("dppo_binary_kl"), inputs).metrics["num_clamped_log_probs"] == expected
 
 
 def test_nan_of_the_trained_policy_reaches_the_loss():

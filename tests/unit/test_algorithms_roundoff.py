@@ -78,6 +78,17 @@ def test_resolved_tails_stay_accurate(rollout_tail: float, tail: float):
         assert binary_kl(pi, mu).item() == pytest.approx(exact, rel=tolerance, abs=tolerance * 0.01)
 
 
+@pytest.mark.parametrize(("num_epsilons", "is_zero"), [(24, True), (45, False)])
+def test_a_tail_of_up_to_32_epsilons_counts_as_zero(num_epsilons: int, is_zero: bool):
+    """Two columns with float32's largest sums below 1, of mu alone: pi has no tail at all."""
+    tail = num_epsilons * torch.finfo(torch.float32).eps
+    mu, pi = torch.tensor([[0.5, 0.5 - tail]]).log(), torch.tensor([[0.5, 0.5]]).log()
+    topk, targets = TopKLogProbs(torch.tensor([[7, 3]]), mu, pi), torch.tensor([3])
+    policy, rollout = topk_partition(topk, targets, pi[:, 1], mu[:, 1], top_k=2)
+    assert (policy[0, -1].item() == -math.inf) is is_zero
+    assert (rollout[0, -1].item() == -math.inf) is is_zero
+
+
 @BOTH_DTYPES
 def test_a_kl_is_infinite_only_where_the_rollout_s_tail_is_surely_positive(dtype: torch.dtype):
     surely, barely = torch.tensor([0.011, 0.009], dtype=torch.float64).neg().log1p().to(dtype)

@@ -150,6 +150,8 @@ def test_the_warning_says_how_far_the_engines_are_apart() -> None:
     name = "trust_region/noise_masked_fraction"
     within = {name: NOISE_LIMIT, "mismatch/abs_prob_diff_mean": 0.01}
     assert noise_warning([within] * 9) is None and noise_warning([{}]) is None
+    assert noise_warning([{name: 0.008}] * 9) is None and noise_warning([{name: 0.013}] * 9) is not None
+    assert noise_warning([{name: 0.04}]) is None and noise_warning([{name: 0.06}]) is not None
     assert noise_warning([{name: math.nan}] * 5) is None
     far = within | {name: 0.074, "mismatch/tv_p999": 0.2}
     warning = noise_warning([far])

@@ -209,6 +209,42 @@ def test_a_corrupted_answer_is_refused(corrupt: Corruption, message: str) -> Non
         _read("topk_and_routes", corrupt)
 
 
+def _above_zero(difference: float) -> Corruption:
+    return lambda body: body["meta_info"]["output_token_logprobs"][1].__setitem__(0, difference)
+
+
+def _rising(difference: float) -> Corruption:
+    def corrupt(body: dict[str, Any]) -> None:
+        row = body["meta_info"]["output_top_logprobs"][2]
+        row[19][0] = row[18][0] + difference
+
+    return corrupt
+
+
+def _other_log_prob(difference: float) -> Corruption:
+    def corrupt(body: dict[str, Any]) -> None:
+        body["meta_info"]["output_token_logprobs"][4][0] += difference
+
+    return corrupt
+
+
+@pytest.mark.parametrize(
+    ("name", "corrupt", "message"),
+    [
+        ("plain", _above_zero, "found a log-prob of 0.0013"),
+        ("topk_and_routes", _rising, "rise along a row"),
+        ("topk_and_routes", _other_log_prob, "another log-prob of the sampled token"),
+        ("topk_and_routes", lambda difference: _other_log_prob(-difference), "another log-prob of the sampled"),
+    ],
+)
+def test_two_reports_of_a_log_prob_may_differ_by_a_thousandth(
+    name: str, corrupt: Callable[[float], Corruption], message: str
+) -> None:
+    assert _read(name, corrupt(7e-4)).tokens.tolist() == recorded(name)[2]["output_ids"]
+    with pytest.raises(ReplyError, match=message):
+        _read(name, corrupt(1.4e-3))
+
+
 def _array(name: str, dtype: str, change: Callable[[np.ndarray], object]) -> Corruption:
     """Change one of the two flat arrays, [8, 20]."""
 

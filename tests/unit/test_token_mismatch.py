@@ -86,6 +86,12 @@ def test_equal_policies_are_no_distance_apart() -> None:
         (2.0, 0.0, 2.0, False, True),  # without the temperature, or nearly
         (0.05, 0.08, 0.0, True, True),  # of a tiny model, whose distributions are nearly flat
         (2.0, 3.0, 0.0, False, True),
+        (1e-5, 0.0, 7e-5, True, False),  # the largest mean difference of rounding is 1e-4 in float32
+        (1e-5, 0.0, -1.4e-4, True, True),
+        (1e-4, 0.0, -0.014, False, False),  # and .02 in bfloat16
+        (1e-4, 0.0, 0.028, False, True),
+        (2.0, 0.0, 0.35, False, False),  # its square is .37 times the variance, and .5 is the limit
+        (2.0, 0.0, -0.48, False, True),  # .69 times
     ],
 )
 def test_rounding_is_told_from_other_weights(

@@ -111,6 +111,12 @@ class AsynchronousRun:
         assert sorted([*trained.elements(), *again]) == list(range(top)), (trained, again, top)
         return len(trained)
 
+    @property
+    def begun(self) -> set[int]:
+        """Places of all prompts of training whose requests servers received."""
+        asked = (rid.partition("+")[0] for server in self.servers for rid in server.num_asked)
+        return {int(group.removeprefix("place")) for group in asked if group.startswith("place")}
+
     def trained_on(self, rollout: int) -> tuple[list[int], set[int]]:
         """Places of the prompts that a rollout trained on, and versions of what sampled its tokens."""
         groups, versions = set[str](), set[int]()

@@ -157,6 +157,8 @@ def test_an_evaluation_samples_beside_what_is_sampled_ahead(tmp_path: Path, stac
         evaluation={"every": 1, "samples_per_prompt": 2, "sets": held_out},
     )
     require_end(run, run.start(1))
+    trained = [place for rollout in range(NUM_ROLLOUTS) for place in run.trained_on(rollout)[0]]
+    assert run.begun == set(trained)  # no group begins that no rollout trains on
     assert list(versions.values()) == [{version} for version in range(NUM_ROLLOUTS + 1)]
     assert any(is_beside)
     rows = run.rows("evaluation")

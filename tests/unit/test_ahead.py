@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -173,7 +174,67 @@ def require_bound_and_ledger(
     (cursor,) = {str(rank.cursor): rank.cursor for _, rank in ranks}.values()
     top, again = PromptStream(PROMPTS, 0, shuffle=False, cursor=cursor).upcoming
     assert sorted([*trained, *again]) == list(range(top))  # none is lost, and none comes twice
+    assert begun_places(rank.engine for _, rank in ranks) == set(trained)
     return num_samples
+
+
+def begun_places(engines: Iterable[SteppedEngine]) -> set[int]:
+    """Places of all requests that engines received."""
+    sessions = (session for engine in engines for session in engine.sessions)
+    return {place_of(request) for session in sessions for request in session.asked}
+
+
+@pytest.mark.parametrize(
+    ("bound", "num_ranks"),
+    [
+        (StalenessBound(4, 1, 2), 1),
+        (StalenessBound(3, 2, 3), 1),
+        (StalenessBound(4, 3, 2.5), 2),
+        (StalenessBound(5, 2, 2), 3),
+    ],
+    ids=str,
+)
+def test_a_run_begins_no_group_that_none_of_its_rollouts_trains_on(
+    bound: StalenessBound, num_ranks: int
+) -> None:
+    """Stopped twice and resumed. Groups whose rewards are equal are replaced, and begin in addition."""
+    num_rollouts, size, cursor = 7, bound.prompts_per_rollout, None
+    trained, begun, replaced = list[int](), set[int](), 0
+    prompts = [replace(p, text=TOO_LONG) if i % 6 == 4 else p for i, p in enumerate([*PROMPTS, *PROMPTS])]
+
+    def work(data_parallel: Any, cursor: Any, versions: range) -> Any:
+        rewards = iter(range(10**6))
+        rank = Rank(
+            bound,
+            data_parallel.peers,
+            cursor,
+            prompts=[replace(prompt, id=str(number)) for number, prompt in enumerate(prompts)],
+            reward=lambda prompt: 0.0 if int(prompt) % 7 == 3 else float(next(rewards)),
+            max_replaced=9,
+        )
+        found, num_replaced = list[SampleGroup](), 0
+        rank.push(versions.start, num_rollouts - versions.start)
+        for version in versions:
+            taken = rank.ahead.next(version, version, rank.peer.all_gather, run_to_end)
+            assert taken is not None
+            found += taken[0]
+            num_replaced += taken[1].num_replaced_groups
+            if version < versions.stop - 1 or versions.stop == num_rollouts:
+                rank.push(version + 1, num_rollouts - version - 1)
+        rank.ahead.close()
+        return found, num_replaced, rank.engine, rank.ahead.cursor
+
+    for versions in (range(2), range(2, 3), range(3, num_rollouts)):
+        ranks = on_ranks(partial(work, cursor=cursor, versions=versions), tuple(range(num_ranks)))
+        trained += [place_of(group.samples[0].id) for groups, *_ in ranks for group in groups]
+        replaced += sum(num_replaced for _, num_replaced, *_ in ranks)
+        begun |= begun_places(engine for _, _, engine, _ in ranks)
+        cursor = ranks[0][3]
+    assert len(set(trained)) == len(trained) == num_rollouts * size
+    top, again = PromptStream(prompts, 0, shuffle=False, cursor=cursor).upcoming
+    is_equal = {place for place in begun if place % 7 == 3}
+    assert begun == set(trained) | is_equal and replaced >= len(is_equal) > 0
+    assert begun == {place for place in set(range(top)) - set(again) if place % 6 != 4}
 
 
 def test_after_a_push_the_oldest_groups_are_asked_for_first() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.checkpoints.megatron_folder import require_reshardable
@@ -15,7 +16,8 @@ from megatron_dppo.data.batches.gradient_steps import gradient_steps
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.step_metrics import add_staleness
-from megatron_dppo.run.state import RunPoint
+from megatron_dppo.run.state import RunPoint, TrainingState
+from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.single_phase import rollout_only, train_only
 from megatron_dppo.types import OpenRollout, RunState, TrainBatch, WeightVersionSpan
 from tests.support.ranks_on_threads import alone
@@ -88,3 +90,29 @@ def test_half_a_loop_has_no_weights_to_lag_behind(half: Any, tmp_path: Path) -> 
     config = Config.model_validate({"run": {"folder": tmp_path / "run"}, "rollout": {"lag": 2}})
     with refused("rollout.lag", "2"):
         half(config, tmp_path / "kept")
+
+
+@pytest.mark.parametrize(
+    ("lag", "sampled"),
+    [
+        (0, [[0], [1], [2], [3], [4]]),
+        (2, [[0, 1, 2], [3], [4], [], []]),
+        (9, [[0, 1, 2, 3, 4], [], [], [], []]),
+    ],
+)
+def test_a_run_samples_each_of_its_rollouts_once_and_none_beyond_the_last(
+    lag: int, sampled: list[list[int]]
+) -> None:
+    """By the weights of each version, `rollout.lag` rollouts ahead of the one that trains."""
+    config = Config.model_validate({"run": {"num_rollouts": 5}, "rollout": {"lag": lag}})
+    state = TrainingState(config, Runtime(torch.device("cpu"), 0, 1))
+    for version, expected in enumerate(sampled):
+        found = list[int]()
+        while (rollout := state.next_to_sample) is not None:
+            state.queue_rollout((), {"rollout": rollout}, {"index": rollout})
+            found.append(rollout)
+        assert found == expected and not state.is_over
+        state.begin_rollout(())
+        assert len(state.queue) == min(lag, 4 - version)
+        state.finish_rollout(version + 1)
+    assert state.is_over and state.next_to_sample is None

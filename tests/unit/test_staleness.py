@@ -175,6 +175,21 @@ def test_the_oldest_are_chosen_and_what_is_due_is_waited_for() -> None:
     assert bound.choose([young, late, never], 2) is None
 
 
+@pytest.mark.parametrize(
+    ("bound", "num_open"),
+    [
+        (StalenessBound(5, 4, 2.5), 13),  # 12.5 groups
+        (StalenessBound(3, 2, 1.4), 5),  # 4.2
+        (StalenessBound(3, 0, 1.4), 5),
+        (StalenessBound(8, 1, 2.0), 16),
+    ],
+    ids=str,
+)
+def test_parts_of_a_group_are_rounded_up(bound: StalenessBound, num_open: int) -> None:
+    assert bound.capacity(9, is_training=False) == num_open
+    assert sum(bound.limits([0, 0, 0], 9, is_training=False)) == num_open
+
+
 def test_the_last_rollouts_need_no_more_groups_than_they_have() -> None:
     bound = StalenessBound(4, 3, 4)
     assert [bound.capacity(left, is_training=False) for left in (9, 4, 3, 1, 0)] == [16, 16, 12, 4, 0]

@@ -5,13 +5,24 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tomli_w
+import torch
+from torch import Tensor
 
+from megatron_dppo.actor.actor import Actor
 from megatron_dppo.algorithms import PRESETS
+from megatron_dppo.analysis.what_if.answer import answer
 from megatron_dppo.analysis.what_if.question import Asked, question_of
+from megatron_dppo.checkpoints.megatron_folder import load_weights
+from megatron_dppo.data.batches.batch_file import read_share
 from megatron_dppo.errors import MegatronDppoError
+from megatron_dppo.mcore.groups import data_parallel_place
+from megatron_dppo.metrics.metrics import Metrics
+from megatron_dppo.runtime.process import Runtime
 from tests.support.commands import python
+from tests.support.ranks import run_ranks
 from tests.support.records import metrics_of
 from tests.support.sanity_run import make_task, settings
 
@@ -84,6 +95,35 @@ def test_the_weights_that_sampled_give_what_the_run_measured(run: Path, tmp_path
     for name in ("masked_fraction", "gradient_mass_kept", "cosine_unmasked", "cosine_dppo_topk_tv"):
         values = [row[name] for row in found["rows"]]
         assert [row[name] for row in two["rows"]] == pytest.approx(values, rel=1e-4), name
+
+
+def distances(runtime: Runtime, run: Path, now: Path, before: Path) -> dict[str, Any]:
+    """What `what-if` finds with two checkpoints, and |pi - pi'| of each learning token, by two forwards."""
+    asked = Asked(run, run / "asked", now, before, ("1", "2"), ("dppo_binary_tv_decoupled",))
+    config, question = question_of(asked, world_size=1)
+    found = answer(config, question, runtime)
+    actor = Actor(config, runtime)
+    steps = [step for number in (0, 1) for step in read_share(question.batches, number, data_parallel_place())]
+    probs = list[Tensor]()
+    for folder in (now, before):
+        load_weights(actor.chunks, folder, actor.hf)
+        columns = [actor.token_log_probs(step, Metrics(), is_replaying=False) for step in steps]
+        microbatches = [m for step in steps for m in step.microbatches]
+        every = zip([each for of_step in columns for each in of_step], microbatches, strict=True)
+        probs.append(torch.cat([values[m.loss_mask][:, 0].double().exp() for values, m in every]))
+    return {"found": found, "distances": (probs[0] - probs[1]).abs().numpy()}
+
+
+def test_the_anchor_of_earlier_weights_is_what_these_weights_compute(run: Path, tmp_path: Path) -> None:
+    """The last step has a learning rate of 0, so that only the first one changes the weights."""
+    earlier, later = run.parent / "model", run / "checkpoints" / "step_00000001"
+    for now, before in ((later, earlier), (earlier, later), (later, later)):
+        (of_rank,) = run_ranks(distances, 1, tmp_path, run, now, before)
+        rows = of_rank["found"]["rows"]
+        (row,) = (r for r in rows if (r["preset"], r["routes"]) == ("dppo_binary_tv_decoupled", "live"))
+        expected = np.percentile(of_rank["distances"], 99.9)
+        assert row["divergence_p999"] == pytest.approx(expected, rel=1e-4, abs=1e-9)
+        assert (expected > 1e-3) == (now != before)
 
 
 def test_what_cannot_be_evaluated_is_said_before_a_model_loads(run: Path, tmp_path: Path) -> None:

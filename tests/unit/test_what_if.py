@@ -1,12 +1,15 @@
 """What is asked of kept mini-batches, and how they are answered."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_dppo.algorithms import PolicyLossInputs, TopKLogProbs, policy_loss, preset
-from megatron_dppo.analysis.what_if.answer import learning_lengths
+from megatron_dppo.analysis.what_if.answer import _concatenate, _learning, learning_lengths
 from megatron_dppo.analysis.what_if.measures import PolicyTokens, evaluate_variants
 from megatron_dppo.analysis.what_if.question import (
     Asked,
@@ -18,7 +21,8 @@ from megatron_dppo.analysis.what_if.question import (
 )
 from megatron_dppo.data.batches.batch_file import group_files, kept_rollouts
 from megatron_dppo.errors import ConfigError, DataError
-from megatron_dppo.types import Microbatch
+from megatron_dppo.metrics.engine_comparison import Routes
+from megatron_dppo.types import Microbatch, RolloutTopK, TrainBatch
 from tests.support.refusals import refused
 
 BASE = Variant("dppo_topk_tv", {"top_k": 4})
@@ -95,6 +99,76 @@ def test_responses_are_the_learning_tokens_of_each_sequence() -> None:
         token_weights=zeros,
     )
     assert learning_lengths(m).tolist() == [2, 0, 0, 2]
+
+
+def log_probs_of(seed: int, *columns: int) -> Tensor:
+    """Random log-probs of twelve positions; no two numbers of two seeds are equal."""
+    return -torch.rand(12, *columns, generator=torch.Generator().manual_seed(seed)) - 0.1 * seed
+
+
+def microbatch(seed: int, loss_mask: list[int]) -> Microbatch:
+    """A kept micro-batch with `old_log_probs` and two columns of the Top-K, every number different."""
+    ids = torch.stack([torch.arange(12) + seed, torch.arange(12) + 20], dim=1)
+    return Microbatch(
+        tokens=torch.arange(12),
+        targets=torch.arange(12) + 7,
+        position_ids=torch.arange(12),
+        cu_seqlens=torch.tensor([0, 5, 12], dtype=torch.int32),
+        loss_mask=torch.tensor(loss_mask, dtype=torch.bool),
+        advantages=log_probs_of(seed) + 1,
+        rollout_log_probs=log_probs_of(seed + 1),
+        token_weights=-log_probs_of(seed + 2),
+        old_log_probs=log_probs_of(seed + 3),
+        topk=RolloutTopK(ids, log_probs_of(seed + 4, 2)),
+    )
+
+
+@pytest.mark.parametrize("has_before", [False, True])
+def test_each_column_comes_from_its_own_policy(has_before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy from the checkpoint, mu from the rollout, and the anchor from --before or from the run.
+
+    Two micro-batches of two rollouts; the Top-K and the norms stand in further columns of the forward.
+    """
+    monkeypatch.setattr("megatron_dppo.analysis.what_if.answer.speaks_for_its_group", lambda: True)
+    kinds: tuple[Routes, Routes] = "live", "replayed"
+    kept = [microbatch(1, [0, 1, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0]), microbatch(21, [1, 1, 0, 0, 0, 1] * 2)]
+
+    def columns_of(*seeds: int) -> list[dict[Routes, Tensor]]:
+        return [{"live": log_probs_of(seed, 4), "replayed": log_probs_of(seed + 1, 4)} for seed in seeds]
+
+    now, before = columns_of(41, 51), columns_of(61, 71)
+    steps = [TrainBatch((m,), 9, 2) for m in kept]
+    parts = _learning(steps, [3, 8], now, before if has_before else None, kinds)
+    rows = [m.loss_mask for m in kept]
+
+    def joined(columns: Sequence[Tensor]) -> Tensor:
+        return torch.cat([values[where] for values, where in zip(columns, rows, strict=True)])
+
+    for routes in kinds:
+        found = _concatenate([part[routes] for part in parts])
+        inputs, of_pi = found.inputs, joined([columns[routes] for columns in now])
+        expected = {
+            "log_probs": of_pi[:, 0],
+            "old_log_probs": joined(
+                [each[routes][:, 0] for each in before]
+                if has_before
+                else [m.old_log_probs for m in kept if m.old_log_probs is not None]
+            ),
+            "rollout_log_probs": joined([m.rollout_log_probs for m in kept]),
+            "advantages": joined([m.advantages for m in kept]),
+            "token_weights": joined([m.token_weights for m in kept]),
+            "targets": joined([m.targets for m in kept]),
+        }
+        for name, values in expected.items():
+            torch.testing.assert_close(getattr(inputs, name), values, rtol=0, atol=0, msg=name)
+        torch.testing.assert_close(inputs.topk.log_probs, of_pi[:, 1:3], rtol=0, atol=0)
+        assert torch.equal(inputs.topk.ids, joined([m.topk.ids for m in kept if m.topk is not None]))
+        assert torch.equal(found.score_norms, of_pi[:, 3])
+        assert found.rollouts.tolist() == [3] * 7 + [8] * 6
+        assert inputs.response_lengths.tolist() == [3, 4, 2, 4]
+        (row,), _ = evaluate_variants([Variant("dppo_binary_tv_decoupled")], {routes: found})
+        distance = (expected["log_probs"].double().exp() - expected["old_log_probs"].double().exp()).abs()
+        assert row["divergence_p999"] == pytest.approx(np.percentile(distance.numpy(), 99.9), rel=1e-5)
 
 
 def test_a_variant_that_is_the_runs_own_comes_once() -> None:

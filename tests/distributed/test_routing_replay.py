@@ -1,5 +1,6 @@
 """R3 and R2 on every family with experts: routers replay what was chosen, and nothing is left behind."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int]) -> dict[str,
     results["restored output"] = bool(torch.equal(logits_of(actor, microbatch), own))
     after = [router.router_replay for router in routers(actor.chunks[0]).values()]
     results["restored routers"] = all(x is y for x, y in zip(before, after, strict=True))
+    results |= anchor_of_other_experts(actor, batch)
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
     results["global registry"] = len(RouterReplay.global_router_replay_instances)
@@ -103,6 +105,21 @@ def records_the_same(actor: Any, batch: Any) -> bool:
         if captured.sample_ids and not torch.equal(*rows):
             return False
     return True
+
+
+def anchor_of_other_experts(actor: Any, batch: Any) -> dict[str, float]:
+    """Distance of the loss's policy from the recomputed anchor before any step, and from mu, by other experts.
+
+    The anchor stands in mu's place, because the mismatch is measured from there.
+    """
+    moved = batch.with_column("routed_experts", [other_routes(m.routed_experts) for m in batch.microbatches])
+    anchor = [m.old_log_probs for m in actor.with_old_log_probs(moved).microbatches]
+    found = [
+        actor.accumulate_gradients(each, is_first=True).metrics.values()
+        for each in (moved.with_column("rollout_log_probs", anchor), moved)
+    ]
+    from_anchor, from_mu = (each.get("mismatch/abs_prob_diff_mean", math.nan) for each in found)
+    return {"from the anchor": from_anchor, "from mu": from_mu}
 
 
 def other_routes(routes: Any) -> Any:
@@ -179,6 +196,16 @@ def test_replaying_other_experts_changes_the_output_and_is_undone(measured: list
         assert result["restored output"]
         assert result["restored routers"]
         assert result["global registry"] == 0, "no model joins Megatron's global registry"
+
+
+def test_the_recomputed_anchor_replays_the_experts_that_the_loss_replays(
+    measured: list[dict[str, Any]],
+) -> None:
+    """Without a number on ranks that have no sample to measure."""
+    found = [result for result in measured if not math.isnan(result["from mu"])]
+    assert len(found) >= len(ARCHITECTURES)
+    for result in found:
+        assert result["from the anchor"] < 1e-6 and result["from mu"] > 1e-3
 
 
 def test_replayed_router_keeps_its_gradient(measured: list[dict[str, Any]]) -> None:

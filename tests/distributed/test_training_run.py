@@ -22,6 +22,7 @@ from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.checks.facts import model_facts
 from megatron_dppo.checks.run_rules import checkpoint_bytes
 from megatron_dppo.config.schema import Config
+from megatron_dppo.data.batches.batch_file import read_batches
 from megatron_dppo.runtime.files import read_jsonl
 from megatron_dppo.runtime.process import Runtime
 from tests.support.commands import python
@@ -427,7 +428,7 @@ def test_two_processes_train_as_one(task: Path, tmp_path: Path, one: dict[str, A
 def test_old_log_probs_cost_a_forward_only_where_the_anchor_needs_them(
     task: Path, tmp_path: Path, preset: str, extra: bool
 ) -> None:
-    tracking = {"clipped_tokens_every": 1, "samples_every": 1}
+    tracking = {"clipped_tokens_every": 1, "samples_every": 1, "batches_every": 1}
     tables = with_data(task, preset, run={"num_rollouts": 1}, tracking=tracking)
     tables["algorithm"] = {"preset": preset, "delta": 1e-6, "minibatches_per_rollout": 2}
     forwards = run_ranks(train, 1, tmp_path, tables)[0]["forwards"]
@@ -469,6 +470,15 @@ def test_old_log_probs_cost_a_forward_only_where_the_anchor_needs_them(
                 row["sign"] == "+"
             )
     assert warnings == (not extra), "recomputed log-probs have no noise before the first step"
+    kept = read_batches(task / preset / "batches" / "rollout_000000" / "group_0_of_1.safetensors")
+    assert sorted(name for step in kept for m in step.microbatches for name in m.sample_ids) == sorted(
+        map(str, samples)
+    )
+    for m in (m for step in kept for m in step.microbatches):
+        assert (m.old_log_probs is not None) == extra
+        if m.old_log_probs is not None:  # by the weights that sampled: mu, to within bfloat16 of the engine
+            distance = (m.old_log_probs - m.rollout_log_probs)[m.loss_mask].abs()
+            assert 0 < distance.max() < 0.3 and distance.mean() < 0.05
 
 
 def test_the_command_line_trains_and_compares(task: Path) -> None:

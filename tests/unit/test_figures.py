@@ -2,12 +2,14 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.patches import Rectangle
 from typer.testing import CliRunner
 
@@ -35,12 +37,16 @@ from megatron_dppo.analysis.figures.token_figures import (
 from megatron_dppo.analysis.lines import smooth
 from megatron_dppo.cli import app
 from megatron_dppo.config.schema import Config
+from megatron_dppo.data.batches.batch_file import write_group
+from megatron_dppo.data.batches.packing import pack
 from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.run_folder.folder import RunFolder
 from megatron_dppo.runtime.files import write_jsonl
+from megatron_dppo.types import TrainBatch
 from tests.support import records
 from tests.support.records import metrics_of
 from tests.support.refusals import refused
+from tests.support.samples import make_sample
 
 NUM_ROLLOUTS = 12
 Tables = dict[str, dict[str, Any]]
@@ -421,6 +427,33 @@ def test_tokens_of_a_measurement_are_drawn_as_they_are(tmp_path: Path) -> None:
     np.testing.assert_allclose(
         np.asarray(difference.collections[0].get_offsets()), np.stack([mu, abs(pi - mu)], 1)
     )
+
+
+def test_tokens_of_kept_batches_are_of_the_newest_rollout_and_pair_mu_with_the_recomputed_policy(
+    tmp_path: Path,
+) -> None:
+    """Of tokens in the loss; a rollout that not every rank has written is no rollout."""
+
+    def step(seed: int) -> TrainBatch:
+        sample = make_sample(list(range(9 + seed)), 2)
+        m = pack([replace(sample, token_weights=torch.ones(sample.response_length))])
+        mu, pi = (-torch.arange(1.0, m.tokens.numel() + 1) * scale - seed for scale in (0.25, 0.125))
+        learns = torch.arange(m.tokens.numel()) % 3 == 1
+        changed = replace(m, rollout_log_probs=mu, old_log_probs=pi, loss_mask=learns)
+        return TrainBatch((changed,), int(learns.sum()), 1)
+
+    for rollout, seeds in ((0, (1, 2)), (1, (3, 4)), (2, (5,))):
+        for rank, seed in enumerate(seeds):
+            write_group(tmp_path / "batches", rollout, (rank, 2), [step(seed)])
+    (pairs,) = read_token_pairs(tmp_path)
+    learning = [
+        (-0.25 * (place + 1) - seed, -0.125 * (place + 1) - seed)
+        for seed in (3, 4)
+        for place in range(9 + seed)
+        if place % 3 == 1
+    ]
+    assert list(zip(pairs.log_mu.tolist(), pairs.log_pi.tolist(), strict=True)) == learning
+    assert pairs.source == "mini-batches of rollout 1"
 
 
 def test_a_sample_of_many_tokens_is_always_the_same() -> None:

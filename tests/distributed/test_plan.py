@@ -21,6 +21,7 @@ from megatron_dppo.checks import model_facts
 from megatron_dppo.config.schema import Config
 from megatron_dppo.plan.activations import Assumptions, LayerModel
 from megatron_dppo.plan.job import Job, Machine
+from megatron_dppo.plan.memory import memory_of
 from megatron_dppo.plan.stages import (
     FLOAT,
     ROWS,
@@ -43,6 +44,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "expert 2": (2, {"expert": 2}),
     "tensor 2": (2, {"tensor": 2, "expert_tensor": 1}),
     "context 2": (2, {"context": 2}),
+    "pipeline 2": (2, {"pipeline": 2}),
+    "pipeline 2 in four chunks": (2, {"pipeline": 2, "virtual_pipeline": 2}),
 }
 SIZES: dict[str, Any] = dict(
     vocab_size=300,
@@ -181,8 +184,19 @@ OF_FAMILIES = {
     ),
     "norms over all heads": Case({"num_local_experts": 8, "rotary_dim": 8}, "MiniMaxM2ForCausalLM"),
 }
+# Recomputed layers that are narrow inside keep their inputs alone, so that what stages pass on is a large part.
+_NARROW = {"hidden_size": 512, "moe_intermediate_size": 8, "num_attention_heads": 2, "head_dim": 8}
+IN_STAGES = {
+    "stages": Case(num_microbatches=4),
+    "stages of recomputed layers": Case(
+        _NARROW | {"num_experts_per_tok": 2, "num_hidden_layers": 8},
+        num_microbatches=8,
+        megatron=_recompute("full", method="uniform", num_layers=1),
+    ),
+}
 CASES = {
     **LOSSES,
+    **IN_STAGES,
     **FLASH,
     **SHARED,
     **ADAPTERS,
@@ -212,10 +226,12 @@ CASES = {
 # context parallelism flash attention is: the masks of padded batches, which half precision on a GPU never has,
 # are not counted.
 MEASURED = {
-    "one process": CASES,
-    "expert 2": {name: case for name, case in CASES.items() if not case.is_flash},
+    "one process": {name: case for name, case in CASES.items() if name not in IN_STAGES},
+    "expert 2": {name: case for name, case in CASES.items() if not (case.is_flash or name in IN_STAGES)},
     "tensor 2": {**LOSSES, **ADAPTERS, **OF_FAMILIES, "shared prompts, wide": SHARED["shared prompts, wide"]},
     "context 2": {**FLASH, **LATENTS},
+    "pipeline 2": IN_STAGES,
+    "pipeline 2 in four chunks": IN_STAGES,
 }
 
 
@@ -382,7 +398,8 @@ def job_of(layout_name: str, model: str, case: Case) -> tuple[Job, Layout]:
         samples_per_step=case.num_sequences * case.num_microbatches * job.layout.data,
     )
     options = replace(job.options, layer_spec="torch-cpu")
-    return replace(job, workload=workload, options=options), job.layout
+    without_losses = replace(job.assumptions, fragmentation=0.0)
+    return replace(job, workload=workload, options=options, assumptions=without_losses), job.layout
 
 
 @each_case
@@ -447,20 +464,28 @@ def test_activations_kept_for_backward_are_within_3_percent(
 
 
 @each_without_adapters
-def test_the_peak_of_all_live_tensors_is_within_15_percent(
+def test_the_printed_sum_of_a_stage_is_within_15_percent_of_all_live_tensors(
     measured: Any, layout_name: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits with all that the loss makes of them, and what a layer holds for a moment, included."""
+    """The larger of the moments in which the trainer computes, with all components that are its tensors.
+
+    Both sides are without the weights, gradients and moments that were measured, so that 15 % is of what
+    depends on tokens.
+    """
     monkeypatch.setattr(LayerModel, "is_flash", CASES[case].is_flash)
     models, ranks = measured(layout_name)
     job, layout = job_of(layout_name, models[case], CASES[case])
+    stages = memory_of(job, layout).stages
     for found in (rank[case] for rank in ranks):
-        part = stage_parts(job, layout)[found["stage"]]
-        states, kept = rank_states(job, part), stage_activations(job, layout, part)
-        in_backward = kept.again + kept.working + states.largest_gradient
-        predicted = kept.held + kept.passed + max(kept.head + kept.logits, in_backward)
-        actual = found["live"] - states.parameters - states.gradients
-        assert predicted == pytest.approx(actual, rel=0.15), asdict(kept)
+        of_stage = stages[found["stage"]]
+        others = ("reserve", "engine weights", "engine cache")
+        sums = {
+            name: of_stage.total(name) - sum(of_stage.moments[name].get(other, 0) for other in others)
+            for name in ("loss", "backward")
+        }
+        states = found["parameters"] + found["gradients"] + found["optimizer"]
+        actual = found["live"] + found["optimizer"] - states
+        assert max(sums.values()) - states == pytest.approx(actual, rel=0.15), of_stage
 
 
 # Large enough that copies stand out of a process's other memory: 9 M parameters, of which 1 M in one tensor.

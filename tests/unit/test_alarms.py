@@ -106,6 +106,9 @@ def test_a_tail_that_stays_is_found_and_one_that_passes_is_not() -> None:
         ("mismatch/tv_p999", 0.001, 0.011, True),
         ("routing/agreement_mean", 0.94, 0.895, False),
         ("routing/agreement_mean", 0.94, 0.885, True),
+        ("routing/agreement_mean", 0.94, 0.0, True),  # a value, and not the lack of one
+        ("rollout/response_length_mean", 120.0, 0.0, True),
+        ("mismatch/tv_p999", 0.0, 0.011, True),
     ],
 )
 def test_each_limit_lies_between_an_accepted_and_a_refused_value(

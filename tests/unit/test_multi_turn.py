@@ -266,6 +266,14 @@ def test_where_no_turn_has_a_reward_the_last_response_is_scored(model: Any) -> N
         assert sample.reward_info == {"turns": 3.0, "scored": 1.0}
 
 
+def test_a_conversation_whose_turns_all_earn_0_earns_0(model: Any) -> None:
+    class Strict(Scripted):
+        def step(self, response: str, finish_reason: FinishReason) -> Turn:
+            return dataclasses.replace(super().step(response, finish_reason), reward=0.0)
+
+    assert {sample.reward for sample in rolled_out(engine_of(model), environment=Strict).samples} == {0.0}
+
+
 @pytest.mark.parametrize("gives_reward", [True, False])
 def test_only_sampled_tokens_are_overlong_whoever_gives_the_reward(model: Any, gives_reward: bool) -> None:
     class Rewarding(Scripted):

@@ -304,6 +304,7 @@ def join_parts(partial: Completion, rest: Completion) -> Completion:
     once still counts as retracted after it is resumed.
     """
     topk = routes = None
+    has_mask = partial.loss_mask is not None or rest.loss_mask is not None
     if partial.topk is not None and rest.topk is not None:
         topk = RolloutTopK(
             torch.cat([partial.topk.ids, rest.topk.ids]),
@@ -322,7 +323,7 @@ def join_parts(partial: Completion, rest: Completion) -> Completion:
         num_moves=partial.num_moves + rest.num_moves,
         num_retractions=partial.num_retractions + rest.num_retractions,
         num_cached_tokens=partial.num_cached_tokens + rest.num_cached_tokens,
-        loss_mask=None if partial.loss_mask is None else torch.cat([partial.loss_mask, mask_of(rest)]),
+        loss_mask=torch.cat([mask_of(partial), mask_of(rest)]) if has_mask else None,
     )
 
 

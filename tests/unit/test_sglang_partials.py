@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.engines.base import Completion, EngineCounts, Request, SamplingParams, give_up, join_parts
+from megatron_dppo.engines.base import (
+    Completion,
+    EngineCounts,
+    Request,
+    SamplingParams,
+    give_up,
+    join_parts,
+    mask_of,
+    with_observation,
+)
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.protocol import GENERATIONS, ServedModel
 from megatron_dppo.types import ModelRouting, RolloutTopK, RoutedExperts, WeightVersionSpan
@@ -62,6 +71,49 @@ def test_spans_of_one_version_become_one() -> None:
     again = dataclasses.replace(NEW, weight_versions=(WeightVersionSpan(0, 1, 5), WeightVersionSpan(1, 2, 6)))
     spans = [(span.start, span.stop, span.version) for span in join_parts(OLD, again).weight_versions]
     assert spans == [(0, 1, 4), (1, 4, 5), (4, 5, 6)]
+
+
+def test_parts_of_one_version_are_one_span() -> None:
+    """A response that moved, or that a hold without a push interrupted, even several times."""
+    spans = tuple(WeightVersionSpan(0, count, 5) for count in (3, 2))
+    first, second = (
+        dataclasses.replace(part, weight_versions=(own,)) for part, own in zip((OLD, NEW), spans, strict=True)
+    )
+    whole = join_parts(join_parts(first, second), dataclasses.replace(second, finish_reason="length"))
+    assert whole.weight_versions == (WeightVersionSpan(0, 7, 5),)
+    nothing = dataclasses.replace(give_up(dataclasses.replace(REQUEST, partial=None)), finish_reason="stop")
+    assert join_parts(nothing, second).weight_versions == (WeightVersionSpan(0, 2, 5),)
+    assert join_parts(first, nothing).weight_versions == (WeightVersionSpan(0, 3, 5),)
+
+
+def test_an_observation_is_of_no_version() -> None:
+    """Between two turns of the same weights: no version sampled its tokens."""
+    first = dataclasses.replace(OLD, weight_versions=(WeightVersionSpan(0, 3, 5),))
+    second = dataclasses.replace(NEW, weight_versions=(WeightVersionSpan(0, 2, 5),))
+    whole = join_parts(with_observation(first, torch.tensor([7, 8])), second)
+    assert whole.weight_versions == (WeightVersionSpan(0, 3, 5), WeightVersionSpan(5, 7, 5))
+    assert whole.tokens.tolist() == [10, 11, 12, 7, 8, 20, 21]
+    assert mask_of(whole).tolist() == [True] * 3 + [False] * 2 + [True] * 2
+
+
+MASKS = [torch.tensor([True, False, True]), torch.tensor([False, True])]
+
+
+@pytest.mark.parametrize(
+    ("of_old", "of_new", "expected"),
+    [
+        (None, None, None),
+        (MASKS[0], None, [True, False, True, True, True]),
+        (None, MASKS[1], [True, True, True, False, True]),
+        (MASKS[0], MASKS[1], [True, False, True, False, True]),
+    ],
+)
+def test_tokens_that_either_part_does_not_train_on_the_whole_does_not(
+    of_old: torch.Tensor | None, of_new: torch.Tensor | None, expected: list[bool] | None
+) -> None:
+    old, new = dataclasses.replace(OLD, loss_mask=of_old), dataclasses.replace(NEW, loss_mask=of_new)
+    found = join_parts(old, new).loss_mask
+    assert (None if found is None else found.tolist()) == expected
 
 
 def test_what_a_part_lacks_the_whole_lacks() -> None:

@@ -65,6 +65,35 @@ def test_slots_are_refilled_and_routes_recorded_as_in_a_full_forward(
         assert torch.equal(completion.routed_experts.indices.long(), choices)
 
 
+ROUNDS = (12, 1, 9, 2, 12, 3, 2, 1, 7, 1)
+
+
+@pytest.mark.parametrize("config", [hybrid_config, moe_config])
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_every_slot_is_refilled_as_if_it_were_new(config: Any, num_slots: int) -> None:
+    """All slots get prompts of one length at a time: long ones, then of one token, of two, and of three.
+
+    A fresh engine samples each of them alone. With one slot, the numbers are equal bit for bit.
+    """
+    made = reference_model(config())
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if name.endswith("A_log"):
+                parameter.sub_(3)
+    requests = requests_of([length for length in ROUNDS for _ in range(num_slots)])
+    params = SamplingParams(max_response_tokens=4, num_topk_log_probs=3, capture_routes=True)
+    completions = engine_of(made, batch_size=num_slots).generate(requests, params)
+    exact: Any = {"rtol": 0, "atol": 0 if num_slots == 1 else 3e-5}
+    for request, found in zip(requests, completions, strict=True):
+        (alone,) = engine_of(made, batch_size=1).generate([request], params)
+        assert torch.equal(found.tokens, alone.tokens)
+        torch.testing.assert_close(found.log_probs, alone.log_probs, **exact)
+        assert found.topk is not None and alone.topk is not None
+        torch.testing.assert_close(found.topk.log_probs, alone.topk.log_probs, **exact)
+        assert found.routed_experts is not None and alone.routed_experts is not None
+        assert torch.equal(found.routed_experts.indices, alone.routed_experts.indices)
+
+
 def test_a_response_that_began_earlier_ends_as_if_it_had_not_stopped(model: Any) -> None:
     """States are computed again from its tokens, beside requests of other lengths and other progress."""
     engine, requests = engine_of(model, batch_size=3), requests_of(MIXED_LENGTHS)

@@ -166,6 +166,16 @@ def test_an_alarm_is_raised_once_while_it_lasts() -> None:
     assert set(watch.check(long)) == {"length_jump"}
 
 
+def test_steps_of_a_rollout_are_forgotten_with_it() -> None:
+    rows = _healthy(4, 14)
+    watch = AlarmWatch(rows[:11])
+    raised = list[set[str]]()
+    for row, loss in zip(rows[11:], (math.nan, 0.5, math.nan), strict=True):
+        watch.add_step({"loss/policy": loss})
+        raised.append(set(watch.check(row)))
+    assert raised == [{"not_finite"}, set(), {"not_finite"}]
+
+
 def test_the_evidence_holds_the_rows(tmp_path: Path) -> None:
     rows = [*_healthy(2, 20), {"reward/mean": math.nan}]
     file = write_alarms(tmp_path / "evidence", 20, {"not_finite": "reward/mean"}, rows)

@@ -190,6 +190,15 @@ def test_retention_rules_add_up(retention: Retention, kept: list[int]) -> None:
     assert [i for i in range(5) if Path(str(i)) not in deleted] == kept
 
 
+@pytest.mark.parametrize(
+    ("scores", "highest_is_best"), [([-0.2, 0.0, -0.1, -0.3], True), ([0.2, 0.0, 0.1], False)]
+)
+def test_a_score_of_0_is_a_score(scores: list[float], highest_is_best: bool) -> None:
+    checkpoints = [Kept(Path(str(i)), i + 1, score) for i, score in enumerate(scores)]
+    deleted = Retention(1, 0, 1, highest_is_best).choose_deleted(checkpoints)
+    assert Path("1") not in deleted and len(deleted) == len(scores) - 2
+
+
 def test_a_disk_that_is_too_small_is_refused_with_the_figures(tmp_path: Path) -> None:
     folders.require_free(tmp_path, 1, 0)
     with pytest.raises(CheckpointError, match=r"1125899\.91 GB"):

@@ -165,14 +165,15 @@ def test_new_groups_go_to_the_ranks_with_the_fewest(
     assert limits == expected
 
 
-def test_the_oldest_are_chosen_and_what_is_due_is_waited_for() -> None:
+@pytest.mark.parametrize("first", [0, 2])
+def test_the_oldest_are_chosen_and_what_is_due_is_waited_for(first: int) -> None:
     bound = StalenessBound(2, 1, 2)
-    young, old = OpenGroup(0, 5, 3, True), OpenGroup(1, 2, 2, True)
-    late, never = OpenGroup(0, 1, 2, False), OpenGroup(1, 7, None, False)
-    assert bound.choose([young, old, never], 3) == [old, young]
-    assert bound.choose([young, old, late], 3) is None  # `late` was born at 2, and 3 is its last chance
-    assert bound.choose([young, old, late], 2) == [old, young]
-    assert bound.choose([young, late, never], 2) is None
+    young, old = OpenGroup(0, 5, first + 1, True), OpenGroup(1, 2, first, True)
+    late, never = OpenGroup(0, 1, first, False), OpenGroup(1, 7, None, False)
+    assert bound.choose([young, old, never], first + 1) == [old, young]
+    assert bound.choose([young, old, late], first + 1) is None  # the last chance of `late`
+    assert bound.choose([young, old, late], first) == [old, young]
+    assert bound.choose([young, late, never], first) is None
 
 
 @pytest.mark.parametrize(

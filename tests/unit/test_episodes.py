@@ -11,7 +11,7 @@ import torch
 
 from megatron_dppo.agents.chat import Chat, RefusedError, parse_response, read_chat
 from megatron_dppo.agents.episode import Episode, EpisodeLimits
-from megatron_dppo.agents.harness import AgentOutcome
+from megatron_dppo.agents.harness import AgentOutcome, checked_outcome
 from megatron_dppo.agents.rendering import Rendering, Thinking
 from megatron_dppo.agents.tree import Node
 from megatron_dppo.engines.base import (
@@ -88,6 +88,22 @@ class Played(ScriptedPolicy):
 
 def played(play: Callable[[], Coroutine[Any, Any, Played]]) -> Played:
     return run_loop(play())
+
+
+@pytest.mark.parametrize(
+    ("posted", "returned", "expected"), [(1.0, 0.0, 0.0), (0.0, None, 0.0), (1.0, None, 1.0), (None, 0.0, 0.0)]
+)
+def test_a_reward_of_0_is_a_reward(posted: float | None, returned: float | None, expected: float) -> None:
+    """What the harness returns wins over what it posted, and either is 0 or absent."""
+
+    async def play() -> Played:
+        each = Played("It is 5.")
+        await each.say(ASKS)
+        return each
+
+    each = played(play)
+    each.episode.posted = checked_outcome(posted)
+    assert each.episode.result(checked_outcome(returned)).episode.reward == expected  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def test_a_tool_call_is_continued_by_the_tokens_that_were_sampled() -> None:

@@ -219,6 +219,12 @@ def test_the_line_for_people(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         "agreement 0.94  0.9 s  left 1m02s"
     )
     assert rollout_line(0, 3, {}, 0.0, 7200) == "rollout  1/3  0.0 s  left 2h00m"
+    zeros = dict.fromkeys(metrics, 0.0)
+    del zeros["trust_region/masked_fraction_positive"]
+    assert rollout_line(0, 3, zeros, 0.0, 0) == (
+        "rollout  1/3  reward 0.00  length 0.0  entropy 0.00  |pi-mu| 0.0000  masked -0.0%  agreement 0.00  "
+        "0.0 s  left 0s"
+    )
     with (
         caplog.at_level(logging.INFO),
         RunFolder.open(tmp_path, CONFIG, resume=False) as folder,

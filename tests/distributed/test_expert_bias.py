@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_dppo.architectures.published_names import stays_float32
@@ -94,7 +95,11 @@ def biases_of(actor: Any) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bias")
-    write_family(folder / "model", "Glm4MoeForCausalLM")
+    for name in ("model", "other"):
+        write_family(folder / name, "Glm4MoeForCausalLM")
+    write_family(folder / "four layers", "Glm4MoeForCausalLM", num_hidden_layers=4)
+    file = folder / "other" / "model.safetensors"
+    save_file({name: tensor.roll(1, 0).contiguous() for name, tensor in load_file(file).items()}, file)
     return folder
 
 
@@ -132,3 +137,94 @@ def test_a_step_whose_gradient_norm_overflows_is_skipped_and_moves_nothing(model
         for step in of_rank:
             assert step["kept"] and step["skipped"] == 1
             assert step["faults"] == ("gradient: the norm is inf, though each gradient is finite",)
+
+
+FAR = 0.3
+"""A rate of biases with which they change the experts after one step."""
+TABLES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
+    "one process": (1, {}),
+    "bfloat16, two ranks of data": (2, {"model": {"dtype": "bfloat16"}}),
+    "adapters": (1, {"lora": {"rank": 4, "alpha": 8}}),
+    "stages of two chunks": (
+        2,
+        {"model": {"load": "four layers"}, "parallel": {"pipeline": 2, "virtual_pipeline": 2}},
+    ),
+    "another reference": (1, {"model": {"reference": "other"}}),
+    "adapters, another reference": (1, {"lora": {"rank": 4, "alpha": 8}, "model": {"reference": "other"}}),
+    "offloaded between steps": (1, {"optimizer": {"offload": True}}),
+}
+
+
+def reference(runtime: Runtime, folder: str, tables: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Log-probs of the reference's own weights, and what the reference policy finds after biases have moved."""
+    from megatron_dppo.actor.actor import Actor
+    from megatron_dppo.actor.reference import ReferencePolicy
+    from megatron_dppo.config.schema import Config
+    from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
+
+    common: dict[str, dict[str, Any]] = {
+        "model": {"load": "model", "dtype": "float32"},
+        "parallel": {"max_tokens_per_microbatch": 60},
+        "optimizer": {"lr": 1e-2},
+        "megatron": {"moe_router_bias_update_rate": FAR},
+    }
+    merged = {name: common.get(name, {}) | tables.get(name, {}) for name in common | tables}
+    merged["model"] |= {
+        key: f"{folder}/{merged['model'][key]}" for key in {"load", "reference"} & merged["model"].keys()
+    }
+    config = Config.model_validate(merged)
+
+    def log_probs(microbatches: Any, column: Any) -> Tensor:
+        return torch.cat([values[m.loss_mask] for m, values in zip(microbatches, column, strict=True)])
+
+    actor = Actor(config, runtime)
+    groups = with_advantages(random_groups(6, routing=actor.routing), normalize_std=False)
+    data = actor.data_parallel
+    own = [sample for group in groups[data.group :: data.num_groups] for sample in group.samples]
+    own = own if runtime.rank in (ranks := data.ranks_of(data.group))[:1] or len(ranks) == 1 else []
+    (batch,), _ = train_batches([own], BatchShape("token_mean", 16, 60, routing=actor.routing), data)
+    expected = log_probs(batch.microbatches, actor.forward_log_probs(batch.microbatches, False))
+    if config.model.reference is not None:
+        of_other = Config.model_validate(
+            {name: table for name, table in merged.items() if name != "lora"}
+            | {"model": {"load": merged["model"]["reference"], "dtype": "float32"}}
+        )
+        other = Actor(of_other, runtime)
+        expected = log_probs(batch.microbatches, other.forward_log_probs(batch.microbatches, False))
+    policy = ReferencePolicy(actor, config)
+    for _ in range(2):
+        actor.train_step(batch, is_first=False)
+    before = state_of(actor)
+    moved = actor.forward_log_probs(batch.microbatches, False)
+    (of_step,) = policy.with_log_probs([batch])
+    again = actor.forward_log_probs(batch.microbatches, False)
+    biases = [name for name in before if name.endswith("expert_bias")]
+    return {
+        "expected": expected,
+        "found": log_probs(of_step.microbatches, [m.ref_log_probs for m in of_step.microbatches]),
+        "moved": log_probs(batch.microbatches, moved),
+        "again": log_probs(batch.microbatches, again),
+        "changed": [name for name, tensor in state_of(actor).items() if not torch.equal(tensor, before[name])],
+        "num_biases": len(biases),
+    }
+
+
+def state_of(actor: Any) -> dict[str, Tensor]:
+    """All parameters and buffers of this rank."""
+    return {
+        f"{number}.{name}": tensor.clone()
+        for number, chunk in enumerate(actor.chunks)
+        for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers())
+    }
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_reference_policy_has_its_own_biases_and_the_policy_gets_its_own_back(
+    name: str, model: Path, tmp_path: Path
+) -> None:
+    """Bit for bit, after biases have moved so far that other experts are chosen."""
+    num_ranks, tables = TABLES[name]
+    for of_rank in run_ranks(reference, num_ranks, tmp_path, str(model), tables):
+        assert torch.equal(of_rank["found"], of_rank["expected"])
+        assert torch.equal(of_rank["again"], of_rank["moved"]) and of_rank["changed"] == []
+        assert (of_rank["moved"] - of_rank["expected"]).abs().max() > 0.05 and of_rank["num_biases"] > 0

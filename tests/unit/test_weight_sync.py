@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.engines.checksum import WeightChecksum
+from megatron_dppo.engines.weight_sync.fleet import Member
 from megatron_dppo.engines.weight_sync.syncs import InProcessSync, SglangSync
 from megatron_dppo.errors import WeightSyncError
 from megatron_dppo.runtime.gpu_ledger import GpuLedger
@@ -177,8 +178,7 @@ def test_the_probe_compares_after_the_first_push_and_each_period(every: int, pro
     """The trainer's log-probs are computed before the pushes that are compared, and no others."""
     stand_in = Pushed()
     part = cast(Any, stand_in)
-    member = cast(Any, type("Member", (), {"url": "http://127.0.0.1:1", "pid": 1}))
-    stand_in.members = (member,)
+    stand_in.members = cast(Any, (Member("http://127.0.0.1:1", 1, 1, "0.5.21"),))
     tried: list[str] = []
     push = SglangSync(
         part, part, part, part, probe=part, probe_every=every, require_sampling=lambda urls: tried.extend(urls)

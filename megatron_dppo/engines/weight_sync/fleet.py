@@ -121,9 +121,15 @@ class Member:
     """One server of a fleet."""
 
     url: str
-    pid: int  # changes when the server restarts, which loses its process groups
+    pid: int  # with `since`, changes when the server restarts, which loses its process groups
     num_ranks: int
     version: str
+    since: str = ""  # when the process started: a container may give each process the same pid
+
+    @property
+    def process(self) -> str:
+        """Identity of the server's process: URL, process id and start time."""
+        return f"{self.url} {self.pid} {self.since}".rstrip()
 
     @property
     def calls(self) -> UpdateCalls:
@@ -211,17 +217,17 @@ class Fleet:
         return dict(zip(calls, faults, strict=True))
 
 
-async def describe(url: str, pid: int, api_key: str | None, timeout_s: float) -> Member:
+async def describe(record: ServerRecord, api_key: str | None, timeout_s: float) -> Member:
     """Describe a member from its server's reply, within `timeout_s`, or twice that after one retry.
 
     Raises:
         ServerError: The server does not reply, or weight updates are not supported for its version.
     """
     patience = Patience(control_timeout_s=min(timeout_s, 30.0), max_attempts=2)
-    async with SglangClient(url, patience, api_key=api_key) as client:
+    async with SglangClient(record.url, patience, api_key=api_key) as client:
         _, facts = await client.connect()
     update_calls_of(facts.version)
-    return Member(url, pid, facts.num_ranks, facts.version)
+    return Member(record.url, record.pid, facts.num_ranks, facts.version, record.since)
 
 
 class RunServers:
@@ -269,9 +275,9 @@ class RunServers:
         if self._runtime.is_main:
             fleet.tell(lambda member: member.calls.pause)
             released = self._read_released()
-            held = [member for member in fleet.members if _key(member) not in released]
+            held = [member for member in fleet.members if member.process not in released]
             fleet.tell(lambda member: member.calls.release(*_MEMORY), only=held)
-            self._keep(released | {_key(m): list(_MEMORY) for m in held if m.url not in fleet.failures})
+            self._keep(released | {m.process: list(_MEMORY) for m in held if m.url not in fleet.failures})
         fleet.agree(self._runtime.all_gather(fleet.failures))
         if fleet.failures:
             raise WeightSyncError(
@@ -289,9 +295,9 @@ class RunServers:
             what: Memory to resume, "weights" or "kv_cache".
         """
         released = self._read_released()
-        lacking = [member for member in fleet.members if what in released.get(_key(member), [])]
+        lacking = [member for member in fleet.members if what in released.get(member.process, [])]
         fleet.tell(lambda member: member.calls.resume(what), only=lacking)
-        resumed = {_key(member) for member in lacking if member.url not in fleet.failures}
+        resumed = {member.process for member in lacking if member.url not in fleet.failures}
         left = {key: [w for w in kept if key not in resumed or w != what] for key, kept in released.items()}
         self._keep({key: kept for key, kept in left.items() if kept})
 
@@ -304,7 +310,7 @@ class RunServers:
                 absent[record.url] = found
                 continue
             try:
-                member = asyncio.run(describe(record.url, record.pid, self._api_key, self._timeout_s))
+                member = asyncio.run(describe(record, self._api_key, self._timeout_s))
             except ServerError as error:
                 absent[record.url] = str(error)
                 continue
@@ -313,7 +319,7 @@ class RunServers:
         return members, absent
 
     def _read_released(self) -> dict[str, list[str]]:
-        """Return the released memory of each server, by URL and process id."""
+        """Return the released memory of each server process."""
         if not self._file.exists():
             return {}
         content: Any = json.loads(self._file.read_text(encoding="utf-8"))
@@ -322,7 +328,3 @@ class RunServers:
     def _keep(self, released: Mapping[str, Sequence[str]]) -> None:
         if released != self._read_released():
             write_whole(self._file, [json.dumps(released)])
-
-
-def _key(member: Member) -> str:
-    return f"{member.url} {member.pid}"

@@ -53,7 +53,7 @@ class SglangSync:
         """
         self._transport, self._engine, self._servers, self._runtime = transport, engine, servers, runtime
         self._probe, self._probe_every, self._num_pushes = probe, probe_every, 0
-        self._require_sampling, self._tried = require_sampling, set[tuple[str, int]]()
+        self._require_sampling, self._tried = require_sampling, set[str]()
 
     def prepare_push(self) -> None:
         """Compute the probe's expected log-probs; see `WeightSync.prepare_push`."""
@@ -86,8 +86,8 @@ class SglangSync:
                 "expected one. Check that megatron-dppo serve runs with this run's config, and look at its log."
             )
         self._engine.admit([member.url for member in updated], version)
-        new = [member for member in updated if (member.url, member.pid) not in self._tried]
-        self._tried |= {(member.url, member.pid) for member in new}
+        new = [member for member in updated if member.process not in self._tried]
+        self._tried |= {member.process for member in new}
         self._runtime.on_main(lambda: self._require_sampling([member.url for member in new]))
         self._num_pushes += 1
         is_due = (self._num_pushes - 1) % self._probe_every == 0

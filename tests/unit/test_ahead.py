@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from megatron_dppo.data.prompts.prompts import PromptStream
-from megatron_dppo.engines.base import Completion, Request, SamplingParams, give_up
+from megatron_dppo.engines.base import (
+    Completion,
+    Request,
+    SamplingParams,
+    give_up,
+    input_tokens,
+    num_tokens_before,
+)
 from megatron_dppo.errors import RolloutError, ServerError
 from megatron_dppo.rewards import RewardResult
 from megatron_dppo.rollout.counts import RolloutCounts
@@ -252,6 +259,42 @@ def test_after_a_push_the_oldest_groups_are_asked_for_first() -> None:
         before |= set(session.asked)
         num_again += len(again)
     assert num_again == 5 * 2 * 16
+
+
+def test_tokens_that_are_prefilled_again_are_counted_without_those_that_a_server_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of each request's input, three tokens are in the cache: a response that was interrupted has several."""
+    expected, counted, seen = list[int](), list[int](), set[str]()
+
+    class Cached(SteppedSession):
+        async def ask(self, request: Request, params: SamplingParams) -> Completion:
+            found, before = await super().ask(request, params), num_tokens_before(request)
+            if found.tokens.numel() == before:
+                return found
+            if request.id in seen:
+                expected.append(len(input_tokens(request)) - 3)
+            seen.add(request.id)
+            return replace(found, num_cached_tokens=found.num_cached_tokens + 3)
+
+    @contextlib.asynccontextmanager
+    async def session(self: SteppedEngine, *, may_be_held: bool = True) -> AsyncIterator[SteppedSession]:
+        self.sessions.append(Cached(self))
+        yield self.sessions[-1]
+
+    monkeypatch.setattr(SteppedEngine, "session", session)
+    rank = Rank(StalenessBound(2, 2, 2), Peer(0, Meeting(1)))
+    counted_by_sampler = rank.sampler.count
+    monkeypatch.setattr(
+        rank.sampler,
+        "count",
+        lambda **added: (counted.append(added.get("num_prefilled_again", 0)), counted_by_sampler(**added)),
+    )
+    for version in range(5):
+        rank.push(version, 9)
+        time.sleep(0.01)
+    rank.ahead.close()
+    assert sum(counted) == sum(expected) and len(expected) > 2
 
 
 def test_an_open_group_is_as_old_as_its_oldest_token() -> None:

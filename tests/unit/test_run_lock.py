@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron_dppo.errors import ConfigError, InUseError
 from megatron_dppo.run_folder import lock
-from megatron_dppo.run_folder.lock import LOCK, holder, locked
+from megatron_dppo.run_folder.lock import LOCK, _is_entry_of, _is_here, _this_process, holder, locked
 from tests.support.locks import begin_to_hold, hold_in_another_process, release
 from tests.support.processes import wait_until
 
@@ -174,6 +175,17 @@ def test_a_host_of_the_same_name_is_another_host(tmp_path: Path) -> None:
     began = time.monotonic()
     with locked(tmp_path, beat_s=0.2):
         assert time.monotonic() - began > 0.6
+
+
+@pytest.mark.parametrize("name", ["host", "boot", "pid", "since"])
+def test_an_entry_is_of_this_process_only_if_every_part_of_its_identity_is(name: str) -> None:
+    """A process of another host, of another start of this host, or of the same id at another time."""
+    me = _this_process()
+    others: dict[str, Any] = {"host": "elsewhere", "boot": "another", "pid": me["pid"] + 1, "since": "earlier"}
+    assert _is_entry_of(me | {"beat": 9, "command": "any"}, me)
+    assert not _is_entry_of(me | {name: others[name]}, me)
+    assert not _is_entry_of({key: value for key, value in me.items() if key != name}, me)
+    assert _is_here(me | {name: others[name]}) == (name in ("pid", "since"))
 
 
 @pytest.mark.parametrize("content", ["", "{torn", "[]", "7"])

@@ -13,11 +13,14 @@ from megatron_dppo.engines.base import (
     EngineCounts,
     Request,
     SamplingParams,
+    first_route_row,
     give_up,
     join_parts,
     mask_of,
+    shortened,
     with_observation,
 )
+from megatron_dppo.engines.sglang.dispatch import count_result
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.protocol import GENERATIONS, ServedModel
 from megatron_dppo.types import ModelRouting, RolloutTopK, RoutedExperts, WeightVersionSpan
@@ -116,6 +119,39 @@ def test_tokens_that_either_part_does_not_train_on_the_whole_does_not(
     assert (None if found is None else found.tolist()) == expected
 
 
+def test_the_beginning_of_a_response_has_what_its_tokens_have() -> None:
+    whole = join_parts(
+        with_observation(OLD, torch.tensor([7, 8])), dataclasses.replace(NEW, routed_experts=None)
+    )
+    for num_tokens, spans in (
+        (6, [(0, 1, 4), (1, 3, 5), (5, 6, 6)]),
+        (4, [(0, 1, 4), (1, 3, 5)]),
+        (1, [(0, 1, 4)]),
+    ):
+        found = shortened(dataclasses.replace(whole, routed_experts=OLD.routed_experts), num_tokens)
+        assert found.tokens.tolist() == [10, 11, 12, 7, 8, 20][:num_tokens]
+        assert found.log_probs.tolist() == [-10, -11, -12, 0, 0, -20][:num_tokens]
+        assert mask_of(found).tolist() == [True, True, True, False, False, True][:num_tokens]
+        assert found.topk is not None and found.topk.ids.shape[0] == num_tokens
+        assert [(span.start, span.stop, span.version) for span in found.weight_versions] == spans
+
+
+def test_a_request_that_went_on_is_counted_by_what_it_added() -> None:
+    """Its input alone, if it was given up before it had a token; the part before was counted then."""
+    part = dataclasses.replace(
+        OLD, num_retractions=2, num_cached_tokens=3, num_moves=1, routes_fault="as before"
+    )
+    request = dataclasses.replace(REQUEST, partial=part)
+    assert count_result(request, part) == EngineCounts(num_prompt_tokens=2 + 3)
+    whole = join_parts(
+        part, dataclasses.replace(NEW, num_retractions=1, num_cached_tokens=4, routes_fault="lost")
+    )
+    expected = EngineCounts(
+        num_retractions=1, num_without_routes=1, num_prompt_tokens=2 + 3, num_cached_tokens=4
+    )
+    assert count_result(request, whole) == expected
+
+
 def test_what_a_part_lacks_the_whole_lacks() -> None:
     assert join_parts(dataclasses.replace(OLD, routed_experts=None), NEW).routed_experts is None
     assert join_parts(OLD, dataclasses.replace(NEW, topk=None)).topk is None
@@ -139,6 +175,10 @@ def test_the_rest_is_asked_for(version: str) -> None:
     assert body["input_ids"] == [1, 2, 10, 11, 12]
     assert body["sampling_params"]["max_new_tokens"] == 7
     assert body["routed_experts_start_len"] == 4  # the row of token 12
+    without = dataclasses.replace(REQUEST, partial=dataclasses.replace(OLD, routed_experts=None))
+    assert first_route_row(without) == 4, "of routes that are missing, only the last token's are sent"
+    longer = dataclasses.replace(REQUEST, partial=_part(10, 6, num_rows=3, spans=()))
+    assert (first_route_row(longer), first_route_row(dataclasses.replace(REQUEST, partial=None))) == (3, 0)
     fresh = GENERATIONS[version].generate_body(dataclasses.replace(REQUEST, partial=None), PARAMS, MODEL)
     assert (fresh["input_ids"], fresh["routed_experts_start_len"]) == ([1, 2], 0)
 

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.data.batches.batch_file import group_files, read_batches
+from megatron_dppo.data.prompts.prompts import PromptStream, load_prompts
 from megatron_dppo.runtime.process import Runtime
 from tests.support.ranks import run_ranks
 from tests.support.records import metrics_of
@@ -43,13 +45,23 @@ def config_of(task: Path, name: str, **tracking: Any) -> dict[str, Any]:
 
 
 def test_a_run_goes_back_and_on_with_the_next_prompts(task: Path, tmp_path: Path) -> None:
-    config = config_of(task, "back")
+    """Rollouts 1 and 2 were taken back: their prompts do not come again, and none is left out."""
+    config = config_of(task, "back", batches_every=1)
     assert run_ranks(train_with_alarms, 2, tmp_path, config, [2], 1) == [None, None]
     run = Path(config["run"]["folder"])
     rows = metrics_of(run)
     rollouts = [row for row in rows if row["kind"] == "rollout"]
     assert [row["rollout"] for row in rollouts] == [0, 1, 2, 3]
     assert [row.get("alarms/roll_backs") for row in rollouts] == [None, 1, 1, 1]
+    prompts = load_prompts(Path(config["data"]["prompts"]), "prompt", "answer")
+    stream = PromptStream(prompts, config["run"].get("seed", 0), True, None)
+    size = config["rollout"]["prompts_per_rollout"]
+    for rollout, first in ((0, 0), (1, 3 * size), (2, 4 * size), (3, 5 * size)):
+        steps = [step for file in group_files(run / "batches", rollout) for step in read_batches(file)]
+        samples = [name for step in steps for m in step.microbatches for name in m.sample_ids]
+        expected = [stream.at(place).prompt.id for place in range(first, first + size)]
+        assert {name.split("/")[1] for name in samples} == set(expected), rollout
+    assert states_of(run)[-1]["data_cursor"] == {"epoch": 0, "index": 6 * size}
     left = (run / "evidence" / "rolled_back_rollout_000002.jsonl").read_text().splitlines()
     assert [json.loads(row)["rollout"] for row in left if '"kind": "rollout"' in row] == [1, 2]
     for row in rollouts:  # a float32 engine that holds the weights that it should
@@ -63,8 +75,14 @@ def test_a_run_goes_back_and_on_with_the_next_prompts(task: Path, tmp_path: Path
     assert "went back to 1 rollouts" in (tmp_path / "rank0.log").read_text()
     names = sorted(path.name for path in (run / "checkpoints").glob("step_*"))
     assert "step_00000004.abandoned" in names
-    states = [json.loads((run / "checkpoints" / n / "state.json").read_text())["state"] for n in names[-1:]]
-    assert [state["rollout"] for state in states] == [4] and states[0]["weight_version"] == 7
+    last = states_of(run)[-1]
+    assert (last["rollout"], last["weight_version"]) == (4, 7)
+
+
+def states_of(run: Path) -> list[dict[str, Any]]:
+    """States of the checkpoints, oldest first, without those that were left behind."""
+    folders = sorted((run / "checkpoints").glob("step_????????"))
+    return [json.loads((folder / "state.json").read_text())["state"] for folder in folders]
 
 
 def test_it_says_where_there_is_no_way_back(task: Path, tmp_path: Path) -> None:

@@ -90,7 +90,10 @@ def test_episodes_are_trained_on_and_a_resumed_run_is_bitwise_the_same(task: Pat
     stopped = run_ranks(train, 1, tmp_path, tables("halved"), 3)[0]
     assert stopped["state"].step == 3
     resumed = run_ranks(train, 1, tmp_path, tables("halved"))[0]
+    assert whole["weights"].keys() == resumed["weights"].keys() and whole["state"] == resumed["state"]
     assert all(torch.equal(tensor, resumed["weights"][name]) for name, tensor in whole["weights"].items())
+    assert len(whole["moments"]) == len(resumed["moments"]) > 0
+    assert all(torch.equal(x, y) for x, y in zip(whole["moments"], resumed["moments"], strict=True))
     rows = metrics_of(task / "whole")
     assert without_clocks(rows) == without_clocks(metrics_of(task / "halved"))
     rollouts = [row for row in rows if row["kind"] == "rollout"]

@@ -48,7 +48,16 @@ def train(runtime: Runtime, model: str, changes: dict[str, Any], is_away: bool) 
             assert sent.keys() == before.keys()
             assert all(torch.equal(tensor, before[name]) for name, tensor in sent.items())
             actor.memory.come_back()
-    return {"weights": {name: t.clone() for name, t in actor.weights()}, "away": away, "sizes": sizes(actor)}
+    with actor.memory.states_here():
+        states = [
+            value.clone()
+            for member in actor.optimizer.chained_optimizers
+            for of_parameter in member.optimizer.state.values()
+            for value in of_parameter.values()
+            if torch.is_tensor(value)
+        ]
+    weights = {name: t.clone() for name, t in actor.weights()}
+    return {"weights": weights, "states": states, "away": away, "sizes": sizes(actor)}
 
 
 def sizes(actor: Any) -> dict[str, int]:
@@ -79,7 +88,10 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_memory_that_was_away_comes_back_bit_for_bit(trained: list[dict[str, Any]], case: str) -> None:
     for of_rank in trained:
         here, away = of_rank[case][False], of_rank[case][True]
+        assert here["weights"].keys() == away["weights"].keys()
         assert all(torch.equal(tensor, away["weights"][name]) for name, tensor in here["weights"].items())
+        assert len(here["states"]) == len(away["states"]) > 0
+        assert all(torch.equal(x, y) for x, y in zip(here["states"], away["states"], strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)

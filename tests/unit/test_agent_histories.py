@@ -438,6 +438,13 @@ def test_the_order_of_calls_is_random_and_each_has_its_parent() -> None:
         return each
 
     each = played(play)
+    names = [str(node.messages[1]["content"]) for node in each.episode._nodes]
+    assert sorted(set(names)) == sorted(f"t{n}" for n in range(16)) and names != sorted(names)
+    assert all(names.count(name) == 4 for name in names)
+    latest = dict[str, int]()
+    for node, name in zip(each.episode._nodes, names, strict=True):
+        assert (node.parent and node.parent.number) == latest.get(name), "the call before, of its conversation"
+        latest[name] = node.number
     parts = each.account()
     assert len(parts) == 16 and all(part.episode is None for part in parts[1:])
     for part in parts:

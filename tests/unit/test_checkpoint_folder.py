@@ -70,10 +70,12 @@ def test_every_kind_of_tear_is_found(tmp_path: Path, damage: Callable[[Path], ob
 
 def test_ranks_together_hash_every_file_once(tmp_path: Path) -> None:
     checkpoint = make(tmp_path, 1)
-    for name in ("megatron/__0_0.distcp", "rng/rank_00000.safetensors", folders.STATE):
+    names = ("megatron/__0_0.distcp", "rng/rank_00000.safetensors", folders.STATE)
+    for name in names:
         flip_a_bit(checkpoint / name)
     found = [folders.faults(checkpoint, (rank, 2)) for rank in range(2)]
     assert sorted(len(faults) for faults in found) == [1, 2]
+    assert sorted(next(n for n in names if n in fault) for faults in found for fault in faults) == sorted(names)
 
 
 def test_the_sums_are_those_of_the_command_line_tool(tmp_path: Path) -> None:

@@ -63,6 +63,12 @@ def test_every_masked_token_is_counted_once() -> None:
             assert row[f"mean_{name}"] == pytest.approx(float(of_tokens.mean()), rel=1e-6)
     ranks = [(row["preset"], row["sign"], -row["count"], row["token_id"]) for row in rows]
     assert ranks == sorted(ranks)
+    keys = [(row["preset"], row["sign"], row["token_id"]) for row in rows]
+    assert len(set(keys)) == len(keys)
+    for preset in ("half", "most"):
+        for sign, is_of_sign in (("+", values["advantages"] > 0), ("-", values["advantages"] < 0)):
+            counted = sum(row["count"] for row in rows if (row["preset"], row["sign"]) == (preset, sign))
+            assert counted == int((is_of_sign & values["loss_mask"] & ~values[preset]).sum()) > 0
 
 
 def test_ranks_add_up() -> None:

@@ -150,6 +150,7 @@ def test_a_faulty_sample_leaves_its_group(fault: dict[str, Any], reason: DropRea
     batch = collect_with(faulty([1], **fault))
     assert dropped(batch) == {reason: 1}
     assert [len(group.samples) for group in batch.groups] == [3, 4, 4]
+    assert [sample.id[-2:] for sample in batch.groups[0].samples] == ["+0", "+2", "+3"]
     assert batch.counts.num_left_alone == batch.counts.num_dropped_groups == 0
     assert batch.counts.example is not None and batch.counts.example.startswith(
         f"{reason}, sample rollout2/a/0+1:"
@@ -172,6 +173,8 @@ def test_evaluation_keeps_groups_of_one() -> None:
 def test_evaluation_keeps_the_sound_sample_of_a_faulty_group() -> None:
     batch = collect_with(faulty([4, 5, 7], finish_reason="abort"), smallest_group=1)
     assert [len(group.samples) for group in batch.groups] == [4, 1, 4]
+    (kept,) = batch.groups[1].samples
+    assert kept.id == "rollout2/b/4+2" and kept.finish_reason == "stop"
     assert batch.counts.num_dropped_groups == batch.counts.num_left_alone == 0
 
 
@@ -236,6 +239,13 @@ def test_counts_add_up_over_ranks() -> None:
     second = dataclasses.replace(second, engine=EngineCounts(*range(len(names))))
     first = dataclasses.replace(first, engine=EngineCounts(*[10] * len(names)))
     totals = first.with_totals(first.to_tensor() + second.to_tensor())
+    for field in dataclasses.fields(totals):
+        of_each = getattr(first, field.name), getattr(second, field.name)
+        if isinstance(of_each[0], int):
+            assert getattr(totals, field.name) == sum(of_each), field.name
+    assert totals.num_dropped == {
+        reason: first.num_dropped[reason] + second.num_dropped[reason] for reason in DROP_REASONS
+    }
     assert totals.num_prompts == 6 and totals.num_samples == 24
     assert totals.num_dropped["aborted"] == 1 and totals.num_truncated == 3
     assert totals.example == first.example

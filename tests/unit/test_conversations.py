@@ -137,6 +137,12 @@ def test_an_environment_that_fails_ends_its_own_conversation(engine: Transformer
             return turn
 
     completions = multi_turn_engine(OneByOne(engine), Failing).generate(asked(LENGTHS), PARAMS)
+    sound = multi_turn_engine(OneByOne(engine)).generate(asked(LENGTHS), PARAMS)
+    for place in (0, 2):
+        assert_same_conversation(completions[place], sound[place])
+    num_before = completions[1].tokens.numel()
+    assert 0 < num_before < sound[1].tokens.numel()
+    assert torch.equal(completions[1].tokens, sound[1].tokens[:num_before])
     episodes = [completion.episode for completion in completions]
     assert [each.num_turns for each in episodes if each] == [3, 2, 3]
     faults = [each.fault for each in episodes if each]

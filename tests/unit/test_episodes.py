@@ -227,6 +227,7 @@ def test_a_retry_gets_the_same_bytes_and_another_equal_call_gets_a_new_response(
         first.cancel()  # the client is gone
         again = [await each.episode.call(chat, body, is_retry=True) for _ in range(2)]
         assert len({reply.stream(has_usage=True) for reply in again}) == 1
+        assert [reply.message["content"] for reply in again] == ["1", "1"]
         assert (await each.episode.call(chat, body, is_retry=False)).message["content"] == "2"
         return each
 

@@ -35,10 +35,11 @@ def test_what_must_not_be_there_together_is_refused(before: list[Holder], holder
 
 
 def test_an_engine_with_a_gpu_of_its_own_is_only_written_down() -> None:
-    made, _ = ledger(takes_turns=False)
+    made, asked = ledger(takes_turns=False)
     for holder in ("trainer", "engine weights", "engine cache"):
         made.takes(holder)
     assert [entry.holder for entry in made.entries] == ["trainer", "engine weights", "engine cache"]
+    assert asked == []
 
 
 def test_who_leaves_gives_the_memory_to_others_once() -> None:

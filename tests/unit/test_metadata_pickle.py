@@ -39,6 +39,8 @@ def test_the_properties_of_both_versions_are_read(
     content = _content(monkeypatch, after, knows_strides=knows_strides)
     found = read_metadata(content).state_dict_metadata["weight"]
     assert isinstance(found, TensorEntry) and found.is_filled
+    assert found.size == torch.Size([2, 3])
+    assert [(chunk.offsets, chunk.sizes) for chunk in found.chunks] == [(torch.Size([0, 0]), found.size)]
 
 
 @pytest.mark.parametrize(

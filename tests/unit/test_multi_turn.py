@@ -364,7 +364,12 @@ def broken(turn: Turn) -> Turn:
 def test_an_environment_that_fails_costs_its_own_samples(model: Any, how: Any, message: str) -> None:
     environment = type("Failing", (Failing,), {"how": staticmethod(how)})
     batch = rolled_out(engine_of(model), environment=environment)
+    sound, *_ = rolled_out(engine_of(model)).groups
     assert [group.prompt.id for group in batch.groups] == ["0"]
+    for found, expected in zip(batch.groups[0].samples, sound.samples, strict=True):
+        assert found.tokens.tolist() == expected.tokens.tolist()
+        assert found.reward == expected.reward
+        torch.testing.assert_close(found.rollout_log_probs, expected.rollout_log_probs)
     dropped = batch.counts.num_dropped["environment_failed"] + batch.counts.num_dropped["reward_failed"]
     assert dropped == batch.counts.num_dropped_samples == 3
     assert batch.counts.example is not None and message in batch.counts.example

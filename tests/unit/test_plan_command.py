@@ -314,6 +314,14 @@ def test_a_pipeline_shows_each_stage(base: Path) -> None:
     result = _plan(base, *GPUS, *(word for each in sizes for word in ("--set", each)))
     assert "of pipeline stage 0" in result.stdout
     assert "peak of each pipeline stage: " in result.stdout
+    line = next(line for line in result.stdout.splitlines() if "peak of each pipeline stage: " in line)
+    peaks = [float(number) for number in re.findall(r"[0-9]+\.[0-9]+", line.partition(": ")[2])]
+    configured = json.loads(
+        _plan(base, *GPUS, *(w for each in sizes for w in ("--set", each)), "--json").stdout
+    )
+    assert len(peaks) == 4 and max(peaks) == pytest.approx(
+        configured["configured"]["peak_bytes"] / 2**30, abs=0.06
+    )
 
 
 def test_recompute_is_read_from_the_pass_through_table_of_all_layers(base: Path) -> None:

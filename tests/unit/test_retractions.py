@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.engines.base import Completion, EngineCounts, Request, SamplingParams, with_observation
+from megatron_dppo.engines.base import (
+    Completion,
+    EngineCounts,
+    Request,
+    SamplingParams,
+    give_up,
+    with_observation,
+)
 from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.protocol import GENERATIONS
@@ -17,7 +24,7 @@ from megatron_dppo.rollout.groups import sample_of
 from megatron_dppo.rollout.scoring import Fault, Scorer
 from megatron_dppo.routing_replay.routes import validate_routes
 from tests.support.collecting import Collected, collect
-from tests.support.samples import InProcessScorer
+from tests.support.samples import InProcessScorer, assert_same
 from tests.support.sglang_stand_in import MODEL, ROUTING, StandIn, answer
 from tests.support.word_tokenizers import TOKENIZER
 from tests.unit.test_collect import PROMPTS, dropped
@@ -116,6 +123,7 @@ def test_a_retracted_request_that_is_aborted_in_the_queue_keeps_its_earlier_toke
     body["meta_info"] = {name: body["meta_info"][name] for name in kept}
     found = asyncio.run(GENERATIONS["0.5.23"].read_reply(json.dumps(body).encode(), request, PARAMS, MODEL))
     assert (found.finish_reason, found.tokens.numel()) == ("abort", partial_tokens)
+    assert_same(found, give_up(request))
 
 
 def test_a_conversation_stays_retracted_from_turn_to_turn() -> None:

@@ -343,7 +343,9 @@ def test_a_reward_that_answers_nothing_is_not_waited_for() -> None:
     with RewardPool(NAME, num_workers=2, timeout_s=0.05, memory_mb=0) as pool:
         with pytest.raises(RewardError, match=r"16 requests .*timed out"):
             pool.score(ask(*["sleep"] * 1000))
-        assert pool.score(ask("a"))
+        found = values(pool.score(ask("a", "abc")))
+        # None: on a busy machine
+        assert len(found) == 2 and found[0] in (1.0, None) and found[1] in (3.0, None)
 
 
 def test_any_number_of_threads_ask_one_pool() -> None:

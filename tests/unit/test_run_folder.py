@@ -1,5 +1,6 @@
 """The run folder: a resumed file has no gap and no row twice, and a torn line is noticed."""
 
+import dataclasses
 import json
 import logging
 import math
@@ -184,6 +185,22 @@ def test_only_the_last_line_may_be_torn(tmp_path: Path, damage: bytes) -> None:
     file.write_bytes(damage + file.read_bytes())
     with pytest.raises(DataError, match=r"metrics\.jsonl, line 1"):
         read_run(tmp_path)
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    """The writer is still at it. The rows before it are read all the same."""
+    with RunFolder.open(tmp_path, CONFIG, resume=False) as folder:
+        _write(folder, range(3))
+    whole = read_run(tmp_path)
+    file = tmp_path / "metrics.jsonl"
+    content = file.read_bytes()
+    file.write_bytes(content[:-9])
+    torn = read_run(tmp_path)
+    lines = content.splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[:-1]))
+    (note,) = torn.notes
+    assert "last line of metrics.jsonl is incomplete" in note
+    assert dataclasses.replace(torn, notes=()) == read_run(tmp_path) != whole
 
 
 def test_a_row_that_comes_twice_is_an_error(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_an_entry_is_of_this_process_only_if_every_part_of_its_identity_is(name:
 def test_a_lock_file_that_says_nothing_is_free(tmp_path: Path, content: str) -> None:
     (tmp_path / LOCK).write_text(content)
     with locked(tmp_path):
-        pass
+        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
 
 @pytest.mark.parametrize("is_alive", [True, False])

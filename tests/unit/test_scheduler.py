@@ -274,7 +274,8 @@ def test_the_next_prompts_replace_prompts_that_are_too_long() -> None:
     (batch,) = run.next()
     assert _ids([batch]) == ["0", "6", "3", "4"]  # 6 has the turn of 2
     assert (batch.counts.num_prompts, batch.counts.num_prompts_too_long) == (5, 1)
-    assert run.cursors == [{"epoch": 0, "index": 7}] and len(_ids(run.next())) == 4
+    assert run.cursors == [{"epoch": 0, "index": 7}]
+    assert _ids(run.next()) == ["7", "8", "9", "10"]
 
 
 def test_groups_of_a_rollout_begin_together_in_the_turns_of_prompts_that_are_too_long() -> None:

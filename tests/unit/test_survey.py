@@ -75,9 +75,10 @@ def test_every_fault_is_counted_and_the_first_are_named_by_their_row(tmp_path: P
 
 
 def test_the_first_fault_stops_loading(tmp_path: Path) -> None:
-    file = write(tmp_path / "p.jsonl", {"prompt": "1 =", "answer": "1"}, {"prompt": "1 ="})
-    with pytest.raises(DataError, match="row 2"):
+    file = write(tmp_path / "p.jsonl", {"prompt": "1 =", "answer": "1"}, {"prompt": "1 ="}, {"answer": "1"})
+    with pytest.raises(DataError, match="row 2") as raised:
         load_prompts(file, "prompt", "answer")
+    assert "row 3" not in str(raised.value)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -19,10 +19,12 @@ from megatron_dppo.errors import ConfigError, RolloutError
 from megatron_dppo.evaluate import _keep_unchanged
 from megatron_dppo.rollout.scores import metric_names
 from megatron_dppo.runtime.process import Runtime
+from tests.distributed.test_resharding import stored
 from tests.distributed.test_training_run import train
 from tests.support.commands import python
 from tests.support.ranks import run_ranks
 from tests.support.records import lines_of, metrics_of
+from tests.support.samples import assert_same
 from tests.support.sanity_run import make_task, settings, without_clocks
 
 ROOT = Path(__file__).parents[2]
@@ -225,3 +227,5 @@ def test_the_command_evaluates_a_checkpoint_as_the_run_did(task: Path, evaluated
 def test_a_run_learns_the_same_bits_without_evaluation(task: Path, evaluated: Path) -> None:
     rows, others = (lines_of(run / "metrics.jsonl") for run in (evaluated, task / "without"))
     assert without_clocks([row for row in rows if row["kind"] != "evaluation"]) == without_clocks(others)
+    ends = (stored(run / "checkpoints" / "step_00000004") for run in (evaluated, task / "without"))
+    assert_same(next(ends), next(ends))

@@ -85,6 +85,31 @@ def test_what_cannot_be_computed_is_still_right_as_it_stands() -> None:
         assert scored(answer, f" {answer} ") == RIGHT
 
 
+# The values beside the limits: accepted ones, then refused ones.
+LIMITS = {
+    "half a unit or a cut-off at the sixth place": (
+        (r"\frac{2}{3}", "0.666666 0.666667", "0.666665 0.666668"),
+        (r"\frac{1}{3}", "0.333333", "0.333332 0.333334"),
+        (r"\sqrt{2}", "1.414213 1.414214", "1.414212 1.414215"),
+        ("1.2345678", "1.234568", "1.234567 1.234569"),
+    ),
+    "six places at least": ((r"\frac{1}{3}", "0.333333", "0.33333"), (r"\sqrt{2}", "1.414214", "1.41421")),
+    "six digits at least": ((r"\frac{1}{300000}", "0.00000333333", "0.0000033333 0.000003333 0.000003"),),
+    "a hundred places at most": ((r"\frac{1}{3}", f"0.{'3' * 100}", f"0.{'3' * 101}"),),
+    "a hundredth of what is approximated": (
+        (r"\frac{1}{3}", r"\frac{1}{3}\approx0.3366", r"\frac{1}{3}\approx0.337 \frac{1}{3}\approx0.31"),
+        ("200", r"200\approx201 200\approx199", r"200\approx203 200\approx197"),
+    ),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_the_tolerances_of_numbers_from_both_sides(limit: str) -> None:
+    for reference, accepted, refused in LIMITS[limit]:
+        assert [text for text in accepted.split() if scored(reference, text) != RIGHT] == []
+        assert [text for text in refused.split() if scored(reference, text) != WRONG] == []
+
+
 TOO_SLOW = r"\pi+10^{-4000}(x+\frac{1}{3})!"  # Gamma to fifty thousand bits
 
 

@@ -199,6 +199,19 @@ def test_samples_move_freely_where_keeping_them_at_home_would_leave_one_group_bu
     assert max(plan_minibatch(lengths, homes, [0] * 4, max_tokens=18, cost=BY_TOKENS).work) == 19
 
 
+@pytest.mark.parametrize(
+    ("lengths", "homes", "busiest"),
+    [
+        ([34, 87, 116, 83, 25, 60], [0, 1, 0, 0, 0, 0], 206.0),  # 1.7 % above the mean; 204 is possible
+        ([90, 52, 118, 34, 41, 12], [1, 0, 0, 1, 0, 1], 176.0),  # at home 177, 2.02 % above the mean
+    ],
+)
+def test_samples_stay_at_home_within_two_percent_of_the_mean(
+    lengths: list[int], homes: list[int], busiest: float
+) -> None:
+    assert max(plan_minibatch(lengths, homes, [0] * 2, max_tokens=400, cost=BY_TOKENS).work) == busiest
+
+
 def test_nothing_moves_where_work_is_even() -> None:
     homes = [0, 1, 2] * 8
     plan = plan_minibatch([7] * 24, homes, [0] * 3, max_tokens=30, cost=BY_SQUARES)

@@ -41,6 +41,12 @@ def test_zeros_and_the_largest_values_survive() -> None:
     assert (values[:128].float() == 0).all() and values[200].float().abs().max() == 448
 
 
+@pytest.mark.parametrize(("largest", "taken_for"), [(2e-4, 2e-4), (1.1e-4, 1.1e-4), (6e-5, 1e-4), (0.0, 1e-4)])
+def test_the_largest_value_of_a_block_is_a_ten_thousandth_at_least(largest: float, taken_for: float) -> None:
+    _, scales = quantize_blocks(torch.linspace(-largest, 0, 128 * 128).view(128, 128))
+    torch.testing.assert_close(scales, torch.tensor([[taken_for / 448]]))
+
+
 def test_inputs_are_rounded_in_groups_of_a_token() -> None:
     inputs = torch.randn(2, 3, 200, generator=torch.Generator().manual_seed(1)).bfloat16()
     inputs[0, 0, :128] *= 1000

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psutil
 import pytest
@@ -71,6 +72,16 @@ def _stop(pid: int) -> None:
 
 def _hang(decoding: DecodingProcess, behind: bytes = b"") -> Answer:
     return asyncio.run(decoding.read(hang, b"{}" + behind, Expected("an answer")))
+
+
+@pytest.mark.parametrize(("num_kib", "where"), [(40, "here"), (63, "here"), (64, "there"), (100, "there")])
+def test_responses_below_64_kib_are_decoded_here(
+    monkeypatch: pytest.MonkeyPatch, num_kib: int, where: str
+) -> None:
+    decoding = DecodingProcess()
+    monkeypatch.setattr(decoding, "_read_there", lambda reader, content, expected: "there")
+    reading: Any = decoding.read(lambda content, expected: "here", bytes(num_kib << 10), Expected("an answer"))
+    assert asyncio.run(reading) == where
 
 
 @pytest.mark.parametrize("behind", [b"", LARGE])

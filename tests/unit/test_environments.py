@@ -24,9 +24,11 @@ from megatron_dppo.environments import (
     register,
 )
 from megatron_dppo.environments.built_in import GemEnvironment, solved_board
+from megatron_dppo.environments.pool import Host
 from megatron_dppo.errors import ConfigError, EnvironmentFailedError
 from megatron_dppo.types import Prompt
 from tests.support.refusals import refused
+from tests.unit.bad_environments import Told
 
 NAME = "tests.unit.bad_environments:Told"
 PROMPT = Prompt("p", "", "test", text="begin")
@@ -93,6 +95,24 @@ def test_one_that_does_not_begin(pool: EnvironmentPool) -> None:
     fault, opening = pool.reset([trajectory(prompt=Prompt("c", "closed", "test", text="?")), trajectory()])
     assert isinstance(fault, EnvironmentFault) and "prompt c: the environment raised" in fault.message
     assert isinstance(opening, Observation)
+
+
+def test_four_thousand_conversations_go_on_without_beginning_again() -> None:
+    """Of more, those that have waited for the longest time are asked anew, response by response."""
+    begun = list[str]()
+
+    class Counting(Told):
+        def reset(self, prompt: Prompt, seed: int) -> Observation:
+            begun.append(prompt.text or "")
+            return super().reset(prompt, seed)
+
+    host = Host(Counting)
+    for k in range(5000):
+        host.step(trajectory("x", id=f"{k}"))
+    assert len(begun) == 5000
+    of_place = {k: host.step(trajectory("x", "end", id=f"{k}")).observation for k in (4999, 1000, 800, 0)}
+    assert set(of_place.values()) == {"x end"}
+    assert len(begun) == 5002, "800 and 0 began again"
 
 
 def test_what_cannot_be_imported_stops_before_anything_is_sampled() -> None:

@@ -109,6 +109,13 @@ def test_one_seed_of_r3_off_and_on() -> None:
             "Whether R3 lowers the KL between rollout and trainer on the same tokens is",
         ),
         ((1e-3, 4e-4), 4, "open", "tokens would be 6"),
+        ((1e-3, 4e-4), 9, "open", "over 9 forwards: too few to decide"),
+        (
+            (1e-3, 4e-4),
+            10,
+            "decided",
+            "R3 would lower the KL between rollout and trainer on the same tokens by",
+        ),
     ],
 )
 def test_the_paired_forward(means: tuple[float, float], num_rollouts: int, verdict: str, words: str) -> None:

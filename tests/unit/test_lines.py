@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_dppo.analysis.contrasts import estimate, mean_intervals
-from megatron_dppo.analysis.lines import MIN_POINTS, can_be_logarithmic, curve_of, lines_of, run_names, smooth
+from megatron_dppo.analysis.lines import can_be_logarithmic, curve_of, lines_of, run_names, smooth
 from megatron_dppo.run_folder.reader import Run
 
 
@@ -40,7 +40,7 @@ def test_the_interval_is_that_of_the_contrasts() -> None:
 
 def test_a_curve_is_the_mean_of_its_smoothed_seeds_over_the_rollouts_of_all() -> None:
     noise = random.Random(2)
-    x = [1.0 + n for n in range(MIN_POINTS + 1)]
+    x = [1.0 + n for n in range(11)]
     seeds = [(x, [noise.random() for _ in x]), (x[:-1], [noise.random() for _ in x[:-1]])]
     curve = curve_of(seeds, "reward/mean")
     assert curve is not None and curve.is_smoothed and curve.num_seeds == 2
@@ -53,9 +53,7 @@ def test_a_curve_is_the_mean_of_its_smoothed_seeds_over_the_rollouts_of_all() ->
     assert curve_of([], "reward/mean") is None and curve_of([([1.0], [0.5]), ([2.0], [0.5])], "a/b") is None
 
 
-@pytest.mark.parametrize(
-    ("metric", "num_points"), [("eval/aime24/pass_at_16", 3 * MIN_POINTS), ("reward/mean", MIN_POINTS - 1)]
-)
+@pytest.mark.parametrize(("metric", "num_points"), [("eval/aime24/pass_at_16", 30), ("reward/mean", 9)])
 def test_evaluations_and_short_curves_are_not_smoothed(metric: str, num_points: int) -> None:
     values = [float(n % 3) for n in range(num_points)]
     values[1] = math.inf

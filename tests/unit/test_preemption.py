@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -126,6 +127,19 @@ with StopRequests().handle_signals():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 128 + signal.SIGUSR1
     assert "SIGTERM: saving, then exit 75" in done.stderr
+
+
+@pytest.mark.parametrize(("after_s", "codes"), [(0.7, []), (1.4, [128 + signal.SIGTERM])])
+def test_a_signal_that_a_launcher_forwards_is_no_second_one(
+    monkeypatch: pytest.MonkeyPatch, after_s: float, codes: list[int]
+) -> None:
+    ended, times = list[int](), iter((5.0, 5.0 + after_s))
+    monkeypatch.setattr(preemption, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(preemption.os, "_exit", ended.append)
+    requests = StopRequests()
+    for _ in range(2):
+        requests._on_signal(signal.SIGTERM, None)
+    assert requests.is_received and ended == codes
 
 
 def test_preempted_is_an_exit_with_75() -> None:

@@ -120,6 +120,28 @@ def test_a_restarted_server_is_tried_before_it_samples(
     assert tried == [[server.url for server in servers], [], [servers[1].url]]
 
 
+@pytest.mark.parametrize(("failures", "pushes"), [(0, [[0, 1]]), (1, [[0, 1], [1]]), (9, [[0, 1], [1]])])
+def test_a_server_that_fails_is_pushed_to_once_more(
+    failures: int, pushes: list[list[int]], servers: list[Recording], tmp_path: Path
+) -> None:
+    """At the same version; then it waits for the next one, and the run goes on with the others."""
+    urls, sent, admitted = [server.url for server in servers], list[list[int]](), list[list[str]]()
+
+    def send(fleet: Any, version: int) -> None:
+        sent.append([urls.index(member.url) for member in fleet.members])
+        if len(sent) <= failures:
+            fleet.fail(urls[1], "lost")
+
+    transport: Any = SimpleNamespace(needs_begin=False, send=send)
+    engine: Any = SimpleNamespace(admit=lambda urls, version: admitted.append(list(urls)))
+    owner = run_servers([record_of(server) for server in servers], tmp_path)
+    sync = SglangSync(
+        transport, engine, owner, runtime(), probe=None, probe_every=1, require_sampling=lambda urls: None
+    )
+    sync.push(3)
+    assert sent == pushes and admitted == [urls[: 2 if failures < 2 else 1]]
+
+
 @pytest.mark.parametrize("change", [{}, *RESTARTS], ids=str)
 def test_a_process_group_is_used_again_only_with_the_processes_that_joined_it(
     change: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -94,6 +94,25 @@ def test_an_owner_on_another_host_that_lives_is_respected(
         pass
 
 
+def test_how_long_an_owner_on_another_host_may_be_silent_or_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A silent one whose lock is held is gone after three minutes; one that lives is waited for ten."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(lock, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def is_gone_at(elapsed_s: float, beat: int) -> bool:
+        clock.now = 1000.0 + elapsed_s
+        return waiting.is_gone({"host": "elsewhere", "pid": 1, "beat": beat}, is_free=False)
+
+    waiting = lock._Waiting(tmp_path, "run.folder", 1.0, lock.PATIENCE_S, lock.SILENT_S)
+    assert [is_gone_at(elapsed_s, 0) for elapsed_s in (0, 120, 240)] == [False, False, True]
+    waiting = lock._Waiting(tmp_path, "run.folder", 1.0, lock.PATIENCE_S, lock.SILENT_S, began=1000.0)
+    assert not any(is_gone_at(elapsed_s, beat) for beat, elapsed_s in enumerate(range(0, 600, 60)))
+    with pytest.raises(InUseError):
+        is_gone_at(660, 99)
+
+
 def test_an_owner_on_another_host_that_is_silent_is_gone(tmp_path: Path) -> None:
     owner_elsewhere(tmp_path, 7)
     with locked(tmp_path, beat_s=0.1):

@@ -88,6 +88,15 @@ def test_what_is_rounded_stays_so_and_zeros_are_zeros(weight_format: WeightForma
     assert not round_values(zeros, weight_format, scale_for(weight_format, zeros.abs().amax())).any()
 
 
+@pytest.mark.parametrize(("largest", "taken_for"), [(2e-12, 2e-12), (6e-13, 1e-12), (0.0, 1e-12)])
+@pytest.mark.parametrize(("weight_format", "most"), [("fp8", 448.0), ("nvfp4", 6 * 448.0)])
+def test_only_zeros_have_a_scale_of_their_own(
+    weight_format: WeightFormat, most: float, largest: float, taken_for: float
+) -> None:
+    scale = scale_for(weight_format, torch.tensor(largest))
+    torch.testing.assert_close(scale, torch.tensor(taken_for / most), rtol=1e-5, atol=0.0)
+
+
 @pytest.mark.parametrize("weight_format", ["fp8", "nvfp4"])
 def test_what_is_larger_than_the_scale_says_saturates(weight_format: WeightFormat) -> None:
     weight = torch.full((1, 16), 3.0)

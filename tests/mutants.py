@@ -7,6 +7,8 @@ python -m tests.mutants --number 200 --seed 0 --minutes 120
 python -m tests.mutants --only megatron_dppo/rollout/groups.py --number 20
 """
 
+# pyright: reportMissingImports=false
+# cosmic-ray is installed by `make mutants` alone.
 import argparse
 import ast
 import difflib

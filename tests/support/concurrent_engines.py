@@ -7,6 +7,7 @@ machine, too.
 import asyncio
 import contextlib
 import dataclasses
+import math
 import random
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,10 +76,14 @@ class Weights:
 
 @dataclass(frozen=True)
 class Delays:
-    """Delays that are drawn anew each time, evenly from 0 to twice the mean, in seconds."""
+    """Delays that are drawn anew each time, evenly from 0 to twice the mean, in seconds.
+
+    A session that has sampled `most_tokens` waits for a hold.
+    """
 
     token_s: float = 0.002
     hold_s: float = 0.0  # from the last answer until a hold returns
+    most_tokens: float = math.inf
 
     def length_of(self, request_id: str, longest: int) -> int:
         """Tokens of a response."""
@@ -86,12 +91,17 @@ class Delays:
 
 
 class SteppedSession(Session):
-    """Samples tokens that name the weights they are of, one after the other, until it is held."""
+    """Samples tokens that name the weights they are of, one after the other, until it is held.
+
+    Attributes:
+        asked: Ids of the requests, in the order in which they were asked.
+        num_tokens: Tokens sampled so far.
+    """
 
     def __init__(self, engine: "SteppedEngine") -> None:
         self._engine, self.version = engine, engine.weight_version
         self.errors: Mapping[str, RolloutError] = {}
-        self.is_held, self.num_flying = False, 0
+        self.is_held, self.num_flying, self.num_tokens = False, 0, 0
         self.asked = list[str]()
 
     async def ask(self, request: Request, params: SamplingParams) -> Completion:
@@ -107,8 +117,9 @@ class SteppedSession(Session):
         try:
             while len(said) < num_left and not self.is_held:
                 await self._engine.sleep(delays.token_s)
-                if not self.is_held:
+                if not self.is_held and self.num_tokens < delays.most_tokens:
                     said.append(self._engine.weight_version + 1)  # of the weights that are there now
+                    self.num_tokens += 1
         finally:
             self.num_flying -= 1
         reason: FinishReason = "stop" if len(said) == num_left else "abort"

@@ -30,7 +30,7 @@ from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.rollout.staleness import StalenessBound
 from megatron_dppo.types import DataCursor, Prompt, SampleGroup
 from tests.support.collecting import ask_once
-from tests.support.concurrent_engines import SteppedEngine, SteppedSession
+from tests.support.concurrent_engines import Delays, SteppedEngine, SteppedSession
 from tests.support.processes import wait_until
 from tests.support.ranks_on_threads import Meeting, Peer, on_ranks
 from tests.support.samples import InProcessScorer
@@ -283,7 +283,7 @@ def test_tokens_that_are_prefilled_again_are_counted_without_those_that_a_server
         yield self.sessions[-1]
 
     monkeypatch.setattr(SteppedEngine, "session", session)
-    rank = Rank(StalenessBound(2, 2, 2), Peer(0, Meeting(1)))
+    rank = Rank(StalenessBound(2, 2, 2), Peer(0, Meeting(1)), longest=10**6)
     counted_by_sampler = rank.sampler.count
     monkeypatch.setattr(
         rank.sampler,
@@ -292,17 +292,18 @@ def test_tokens_that_are_prefilled_again_are_counted_without_those_that_a_server
     )
     for version in range(5):
         rank.push(version, 9)
-        time.sleep(0.01)
+        wait_until(lambda: rank.engine.sessions[-1].num_tokens >= 20, 60)
     rank.ahead.close()
     assert sum(counted) == sum(expected) and len(expected) > 2
 
 
 def test_an_open_group_is_as_old_as_its_oldest_token() -> None:
     """Whether it is whole or interrupted, and from version 0 on."""
-    rank, num_compared = Rank(StalenessBound(4, 3, 4), Peer(0, Meeting(1))), 0
+    engine, num_compared = SteppedEngine(delays=Delays(most_tokens=30)), 0
+    rank = Rank(StalenessBound(4, 3, 4), Peer(0, Meeting(1)), engine=engine)
     for version in range(4):
         rank.push(version, 9)
-        time.sleep(0.006)
+        wait_until(lambda: engine.sessions[-1].num_tokens == 30, 60)
         with rank.ahead.pause(version, 9):
             for group in rank.producer.state.groups:
                 found = rank.producer._open[group.place].group  # pyright: ignore[reportPrivateUsage]

@@ -20,7 +20,7 @@ from megatron_dppo.engines.base import Completion
 from megatron_dppo.engines.sglang import decoding_process
 from megatron_dppo.engines.sglang.decoding_process import DecodingProcess, SharedMemory
 from megatron_dppo.engines.sglang.protocol import Generation
-from megatron_dppo.engines.sglang.replies import Answer, Expected
+from megatron_dppo.engines.sglang.replies import Answer, Content, Expected
 from megatron_dppo.errors import ReplyError, RolloutError
 from tests.support.processes import hang, is_alive, wait_until
 from tests.support.samples import assert_same
@@ -80,8 +80,11 @@ def test_responses_below_64_kib_are_decoded_here(
 ) -> None:
     decoding = DecodingProcess()
     monkeypatch.setattr(decoding, "_read_there", lambda reader, content, expected: "there")
-    reading: Any = decoding.read(lambda content, expected: "here", bytes(num_kib << 10), Expected("an answer"))
-    assert asyncio.run(reading) == where
+
+    def read_here(content: Content, expected: Expected) -> Any:
+        return "here"
+
+    assert asyncio.run(decoding.read(read_here, bytes(num_kib << 10), Expected("an answer"))) == where
 
 
 @pytest.mark.parametrize("behind", [b"", LARGE])

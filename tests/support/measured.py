@@ -4,8 +4,10 @@ import os
 from collections.abc import Callable
 from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from coverage import Coverage
+if TYPE_CHECKING:
+    from coverage import Coverage
 
 FOLDER = "MEASURED_TESTS"
 """Name of the environment variable with the folder of the measurements; unset if nothing is measured."""
@@ -13,8 +15,10 @@ SOURCES = ("megatron_dppo", "tools", "tests/support")
 _ROOT = Path(__file__).parents[2]
 
 
-def start_coverage(folder: str, context: str | None = None) -> Coverage:
+def start_coverage(folder: str, context: str | None = None) -> "Coverage":
     """Start measuring this process, with results in a file of its own in `folder`."""
+    from coverage import Coverage  # a machine that measures nothing does without
+
     coverage = Coverage(
         data_file=Path(folder, "data"),
         data_suffix=True,

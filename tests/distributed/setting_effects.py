@@ -29,7 +29,7 @@ distributed/test_layouts.py::test_every_layout_equals_one_process
     parallel.overlap_param_gather  layout_cases
 distributed/test_plan.py::test_optimizer_states_are_exact
     optimizer.distributed  is_distributed=False
-distributed/test_plan.py::test_the_peak_of_all_live_tensors_is_within_15_percent
+distributed/test_plan.py::test_the_printed_sum_of_a_stage_is_within_15_percent_of_all_live_tensors
     algorithm.loss_from  "loss_from": "logits"
     algorithm.logits_chunk_bytes  "logits_chunk_bytes": 2 *
 distributed/test_residence.py::test_what_leaves_is_what_was_promised

@@ -167,7 +167,7 @@ def test_a_message_is_a_mebibyte_at_most(num_kib: int, is_read: bool, pair: tupl
         found = receive(ours)
         peer.shutdown(socket.SHUT_RDWR)  # also ends the sending of what nobody reads
         assert found == ([message] if is_read else None) and (ours.loss is None) == is_read
-        assert sending.exception(20) is None or not is_read
+        assert sending.exception(120) is None or not is_read
 
 
 @pytest.fixture

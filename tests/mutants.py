@@ -4,7 +4,7 @@ cosmic-ray names the places of faults and writes them. A fault is tried with the
 for its line. If they pass, it is tried with the complete files of these tests.
 
 python -m tests.mutants --number 200 --seed 0 --minutes 120
-python -m tests.mutants --only megatron_dppo/rollout/groups.py --number 20
+python -m tests.mutants --only rollout --number 20
 """
 
 # pyright: reportMissingImports=false

@@ -11,6 +11,7 @@ import argparse
 import ast
 import json
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -33,6 +34,8 @@ FILE = ROOT / "tests" / "coverage_map.json"
 SUITES = ("tests/unit", "tests/distributed", "tests/faults", "tests/recipes")
 MOST_TESTS, RUNS_OF_A_LINE = 12, 3  # of a function
 _SLOW_S = 30.0  # tests that take longer are not in the map
+# Python 3.11 never gets out of an exception that a watcher sets in a thread whose lines are traced.
+_NOT_MEASURED = ("tests/unit/test_math_reward.py::test_any_thread_may_ask",)
 
 
 # What is recorded while tests run. -----------------------------------------------------------------
@@ -225,7 +228,7 @@ def _lines_in(folder: Path) -> dict[str, dict[str, set[int]]]:
                 " join file on file.id = line_bits.file_id join context on context.id = line_bits.context_id"
             ).fetchall()
         for name, test, bits in rows:
-            if test:
+            if test and name.endswith(".py"):  # templates have lines too
                 for function, lines in _by_function(name, numbits_to_nums(bits)).items():
                     found[test][function] |= lines
     return found
@@ -280,14 +283,20 @@ def main() -> int:
     """Run tests, and write the map; failed tests are in it too."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tests", nargs="*", help="files of tests; default: all suites of the map")
+    parser.add_argument("--measured", type=Path, help="build the map of what an earlier run left in this folder")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
+    folder = options.measured or Path(tempfile.mkdtemp(prefix="measured_"))
+    if options.measured is None:
+        print(f"measuring in {folder}", flush=True)
         command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-m", "not slow"]
-        command += ["-p", "tests.coverage_map", *(options.tests or SUITES)]
-        subprocess.run(command, cwd=ROOT, env=os.environ | {FOLDER: name, "OMP_NUM_THREADS": "1"}, check=False)
-        before = CoverageMap.read() if options.tests else CoverageMap()
-        made = before.without(options.tests).with_measured(Path(name))
+        command += [*(f"--deselect={test}" for test in _NOT_MEASURED), "-p", "tests.coverage_map"]
+        command += options.tests or SUITES
+        environment = os.environ | {FOLDER: str(folder), "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, cwd=ROOT, env=environment, check=False)
+    before = CoverageMap.read() if options.tests else CoverageMap()
+    made = before.without(options.tests).with_measured(folder)
     made.write()
+    shutil.rmtree(folder)
     print(f"{FILE.relative_to(ROOT)}: {len(made.runs)} functions and files, {FILE.stat().st_size // 1024} KiB")
     return 0
 

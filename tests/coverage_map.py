@@ -283,7 +283,7 @@ def main() -> int:
     """Run tests, and write the map; failed tests are in it too."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tests", nargs="*", help="files of tests; default: all suites of the map")
-    parser.add_argument("--measured", type=Path, help="build the map of what an earlier run left in this folder")
+    parser.add_argument("--measured", type=Path, help="build the map of what a run left in this folder")
     options = parser.parse_args()
     folder = options.measured or Path(tempfile.mkdtemp(prefix="measured_"))
     if options.measured is None:

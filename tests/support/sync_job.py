@@ -211,7 +211,7 @@ def die_while_sampling(runtime: Runtime, settings: dict[str, Any]) -> None:
     _, _, engine = connect(runtime, settings)
 
     def die() -> None:
-        wait_until(lambda: num_requests_at(engine.urls[0]) > 0, 60)
+        wait_until(lambda: num_requests_at(engine.urls[0]) >= 32, 300)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=die, daemon=True).start()

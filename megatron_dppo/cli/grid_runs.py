@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait as wait_for_ends
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from queue import SimpleQueue
@@ -157,12 +158,15 @@ class _Running:
                     return 1
                 process.start()
                 self.processes.add(process)
-            process.join()
+            wait_for_ends([process.sentinel])
         finally:
             self.devices.put(devices)
             with self.lock:
                 self.processes.discard(process)
-        return process.exitcode or 0
+        with self.lock:  # `start` reads the status of every process that has ended, and it can be read once
+            process.join()
+        assert process.exitcode is not None, "it has ended"
+        return process.exitcode
 
     @contextmanager
     def ended_at_the_end(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ _PASSED_ON_EVERY_S = 0.002
 _LINGERS_S = 1.0  # time that a thread keeps its worker without work: a new worker per request costs more
 _FORGETS = 0.95  # decay per request of the expected time of a slow request
 _MAX_LATE_IN_A_ROW = 16
+_MOST_WAIT_S = 1.0
 
 
 class WorkerPool(Generic[Q, A]):
@@ -118,6 +119,9 @@ class WorkerPool(Generic[Q, A]):
         """
         answers = self.submit(*requests)
         try:
+            # Python handles a signal that comes just before a wait only after it: no wait may be long.
+            while wait(answers, _MOST_WAIT_S).not_done:
+                pass
             return [answer.result() for answer in answers]
         finally:
             self._cancel(answers)

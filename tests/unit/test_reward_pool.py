@@ -250,15 +250,19 @@ def test_a_worker_that_dies_while_it_starts_says_what_it_printed(
 
 
 @contextmanager
-def interrupted_once(is_so: Callable[[], bool]) -> Iterator[None]:
-    """Interrupt the block as Ctrl-C does, once something is so."""
+def interrupted_once(is_so: Callable[[], bool], *, wakes: bool = True) -> Iterator[None]:
+    """Interrupt the block as Ctrl-C does, once something is so.
+
+    `wakes=False`: as if the signal came just before the main thread began to wait, which it does not end then.
+    """
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
     def watch() -> None:
         wait_until(is_so, LIMIT_S)
-        os.kill(os.getpid(), signal.SIGALRM)
+        receiver = threading.main_thread() if wakes else threading.current_thread()
+        signal.pthread_kill(receiver.ident or 0, signal.SIGALRM)
 
     before = signal.signal(signal.SIGALRM, interrupt)
     watcher = threading.Thread(target=watch)
@@ -271,9 +275,10 @@ def interrupted_once(is_so: Callable[[], bool]) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.parametrize("wakes", [True, False])
 @pytest.mark.parametrize("moment", ["at work", "starting"])
 def test_an_interruption_leaves_at_once_and_the_pool_usable(
-    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleepers: Path
+    moment: str, wakes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleepers: Path
 ) -> None:
     waits = "import pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.01)\n"
     (tmp_path / "slow.py").write_text(waits + "from tests.unit.bad_rewards import told\n")
@@ -285,7 +290,8 @@ def test_an_interruption_leaves_at_once_and_the_pool_usable(
         else:
             (tmp_path / "go").unlink()
         started = time.monotonic()
-        with interrupted_once(lambda: any(sleepers.iterdir()) if moment == "at work" else bool(descendants())):
+        so = {"at work": lambda: any(sleepers.iterdir()), "starting": lambda: bool(descendants())}
+        with interrupted_once(so[moment], wakes=wakes):
             pool.score(ask(*["sleep"] * 40))
         assert time.monotonic() - started < LIMIT_S
         assert descendants() == []

@@ -65,6 +65,6 @@ def test_an_interrupted_sample_goes_on_as_it_would_have(url: str) -> None:
 
 
 def test_log_probs_without_the_temperature_are_found(url: str, served: Served) -> None:
-    require_temperature([served.url], MODEL, KEY)
+    assert require_temperature([served.url], MODEL, KEY, 60.0) == {}
     with pytest.raises(WeightSyncError, match=r"1 times .*0\.5 times"):
-        require_temperature([served.url, url], MODEL, KEY)
+        require_temperature([served.url, url], MODEL, KEY, 60.0)

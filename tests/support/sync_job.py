@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_dppo.runtime.process import Runtime
 from tests.support.processes import wait_until
-from tests.support.serving import num_requests_at
+from tests.support.serving import KEY, num_requests_at
 
 WAYS = ("distributed", "disk", "tensor")
 
@@ -101,6 +101,14 @@ def perturb_each_tensor(runtime: Runtime, settings: dict[str, Any], version: int
     return found
 
 
+async def scores_of(probe: Any, member: Any, num_sequences: int) -> list[Any]:
+    """Return log-probs and routes of the probe's first sequences, from one server."""
+    from megatron_dppo.engines.sglang.client import SglangClient
+
+    async with SglangClient(member.url, api_key=KEY) as client:
+        return await probe._score(client, probe._sequences[:num_sequences])
+
+
 def move_an_expert(
     runtime: Runtime, settings: dict[str, Any], first_version: int, ways: tuple[str, ...] = WAYS
 ) -> dict[str, dict[str, float]]:
@@ -129,7 +137,7 @@ def move_an_expert(
         for step in range(4):
             sync.push(first_version + 4 * number + step)
             (member,) = sync._servers.fleet()[0].members
-            answers = asyncio.run(sync._probe._score(member, sync._probe._sequences[:16]))
+            answers = asyncio.run(scores_of(sync._probe, member, 16))
             log_probs.append(torch.stack([each for each, _ in answers]))
             if step == 1:
                 last = torch.stack([routes.indices[: len(each), -1].long() for each, routes in answers])
@@ -297,7 +305,8 @@ def push_quantised(
         log_probs = model(input_ids=sequences).logits[:, :-1].log_softmax(-1)
         expected = log_probs.gather(-1, sequences[:, 1:, None])[..., 0].detach()
         (member,) = sync._servers.fleet()[0].members
-        found = sync._probe._ask(member, 4).log_probs
+        scores, _ = sync._probe._ask([member], 4)
+        found = scores[member].log_probs
         results[way] = {"metrics": metrics, "from_dequantised": float((found - expected).abs().max())}
         sync.close()
     return results

@@ -71,7 +71,7 @@ def probe(takes_turns: bool = False, limits: Limits = LIMITS) -> Probe:
     runtime: Any = SimpleNamespace(
         on_main=lambda work: work(), gpu_ledger=SimpleNamespace(takes_turns=takes_turns)
     )
-    return Probe(trainer, MODEL, runtime, limits=limits, seed=0, api_key=None)
+    return Probe(trainer, MODEL, runtime, limits=limits, seed=0, api_key=None, timeout_s=60.0)
 
 
 @contextmanager
@@ -235,7 +235,7 @@ def test_a_push_is_followed_by_a_comparison_of_every_server_it_reached(wrong: in
             runtime,
             probe=probe(),
             probe_every=2,
-            require_sampling=lambda urls: None,
+            require_sampling=lambda urls: {},
         )
         assert sync.push(0)["sync/probe_abs_diff_max"] == 0.0
         servers[wrong].wrong_token, servers[wrong].off = 11, -3.0

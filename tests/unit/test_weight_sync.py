@@ -1,7 +1,7 @@
 """In-process sync: what was sent is what arrived, on every rank."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -155,6 +155,8 @@ class Pushed:
     def expect(self) -> None:
         self.expected.append(self.num_pushes)
 
+    failures: ClassVar[dict[str, str]] = {}
+
     def run(self, members: object) -> dict[str, float]:
         self.probed.append(self.num_pushes)
         return {"sync/probe_abs_diff_max": 0.5}
@@ -181,7 +183,13 @@ def test_the_probe_compares_after_the_first_push_and_each_period(every: int, pro
     stand_in.members = cast(Any, (Member("http://127.0.0.1:1", 1, 1, "0.5.21"),))
     tried: list[str] = []
     push = SglangSync(
-        part, part, part, part, probe=part, probe_every=every, require_sampling=lambda urls: tried.extend(urls)
+        part,
+        part,
+        part,
+        part,
+        probe=part,
+        probe_every=every,
+        require_sampling=lambda urls: tried.extend(urls) or {},
     )
     has_metrics: list[int] = []
     for version in range(5):

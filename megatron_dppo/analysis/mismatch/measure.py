@@ -27,7 +27,7 @@ from megatron_dppo.engines.sglang.records import api_key, read_records
 from megatron_dppo.engines.sglang.server import own_servers
 from megatron_dppo.engines.weight_sync.factory import build_sync, served_dtype
 from megatron_dppo.engines.weight_sync.probe import require_temperature
-from megatron_dppo.errors import ConfigError, Problem, RolloutError
+from megatron_dppo.errors import ConfigError, Problem, RolloutError, ServerError
 from megatron_dppo.mcore.groups import speaks_for_its_group
 from megatron_dppo.metrics.engine_comparison import (
     MeasuredResponse,
@@ -158,7 +158,10 @@ def _require_usable_servers(config: Config) -> bool:
     if problems:
         raise ConfigError(problems)
     model = served_model(config.model.load, ())
-    require_temperature([record.url for record in records], model, api_key())
+    urls, timeout_s = [record.url for record in records], config.rollout.sglang.sync_timeout_s
+    failed = require_temperature(urls, model, api_key(), timeout_s)
+    if failed:
+        raise ServerError(next(iter(failed.values())))
     return is_pushing
 
 

@@ -18,19 +18,20 @@ import json
 import logging
 import random
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
 from megatron_dppo.engines.base import EngineCounts
 from megatron_dppo.engines.sglang.protocol import Generation, ServerFacts, generation_of
 from megatron_dppo.engines.sglang.records import API_KEY
-from megatron_dppo.errors import ReplyError, RolloutError, ServerError
+from megatron_dppo.errors import MegatronDppoError, ReplyError, RolloutError, RoutingReplayError, ServerError
 
+T = TypeVar("T")
 _NOTHING_WAS_DONE = frozenset({429, 503})
 _MAY_HAVE_BEEN_DONE = frozenset({500, 502, 504})
 _KEEP_CONNECTION_S = 2.0  # the server closes an idle connection after five seconds
@@ -122,6 +123,16 @@ class SglangClient:
         except _FAILURES:
             return False
         return answer.status == 200
+
+    async def is_gone(self) -> bool:
+        """Return whether nothing listens at the server's address: its process has ended."""
+        try:
+            await self._send("GET", "/health", None, self._patience.connect_timeout_s)
+        except aiohttp.ClientConnectorError as error:
+            return isinstance(error.os_error, ConnectionRefusedError)
+        except _FAILURES:
+            return False
+        return False
 
     async def loads(self) -> object:
         """Return the JSON of the server's load; the call takes no time of the server's scheduler."""
@@ -232,6 +243,43 @@ class SglangClient:
     def _pause_s(self, attempt: int) -> float:
         longest = min(_LONGEST_PAUSE_S, self._patience.first_pause_s * 2 ** (attempt - 1))
         return longest * self._chance.uniform(0.5, 1.0)
+
+
+async def ask_each(
+    work: Mapping[str, Callable[[SglangClient], Awaitable[T]]],
+    *,
+    timeout_s: float,
+    patience: Patience | None = None,
+    api_key: str | None = None,
+    on_failure: Callable[[], None] = lambda: None,
+) -> dict[str, T | MegatronDppoError]:
+    """Call several servers together, and return what each call returned or why it failed, by URL.
+
+    No server delays another one, and none fails another one's call. `timeout_s` limits all calls together.
+
+    Args:
+        work: Calls to each server, by its URL.
+        timeout_s: Time after which a server without a result has failed.
+        patience: Time-outs and retries of single calls.
+        api_key: API key that the servers were started with.
+        on_failure: Called at each failure.
+    """
+
+    async def ask(url: str, call: Callable[[SglangClient], Awaitable[T]]) -> T | MegatronDppoError:
+        try:
+            async with asyncio.timeout(timeout_s), SglangClient(url, patience, api_key=api_key) as client:
+                return await call(client)
+        except TimeoutError:
+            fault: MegatronDppoError = ServerError(
+                f"{url}: found no response within {timeout_s:g} s; expected one. Look at the server's log."
+            )
+        except (RolloutError, RoutingReplayError) as error:
+            fault = error if url in str(error) else type(error)(f"{url}: {error}")
+        on_failure()
+        return fault
+
+    found = await asyncio.gather(*(ask(url, call) for url, call in work.items()))
+    return dict(zip(work, found, strict=True))
 
 
 def new_rid(name: str) -> str:

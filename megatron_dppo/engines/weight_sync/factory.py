@@ -54,6 +54,7 @@ def build_sync(config: Config, owner: WeightOwner, engine: RolloutEngine, runtim
             limits=Limits.of(served_dtype(config)),
             seed=config.run.seed,
             api_key=key,
+            timeout_s=options.sync_timeout_s,
         )
     transport, servers = build_transport(config, owner, runtime), run_servers(config, runtime)
     return SglangSync(
@@ -63,7 +64,9 @@ def build_sync(config: Config, owner: WeightOwner, engine: RolloutEngine, runtim
         runtime,
         probe=probe,
         probe_every=max(options.probe_every, 1),
-        require_sampling=lambda urls: require_temperature(urls if options.probe_every else (), model, key),
+        require_sampling=lambda urls: require_temperature(
+            urls if options.probe_every else (), model, key, options.sync_timeout_s
+        ),
     )
 
 

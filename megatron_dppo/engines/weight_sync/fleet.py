@@ -2,23 +2,27 @@
 
 import asyncio
 import json
+import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron_dppo.engines.sglang.client import Call, Patience, SglangClient
+from megatron_dppo.engines.sglang.client import Call, SglangClient, ask_each
 from megatron_dppo.engines.sglang.options import differences
 from megatron_dppo.engines.sglang.records import ServerRecord
-from megatron_dppo.errors import ServerError, WeightSyncError
+from megatron_dppo.errors import MegatronDppoError, ServerError, WeightSyncError
 from megatron_dppo.runtime.files import write_whole
 from megatron_dppo.runtime.process import Runtime
 
+logger = logging.getLogger(__name__)
 _MEMORY = ("weights", "kv_cache")
+_DESCRIBE_S, _CONNECT_S = 30.0, 5.0
 
 
 @dataclass(frozen=True)
@@ -183,8 +187,7 @@ class Fleet:
                 yield has_failed
             finally:
                 for url, fault in answers.result().items():
-                    if fault is not None:
-                        self.fail(url, str(fault))
+                    self.fail(url, str(fault))
 
     def fail(self, url: str, reason: str) -> None:
         """Remove a server from the push; its first reason is kept."""
@@ -203,31 +206,31 @@ class Fleet:
 
     async def _all(
         self, calls: Mapping[str, Call], has_failed: threading.Event
-    ) -> dict[str, ServerError | None]:
-        async def one(url: str, call: Call) -> ServerError | None:
-            try:
-                async with SglangClient(url, api_key=self._api_key) as client:
-                    await client.command(call, self._timeout_s)
-            except ServerError as error:
-                has_failed.set()
-                return error
-            return None
+    ) -> dict[str, MegatronDppoError]:
+        """Make a call to each server, and return the errors of those that failed."""
 
-        faults = await asyncio.gather(*(one(url, call) for url, call in calls.items()))
-        return dict(zip(calls, faults, strict=True))
+        def command(call: Call) -> Callable[[SglangClient], Awaitable[object]]:
+            return lambda client: client.command(call, self._timeout_s)
+
+        found = await ask_each(
+            {url: command(call) for url, call in calls.items()},
+            timeout_s=self._timeout_s + _CONNECT_S,
+            api_key=self._api_key,
+            on_failure=has_failed.set,
+        )
+        return {url: each for url, each in found.items() if isinstance(each, MegatronDppoError)}
 
 
-async def describe(record: ServerRecord, api_key: str | None, timeout_s: float) -> Member:
-    """Describe a member from its server's reply, within `timeout_s`, or twice that after one retry.
+async def describe(client: SglangClient, record: ServerRecord) -> Member:
+    """Describe a member from its server's replies.
 
     Raises:
         ServerError: The server does not reply, or weight updates are not supported for its version.
+        ReplyError: A reply lacks a field, or the field has another type.
     """
-    patience = Patience(control_timeout_s=min(timeout_s, 30.0), max_attempts=2)
-    async with SglangClient(record.url, patience, api_key=api_key) as client:
-        _, facts = await client.connect()
+    _, facts = await client.connect()
     update_calls_of(facts.version)
-    return Member(record.url, record.pid, facts.num_ranks, facts.version, record.since)
+    return Member(client.url, record.pid, facts.num_ranks, facts.version, record.since)
 
 
 class RunServers:
@@ -268,6 +271,8 @@ class RunServers:
     def release(self) -> None:
         """Release weights and cache of every reachable server; its requests are aborted.
 
+        A server whose process ends meanwhile has no memory left.
+
         Raises:
             WeightSyncError: A server keeps its memory.
         """
@@ -278,6 +283,7 @@ class RunServers:
             held = [member for member in fleet.members if member.process not in released]
             fleet.tell(lambda member: member.calls.release(*_MEMORY), only=held)
             self._keep(released | {m.process: list(_MEMORY) for m in held if m.url not in fleet.failures})
+            fleet.failures = self._without_gone(fleet.failures)
         fleet.agree(self._runtime.all_gather(fleet.failures))
         if fleet.failures:
             raise WeightSyncError(
@@ -302,21 +308,29 @@ class RunServers:
         self._keep({key: kept for key, kept in left.items() if kept})
 
     def _find_members(self, without: Sequence[Member]) -> tuple[list[Member], dict[str, str]]:
-        members: list[Member] = []
+        """Describe the registered servers together, but for those whose settings a push cannot reach."""
         absent: dict[str, str] = {}
+        work: dict[str, Callable[[SglangClient], Awaitable[Member]]] = {}
         for record in self._records():
             found = differences(self._nccl, record.nccl)
             if found is not None:  # makes no call to it, which would leave its update open
                 absent[record.url] = found
-                continue
-            try:
-                member = asyncio.run(describe(record, self._api_key, self._timeout_s))
-            except ServerError as error:
-                absent[record.url] = str(error)
-                continue
-            if member not in without:
-                members.append(member)
-        return members, absent
+            else:
+                work[record.url] = partial(describe, record=record)
+        timeout_s = min(self._timeout_s, _DESCRIBE_S)
+        answers = asyncio.run(ask_each(work, timeout_s=timeout_s, api_key=self._api_key))
+        absent |= {url: str(each) for url, each in answers.items() if isinstance(each, MegatronDppoError)}
+        members = [each for each in answers.values() if isinstance(each, Member)]
+        return [member for member in members if member not in without], absent
+
+    def _without_gone(self, failures: Mapping[str, str]) -> dict[str, str]:
+        """Return the failures of servers whose processes still run, as far as their addresses tell."""
+        work = dict.fromkeys(failures, SglangClient.is_gone)
+        gone = asyncio.run(ask_each(work, timeout_s=_DESCRIBE_S, api_key=self._api_key))
+        for url in failures:
+            if gone[url] is True:
+                logger.warning("server %s has ended, and its memory is free: %s", url, failures[url])
+        return {url: reason for url, reason in failures.items() if gone[url] is not True}
 
     def _read_released(self) -> dict[str, list[str]]:
         """Return the released memory of each server process."""

@@ -9,18 +9,20 @@ a server of a float32 run is refused only if it also differs on twice as many ot
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron_dppo.engines.base import Request, SamplingParams
-from megatron_dppo.engines.sglang.client import SglangClient, new_rid
+from megatron_dppo.engines.sglang.client import SglangClient, ask_each, new_rid
 from megatron_dppo.engines.sglang.protocol import ServedModel
 from megatron_dppo.engines.weight_sync.fleet import Member
-from megatron_dppo.errors import WeightSyncError
+from megatron_dppo.errors import MegatronDppoError, ReplyError, WeightSyncError
 from megatron_dppo.metrics.engine_comparison import are_of_other_weights
+from megatron_dppo.runtime.concurrency import all_of
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import RoutedExperts
 
@@ -65,6 +67,7 @@ class Probe:
         limits: Limits,
         seed: int,
         api_key: str | None,
+        timeout_s: float,
     ) -> None:
         """Draw the sequences.
 
@@ -75,15 +78,18 @@ class Probe:
             limits: Largest differences between a server and the trainer with equal weights.
             seed: Seed of the sequences.
             api_key: API key that servers were started with.
+            timeout_s: Time in which servers must have scored the sequences.
         """
         self._log_probs, self._model, self._runtime = log_probs, model, runtime
-        self._limits, self._api_key = limits, api_key
+        self._limits, self._api_key, self._timeout_s = limits, api_key, timeout_s
         generator = torch.Generator().manual_seed(seed)
         ids = model.vocab_size - 1  # SGLang gives the last token of a vocabulary the log-prob of the first
         self._sequences = torch.randint(ids, (3 * _MOST, _LENGTH), generator=generator)
         self._takes_turns = runtime.gpu_ledger.takes_turns
         self._num_sequences = _FIRST_OF_TURNS if self._takes_turns else _FIRST
         self._expected: dict[int, Tensor] = {}  # the trainer's, by the index of the first of these sequences
+        self.failures: dict[str, str] = {}
+        """Why members of the last comparison failed, by URL."""
 
     def expect(self) -> None:
         """Compute the trainer's log-probs for the next `run`; all ranks call it, before a push.
@@ -99,17 +105,20 @@ class Probe:
     def run(self, members: Sequence[Member]) -> dict[str, float]:
         """Compare all members with the trainer, and return metrics; all ranks call it together.
 
+        Members that fail are left out of the comparison, and `failures` has the reasons, by URL.
+
         Raises:
             WeightSyncError: A server's log-probs differ by more than the limits. In float32: those of further
                 sequences too, or these do not reach the same experts.
         """
-        scores = self._runtime.on_main(lambda: self._scores_of(members))
-        metrics, fault = self._compare(members, scores, 0)
+        scores, self.failures = self._runtime.on_main(lambda: self._scores_of(members))
+        metrics, fault = self._compare(scores, 0)
         if fault and self._limits.is_float32:
-            num = len(scores[0].log_probs)
-            further = self._runtime.on_main(lambda: [self._ask(member, 2 * num, _MOST) for member in members])
-            found, remains = self._compare(members, further, _MOST)
-            if not remains and all(map(_reach_as_many, further, scores)):
+            num = len(next(iter(scores.values())).log_probs)
+            further, lost = self._runtime.on_main(lambda: self._ask(list(scores), 2 * num, _MOST))
+            self.failures |= lost
+            found, remains = self._compare(further, _MOST)
+            if further and not remains and all(_reach_as_many(further[m], scores[m]) for m in further):
                 logger.warning(
                     "weights: log-probs of trainer and server differ by %.1g on %d sequences, and not on %d "
                     "others: two experts' scores tie",
@@ -128,26 +137,26 @@ class Probe:
         of_sequences = self._log_probs(list(self._sequences[start : start + num, :length]))
         return torch.stack(of_sequences)
 
-    def _compare(
-        self, members: Sequence[Member], scores: Sequence[Scores], start: int
-    ) -> tuple[dict[str, float], str | None]:
+    def _compare(self, scores: Mapping[Member, Scores], start: int) -> tuple[dict[str, float], str | None]:
         """Return metrics of the sequences from `start`, and what is wrong with the first wrong server."""
-        num, length = len(scores[0].log_probs), max(of_server.log_probs.shape[1] for of_server in scores)
+        if not scores:
+            return {}, None
+        num = len(next(iter(scores.values())).log_probs)
+        length = max(of_server.log_probs.shape[1] for of_server in scores.values())
         expected = self._expected.get(start, torch.empty(0, _LENGTH - 1))[:, :length]
         if num > len(expected):
             rest = self._of_trainer(start + len(expected), num - len(expected), length + 1)
             expected = torch.cat([expected, rest])
-        of_trainer = [
-            expected[:num, : of_server.log_probs.shape[1]] for of_server in scores
-        ]  # a server may take shorter prompts than others
-        differences = [(s.log_probs - own).abs() for s, own in zip(scores, of_trainer, strict=True)]
-        pairs = zip(members, scores, of_trainer, strict=True)
-        faults = [self._fault(member, of_server.log_probs, own) for member, of_server, own in pairs]
+        of_trainer = {
+            member: expected[:num, : of_server.log_probs.shape[1]] for member, of_server in scores.items()
+        }  # a server may take shorter prompts than others
+        differences = [(each.log_probs - of_trainer[member]).abs() for member, each in scores.items()]
+        faults = [self._fault(member, each.log_probs, of_trainer[member]) for member, each in scores.items()]
         found = {
             "sync/probe_abs_diff_mean": max(float(difference.mean()) for difference in differences),
             "sync/probe_abs_diff_max": max(float(difference.max()) for difference in differences),
         }
-        reached = [_num_not_reached(of_server) for of_server in scores if of_server.is_chosen is not None]
+        reached = [_num_not_reached(each) for each in scores.values() if each.is_chosen is not None]
         if reached:  # otherwise no server reports routes
             found["sync/probe_experts_not_reached"] = float(max(reached))
         return found, next(filter(None, faults), None)
@@ -173,60 +182,91 @@ class Probe:
             "and see its log."
         )
 
-    def _scores_of(self, members: Sequence[Member]) -> list[Scores]:
-        """Return every member's scores, of as many sequences as the first needs to reach every expert."""
+    def _scores_of(self, members: Sequence[Member]) -> tuple[dict[Member, Scores], dict[str, str]]:
+        """Return each member's scores, of as many sequences as the first needs to reach every expert.
+
+        Members that fail have a fault instead, by URL.
+        """
         num = self._num_sequences
-        first = self._ask(members[0], num)
-        while _num_not_reached(first) and self._num_sequences < _MOST:
+        scores, faults = self._ask(members, num)
+        while (first := next(iter(scores), None)) is not None:
+            if not _num_not_reached(scores[first]) or self._num_sequences >= _MOST:
+                break
             self._num_sequences *= 2
             if self._takes_turns:
                 break  # for the next comparison: these scores are compared with what `expect` computed
             num = self._num_sequences
-            first = self._ask(members[0], num)
-        if (num_left := _num_not_reached(first)) and num == _MOST:
+            more, lost = self._ask([first], num)
+            scores, faults = ({**scores, **more} if more else _without(scores, first)), faults | lost
+        lacking = [member for member, each in scores.items() if len(each.log_probs) < num]
+        if lacking:
+            more, lost = self._ask(lacking, num)
+            scores = {member: more.get(member, each) for member, each in scores.items()}
+            scores = {member: each for member, each in scores.items() if member.url not in lost}
+            faults |= lost
+        if first is not None and (num_left := _num_not_reached(scores[first])) and num == _MOST:
             logger.warning("weights: %d experts were chosen by none of %d sequences", num_left, num)
-        return [first, *(self._ask(member, num) for member in members[1:])]
+        return scores, faults
 
-    def _ask(self, member: Member, num_sequences: int, start: int = 0) -> Scores:
-        answers = asyncio.run(self._score(member, self._sequences[start : start + num_sequences]))
-        log_probs = torch.stack([log_probs for log_probs, _ in answers])
-        return Scores(log_probs, _find_chosen([routes for _, routes in answers if routes is not None]))
+    def _ask(
+        self, members: Sequence[Member], num_sequences: int, start: int = 0
+    ) -> tuple[dict[Member, Scores], dict[str, str]]:
+        """Return the scores of the members that reply, and the faults of the others, by URL."""
+        sequences = self._sequences[start : start + num_sequences]
+        work = {member.url: partial(self._score, sequences=sequences) for member in members}
+        found = asyncio.run(ask_each(work, timeout_s=self._timeout_s, api_key=self._api_key))
+        scores, faults = dict[Member, Scores](), dict[str, str]()
+        for member in members:
+            each = found[member.url]
+            if isinstance(each, MegatronDppoError):
+                faults[member.url] = str(each)
+                continue
+            routes = [routes for _, routes in each if routes is not None]
+            scores[member] = Scores(torch.stack([log_probs for log_probs, _ in each]), _find_chosen(routes))
+        return scores, faults
 
-    async def _score(self, member: Member, sequences: Tensor) -> list[tuple[Tensor, RoutedExperts | None]]:
+    async def _score(
+        self, client: SglangClient, sequences: Tensor
+    ) -> list[tuple[Tensor, RoutedExperts | None]]:
         """Return log-probs [L-1] and routes of each sequence."""
-        async with SglangClient(member.url, api_key=self._api_key) as client:
-            generation, facts = await client.connect()
-            sequences = sequences[:, : facts.max_prompt_tokens]
-            with_routes, places = facts.captures_routes, asyncio.Semaphore(facts.max_running_requests)
+        generation, facts = await client.connect()
+        sequences = sequences[:, : facts.max_prompt_tokens]
+        with_routes, places = facts.captures_routes, asyncio.Semaphore(facts.max_running_requests)
 
-            async def score(index: int) -> tuple[Tensor, RoutedExperts | None]:
-                tokens = sequences[index].tolist()
-                body = generation.score_body(new_rid(f"probe+{index}"), tokens, with_routes=with_routes)
-                async with places:
-                    answer = await client.generate(body)
-                return await generation.read_scores(answer, tokens, self._model, with_routes=with_routes)
+        async def score(index: int) -> tuple[Tensor, RoutedExperts | None]:
+            tokens = sequences[index].tolist()
+            body = generation.score_body(new_rid(f"probe+{index}"), tokens, with_routes=with_routes)
+            async with places:
+                answer = await client.generate(body)
+            return await generation.read_scores(answer, tokens, self._model, with_routes=with_routes)
 
-            return await asyncio.gather(*(score(index) for index in range(len(sequences))))
+        return await all_of(map(score, range(len(sequences))))
 
 
-def require_temperature(urls: Sequence[str], model: ServedModel, api_key: str | None) -> None:
+def require_temperature(
+    urls: Sequence[str], model: ServedModel, api_key: str | None, timeout_s: float
+) -> dict[str, str]:
     """Require that servers return log-probs at the temperature of the request; two requests per server.
 
     A server that was started outside this package may return log-probs at temperature 1 instead, and does not
     report it (SGLANG_RETURN_ORIGINAL_LOGPROB). At temperature 2, log-probs differ half as much as at 1.
 
+    Returns:
+        Why servers, by URL, could not be tried.
+
     Raises:
-        ServerError: A server does not reply.
         WeightSyncError: A server returns log-probs without the temperature.
     """
-    for url in urls:
-        slope = asyncio.run(_slope(url, model, api_key))
-        if slope is not None and slope > (1 + 1 / _TEMPERATURE) / 2:
+    work = {url: partial(_slope, model=model) for url in urls}
+    found = asyncio.run(ask_each(work, timeout_s=timeout_s, api_key=api_key))
+    for url, slope in found.items():
+        if isinstance(slope, float) and slope > (1 + 1 / _TEMPERATURE) / 2:
             raise WeightSyncError(
                 f"{url}: found log-probs at temperature {_TEMPERATURE:g} that lie {slope:.3g} times as far "
                 f"apart as at 1; expected {1 / _TEMPERATURE:g} times. They lack the temperature: start this "
                 "server without SGLANG_RETURN_ORIGINAL_LOGPROB."
             )
+    return {url: str(each) for url, each in found.items() if isinstance(each, MegatronDppoError)}
 
 
 def _find_chosen(routes: Sequence[RoutedExperts]) -> Tensor | None:
@@ -246,25 +286,29 @@ def _num_not_reached(scores: Scores) -> int:
     return 0 if scores.is_chosen is None else int((~scores.is_chosen).sum())
 
 
-async def _slope(url: str, model: ServedModel, api_key: str | None) -> float | None:
+async def _slope(client: SglangClient, model: ServedModel) -> float | None:
     """Return the ratio of log-prob differences at `_TEMPERATURE` to those at 1, or None if all are equal."""
-    async with SglangClient(url, api_key=api_key) as client:
-        generation, _ = await client.connect()
+    generation, _ = await client.connect()
 
-        async def log_probs(temperature: float) -> dict[int, float]:
-            num_topk = min(_MOST_TOKENS, model.vocab_size)
-            params = SamplingParams(1, temperature=temperature, num_topk_log_probs=num_topk)
-            request = Request(new_rid("temperature"), (min(1, model.vocab_size - 1),), (0, 0, 0))
-            content = await client.generate(generation.generate_body(request, params, model))
-            topk = (await generation.read_reply(content, request, params, model)).topk
-            assert topk is not None, "asked for"
-            return dict(zip(topk.ids[0].tolist(), topk.log_probs[0].tolist(), strict=True))
+    async def log_probs(temperature: float) -> dict[int, float]:
+        num_topk = min(_MOST_TOKENS, model.vocab_size)
+        params = SamplingParams(1, temperature=temperature, num_topk_log_probs=num_topk)
+        request = Request(new_rid("temperature"), (min(1, model.vocab_size - 1),), (0, 0, 0))
+        content = await client.generate(generation.generate_body(request, params, model))
+        topk = (await generation.read_reply(content, request, params, model)).topk
+        if topk is None:  # aborted in the server's queue
+            raise ReplyError(f"{client.url}: found no Top-K; expected {num_topk} log-probs of one token")
+        return dict(zip(topk.ids[0].tolist(), topk.log_probs[0].tolist(), strict=True))
 
-        plain, scaled = await log_probs(1.0), await log_probs(_TEMPERATURE)
+    plain, scaled = await log_probs(1.0), await log_probs(_TEMPERATURE)
     shared = sorted(plain.keys() & scaled.keys())
     plain_of, scaled_of = (_centre([found[token] for token in shared]) for found in (plain, scaled))
     norm = float(plain_of @ plain_of)
     return float(plain_of @ scaled_of) / norm if norm > _FLAT else None
+
+
+def _without(scores: Mapping[Member, Scores], member: Member) -> dict[Member, Scores]:
+    return {other: each for other, each in scores.items() if other != member}
 
 
 def _centre(values: Sequence[float]) -> Tensor:

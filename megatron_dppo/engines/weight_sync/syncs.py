@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -37,7 +37,7 @@ class SglangSync:
         *,
         probe: Probe | None,
         probe_every: int,
-        require_sampling: Callable[[Sequence[str]], None],
+        require_sampling: Callable[[Sequence[str]], Mapping[str, str]],
     ) -> None:
         """Store the settings, and call no server.
 
@@ -49,7 +49,8 @@ class SglangSync:
             probe: Probe that compares servers and trainer after a push, or None.
             probe_every: Number of pushes from one comparison to the next; the first push always has one.
             require_sampling: Raises if a server, given by URL, returns log-probs of another distribution than
-                it samples from. Rank 0 calls it after the first push to a server.
+                it samples from, and returns why servers could not be tried. Rank 0 calls it after the first
+                push to a server.
         """
         self._transport, self._engine, self._servers, self._runtime = transport, engine, servers, runtime
         self._probe, self._probe_every, self._num_pushes = probe, probe_every, 0
@@ -63,9 +64,11 @@ class SglangSync:
     def push(self, version: int) -> dict[str, float]:
         """Send all weights to all servers; see `WeightSync.push`.
 
+        A server that fails a call is left out.
+
         Raises:
-            WeightSyncError: No server has all weights, a server's log-probs differ from the trainer's, or a
-                server returns log-probs of another distribution than it samples from.
+            WeightSyncError: No server is left, a server's log-probs differ from the trainer's, or a server
+                returns log-probs of another distribution than it samples from.
         """
         self._runtime.barrier()  # no rank has requests in flight after it
         updated: list[Member] = []
@@ -77,6 +80,9 @@ class SglangSync:
             faults = absent | fleet.failures
             if not fleet.failures:
                 break
+        probed, failed = self._check(updated)
+        faults |= failed
+        updated = [member for member in updated if member.url not in failed]
         for url, reason in faults.items():
             logger.warning("weights %d: %s gets no requests until a push reaches it: %s", version, url, reason)
         if not updated:
@@ -86,13 +92,19 @@ class SglangSync:
                 "expected one. Check that megatron-dppo serve runs with this run's config, and look at its log."
             )
         self._engine.admit([member.url for member in updated], version)
-        new = [member for member in updated if member.process not in self._tried]
-        self._tried |= {member.process for member in new}
-        self._runtime.on_main(lambda: self._require_sampling([member.url for member in new]))
-        self._num_pushes += 1
-        is_due = (self._num_pushes - 1) % self._probe_every == 0
-        probed = self._probe.run(updated) if self._probe is not None and is_due else {}
         return {"sync/servers": float(len(updated)), **probed}
+
+    def _check(self, updated: Sequence[Member]) -> tuple[dict[str, float], dict[str, str]]:
+        """Compare updated servers with the trainer; return metrics, and why servers failed, by URL."""
+        new = [member for member in updated if member.process not in self._tried]
+        failed = dict(self._runtime.on_main(lambda: self._require_sampling([member.url for member in new])))
+        self._tried |= {member.process for member in new if member.url not in failed}
+        is_due = self._num_pushes % self._probe_every == 0
+        self._num_pushes += 1
+        if self._probe is None or not is_due:
+            return {}, failed
+        probed = self._probe.run([member for member in updated if member.url not in failed])
+        return probed, failed | self._probe.failures
 
     def release_engine(self) -> None:
         """See `WeightSync.release_engine`."""

@@ -31,9 +31,15 @@ async def all_of(awaitables: Iterable[Awaitable[T]]) -> list[T]:
     try:
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(tasks)
+
+
+async def end(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel tasks, and wait until they have ended."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Gathered(Generic[T]):

@@ -67,6 +67,10 @@ class _HttpAnswer:
     content: bytes
 
 
+class SlowServerError(ServerError):
+    """A server did not respond in time; another one would take as long."""
+
+
 class SglangClient:
     """Calls one server in one event loop; `async with` opens and closes its connections."""
 
@@ -182,7 +186,7 @@ class SglangClient:
         """Make one call with its retries. Only a generation has `renew`, which returns the `rid` of a retry."""
         patience, rid = self._patience, None if body is None or renew is None else str(body["rid"])
         timeout_s = patience.control_timeout_s if rid is None else patience.generate_timeout_s
-        found = ""
+        found, kind = "", ServerError
         for attempt in range(patience.max_attempts):
             if attempt:
                 self.counts += EngineCounts(num_retries=1)
@@ -204,6 +208,7 @@ class SglangClient:
                 if rid is not None:
                     self.counts += EngineCounts(num_timed_out=1)
                     await self._give_up(rid)
+                    kind = SlowServerError
                     break
             except (aiohttp.ClientError, ReplyError) as error:
                 found, was_done = f"a broken response ({str(error) or type(error).__name__})", True
@@ -211,7 +216,7 @@ class SglangClient:
                 is_asked_again = attempt + 1 < patience.max_attempts
                 self.counts += EngineCounts(num_maybe_sampled_twice=is_asked_again)
                 await self._give_up(rid)
-        raise ServerError(
+        raise kind(
             f"{method} {self.url}{path}: found {found}; expected 200 within {patience.max_attempts} attempts. "
             "Look at the server's log, and check that the server in run/servers still runs."
         )

@@ -1,22 +1,76 @@
 """Refuses requests that no server could serve, chooses a server for every other one, and counts results."""
 
+import asyncio
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from megatron_dppo.engines.base import Completion, EngineCounts, Request, SamplingParams, give_up, input_tokens
+from megatron_dppo.engines.sglang.client import new_rid
 from megatron_dppo.engines.sglang.protocol import ServedModel, ServerFacts
 from megatron_dppo.errors import ReplyError, RolloutError
+
+MOST_REFUSED = 2
+"""Refused responses in a row after which a server gets no request while another one may show its fault."""
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request awaiting its completion, with its future, its number of moves and who failed at it."""
+
+    request: Request
+    params: SamplingParams
+    completion: asyncio.Future[Completion]
+    num_moves: int = 0
+    refused_by: set[str] = field(default_factory=set[str])  # URLs of servers whose responses were refused
+    refusal: RolloutError | Completion | None = None  # why the last one was, or the response itself
+
+    def complete(self, completion: Completion) -> None:
+        """Set the completion, and add the request's moves."""
+        if not self.completion.done():  # else no caller waits for it any more
+            self.completion.set_result(replace(completion, num_moves=completion.num_moves + self.num_moves))
+
+    def fail(self, error: BaseException) -> None:
+        """Raise an error in the caller that waits for the completion."""
+        if not self.completion.done():
+            self.completion.set_exception(error)
+
+
+class InFlight:
+    """A request that was sent to a server and has no response yet; each attempt has a new id `rid` there."""
+
+    def __init__(self, asked: Asked, url: str) -> None:
+        self.asked, self.url = asked, url
+        self.renew()
+
+    def renew(self) -> str:
+        """Replace the id for the next attempt, and return it."""
+        self.rid = new_rid(self.asked.request.id)
+        return self.rid
+
+
+class AtFaultError(Exception):
+    """The request must move, because its server has the `ServerError` that is the argument."""
+
+
+class NotFiniteError(ReplyError):
+    """The response has log-probs that are not finite, which a server with broken weights or kernels returns."""
+
+    def __init__(self, url: str, completion: Completion) -> None:
+        self.completion = completion
+        super().__init__(f"{url}: found log-probs that are not finite; expected finite ones. Look at its log.")
 
 
 @dataclass
 class _Place:
-    """Load of one server, as known to this process."""
+    """Load of one server, as known to this process, and what became of its responses."""
 
     num_in_flight: int = 0  # requests of this session without a response
     num_of_others: int = 0  # other requests that the server last reported
     is_drained: bool = False
+    num_refused: int = 0  # responses in a row that were refused
+    accepted_at: int = 0  # responses of all servers accepted before and with its last one; 0: none of its own
 
     @property
     def load(self) -> int:
@@ -40,7 +94,7 @@ class LoadBalancer:
             chance: Random generator that draws the two servers; None creates one.
         """
         self._places = {url: _Place() for url in urls}
-        self._max_in_flight = max_in_flight
+        self._max_in_flight, self._num_accepted = max_in_flight, 0
         self._homes: dict[str, str] = {}
         self._chance = chance or random.Random()
 
@@ -49,9 +103,16 @@ class LoadBalancer:
         """URLs of the servers that are not drained."""
         return tuple(url for url, place in self._places.items() if not place.is_drained)
 
-    def take(self, group: str) -> str | None:
-        """Choose a server for a request of `group`, and count it as sent; return None if all are full."""
-        free = [url for url in self.serving if self._places[url].num_in_flight < self._max_in_flight]
+    def take(self, group: str, without: Collection[str] = ()) -> str | None:
+        """Choose a server for a request of `group`, and count it as sent; return None if all are full.
+
+        Args:
+            group: Group of the request.
+            without: Servers that failed at the request.
+        """
+        there = [url for url in self.serving if url not in without]
+        trusted = [url for url in there if self._places[url].num_refused < MOST_REFUSED]
+        free = [url for url in trusted or there if self._places[url].num_in_flight < self._max_in_flight]
         if not free:
             return None
         url = self._homes.get(group)
@@ -71,6 +132,25 @@ class LoadBalancer:
         """Update a server's load: its running and waiting requests, including the requests of this session."""
         place = self._places[url]
         place.num_of_others = max(num_requests - place.num_in_flight, 0)
+
+    def accept(self, url: str) -> None:
+        """Note a sound response of a server."""
+        self._num_accepted += 1
+        self._places[url].num_refused, self._places[url].accepted_at = 0, self._num_accepted
+
+    def refuse(self, url: str) -> None:
+        """Note a response of a server that was refused."""
+        self._places[url].num_refused += 1
+
+    @property
+    def at_fault(self) -> tuple[str, ...]:
+        """URLs of servers whose responses are refused while later ones of another server are not."""
+        last = max((self._places[url].accepted_at for url in self.serving), default=0)
+        return tuple(
+            url
+            for url in self.serving
+            if self._places[url].num_refused >= MOST_REFUSED and self._places[url].accepted_at < last
+        )
 
     def drain(self, url: str) -> None:
         """Stop choosing the server; each request in flight there still needs its `give_back`."""

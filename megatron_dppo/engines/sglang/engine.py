@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -65,6 +66,8 @@ class SglangEngine:
         self._max_concurrent, self._api_key = max_concurrent_requests, api_key
         self._admitted = _Admitted(self._urls, _common_version(asyncio.run(self._all_facts())))
         self._counts, self._counts_lock = EngineCounts(), threading.Lock()
+        self.refusals = Counter[str]()
+        """Number of responses that were refused, by the server's URL; includes only sessions that were left."""
 
     @property
     def counts(self) -> EngineCounts:
@@ -175,6 +178,7 @@ class SglangEngine:
                 counts = sum(absent, session.counts)
                 with self._counts_lock:
                     self._counts += counts
+                    self.refusals += session.refusals
 
 
 def _common_version(facts: Sequence[ServerFacts]) -> int:

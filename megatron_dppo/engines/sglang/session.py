@@ -2,29 +2,27 @@
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 
-from megatron_dppo.engines.base import (
-    Completion,
-    EngineCounts,
-    Request,
-    SamplingParams,
-    Session,
-    give_up,
-)
-from megatron_dppo.engines.sglang.client import Link, new_rid, other_weights
+from megatron_dppo.engines.base import Completion, EngineCounts, Request, SamplingParams, Session, give_up
+from megatron_dppo.engines.sglang.client import Link, SlowServerError, other_weights
 from megatron_dppo.engines.sglang.dispatch import (
+    Asked,
+    AtFaultError,
+    InFlight,
     LoadBalancer,
+    NotFiniteError,
     count_result,
     group_of,
     refuse_requests,
 )
 from megatron_dppo.engines.sglang.protocol import ServedModel
 from megatron_dppo.errors import ReplyError, RolloutError, ServerError
+from megatron_dppo.runtime.concurrency import end
 
 logger = logging.getLogger(__name__)
 
@@ -36,43 +34,6 @@ _LONGEST_PAUSE_S = 1.0
 _Task = asyncio.Task[Completion]
 
 
-@dataclass(eq=False)
-class _Asked:
-    """A request awaiting its completion, with its future and its number of moves."""
-
-    request: Request
-    params: SamplingParams
-    completion: asyncio.Future[Completion]
-    num_moves: int = 0
-
-    def complete(self, completion: Completion) -> None:
-        """Set the completion, and add the request's moves."""
-        if not self.completion.done():  # else no caller waits for it any more
-            self.completion.set_result(replace(completion, num_moves=completion.num_moves + self.num_moves))
-
-    def fail(self, error: BaseException) -> None:
-        """Raise an error in the caller that waits for the completion."""
-        if not self.completion.done():
-            self.completion.set_exception(error)
-
-
-class _InFlight:
-    """A request that was sent to a server and has no response yet; each attempt has a new id `rid` there."""
-
-    def __init__(self, asked: _Asked, url: str) -> None:
-        self.asked, self.url = asked, url
-        self.renew()
-
-    def renew(self) -> str:
-        """Replace the id for the next attempt, and return it."""
-        self.rid = new_rid(self.asked.request.id)
-        return self.rid
-
-
-class _AtFaultError(Exception):
-    """The request must move, because its server has the `ServerError` that is the argument."""
-
-
 class ServerSession(Session):
     """Sends each request to a lightly loaded server, and to another server if that one fails.
 
@@ -82,6 +43,7 @@ class ServerSession(Session):
 
     Attributes:
         errors: Errors of failed requests, by request id. A request that a hold interrupted has no entry.
+        refusals: Number of responses that were refused, by the server's URL.
     """
 
     def __init__(
@@ -110,10 +72,11 @@ class ServerSession(Session):
         self._health_locks = {url: asyncio.Lock() for url in links}  # one health check at a time
         self._hold_timeout_s, self._may_be_held = hold_timeout_s, may_be_held
         self.errors: dict[str, RolloutError] = {}
+        self.refusals = Counter[str]()
         self._counts = EngineCounts()
         self._ids: set[str] = set()  # of pending requests
-        self._waiting = deque[_Asked]()
-        self._in_flight: dict[_Task, _InFlight] = {}
+        self._waiting = deque[Asked]()
+        self._in_flight: dict[_Task, InFlight] = {}
         self._recalled: set[_Task] = set()  # cancelled tasks that have not ended yet
         self._beside: list[asyncio.Task[None]] = []
         self._hold: asyncio.Task[None] | None = None
@@ -129,7 +92,7 @@ class ServerSession(Session):
     ) -> None:
         self._stop_sending()
         await self._cancel(lambda sent: True)
-        await _end(self._beside)
+        await end(self._beside)
 
     @property
     def counts(self) -> EngineCounts:
@@ -168,7 +131,7 @@ class ServerSession(Session):
                 f"request {request.id}: found a pending request with this id; expected unique ids. "
                 "This is a fault of the caller."
             )
-        asked = _Asked(request, params, asyncio.get_running_loop().create_future())
+        asked = Asked(request, params, asyncio.get_running_loop().create_future())
         self._ids.add(request.id)
         self._waiting.append(asked)
         self._send()
@@ -198,22 +161,26 @@ class ServerSession(Session):
     def _send(self) -> None:
         """Send waiting requests until every server is full."""
         while self._waiting:
-            url = self._load_balancer.take(group_of(self._waiting[0].request.id))
+            asked = self._waiting[0]
+            if asked.refusal is not None and asked.refused_by.issuperset(self._load_balancer.serving):
+                self._settle(self._waiting.popleft(), asked.refusal)
+                continue
+            url = self._load_balancer.take(group_of(asked.request.id), asked.refused_by)
             if url is None:
                 return
-            asked = self._waiting.popleft()
-            sent = _InFlight(asked, url)
+            self._waiting.popleft()
+            sent = InFlight(asked, url)
             task = asyncio.create_task(self._call(sent))
             self._in_flight[task] = sent
             task.add_done_callback(self._land)
 
-    async def _call(self, sent: _InFlight) -> Completion:
+    async def _call(self, sent: InFlight) -> Completion:
         """Send a request to its server, and check the response.
 
         Raises:
             ReplyError: The response is refused.
             ServerError: The server refuses the request.
-            _AtFaultError: The server is drained or unhealthy, or has other weights.
+            AtFaultError: The server is drained or unhealthy, or has other weights.
         """
         asked, url, link = sent.asked, sent.url, self._links[sent.url]
         request = replace(asked.request, id=sent.rid)
@@ -224,13 +191,16 @@ class ServerSession(Session):
             completion = await link.generation.read_reply(content, request, asked.params, self._model)
         except ServerError as error:
             if await self._is_at_fault(url):
-                raise _AtFaultError(error) from None
+                raise AtFaultError(error) from None
             raise
         num_old = request.partial.tokens.numel() if request.partial else 0  # tokens of older weights
         versions = {span.version for span in completion.weight_versions if span.stop > num_old}
         if others := sorted(versions - {self._version}):
-            raise _AtFaultError(other_weights(url, others[0], self._version))
-        return replace(completion, request_id=asked.request.id)
+            raise AtFaultError(other_weights(url, others[0], self._version))
+        completion = replace(completion, request_id=asked.request.id)
+        if not bool(completion.log_probs.isfinite().all()):
+            raise NotFiniteError(url, completion)
+        return completion
 
     async def _is_at_fault(self, url: str) -> bool:
         """Return whether a failed server is drained or unhealthy; True without a check in a held session."""
@@ -248,18 +218,47 @@ class ServerSession(Session):
         if task.cancelled():  # by the event loop, which is closing
             sent.asked.completion.cancel()
         elif (error := task.exception()) is None:
+            self._load_balancer.accept(sent.url)
             self._settle(sent.asked, task.result())
-        elif isinstance(error, _AtFaultError):
+            self._drain_at_fault("the last ones are logged above")
+        elif isinstance(error, AtFaultError):
             (fault,) = error.args
             self._drain(sent.url, fault)
             self._move(sent.asked, fault)
         elif isinstance(error, ReplyError | ServerError):
-            self._settle(sent.asked, error)
+            self._refuse(sent, error)
         else:
             sent.asked.fail(error)
         asyncio.get_running_loop().call_soon(self._send)  # callers of `ask` run first: they may hold
 
-    def _settle(self, asked: _Asked, content: Completion | RolloutError) -> None:
+    def _refuse(self, sent: InFlight, error: ReplyError | ServerError) -> None:
+        """Move a request whose response was refused, or give it up if no server is left for it.
+
+        A server is drained if its responses are refused while another one's are not.
+        """
+        asked, url = sent.asked, sent.url
+        asked.refused_by.add(url)
+        asked.refusal = error.completion if isinstance(error, NotFiniteError) else error
+        is_slow = isinstance(error, SlowServerError)  # another server would take as long
+        if not is_slow:
+            self.refusals[url] += 1
+            self._load_balancer.refuse(url)
+        is_last = (
+            asked.refused_by.issuperset(self._load_balancer.serving) or asked.num_moves == _MAX_SERVERS - 1
+        )
+        if self._is_held or is_slow or is_last:
+            self._settle(asked, asked.refusal)
+        else:
+            logger.warning("request %s moves to another server: %s", asked.request.id, error)
+            self._requeue(asked)
+        self._drain_at_fault(str(error))
+
+    def _drain_at_fault(self, last: str) -> None:
+        for url in self._load_balancer.at_fault:
+            found = f"found {self.refusals[url]} responses that are refused while another server's are not"
+            self._drain(url, ServerError(f"{url}: {found}; expected sound ones. The last: {last}"))
+
+    def _settle(self, asked: Asked, content: Completion | RolloutError) -> None:
         """Count a result and complete the request; an error becomes an aborted completion."""
         request = asked.request
         self._counts += count_result(request, content)
@@ -289,7 +288,7 @@ class ServerSession(Session):
         for asked in reversed(lost):
             self._move(asked, fault)
 
-    def _move(self, asked: _Asked, fault: ServerError) -> None:
+    def _move(self, asked: Asked, fault: ServerError) -> None:
         """Put a request at the head of the queue, or fail it if too many servers failed at it."""
         if self._is_held:
             asked.complete(give_up(asked.request))
@@ -298,11 +297,14 @@ class ServerSession(Session):
         elif asked.num_moves == _MAX_SERVERS - 1:
             self._settle(asked, fault)
         else:
-            asked.num_moves += 1
-            self._counts += EngineCounts(num_requeued=1)
-            self._waiting.appendleft(asked)
+            self._requeue(asked)
 
-    def _recall(self, is_meant: Callable[[_InFlight], bool]) -> list[_Asked]:
+    def _requeue(self, asked: Asked) -> None:
+        asked.num_moves += 1
+        self._counts += EngineCounts(num_requeued=1)
+        self._waiting.appendleft(asked)
+
+    def _recall(self, is_meant: Callable[[InFlight], bool]) -> list[Asked]:
         """Cancel the matching requests that have no response yet, and return them in the order of sending."""
         found = {task: sent for task, sent in self._in_flight.items() if is_meant(sent) and not task.done()}
         for task, sent in found.items():
@@ -313,7 +315,7 @@ class ServerSession(Session):
             task.cancel()
         return [sent.asked for sent in found.values()]
 
-    def _withdraw(self, asked: _Asked) -> None:
+    def _withdraw(self, asked: Asked) -> None:
         """Drop a request that no caller waits for any more."""
         if asked in self._waiting:
             self._waiting.remove(asked)
@@ -327,7 +329,7 @@ class ServerSession(Session):
             asked = self._waiting.popleft()
             asked.complete(give_up(asked.request))
 
-    async def _cancel(self, is_meant: Callable[[_InFlight], bool]) -> int:
+    async def _cancel(self, is_meant: Callable[[InFlight], bool]) -> int:
         """Cancel matching requests, complete them with their earlier tokens, and return their number."""
         lost = self._recall(is_meant)
         for asked in lost:
@@ -340,12 +342,12 @@ class ServerSession(Session):
         repeated = [asyncio.create_task(self._repeat_aborts(url)) for url in self._links]
         self._beside += repeated
         await asyncio.gather(*map(self._await_answers, self._links))
-        await _end(repeated)
+        await end(repeated)
 
     async def _repeat_aborts(self, url: str) -> None:
         """Abort one server's requests repeatedly, until none is in flight."""
 
-        async def abort(sent: _InFlight) -> None:
+        async def abort(sent: InFlight) -> None:
             with suppress(ServerError):
                 await self._links[url].client.abort(sent.rid)
 
@@ -371,7 +373,7 @@ class ServerSession(Session):
                     self._hold_timeout_s,
                 )
 
-    def _at(self, url: str) -> dict[_Task, _InFlight]:
+    def _at(self, url: str) -> dict[_Task, InFlight]:
         return {task: sent for task, sent in self._in_flight.items() if sent.url == url}
 
     async def _ask_loads(self) -> None:
@@ -387,12 +389,9 @@ class ServerSession(Session):
                     self._drain(url, error)
                     self._send()
 
-        while len(self._load_balancer.serving) > 1 and not self._is_held:
-            await asyncio.gather(*(ask(url, self._links[url]) for url in self._load_balancer.serving))
-            await asyncio.sleep(_ASK_LOAD_S)
+        async def keep_asking(url: str, link: Link) -> None:  # no server waits for another one's reply
+            while url in (serving := self._load_balancer.serving) and len(serving) > 1 and not self._is_held:
+                await ask(url, link)
+                await asyncio.sleep(_ASK_LOAD_S)
 
-
-async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(keep_asking(url, link) for url, link in self._links.items()))

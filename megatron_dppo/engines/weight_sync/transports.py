@@ -258,10 +258,27 @@ class DiskTransport:
                     "on the disk of run.folder. Free some space, or change rollout.sglang.weight_sync."
                 ) from fault
             fleet.tell(lambda member: member.calls.from_disk(str(folder.absolute()), version))
-            shutil.rmtree(folder)
+            self._remove_versions()
 
         self._runtime.on_main(load)
         fleet.agree(self._runtime.all_gather(fleet.failures))
+
+    def _remove_versions(self) -> None:
+        """Remove the folders of this push and of earlier ones. Those that servers still map may stay on NFS."""
+        left = list[str]()
+        for folder in sorted(self._folder.glob("version_*")):
+            try:
+                shutil.rmtree(folder)
+            except OSError as error:
+                left.append(f"{folder.name} ({error.strerror or error})")
+        if left:
+            logger.warning(
+                "%s: %d folders of weights that servers have loaded cannot be removed, and the next push tries "
+                "again: %s",
+                self._folder,
+                len(left),
+                ", ".join(left[:3]),
+            )
 
     def close(self) -> None:
         """Remove the files of a failed push."""

@@ -120,6 +120,11 @@ class RolloutEngine(Protocol):
         """Counts of retries, time-outs and tokens since the engine was built, over all calls of `generate`."""
         ...
 
+    @property
+    def refusals(self) -> Mapping[str, int]:
+        """Number of responses that were refused since the engine was built, by server's URL."""
+        ...
+
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
         """Sample one response per request, in order; blocks until the last one ends.
 

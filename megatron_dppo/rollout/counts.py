@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.engines.base import EngineCounts
-from megatron_dppo.errors import RolloutError
+from megatron_dppo.errors import RolloutError, ServerError
 
 DropReason = Literal[
     "aborted",
@@ -24,6 +24,7 @@ DropReason = Literal[
     "reward_out_of_memory",
 ]
 DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
+_BY_SERVERS: tuple[DropReason, ...] = ("aborted", "empty_response", "non_finite_log_probs")
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class RolloutCounts:
     num_untrained_tokens: int = 0  # tokens that agents sampled, and no sample trains on
     example: str | None = None  # message of the first fault on this rank
     engine: EngineCounts = field(default_factory=EngineCounts)  # the engine's counts during this rollout
+    refusals: Mapping[str, int] = field(default_factory=dict[str, int])  # responses refused, by server's URL
 
     @property
     def num_dropped_samples(self) -> int:
@@ -70,14 +72,22 @@ class RolloutCounts:
         of_reasons = [self.num_dropped[reason] for reason in DROP_REASONS]
         return torch.tensor([*plain, *of_reasons, *astuple(self.engine)])
 
-    def with_totals(self, totals: Tensor) -> "RolloutCounts":
-        """Return the counts over all ranks, given the sum of their `to_tensor`; keeps this rank's example."""
+    def with_totals(self, totals: Tensor, refusals: Mapping[str, int] | None = None) -> "RolloutCounts":
+        """Return the counts over all ranks; keeps this rank's example.
+
+        Args:
+            totals: Sum of the ranks' `to_tensor`.
+            refusals: Sum of their `refusals`; default: this rank's.
+        """
         values = [int(value) for value in totals]
         split = len(_PLAIN_COUNTS)
         plain, values = dict(zip(_PLAIN_COUNTS, values[:split], strict=True)), values[split:]
         num_dropped = dict(zip(DROP_REASONS, values, strict=False))
         engine = EngineCounts(*values[len(DROP_REASONS) :])
-        return RolloutCounts(**plain, num_dropped=num_dropped, example=self.example, engine=engine)
+        refusals = self.refusals if refusals is None else refusals
+        return RolloutCounts(
+            **plain, num_dropped=num_dropped, example=self.example, engine=engine, refusals=refusals
+        )
 
     def metrics(self) -> dict[str, float]:
         """Return the counts as `rollout/...` metrics, and the engine's as `engine/...`. Call it on totals."""
@@ -117,6 +127,7 @@ def refuse_if_too_many_dropped(counts: RolloutCounts, max_fraction: float) -> No
     Call it on totals over all ranks: one rank's share is too small, and ranks must agree on stopping.
 
     Raises:
+        ServerError: More than `max_fraction` of the samples got no sound response from servers.
         RolloutError: More than `max_fraction` of the samples were faulty, or every prompt was too long.
     """
     if counts.num_prompts_too_long == counts.num_prompts:
@@ -129,10 +140,17 @@ def refuse_if_too_many_dropped(counts: RolloutCounts, max_fraction: float) -> No
         return
     by_reason = ", ".join(f"{n} {reason}" for reason, n in counts.num_dropped.items() if n)
     example = counts.example or "none on this rank, see the logs of other ranks"
-    raise RolloutError(
+    found = (
         f"rollout: found {num_dropped} of {counts.num_samples} samples dropped ({by_reason}); expected at most "
-        f"{max_fraction:.2%}. First of them: {example}. {remedy(counts.num_dropped)}"
+        f"{max_fraction:.2%}. First of them: {example}."
     )
+    num_by_servers = sum(counts.num_dropped[reason] for reason in _BY_SERVERS)
+    if counts.refusals and num_by_servers > max_fraction * counts.num_samples:
+        by_server = ", ".join(f"{url} {count}" for url, count in sorted(counts.refusals.items()))
+        raise ServerError(
+            f"{found} Refused responses by server: {by_server}. Look at the logs of these servers."
+        )
+    raise RolloutError(f"{found} {remedy(counts.num_dropped)}")
 
 
 def remedy(num_dropped: Mapping[DropReason, int]) -> str:

@@ -1,6 +1,7 @@
 """Runs the rollout half of a run: engine, prompts, rewards, and the supply of rollouts."""
 
 import copy
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -100,7 +101,7 @@ class Rollouts:
         columns = config.data.prompt_column, config.data.answer_column
         self._data = load_training_prompts(config.data.prompts, *columns)
         self._evaluation = Evaluation(config, self._sampler, self.tokenizer, self._rewards, share=share)
-        self._counted = engine.counts
+        self._counted, self._refused = engine.counts, Counter(engine.refusals)
         self._routing = read_model_sizes(hf_folder).routing
         self._scheduler = self._make_scheduler(cursor=None)
         first = self._data.prompts[0]
@@ -189,16 +190,18 @@ class Rollouts:
             RolloutError: Sampling failed on some rank.
         """
         if self._config.rollout.max_staleness == 0:  # without what evaluations sampled meanwhile
-            self._counted = self._engine.counts
+            self._counted, self._refused = self._engine.counts, Counter(self._engine.refusals)
         taken = self._scheduler.next(rollout, version, all_gather, run_unless_asked)
         if taken is None:
             return None
         groups, counts = taken
         before, self._counted = self._counted, self._engine.counts
+        refused_before, self._refused = self._refused, Counter(self._engine.refusals)
         metrics = self._scheduler.metrics
         for name, epochs in self._scheduler.epochs.items():
             metrics.add_max(f"source/{name}/epochs", epochs)
-        return groups, replace(counts, engine=self._counted - before), metrics
+        counts = replace(counts, engine=self._counted - before, refusals=self._refused - refused_before)
+        return groups, counts, metrics
 
     @contextmanager
     def pause(self, version: int, num_left: int) -> Iterator[Metrics]:

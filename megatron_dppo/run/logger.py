@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -205,9 +206,13 @@ class RunLogger:
         metrics.add_max(
             "memory/rollout_bytes", bytes_of_samples(sample for group in groups for sample in group.samples)
         )
-        total = counts.with_totals(sum(self._runtime.all_gather(counts.to_tensor())))  # type: ignore[arg-type]
+        of_ranks = self._runtime.all_gather((counts.to_tensor(), dict(counts.refusals)))
+        refusals = sum((Counter(own) for _, own in of_ranks), Counter[str]())
+        total = counts.with_totals(sum(own for own, _ in of_ranks), refusals)  # type: ignore[arg-type]
         values = self._merge(metrics) | total.metrics()
         values["rollout/num_response_tokens"] = total.num_response_tokens
+        if refusals and self._runtime.is_main:
+            log.warning("responses that were refused, by server: %s", dict(refusals))
         refuse_if_too_many_dropped(total, self._config.rollout.max_dropped_fraction)
         if total.num_prompts_too_long and self._runtime.is_main:
             too_long, longest = total.num_prompts_too_long, self._config.data.max_prompt_tokens

@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -145,6 +146,7 @@ class SteppedEngine(InSessions):
     """
 
     counts = EngineCounts()
+    refusals: Mapping[str, int] = MappingProxyType({})
 
     def __init__(
         self,

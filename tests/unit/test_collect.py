@@ -2,8 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -47,6 +48,7 @@ class ScriptedEngine(InBatches):
     """Answers request i of a call with `script(i, request)`."""
 
     weight_version, counts = 7, EngineCounts()
+    refusals: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, script: Callable[[int, Request], Completion]) -> None:
         self.script = script

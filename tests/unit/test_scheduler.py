@@ -5,9 +5,10 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from copy import copy
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -44,6 +45,7 @@ class Halting(InSessions, Session):
     """
 
     weight_version, counts = 7, EngineCounts()
+    refusals: Mapping[str, int] = MappingProxyType({})
     is_rest_whole: Callable[[], bool]
 
     def __init__(self, slow: Callable[[str], bool] = lambda prompt: False) -> None:

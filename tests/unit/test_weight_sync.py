@@ -1,6 +1,6 @@
 """In-process sync: what was sent is what arrived, on every rank."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, cast
 
 import pytest

@@ -86,6 +86,11 @@ class TransformersEngine:
         return self._counts
 
     @property
+    def refusals(self) -> Mapping[str, int]:
+        """See `RolloutEngine.refusals`."""
+        return {}
+
+    @property
     def weight_version(self) -> int:
         """Version of the last complete `load_weights`; -1 before the first and after a failed one."""
         return self._weight_version

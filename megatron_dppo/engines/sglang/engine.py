@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -66,13 +66,17 @@ class SglangEngine:
         self._max_concurrent, self._api_key = max_concurrent_requests, api_key
         self._admitted = _Admitted(self._urls, _common_version(asyncio.run(self._all_facts())))
         self._counts, self._counts_lock = EngineCounts(), threading.Lock()
-        self.refusals = Counter[str]()
-        """Number of responses that were refused, by the server's URL; includes only sessions that were left."""
+        self._refusals = Counter[str]()
 
     @property
     def counts(self) -> EngineCounts:
         """See `RolloutEngine.counts`; includes only sessions that were left."""
         return self._counts
+
+    @property
+    def refusals(self) -> Mapping[str, int]:
+        """See `RolloutEngine.refusals`; includes only sessions that were left."""
+        return dict(self._refusals)
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -178,7 +182,7 @@ class SglangEngine:
                 counts = sum(absent, session.counts)
                 with self._counts_lock:
                     self._counts += counts
-                    self.refusals += session.refusals
+                    self._refusals += session.refusals
 
 
 def _common_version(facts: Sequence[ServerFacts]) -> int:

@@ -240,8 +240,8 @@ class ServerSession(Session):
         asked.refused_by.add(url)
         asked.refusal = error.completion if isinstance(error, NotFiniteError) else error
         is_slow = isinstance(error, SlowServerError)  # another server would take as long
+        self.refusals[url] += 1
         if not is_slow:
-            self.refusals[url] += 1
             self._load_balancer.refuse(url)
         is_last = (
             asked.refused_by.issuperset(self._load_balancer.serving) or asked.num_moves == _MAX_SERVERS - 1

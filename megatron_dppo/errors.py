@@ -61,6 +61,10 @@ class ConfigError(MegatronDppoError, ValueError):
         super().__init__(message if isinstance(message, str) else "\n".join(map(str, message)))
 
 
+class StorageError(MegatronDppoError):
+    """A file cannot be read or written now, because its disk, mount or file server fails: nothing is lost."""
+
+
 class InUseError(ConfigError):
     """A process that may end soon still holds the run folder: the same command may work later."""
 
@@ -151,7 +155,7 @@ class TraceError(MegatronDppoError):
     """A traced step needs values that a trace does not compute, or the process that ran it ended."""
 
 
-_OF_CLUSTER = (LaunchError, ServerError, WeightSyncError)
+_OF_CLUSTER = (LaunchError, ServerError, StorageError, WeightSyncError)
 
 
 def exit_status(error: BaseException) -> int:

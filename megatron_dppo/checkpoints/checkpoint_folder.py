@@ -30,9 +30,10 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.runtime.files import byte_count, free_bytes
+from megatron_dppo.runtime.files import byte_count, entries_of, free_bytes, read_patiently, require_reachable
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,9 @@ LATEST = "latest"
 SUMS = "SHA256SUMS"
 STATE = "state.json"
 _NAME = re.compile(r"step_\d{8,}")
+MOST_ASIDE = 2
+"""Checkpoints that are kept after they were set aside: the newest ones, until a later one is published."""
+_ASIDE = re.compile(r"step_\d{8,}\.(torn|abandoned)\d*")
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Kept:
     folder: Path
     rollout: int  # rollouts finished
     score: float | None  # value of checkpoint.best_metric; None in the middle of a rollout
+    is_open: bool = False  # whether it is in the middle of a rollout
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,8 @@ class Retention:
         stays = {kept.folder for kept in checkpoints[-self.keep_last :]}
         stays |= {kept.folder for kept in scored[: self.keep_best]}
         if self.keep_every:
-            stays |= {kept.folder for kept in checkpoints if kept.rollout % self.keep_every == 0}
+            after = {kept.rollout: kept for kept in reversed(checkpoints) if not kept.is_open and kept.rollout}
+            stays |= {kept.folder for rollout, kept in after.items() if rollout % self.keep_every == 0}
         return [kept.folder for kept in checkpoints if kept.folder not in stays]
 
 
@@ -103,9 +109,16 @@ def name_of(step: int) -> str:
 
 
 def complete(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in a run's `checkpoints/`, oldest first, without checking their files."""
-    found = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+    """Return the complete checkpoints in a run's `checkpoints/`, oldest first, without checking their files.
+
+    Raises:
+        StorageError: The folder cannot be read, or a checkpoint is a link to nothing.
+    """
+    found = [path for path in entries_of(folder) if _NAME.fullmatch(path.name)]
+    for path in found:
+        require_reachable(path)
+    there = [path for path in found if read_patiently(path, path.is_dir)]
+    return sorted(there, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def candidates(folder: Path) -> list[Path]:
@@ -127,14 +140,17 @@ def candidates(folder: Path) -> list[Path]:
 def _latest(folder: Path) -> str | None:
     """Return the checkpoint name in `latest`; None if there is no such file."""
     pointer = folder / LATEST
-    return pointer.read_text(errors="replace").strip() if pointer.is_file() else None
+    try:
+        return read_patiently(pointer, lambda: pointer.read_text(errors="replace")).strip()
+    except FileNotFoundError:
+        return None
 
 
 def newest_between_rollouts(folder: Path, num_rollouts: int) -> Path | None:
     """Return the newest complete checkpoint of at most `num_rollouts` rollouts, with none open; not checked."""
     for checkpoint in reversed(complete(folder)):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            content = json.loads((checkpoint / STATE).read_text())
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
+            content = _read_state(checkpoint)
             if content["open_rollout"] is None and content["state"]["rollout"] <= num_rollouts:
                 return checkpoint
     return None
@@ -159,11 +175,15 @@ def saved_run(folder: Path) -> SavedRun | None:
     """Read the saved run of the first readable candidate in a run's `checkpoints/`; None if there is none."""
     interrupted = _find_interrupted(folder)
     for checkpoint in candidates(folder) if interrupted is None else [interrupted]:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            content = json.loads((checkpoint / STATE).read_text())
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+            content = _read_state(checkpoint)
             num_rollouts, digest = int(content["state"]["rollout"]), str(content["prompts_digest"])
             return SavedRun(checkpoint, content.get("config", ""), digest, num_rollouts)
     return None
+
+
+def _read_state(checkpoint: Path) -> Any:
+    return json.loads(read_patiently(checkpoint / STATE, (checkpoint / STATE).read_text))
 
 
 def sums_of(files: Iterable[Path], root: Path) -> dict[str, str]:
@@ -178,29 +198,52 @@ def write_sums(checkpoint: Path, sums: dict[str, str]) -> None:
 
 
 def faults(checkpoint: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Return messages about faults in a checkpoint's files; an empty list if there are none.
+    """Return messages about faults in a checkpoint's content; an empty list if there are none.
 
     Args:
         checkpoint: A complete checkpoint's folder.
         share: (rank, size): only this rank's share of the files is hashed. All ranks together read each file
             once.
+
+    Raises:
+        StorageError: A file cannot be read, which says nothing about its content.
     """
     try:
-        lines = (checkpoint / SUMS).read_text().splitlines()
+        lines = read_patiently(checkpoint / SUMS, (checkpoint / SUMS).read_text).splitlines()
         sums = dict(line.split("  ", 1)[::-1] for line in lines)
-    except (OSError, ValueError) as error:
+    except (FileNotFoundError, ValueError) as error:
         return [f"{SUMS} cannot be read ({type(error).__name__})"]
-    there = {str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*") if file.is_file()} - {SUMS}
+    there = read_patiently(checkpoint, lambda: _files_of(checkpoint)) - {SUMS}
     found = [f"{name} is missing" for name in sorted(sums.keys() - there)]
     found += [f"{name} has no checksum" for name in sorted(there - sums.keys())]
     found += [] if STATE in sums else [f"{SUMS} is torn"]
     rank, size = share
     for name in sorted(sums.keys() & there)[rank::size]:
         try:
-            if _sha256(checkpoint / name) != sums[name]:
-                found.append(f"{name} does not match its checksum")
-        except OSError as error:
-            found.append(f"{name} cannot be read ({error})")
+            digest = read_patiently(checkpoint / name, lambda name=name: _sha256(checkpoint / name))
+        except FileNotFoundError:
+            found.append(f"{name} is missing")
+            continue
+        found += [] if digest == sums[name] else [f"{name} does not match its checksum"]
+    return found
+
+
+def _files_of(checkpoint: Path) -> set[str]:
+    """Return the paths of all files of a checkpoint, relative to it.
+
+    Raises:
+        StorageError: A file or folder is a link to nothing.
+        OSError: A folder cannot be read.
+    """
+
+    def stop(error: OSError) -> None:
+        raise error
+
+    found = set[str]()
+    for folder, folders, files in os.walk(checkpoint, onerror=stop, followlinks=True):
+        for name in (*folders, *files):
+            require_reachable(Path(folder, name))
+        found |= {Path(folder, name).relative_to(checkpoint).as_posix() for name in files}
     return found
 
 
@@ -221,6 +264,12 @@ def set_aside_newer(checkpoint: Path) -> list[Path]:
     """
     every = complete(checkpoint.parent)
     return [set_aside(newer, "abandoned") for newer in every[every.index(checkpoint) + 1 :]]
+
+
+def oldest_aside(folder: Path) -> list[Path]:
+    """Return the checkpoints that were set aside, but for the `MOST_ASIDE` newest ones."""
+    found = [path for path in entries_of(folder) if _ASIDE.fullmatch(path.name)]
+    return sorted(found, key=lambda path: path.stat().st_ctime_ns)[:-MOST_ASIDE]
 
 
 def publish(unfinished: Path, final: Path) -> None:

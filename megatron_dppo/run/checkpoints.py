@@ -34,10 +34,11 @@ from megatron_dppo.checkpoints.megatron_save import PendingSave, bytes_to_write
 from megatron_dppo.checkpoints.model_files import copy_model_files
 from megatron_dppo.config.schema import CheckpointConfig
 from megatron_dppo.data.batches.batch_file import bytes_of, read_batches, write_batches
-from megatron_dppo.errors import CheckpointError
+from megatron_dppo.errors import CheckpointError, StorageError
 from megatron_dppo.mcore.fixes import prime_adam_states
 from megatron_dppo.mcore.training_states import random_states, restore_random_states
 from megatron_dppo.run.state import RunPoint
+from megatron_dppo.run_folder.folder import NO_CHECKPOINT
 from megatron_dppo.runtime.files import save_tensors
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import RunState, TrainBatch
@@ -150,10 +151,11 @@ class Checkpoints:
     def resume(self, actor: Actor) -> RunPoint | None:
         """Restore the latest complete checkpoint; return None if there never was one.
 
-        A torn checkpoint is renamed and reported, and the one before it is used.
+        A checkpoint whose content is torn is renamed and reported, and the one before it is used.
 
         Raises:
             CheckpointError: All are torn, or the checkpoint belongs to another model or cannot be resharded.
+            StorageError: A file cannot be read on some rank; nothing is renamed.
         """
         found = self._newest_whole()
         if found is None:
@@ -185,8 +187,7 @@ class Checkpoints:
         runtime = self._runtime
         candidates = runtime.on_main(lambda: checkpoint_folder.candidates(self._folder))
         for candidate in candidates:
-            own = checkpoint_folder.faults(candidate, (runtime.rank, runtime.world_size))
-            faults = sorted({fault for faults in runtime.all_gather(own) for fault in faults})
+            faults = self._faults(candidate)
             if not faults:
                 return candidate
             torn = runtime.on_main(lambda torn=candidate: checkpoint_folder.set_aside(torn, "torn"))
@@ -198,6 +199,23 @@ class Checkpoints:
                 "Restore one from a backup, or start a new run.folder."
             )
         return None
+
+    def _faults(self, candidate: Path) -> list[str]:
+        """Return the faults that all ranks find in a checkpoint's content.
+
+        Raises:
+            StorageError: A rank cannot read a file; raised on all ranks.
+        """
+        own, unread = list[str](), None
+        try:
+            own = checkpoint_folder.faults(candidate, (self._runtime.rank, self._runtime.world_size))
+        except StorageError as error:
+            unread = str(error)
+        of_ranks = self._runtime.all_gather((own, unread))
+        for rank, (_, message) in enumerate(of_ranks):
+            if message is not None:
+                raise StorageError(f"rank {rank}: {message}")
+        return sorted({fault for faults, _ in of_ranks for fault in faults})
 
     def _begin(self, step: int) -> Path:
         unfinished = self._folder / f".{checkpoint_folder.name_of(step)}.{time.time_ns()}.unfinished"
@@ -228,7 +246,7 @@ class Checkpoints:
         try:
             sums = {name: digest for own in self._runtime.all_gather(save.sums) for name, digest in own.items()}
             self._runtime.on_main(lambda: self._publish(save, sums))
-        except (CheckpointError, OSError) as error:
+        except (CheckpointError, OSError, StorageError) as error:
             self._fail(save.unfinished, str(error))
             return
         self._saved, self._failed_in_a_row = save.point.state, 0
@@ -246,7 +264,12 @@ class Checkpoints:
         checkpoint_folder.sync(others)
         checkpoint_folder.write_sums(unfinished, sums | checkpoint_folder.sums_of(others, unfinished))
         checkpoint_folder.publish(unfinished, self._folder / checkpoint_folder.name_of(point.state.step))
-        checkpoint_folder.delete([*self._outdated(), *checkpoint_folder.leftovers(self._folder)])
+        (self._folder.parent / NO_CHECKPOINT).unlink(missing_ok=True)
+        try:
+            outdated = [*self._outdated(), *checkpoint_folder.oldest_aside(self._folder)]
+            checkpoint_folder.delete([*outdated, *checkpoint_folder.leftovers(self._folder)])
+        except (OSError, StorageError) as error:  # the new checkpoint is published
+            logger.warning("%s: old checkpoints stay until the next save: %s", self._folder, error)
 
     def _outdated(self) -> list[Path]:
         options = self._options
@@ -257,7 +280,8 @@ class Checkpoints:
         for folder in checkpoint_folder.complete(self._folder):
             try:
                 content = _read_state(folder)
-                kept.append(Kept(folder, content["state"]["rollout"], content["score"]))
+                is_open = content["open_rollout"] is not None
+                kept.append(Kept(folder, content["state"]["rollout"], content["score"], is_open))
             except (CheckpointError, KeyError, TypeError):
                 logger.warning("%s/%s cannot be read; the folder is left alone", folder, STATE)
         return retention.choose_deleted(kept)

@@ -11,7 +11,7 @@ from megatron_dppo.checkpoints import checkpoint_folder
 from megatron_dppo.checks import BEFORE_LOADING, require_valid
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang.options import nccl_settings
-from megatron_dppo.errors import InUseError
+from megatron_dppo.errors import InUseError, StorageError
 from megatron_dppo.failure_detection import watching
 from megatron_dppo.run.logger import RunLogger
 from megatron_dppo.run.preemption import EXIT_CODE, StopRequests
@@ -84,5 +84,8 @@ def join_processes(
 
 def newest_checkpoint(run: Path) -> str:
     """Return a sentence on the run's newest checkpoint, for the message of an error."""
-    newest = next(iter(checkpoint_folder.candidates(run / "checkpoints")), None)
+    try:
+        newest = next(iter(checkpoint_folder.candidates(run / "checkpoints")), None)
+    except StorageError:
+        return ""
     return "There is no checkpoint yet. " if newest is None else f"The newest checkpoint is {newest}. "

@@ -20,6 +20,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import time
 import tomllib
@@ -33,12 +34,16 @@ from megatron_dppo.config.load import to_toml
 from megatron_dppo.config.resuming import SettingChange, change_table, setting_changes
 from megatron_dppo.errors import CheckpointError, ConfigError, Problem
 from megatron_dppo.run_folder.trackers import Backend, open_backends
-from megatron_dppo.runtime.files import make_private
+from megatron_dppo.runtime.files import entries_of, make_private, read_patiently, require_reachable
 from megatron_dppo.runtime.libraries import versions
 
 log = logging.getLogger(__name__)
 
 SUBFOLDERS = ("samples", "checkpoints", "servers")
+NO_CHECKPOINT = "no_checkpoint_yet"
+"""File of a run that has published no checkpoint: only such a run may begin again with its first rollout."""
+_CHECKPOINT = re.compile(r"step_\d{8,}|\.step_\d{8,}\.replaced\..*")
+_TRACE = re.compile(r"latest|step_\d{8,}\..*")
 
 
 class RunFolder:
@@ -82,8 +87,11 @@ class RunFolder:
         _refuse_unusable(path, resume)
         opened = open_backends(backends, path, config)
         try:
+            is_new = not (path / "config.toml").exists()
             for name in SUBFOLDERS:
                 (path / name).mkdir(parents=True, exist_ok=True)
+            if is_new:
+                (path / NO_CHECKPOINT).touch()
             make_private(path / "servers")
             earlier = _earlier_config(path / "config.toml")
             _log_changes(earlier, config)
@@ -145,8 +153,14 @@ class RunFolder:
             shutil.copyfileobj(rows, copy)
 
     def truncate(self, offset: int) -> None:
-        """Truncate metrics.jsonl to a checkpoint's offset, so that no row is lost or repeated."""
+        """Truncate metrics.jsonl to a checkpoint's offset, so that no row is lost or repeated.
+
+        The rows of a run that begins again, since it had no checkpoint yet, are kept in another file.
+        """
         file = self.path / "metrics.jsonl"
+        if offset == 0 and file.stat().st_size:
+            kept = copy_under_free_name(file)
+            log.warning("%s: the run begins again; its rows so far are kept as %s", file, kept.name)
         with file.open("rb") as existing:
             size = os.fstat(existing.fileno()).st_size
             if not 0 <= offset <= size:
@@ -281,15 +295,18 @@ def json_values(value: Any) -> Any:
 
 
 def _refuse_unusable(path: Path, resume: bool) -> None:
-    """Raise an error if the path is not a folder, or contains another run or an incomplete one."""
-    if path.exists() and not path.is_dir():
-        raise ConfigError(Problem("run.folder", f"a file, {path}", "a folder", "Choose another run.folder."))
-    if not path.exists():
+    """Raise an error if the path is not a folder, or contains another run or one that lost its checkpoints."""
+    require_reachable(path)
+    if not read_patiently(path, path.exists):
         return
+    if not path.is_dir():
+        raise ConfigError(Problem("run.folder", f"a file, {path}", "a folder", "Choose another run.folder."))
     metrics, config, checkpoints = path / "metrics.jsonl", path / "config.toml", path / "checkpoints"
-    num_bytes = metrics.stat().st_size if metrics.exists() else 0
-    has_checkpoint = checkpoints.is_dir() and any(checkpoints.iterdir())
-    if not resume and (num_bytes or has_checkpoint):
+    for place in (metrics, checkpoints):
+        require_reachable(place)
+    num_bytes = read_patiently(metrics, lambda: metrics.stat().st_size if metrics.exists() else 0)
+    names = [each.name for each in entries_of(checkpoints)]
+    if not resume and (num_bytes or names):
         raise ConfigError(
             Problem(
                 "run.folder",
@@ -298,10 +315,26 @@ def _refuse_unusable(path: Path, resume: bool) -> None:
                 "Choose another run.folder, or set checkpoint.resume = true to continue it.",
             )
         )
-    if (num_bytes or has_checkpoint) and not config.exists():
+    if (num_bytes or names) and not config.exists():
         raise CheckpointError(
             f"{path} cannot be resumed: it holds metrics or checkpoints but no config.toml. "
             "Restore config.toml, or choose another run.folder."
+        )
+    if any(map(_CHECKPOINT.fullmatch, names)):
+        if not metrics.exists():
+            raise CheckpointError(
+                f"{path}: found checkpoints and no metrics.jsonl; expected the rows of earlier rollouts. "
+                "Restore the file, or choose another run.folder."
+            )
+        return
+    traces = sorted(filter(_TRACE.fullmatch, names))
+    if num_bytes and not (path / NO_CHECKPOINT).exists():
+        traces.append(f"{num_bytes} bytes of metrics")
+    if traces:
+        raise CheckpointError(
+            f"{checkpoints}: found no checkpoint, and {', '.join(traces[:4])} of a run that has saved some; "
+            "expected one to resume from. If its disk is not mounted, mount it. If the checkpoints are lost, "
+            "restore one, or choose another run.folder: nothing here was changed."
         )
 
 
@@ -328,15 +361,21 @@ def _log_changes(earlier: Mapping[str, Any] | None, config: Mapping[str, Any]) -
         log.info("settings that differ from the run's earlier config:\n%s", change_table(changes))
 
 
+def copy_under_free_name(file: Path) -> Path:
+    """Copy a file to the next free name, such as metrics.1.jsonl, and return the copy's path."""
+    number = 1
+    while (copy := file.with_name(f"{file.stem}.{number}{file.suffix}")).exists():
+        number += 1
+    shutil.copy2(file, copy)
+    return copy
+
+
 def _write_keeping_earlier(file: Path, text: str) -> None:
     """Write a file atomically; an earlier, different file is kept under the next free number."""
     if file.exists():
         if file.read_text() == text:
             return
-        number = 1
-        while (earlier := file.with_name(f"{file.stem}.{number}{file.suffix}")).exists():
-            number += 1
-        shutil.copy2(file, earlier)  # a kill here leaves both: a folder without config.toml cannot be resumed
+        earlier = copy_under_free_name(file)  # a kill here leaves both: without config.toml none can resume
         log.warning("%s differs from the earlier one, kept as %s", file, earlier.name)
     temporary = file.with_name(file.name + ".tmp")
     temporary.write_text(text)

@@ -9,16 +9,19 @@ import os
 import re
 import shutil
 import stat
+import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
 
-from megatron_dppo.errors import DataError, DiskError, Problem
+from megatron_dppo.errors import DataError, DiskError, Problem, StorageError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+T = TypeVar("T")
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]], mode: int = 0o666) -> None:
@@ -128,7 +131,7 @@ def write_json(path: Path, content: Any) -> None:
 
 @contextmanager
 def full_disk_explained(*folders: Path, kept: Callable[[], str] = str) -> Iterator[None]:
-    """Replace errors of a full disk in the body, whichever library raised them, by an error of one line.
+    """Replace errors of a full or failing disk in the body, whichever library raised them, by one line.
 
     Args:
         folders: Folders that the body writes to. The message names the one with the least free space or,
@@ -136,11 +139,18 @@ def full_disk_explained(*folders: Path, kept: Callable[[], str] = str) -> Iterat
         kept: Function that returns a sentence on the data that is kept, such as "The newest checkpoint is X. ".
 
     Raises:
-        DiskError: A file could not be written.
+        DiskError: A file could not be written, because its disk is full.
+        StorageError: A disk, mount or file server fails.
     """
     try:
         yield
     except Exception as error:  # safetensors has another class, which setup.py cannot import
+        if isinstance(error, OSError) and error.errno in _OF_STORAGE:
+            where = error.filename or next(iter(folders), "a file")
+            raise StorageError(
+                f"{where}: found {error.strerror}; expected its disk, mount or file server to answer. {kept()}"
+                "Look at the disk, and start the same command again."
+            ) from error
         if not is_full_disk(error):
             raise
         named = getattr(error, "filename", None)
@@ -152,6 +162,72 @@ def full_disk_explained(*folders: Path, kept: Callable[[], str] = str) -> Iterat
             f"{start}found that a file cannot be written ({str(error).splitlines()[0]}){free}; expected room "
             f"for it. {kept()}Free some space, and start the same command again."
         ) from error
+
+
+PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Seconds between attempts to read from a file server that fails for a moment."""
+
+
+def read_patiently(path: Path, read: Callable[[], T], pauses_s: Sequence[float] = PAUSES_S) -> T:
+    """Return the result of `read`, which is called again after an error of the system.
+
+    That a file is absent is no such error: `FileNotFoundError` is raised at once.
+
+    Args:
+        path: File or folder that is read, for the message.
+        read: Reads it.
+        pauses_s: Seconds before each further attempt.
+
+    Raises:
+        StorageError: The last attempt failed too.
+        FileNotFoundError: A file is absent.
+    """
+    for pause_s in (*pauses_s, None):
+        try:
+            return read()
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            if pause_s is None:
+                raise unreadable(path, error) from error
+        time.sleep(pause_s)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def entries_of(folder: Path) -> list[Path]:
+    """Return the entries of a folder; none if there is no such folder.
+
+    Raises:
+        StorageError: The folder cannot be read.
+    """
+    try:
+        return read_patiently(folder, lambda: list(folder.iterdir()))
+    except FileNotFoundError:
+        return []
+
+
+def unreadable(path: Path, error: OSError) -> StorageError:
+    """Return the error for a file or folder that the system cannot read."""
+    where = error.filename if isinstance(error.filename, str) else path
+    return StorageError(
+        f"{where}: found that it cannot be read ({error.strerror or error}); expected its disk, mount or file "
+        "server to answer. Nothing was changed. Look at the disk, and start the same command again."
+    )
+
+
+def require_reachable(path: Path) -> None:
+    """Refuse a path that is a link to nothing, as to a disk that is not mounted.
+
+    Raises:
+        StorageError: The path, or a folder above it, is a dangling link.
+    """
+    for place in (path, *path.parents):
+        if place.is_symlink() and not read_patiently(place, place.exists):
+            target = place.readlink()
+            raise StorageError(
+                f"{place}: found a link to {target}, which is not there; expected a folder. Mount its disk, or "
+                "remove the link, and start the same command again."
+            )
 
 
 def free_bytes(path: Path) -> int:
@@ -169,6 +245,7 @@ def byte_count(num_bytes: int) -> str:
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_OF_STORAGE = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EREMOTEIO, errno.EROFS, errno.ENODEV, errno.ENXIO)
 # Error texts of libraries in C++ and Rust for the operating system's error; torch keeps no error number.
 _FULL_TEXT = re.compile(
     rf"os error ({'|'.join(map(str, _FULL))})\)|iostream error|inline_container|PytorchStreamWriter"

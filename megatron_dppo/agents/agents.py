@@ -8,10 +8,12 @@ import hashlib
 import hmac
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -268,7 +270,7 @@ class Agents:
         episode = Episode(request, params, ask, rendering, self._limits)
         key = self._server.open(episode)
         try:
-            with TemporaryDirectory(prefix="episode_", ignore_cleanup_errors=True) as workdir:
+            async with _workdir() as workdir:
                 assert request.prompt is not None, "requests of groups name their prompts"
                 task = EpisodeTask(request.prompt, self._server.base_url, key, workdir)
                 outcome = await self._wait(episode, task)
@@ -295,3 +297,13 @@ class Agents:
         finally:
             work.cancel()
             await asyncio.wait({work})
+
+
+@asynccontextmanager
+async def _workdir() -> AsyncIterator[str]:
+    """Make a folder for an episode, and remove it after the body, in threads: an agent may leave many files."""
+    folder = await asyncio.to_thread(mkdtemp, prefix="episode_")
+    try:
+        yield folder
+    finally:
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)

@@ -1,7 +1,9 @@
 """The base class of all config sections, and the sections [data], [optimizer], [evaluation] and [tracking]."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -24,6 +26,11 @@ class Section(BaseModel):
     """Base of all sections: frozen, and a misspelt key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def num_over_sampled(factor: float, count: int) -> int:
+    """Return `factor` times `count`, rounded up; 1.1 times 100 is 110, although 1.1 is more in binary."""
+    return math.ceil(Fraction(repr(factor)) * count)
 
 
 def _parse_reward(value: Any) -> str | dict[str, float]:

@@ -19,6 +19,7 @@ from megatron_dppo.architectures.layout import is_admitted
 from megatron_dppo.architectures.parameters import ModelShape, model_shape
 from megatron_dppo.checks import Facts
 from megatron_dppo.config.schema import Config
+from megatron_dppo.config.sections import num_over_sampled
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.plan.job import ASSUMED_GPU_BYTES, Machine
 from megatron_dppo.plan.memory import server_memory
@@ -281,7 +282,8 @@ def plan_retraction(
     if not num_servers or memory.cached_tokens <= config.data.max_prompt_tokens + longest + 2:
         return None
     server = _server(config, shape, memory.cached_tokens, machine.num_gpus)
-    count = round(rollout.prompts_per_rollout * rollout.over_sampling) * rollout.samples_per_prompt
+    num_groups = num_over_sampled(rollout.over_sampling, rollout.prompts_per_rollout)
+    count = num_groups * rollout.samples_per_prompt
     num_requests = max(-(-count // num_servers), 1)
     means = [min(response_tokens, longest)] if response_tokens else [share * longest for share in MEAN_SHARES]
     shares = {round(mean): _share(config, server, num_requests, mean) for mean in means}

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from megatron_dppo.data.prompts.prompts import PromptStream
+from megatron_dppo.data.prompts.prompts import Drawn, PromptStream
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.rollout.groups import GroupMaker, PromptGroup
 from megatron_dppo.rollout.sampler import GroupSampler, Produced
@@ -52,9 +52,10 @@ class Producer:
     in_rounds: bool = False  # all open groups begin together, and are replaced once all of them are whole
 
     def __post_init__(self) -> None:
-        self._places = Places(*self.stream.upcoming, self.share)
+        self._places = Places(*self.stream.upcoming, self.share).repeated(self.stream.period)
         self._rollout, self._num_begun = None, 0  # the rollout that groups begin in; None if it is not known
-        self._num_too_long_in_a_row, self._has_news = 0, False
+        self._too_long, self._num_too_long = set[int](), 0  # prompts in a row that were too long
+        self._has_news = False
         self._open = dict[int, _Turn]()  # by the place of its group
         self._threads = ThreadPoolExecutor(max(self.num_threads, 1), thread_name_prefix="environment")
 
@@ -70,7 +71,8 @@ class Producer:
         Raises:
             ServerError: No server responds and has the weights.
         """
-        self._places, self._rollout, self._num_begun = places, rollout, 0
+        self._places = places.repeated(self.stream.period)
+        self._rollout, self._num_begun = rollout, 0
         await self.go_on(version, limit)
 
     async def go_on(self, version: int, limit: int) -> None:
@@ -184,20 +186,24 @@ class Producer:
                 self._open[group.drawn.place].group = group
             groups += made
             too_long = [place for place in places if self._open[place].group is None]
-            self._count_too_long(len(too_long), is_all=not made)
+            self._count_too_long([self.stream.at(place) for place in too_long], is_all=not made)
             places = [self._places.take() for _ in too_long]
             self._open |= {new: self._open.pop(old) for old, new in zip(too_long, places, strict=True)}
         for group in sorted(groups, key=lambda group: group.index):
             self.sampler.begin(group, self._keep)
 
-    def _count_too_long(self, count: int, *, is_all: bool) -> None:
-        self.sampler.count(num_too_long=count)
-        self._num_too_long_in_a_row = self._num_too_long_in_a_row + count if is_all else 0
-        if self._num_too_long_in_a_row >= self.stream.num_prompts:
+    def _count_too_long(self, prompts: Sequence[Drawn], *, is_all: bool) -> None:
+        """Count prompts that are too long, and raise once they were all that this rank found in all prompts."""
+        self.sampler.count(num_too_long=len(prompts))
+        found = {id(drawn.prompt) for drawn in prompts}
+        self._too_long = self._too_long | found if is_all else set[int]()
+        self._num_too_long = self._num_too_long + len(prompts) if is_all else 0
+        most = 2 * self.share[1] * self.stream.num_prompts  # in which the rank has drawn from all epochs
+        if len(self._too_long) >= self.stream.num_prompts or self._num_too_long >= most:
             raise RolloutError(
-                f"rollout: found {self._num_too_long_in_a_row} prompts in a row longer than "
-                f"data.max_prompt_tokens, out of {self.stream.num_prompts} prompts; expected some to sample "
-                "from. Raise the limit, or shorten the prompts or the text that environments add."
+                f"rollout: found {len(self._too_long)} of {self.stream.num_prompts} prompts longer than "
+                "data.max_prompt_tokens, and no other prompt for this rank; expected some to sample from. "
+                "Raise the limit, or shorten the prompts or the text that environments add."
             )
 
     def _keep(self, group: PromptGroup) -> None:

@@ -75,7 +75,7 @@ class GroupSampler:
         self._stack = AsyncExitStack()
         self._tasks = set[asyncio.Task[None]]()
         self._held_up: list[tuple[int, asyncio.Future[None]]] = []  # waiting responses, by prompt
-        self._asked = set[str]()  # ids of the session's requests
+        self._asked, self._answered = set[str](), set[str]()  # ids of the session's requests; those with tokens
         self._has_changed = asyncio.Event()
         self._produced, self._num_flying, self._num_begun, self._num_ended = Produced(), 0, 0, 0
         self._changed_at = self._taken_at = self._began_at = self._logged_at = time.monotonic()
@@ -112,7 +112,8 @@ class GroupSampler:
         """
         assert self._session is None, "sampling is on hold before `go_on`"
         session = await self._stack.enter_async_context(self.open_session(may_be_held=may_be_held))
-        self._session, self.version, self._asked = session, version, set()
+        self._session, self.version = session, version
+        self._asked, self._answered = set(), set()
         self._num_begun, self._num_ended = self._num_begun - self._num_ended, 0
         self._began_at = self._logged_at = time.monotonic()
         held_up, self._held_up = self._held_up, []
@@ -157,7 +158,7 @@ class GroupSampler:
         """
         assert self._session is not None, "sampling is on"
         lost = [error for error in self._session.errors.values() if isinstance(error, ServerError)]
-        if lost and len(lost) == len(self._asked):
+        if lost and len(lost) == len(self._asked) and not self._answered:
             raise lost[0]
 
     def begin(self, group: PromptGroup, on_whole: Callable[[PromptGroup], None] = lambda group: None) -> None:
@@ -261,6 +262,8 @@ class GroupSampler:
                 self._fly(-1)
             num_new = completion.tokens.numel() - num_tokens_before(request)
             group.has_tokens |= num_new > 0
+            if num_new:
+                self._answered.add(request.id)
             if is_continued and num_new:
                 cached = completion.num_cached_tokens - (before.num_cached_tokens if before is not None else 0)
                 self.count(num_prefilled_again=len(input_tokens(request)) - cached)

@@ -92,20 +92,38 @@ class Scheduler:
         self._loop = LoopThread("rollout producer") if self._is_ahead else CallerLoop()
         upcoming, (_, size) = self.producer.stream.upcoming, self.producer.share
         self._states = [Places(*upcoming, (rank, size)).state() for rank in range(size)]
+        self._fault: BaseException | None = None  # of this rank's producer, until `next`
 
     @contextmanager
     def pause(self, version: int, num_left: int) -> Iterator[None]:
-        """See `Rollouts.pause`; with S > 0 the first call starts the thread."""
+        """See `Rollouts.pause`; with S > 0 the first call starts the thread.
+
+        The body has collectives that all ranks enter. So if this rank's producer fails, `next` raises its
+        error, on all ranks.
+        """
         if self._is_ahead and self._loop.has_started:
-            if self.producer.sampler.fault is not None:
-                raise self.producer.sampler.fault
-            started = perf_counter()
-            produced = self._call(self.producer.hold(), _HOLD_S)
-            self._measure_hold(produced, started)
+            self._keep_fault(self._hold)
         yield
         self._num_left = num_left
         if self._is_ahead and num_left:
-            self._call(self.producer.go_on(version, self._own_limit(is_training=False)), _CONNECT_S)
+            self._keep_fault(lambda: self._resume(version))
+
+    def _hold(self) -> None:
+        started = perf_counter()
+        produced = self._call(self.producer.hold(), _HOLD_S)
+        self._measure_hold(produced, started)
+
+    def _resume(self, version: int) -> None:
+        self._call(self.producer.go_on(version, self._own_limit(is_training=False)), _CONNECT_S)
+
+    def _keep_fault(self, work: Callable[[], None]) -> None:
+        """Run work of the producer, unless it has failed, and keep an error for `next`."""
+        self._fault = self._fault or self.producer.sampler.fault
+        if self._fault is None:
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - `next` raises it, on all ranks
+                self._fault = error
 
     def next(
         self, rollout: int, version: int, all_gather: AllGather, run_unless_asked: RunUnlessAsked
@@ -120,6 +138,8 @@ class Scheduler:
         while True:
             state = fault = None
             try:
+                if self._fault is not None:
+                    raise self._fault
                 state = run_unless_asked(work)
             except Exception as error:  # noqa: BLE001 - raised below, on all ranks
                 fault = error

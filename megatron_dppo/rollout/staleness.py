@@ -19,10 +19,11 @@ With S = 0 no group is open before the push or while a rollout is trained on. A 
 groups (over-sampling). It takes the first B that are whole, and the others are dropped.
 """
 
-import math
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from megatron_dppo.config.sections import num_over_sampled
 
 
 @dataclass(frozen=True, order=True)
@@ -40,26 +41,52 @@ class OpenGroup:
 
 
 @dataclass(frozen=True)
+class Deal:
+    """Which rank takes which prompt: in turn; if epochs repeat their order, the next rank begins each of them.
+
+    Otherwise a rank would see the same prompts in each epoch of a file whose length the ranks divide.
+    """
+
+    start: int  # index of the first prompt that was never used
+    first: int  # rank that takes it
+    size: int  # of the job
+    period: int = 0  # prompts of an epoch that repeats the order of the epoch before; 0 if none does
+
+    def rank_of(self, place: int) -> int:
+        """Return the rank that takes a prompt, given its index in the stream."""
+        epochs = place // self.period - self.start // self.period if self.period else 0
+        return (place - self.start + self.first + epochs) % self.size
+
+    def next(self, rank: int, place: int) -> int:
+        """Return the first index from `place` on that a rank takes."""
+        while self.rank_of(place) != rank:
+            place += 1
+        return place
+
+
+@dataclass(frozen=True)
 class ProducerState:
     """Open groups of one rank, and its next prompt indices."""
 
     groups: tuple[OpenGroup, ...]
     next_place: int  # index of this rank's next prompt that was never used
     again: tuple[int, ...]  # indices of prompts to repeat that have not begun
+    top: int  # first index after all that this rank has used, or that were used before
+    deal: Deal
 
 
 def upcoming_after(ranks: Sequence[ProducerState]) -> tuple[int, Sequence[int]]:
     """Return `PromptStream.upcoming` after all ranks have dropped their open groups, given their states."""
-    size = len(ranks)
-    top = max(state.next_place for state in ranks) - size + 1
+    top = max(state.top for state in ranks)
     again = {group.place for state in ranks for group in state.groups}
-    for state in ranks:
-        again.update(state.again, range(state.next_place, top, size))
+    for rank, state in enumerate(ranks):
+        unused = (place for place in range(state.next_place, top) if state.deal.rank_of(place) == rank)
+        again.update(state.again, unused)
     return top, sorted(again)
 
 
 class Places:
-    """Prompt indices of one rank: every size-th of the upcoming ones, prompts to repeat first."""
+    """Prompt indices of one rank: its share of the upcoming ones, prompts to repeat first."""
 
     def __init__(self, next_place: int, again: Sequence[int], share: tuple[int, int]) -> None:
         """Start at a cursor.
@@ -69,21 +96,28 @@ class Places:
             again: Indices of the prompts to repeat before it, for all ranks.
             share: (rank, size) of the job.
         """
-        rank, size = share
-        self.again = deque(again[rank::size])
-        self.next = next_place + (rank - len(again)) % size
-        self.rank, self._size = rank, size
+        self.rank, size = share
+        self.again = deque(again[self.rank :: size])
+        self._deal, self._top = Deal(next_place, len(again) % size, size), next_place
+        self.next = self._deal.next(self.rank, next_place)
+
+    def repeated(self, period: int) -> "Places":
+        """Return these places, dealt as `Deal` says if epochs of so many prompts repeat."""
+        self._deal = replace(self._deal, period=period)
+        self.next = self._deal.next(self.rank, self._deal.start)
+        return self
 
     def take(self) -> int:
         """Return the next prompt index."""
         if self.again:
             return self.again.popleft()
-        self.next += self._size
-        return self.next - self._size
+        place, self._top = self.next, self.next + 1
+        self.next = self._deal.next(self.rank, place + 1)
+        return place
 
     def state(self, groups: Sequence[OpenGroup] = ()) -> ProducerState:
         """Return the state of a rank with these open groups."""
-        return ProducerState(tuple(groups), self.next, tuple(self.again))
+        return ProducerState(tuple(groups), self.next, tuple(self.again), self._top, self._deal)
 
 
 @dataclass(frozen=True)
@@ -112,7 +146,7 @@ class StalenessBound:
             num_left: Number of rollouts that the run still needs; no groups are opened beyond them.
             is_training: Whether a rollout is being trained on, until the next push.
         """
-        num_wanted = math.ceil(self.over_sampling * self.prompts_per_rollout)
+        num_wanted = num_over_sampled(self.over_sampling, self.prompts_per_rollout)
         if not self.max_staleness:
             return 0 if is_training or not num_left else num_wanted
         num_rollouts = min(self.max_staleness + (0 if is_training else 1), num_left)

@@ -409,8 +409,8 @@ def test_a_rank_whose_servers_answer_nothing_ends_all_ranks(over_sampling: float
     assert isinstance(own, ServerError) and str(other).startswith("rank 1: ServerError: no answer to rollout0/")
 
 
-def test_a_producer_that_fails_while_a_rollout_is_trained_on_is_raised_before_the_push() -> None:
-    """By its rank alone: the others wait for it in the push, until the failure detection ends them."""
+def test_a_producer_that_fails_while_a_rollout_is_trained_on_ends_all_ranks_after_the_push() -> None:
+    """Its rank enters the collectives of the push like the others, and `next` raises its error."""
     broken = list[bool]()
     rank = Rank(
         StalenessBound(2, 2, 3), Peer(0, Meeting(1)), engine=SteppedEngine(fails=lambda rid: bool(broken))
@@ -420,8 +420,19 @@ def test_a_producer_that_fails_while_a_rollout_is_trained_on_is_raised_before_th
     broken.append(True)
     rank.push(1, 8)  # what was open is asked for again
     wait_until(lambda: rank.sampler.fault is not None, 120)
-    with pytest.raises(RolloutError, match="as the test wants it"), rank.ahead.pause(2, 7):
-        raise AssertionError("nothing is pushed")
+    pushed = list[int]()
+    with rank.ahead.pause(2, 7):
+        pushed.append(2)
+    assert pushed == [2]
+    reports = list[Any]()
+
+    def all_gather(report: Any) -> list[Any]:
+        reports.append(report)
+        return [report]
+
+    with pytest.raises(RolloutError, match="as the test wants it"):
+        rank.ahead.next(2, 2, all_gather, run_to_end)
+    assert len(reports) == 1 and reports[0].fault.endswith("as the test wants it")
     rank.ahead.close()
     assert rank.engine.num_open == 0
 
@@ -504,7 +515,7 @@ def test_groups_that_end_without_a_token_are_dropped_and_counted(
 def test_a_run_whose_prompts_are_all_too_long_says_so() -> None:
     rank = Rank(StalenessBound(2, 1), Peer(0, Meeting(1)), prompts=[replace(p, text=TOO_LONG) for p in PROMPTS])
     rank.push(0, 9)
-    with pytest.raises(RolloutError, match=r"40 .*data\.max_prompt_tokens.* 40"):
+    with pytest.raises(RolloutError, match=r"40 of 40 .*data\.max_prompt_tokens"):
         rank.ahead.next(0, 0, rank.peer.all_gather, run_to_end)
     rank.ahead.close()
 

@@ -1,9 +1,9 @@
 """Bounds and measures the host memory that a rollout takes on a rank."""
 
-import math
 from collections.abc import Iterable
 
 from megatron_dppo.config.schema import Config
+from megatron_dppo.config.sections import num_over_sampled
 from megatron_dppo.data.batches.batch_file import tensors_of
 from megatron_dppo.routing_replay.routes import index_dtype
 from megatron_dppo.types import Microbatch, ModelRouting, Sample
@@ -36,7 +36,7 @@ def rollout_bytes_bound(
     masks = 1 if config.tracking.mismatch_share == 1 else 2
     floats = 5 + bool(algorithm.ref_kl_coef)  # log-probs, advantages, ..., and the weight version
     packed = num_tokens * (3 * 8 + masks + floats * 4 + topk + routes)  # positions, targets
-    num_begun = math.ceil(options.over_sampling * options.prompts_per_rollout)
+    num_begun = num_over_sampled(options.over_sampling, options.prompts_per_rollout)
     if options.refill_zero_variance:
         num_begun *= 1 + options.max_refills
     if options.max_staleness:  # groups being sampled, in addition to groups being trained on

@@ -292,6 +292,11 @@ class PromptStream:
         """Number of prompts of all files."""
         return len(self._prompts)
 
+    @property
+    def period(self) -> int:
+        """Number of prompts after which their order repeats; 0 if they are shuffled."""
+        return 0 if self._shuffle else len(self._prompts)
+
     def at(self, place: int) -> Drawn:
         """Return the prompt at an index of the stream."""
         number, item = self._shares.at(place)

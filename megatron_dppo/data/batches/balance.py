@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from megatron_dppo.architectures.parameters import ModelShape
 from megatron_dppo.errors import DataError
 
+ROWS_PER_TOKEN = 8
+"""Most rows of a micro-batch for each token of its budget. A shared prefix is computed once, but each sequence has
+rows of it in attention, with its keys and values, and in the loss."""
 NEAR_EVEN = 1.02  # no more samples move if the busiest group is within 2 % of the lower bound
 
 
@@ -50,6 +53,11 @@ class _Bundle:
     num_distinct: int  # tokens that are computed
     work: float  # cost of these
 
+    @property
+    def size(self) -> int:
+        """Its part of a micro-batch's budget: the tokens that are computed, or more if it has many rows."""
+        return max(self.num_distinct, -(-self.num_tokens // ROWS_PER_TOKEN))
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -88,7 +96,8 @@ def plan_minibatch(
         lengths: Number of tokens of each sample.
         homes: Group of the rank that sampled each sample.
         held: [group] tokens assigned by earlier mini-batches of the rollout.
-        max_tokens: Maximum number of tokens in a micro-batch; a prefix that is computed once counts once.
+        max_tokens: Maximum number of tokens in a micro-batch; a prefix that is computed once counts once. With
+            it counted in each sample, there are at most `ROWS_PER_TOKEN` times as many.
         cost: Cost of training on a sample.
         shared: Number of tokens that each sample has in common with the one before it, which has the same home,
             or None if each sample is computed alone.
@@ -119,10 +128,10 @@ def _plan_bundles(
         for item in items:
             for sample in bundles[item].samples:
                 group_of_sample[sample] = group
-    distinct = [bundle.num_distinct for bundle in bundles]
+    sizes = [bundle.size for bundle in bundles]
     microbatches = tuple(
         tuple(tuple(sample for item in chosen for sample in bundles[item].samples) for chosen in of_group)
-        for of_group in _split(groups, distinct, work, max_tokens)
+        for of_group in _split(groups, sizes, work, max_tokens)
     )
     return Plan(
         microbatches=microbatches,
@@ -152,7 +161,7 @@ def _bundlings(
         waiting, bundles = bundles[::-1], list[_Bundle]()
         while waiting:
             each = waiting.pop()
-            is_small = each.work <= most_work and each.num_distinct <= max_tokens
+            is_small = each.work <= most_work and each.size <= max_tokens
             if is_small or len(each.samples) == 1:
                 bundles.append(each)
             else:

@@ -123,6 +123,10 @@ class ServerError(RolloutError):
     """An SGLang server does not start, does not reply, refuses a request, or has an unknown version."""
 
 
+class ShortageError(RolloutError):
+    """This machine has too few open files, processes or ports; no server is at fault."""
+
+
 class ReplyError(RolloutError):
     """An SGLang server's response does not match the request."""
 

@@ -2,12 +2,14 @@
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from megatron_dppo.errors import AgentFailedError, Problem
+from megatron_dppo.runtime.process import host_bytes, num_files_left
 from megatron_dppo.runtime.user_code import problem_with_path
 from megatron_dppo.types import Prompt
 from megatron_dppo.workers.pool import WorkerPool
@@ -15,7 +17,8 @@ from megatron_dppo.workers.service import Fields, Service, require_keys
 
 KEY = "rollout.agent.harness"
 _COMMAND = "rollout.agent.command"
-_MOST_WORKERS = 1 << 16  # no limit: episodes wait for each other's calls, so that all of them must run
+_FILES, _BYTES = 4, 128 << 20  # open files and memory of a harness's process and of its pipes
+_OTHER_FILES = 256
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,13 @@ _SERVICE = Service[EpisodeTask, AgentOutcome](
 )
 
 
+def most_open_episodes() -> int:
+    """Return how many episodes may be open in this process at once, by the machine's open files and memory."""
+    num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    by_memory = host_bytes() // 2 // _BYTES // num_processes
+    return max(min((num_files_left() - _OTHER_FILES) // _FILES, by_memory), 1)
+
+
 class HarnessPool(WorkerPool[EpisodeTask, AgentOutcome]):
     """Pool of workers that run harnesses, one for each open episode; the caller limits their time."""
 
@@ -101,7 +111,7 @@ class HarnessPool(WorkerPool[EpisodeTask, AgentOutcome]):
         super().__init__(
             _SERVICE,
             harness if harness is not None else json.dumps(list(command)),
-            num_workers=_MOST_WORKERS,
+            num_workers=most_open_episodes(),
             timeout_s=math.inf,
             memory_mb=memory_mb,
             environment=environment,

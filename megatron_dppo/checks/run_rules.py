@@ -25,6 +25,7 @@ from megatron_dppo.rewards import RewardChoice
 from megatron_dppo.rollout.evaluation import evaluation_sets
 from megatron_dppo.run_folder.folder import SUBFOLDERS
 from megatron_dppo.run_folder.lock import LOCK, holder
+from megatron_dppo.runtime.process import host_bytes
 
 _GIB = 1 << 30
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -293,15 +294,6 @@ def processes_here() -> int | None:
     """Return the number of the job's processes on this host; None outside of a job, such as on a login node."""
     given = os.environ.get("LOCAL_WORLD_SIZE")
     return None if given is None else int(given)
-
-
-def host_bytes() -> int:
-    """Return the memory of this host, or of this process's control group if that is less."""
-    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # absent, or "max"
-            found.append(int(Path(file).read_text()))
-    return min(found)
 
 
 def checkpoint_bytes(config: Config, facts: Facts) -> int | None:

@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -67,10 +67,12 @@ class GroupSampler:
     converse: Converse
     scorer: Scorer
     params: SamplingParams  # of every response
+    most_open: int | None = None  # conversations at once; None: all
     version: int = field(default=-1, init=False)
     fault: BaseException | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        self._places = nullcontext() if self.most_open is None else asyncio.Semaphore(self.most_open)
         self._session: Session | None = None
         self._stack = AsyncExitStack()
         self._tasks = set[asyncio.Task[None]]()
@@ -219,8 +221,9 @@ class GroupSampler:
         request, completion = group.requests[index], group.completions[index]
         assert request.prompt is not None, "requests of groups name their prompts"
         if completion is None:
-            with (await self._on_session(group.drawn.place)).conversation(request.id):
-                found = await self.converse(request, self.params, partial(self._ask, group))
+            async with self._places:  # before the conversation is announced: engines wait for announced ones
+                with (await self._on_session(group.drawn.place)).conversation(request.id):
+                    found = await self.converse(request, self.params, partial(self._ask, group))
             for each in (found, *found.branches):
                 _check(request, each, self.params)
             completion = group.completions[index] = found

@@ -9,6 +9,7 @@ from typing import Any, get_args
 import torch
 
 from megatron_dppo.agents.agents import Agents
+from megatron_dppo.agents.harness import most_open_episodes
 from megatron_dppo.architectures.sizes import read_model_config
 from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.config.sections import DataConfig
@@ -153,7 +154,8 @@ class TrajectorySampler:
             DataError: An agent calls a model whose tokenizer has no chat template.
         """
         if self._agents is not None:
-            return GroupSampler(self._open_session, self._agents.converse(tokenizer), scorer, params)
+            converse, most_open = self._agents.converse(tokenizer), most_open_episodes()
+            return GroupSampler(self._open_session, converse, scorer, params, most_open)
         if self._is_users:
             converse = _ask_once
         elif self._pool is None:

@@ -7,8 +7,10 @@ import resource
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +26,7 @@ from megatron_dppo.runtime.libraries import Libraries, gpus_of_machine, nccl_ver
 
 T = TypeVar("T")
 logger = logging.getLogger("megatron_dppo")
+_MOST_FILES = 1 << 20  # if there is no limit
 
 
 @dataclass
@@ -209,6 +212,23 @@ def gpu_libraries() -> Libraries:
     return usable_libraries(is_on_gpu=has_gpu())
 
 
+def host_bytes() -> int:
+    """Return the memory of this host, or of this process's control group if that is less."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # absent, or "max"
+            found.append(int(Path(file).read_text()))
+    return min(found)
+
+
+def num_files_left() -> int:
+    """Raise this process's limit of open files as far as it may, and return how many more it can open."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    num_open = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    return _MOST_FILES if most == resource.RLIM_INFINITY else max(most - num_open, 0)
+
+
 def start(num_threads: int = 1, timeout_s: float = 1800.0, join_timeout_s: float = 600.0) -> Runtime:
     """Pick the device and join the process groups: NCCL on GPUs, gloo on CPUs, and gloo for control.
 
@@ -223,6 +243,7 @@ def start(num_threads: int = 1, timeout_s: float = 1800.0, join_timeout_s: float
     """
     if (problem := unusable_gpus()) is not None:
         raise ConfigError(problem)
+    num_files_left()  # connections, workers and files of many requests
     torch.set_num_threads(num_threads)
     torch.set_flush_denormal(True)
     world_size = world_size_from_launcher()

@@ -14,6 +14,7 @@ have their own count.
 """
 
 import asyncio
+import errno
 import json
 import logging
 import random
@@ -29,11 +30,19 @@ import aiohttp
 from megatron_dppo.engines.base import EngineCounts
 from megatron_dppo.engines.sglang.protocol import Generation, ServerFacts, generation_of
 from megatron_dppo.engines.sglang.records import API_KEY
-from megatron_dppo.errors import MegatronDppoError, ReplyError, RolloutError, RoutingReplayError, ServerError
+from megatron_dppo.errors import (
+    MegatronDppoError,
+    ReplyError,
+    RolloutError,
+    RoutingReplayError,
+    ServerError,
+    ShortageError,
+)
 
 T = TypeVar("T")
 _NOTHING_WAS_DONE = frozenset({429, 503})
 _MAY_HAVE_BEEN_DONE = frozenset({500, 502, 504})
+_OF_THIS_MACHINE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 _KEEP_CONNECTION_S = 2.0  # the server closes an idle connection after five seconds
 _LONGEST_PAUSE_S = 30.0
 _FAILURES = (aiohttp.ClientError, TimeoutError)  # errors of a call without a response
@@ -186,7 +195,8 @@ class SglangClient:
         """Make one call with its retries. Only a generation has `renew`, which returns the `rid` of a retry."""
         patience, rid = self._patience, None if body is None or renew is None else str(body["rid"])
         timeout_s = patience.control_timeout_s if rid is None else patience.generate_timeout_s
-        found, kind = "", ServerError
+        found = ""
+        kind: type[RolloutError] = ServerError
         for attempt in range(patience.max_attempts):
             if attempt:
                 self.counts += EngineCounts(num_retries=1)
@@ -203,6 +213,8 @@ class SglangClient:
                     break
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 found, was_done = f"no connection ({str(error) or type(error).__name__})", False
+                if isinstance(error, OSError) and error.errno in _OF_THIS_MACHINE:
+                    kind = ShortageError
             except TimeoutError:
                 found, was_done = f"no response within {timeout_s:g} s", True
                 if rid is not None:
@@ -216,6 +228,11 @@ class SglangClient:
                 is_asked_again = attempt + 1 < patience.max_attempts
                 self.counts += EngineCounts(num_maybe_sampled_twice=is_asked_again)
                 await self._give_up(rid)
+        if kind is ShortageError:
+            raise kind(
+                f"this machine: found {found} for a call to {self.url}; expected to open one. Raise its limits "
+                "of open files and processes (ulimit -n, -u), or lower rollout.sglang.max_concurrent_requests."
+            )
         raise kind(
             f"{method} {self.url}{path}: found {found}; expected 200 within {patience.max_attempts} attempts. "
             "Look at the server's log, and check that the server in run/servers still runs."

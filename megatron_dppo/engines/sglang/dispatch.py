@@ -98,6 +98,10 @@ class LoadBalancer:
         self._homes: dict[str, str] = {}
         self._chance = chance or random.Random()
 
+    def limit(self, num_connections: int) -> None:
+        """Send servers together at most so many requests at once."""
+        self._max_in_flight = max(min(self._max_in_flight, num_connections // len(self._places)), 1)
+
     @property
     def serving(self) -> tuple[str, ...]:
         """URLs of the servers that are not drained."""

@@ -23,6 +23,7 @@ from megatron_dppo.engines.sglang.dispatch import (
 from megatron_dppo.engines.sglang.protocol import ServedModel
 from megatron_dppo.errors import ReplyError, RolloutError, ServerError
 from megatron_dppo.runtime.concurrency import end
+from megatron_dppo.runtime.process import num_files_left
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ _MAX_SERVERS = 3  # for one request: a request that crashes servers must not cra
 _ASK_LOAD_S = 2.0
 _ABORT_AGAIN_S = 0.1  # pause after the first abort; doubled after each further one
 _LONGEST_PAUSE_S = 1.0
+_OTHER_FILES = 64  # open files that are kept free of connections: aborts, checkpoints, workers
 
 _Task = asyncio.Task[Completion]
 
@@ -84,6 +86,7 @@ class ServerSession(Session):
         self._fault: ServerError | None = None  # fault of the last server, after all are drained
 
     async def __aenter__(self) -> "ServerSession":
+        self._load_balancer.limit(num_files_left() - _OTHER_FILES)
         self._beside.append(asyncio.create_task(self._ask_loads()))
         return self
 

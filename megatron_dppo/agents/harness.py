@@ -86,6 +86,7 @@ _SERVICE = Service[EpisodeTask, AgentOutcome](
     describe_request=lambda task: f"prompt {task.prompt.id}",
     encode_request=encode_task,
     decode_answer=_decode_outcome,
+    fewer="rollout.prompts_per_rollout",
 )
 
 

@@ -197,6 +197,9 @@ def _acquire(folder: Path, me: dict[str, Any], waiting: _Waiting) -> BinaryIO:
                     log_text = "%s: taking over from %s, which ended without releasing it"
                     logger.warning(log_text, folder, _words(owner))
                 _write(stream, me)
+                if is_free is None:  # another host may have found the folder free in the same moment
+                    time.sleep(waiting.beat_s)
+                    is_ours = _is_entry_of(_read(folder), me)  # whoever wrote last
             if is_ours and _is_same_file(stream, folder):
                 return stream
         except BaseException:

@@ -38,6 +38,7 @@ class Service(Generic[Q, A]):
         key: Config key of the user's code.
         noun: Noun for the user's code in messages.
         option_prefix: Prefix of the config keys `workers`, `timeout_s` and `memory_mb`.
+        fewer: What to lower for fewer processes; default: the key `workers`.
         error: Error that stops a run: the code cannot be loaded, or its requests time out.
         describe_request: Returns the name of a request for messages.
         encode_request: Returns a request's fields.
@@ -52,6 +53,7 @@ class Service(Generic[Q, A]):
     describe_request: Callable[[Q], str]
     encode_request: Callable[[Q], Fields]
     decode_answer: Callable[[Fields], A]
+    fewer: str = ""
 
 
 OUT_OF_MEMORY = json_frame({"out_of_memory": True})

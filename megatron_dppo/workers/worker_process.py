@@ -72,8 +72,8 @@ class WorkerProcess(Generic[Q, A]):
                 command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True, env=variables
             )
         except OSError as error:
-            option = f"{service.option_prefix}workers"
-            action = f"Free memory or processes on this machine, or lower {option}."
+            option = service.fewer or f"{service.option_prefix}workers"
+            action = f"Free memory or processes, raise the limits of this machine (ulimit), or lower {option}."
             found = f"{service.noun} worker: found {error}; expected a new process. {action}"
             raise service.error(found) from error
         self._in, self._out, self._err = (

@@ -225,6 +225,19 @@ def config_file(folder: Path) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
+# What lists are made of, before any model is built.
+_LARGEST = {
+    "num_hidden_layers": 10_000,
+    "first_k_dense_replace": 10_000,
+    "num_nextn_predict_layers": 10_000,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), 100_000),
+    **dict.fromkeys(("num_experts_per_tok", "n_group", "topk_group"), 100_000),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 1_000_000),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 100_000_000),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings"), 1_000_000_000),
+}
+
+
 def read_model_config(folder: Path) -> tuple[Path, dict[str, Any]]:
     """Read the path and content of a model folder's config.json.
 
@@ -244,7 +257,14 @@ def read_model_config(folder: Path) -> tuple[Path, dict[str, Any]]:
     if not isinstance(content, dict):
         action = "Copy or download the model again."
         raise ConfigError(Problem("model.load", f"{path}: no JSON object", expected, action))
-    return path, text_model(content)
+    model = text_model(content)
+    for name, most in _LARGEST.items():
+        value = model.get(name)
+        if isinstance(value, int) and value > most:
+            action = "Copy or download the model again."
+            found = f"{path}: {name} = {value}"
+            raise ConfigError(Problem("model.load", found, f"at most {most}, as no model has more", action))
+    return path, model
 
 
 def has_vision(folder: Path) -> bool:

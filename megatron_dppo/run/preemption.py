@@ -1,8 +1,8 @@
 """Handles SIGTERM and SIGUSR1: saves a checkpoint and exits with status 75.
 
 The first signal only sets a flag, which the loop reads between gradient steps. Sampling is interrupted at once,
-because it can take minutes and writes nothing before it is complete. A second signal ends the process
-immediately. A run writes all files atomically, so nothing is torn.
+because it can take minutes and writes nothing before it is complete. So is the start of a run, which has nothing
+to save. A second signal ends the process immediately. A run writes all files atomically, so nothing is torn.
 """
 
 import asyncio
@@ -37,9 +37,9 @@ class Preempted(SystemExit):
 class StopRequests:
     """Records whether this process has received a stop signal. Ranks receive it at different times."""
 
-    def __init__(self) -> None:
-        """Start without signal handlers; `handle_signals` installs them."""
-        self.is_received = False
+    def __init__(self, *, has_begun: bool = True) -> None:
+        """Start without signal handlers; `handle_signals` installs them. A run that has not begun ends at once."""
+        self.is_received, self._has_begun = False, has_begun
         self._received_at = 0.0
         self._is_interruptible = self._is_interrupted = False
 
@@ -52,6 +52,10 @@ class StopRequests:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def begin(self) -> None:
+        """Let the next signal wait for the loop, which saves: the run is loaded."""
+        self._has_begun = True
 
     def run_unless_asked(self, work: Callable[[], T]) -> T | None:
         """Return the result of `work`; None if this process received a stop signal before `work` was done.
@@ -83,6 +87,9 @@ class StopRequests:
             return
         self.is_received, self._received_at = True, now
         name = signal.Signals(number).name
+        if not self._has_begun:
+            os.write(2, f"{name}: exit {EXIT_CODE} before training has begun\n".encode())
+            raise Preempted
         # Not through logging: the signal may have come while the main thread was writing a log line.
         os.write(2, f"{name}: saving, then exit {EXIT_CODE}; a second signal ends at once\n".encode())
         if self._is_interruptible:

@@ -40,7 +40,7 @@ class CheckpointPolicy:
         to_trainer: Callable[[], None],
     ) -> None:
         """Find the existing checkpoints; call `resume` next. `to_trainer` gives the trainer the GPU."""
-        self._to_trainer = to_trainer
+        self._to_trainer, self._stop_requests = to_trainer, session.stop_requests
         self._config, self._runtime, self._logger = config, session.runtime, session.logger
         self._actor, self._state = actor, state
         self._settings = dump_config(config)
@@ -67,6 +67,7 @@ class CheckpointPolicy:
                 "the files, or start a new run.folder from a checkpoint's weights."
             )
         self._state.restore(point.state, point.opened, point.queue)
+        self._stop_requests.begin()
         self._logger.start_at(point.metrics_offset, point.opened)
         self._logger.write_changes(point.state.rollout, point.config)
         if self._state.is_over and self._runtime.is_main:

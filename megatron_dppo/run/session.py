@@ -43,7 +43,7 @@ def start_session(config: Config, *, accepts_changes: bool = False) -> Iterator[
             the same command again.
         LaunchError: The other processes did not start in time.
     """
-    run, requests = config.run.folder, StopRequests()
+    run, requests = config.run.folder, StopRequests(has_begun=False)
     with (
         join_processes(config, requests.handle_signals()) as runtime,
         full_disk_explained(run, kept=lambda: newest_checkpoint(run)),

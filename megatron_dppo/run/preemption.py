@@ -1,8 +1,9 @@
 """Handles SIGTERM and SIGUSR1: saves a checkpoint and exits with status 75.
 
 The first signal only sets a flag, which the loop reads between gradient steps. Sampling is interrupted at once,
-because it can take minutes and writes nothing before it is complete. So is the start of a run, which has nothing
-to save. A second signal ends the process immediately. A run writes all files atomically, so nothing is torn.
+because it can take minutes and writes nothing before it is complete, and so is the start of a run, which has
+nothing to save. A second signal ends the process immediately. A run writes all files atomically, so nothing is
+torn.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ class StopRequests:
     """Records whether this process has received a stop signal. Ranks receive it at different times."""
 
     def __init__(self, *, has_begun: bool = True) -> None:
-        """Start without signal handlers; `handle_signals` installs them. A run that has not begun ends at once."""
+        """Start without signal handlers; `handle_signals` installs them. Before `begin` a signal ends the run."""
         self.is_received, self._has_begun = False, has_begun
         self._received_at = 0.0
         self._is_interruptible = self._is_interrupted = False

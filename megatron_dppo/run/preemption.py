@@ -39,7 +39,7 @@ class StopRequests:
     """Records whether this process has received a stop signal. Ranks receive it at different times."""
 
     def __init__(self, *, has_begun: bool = True) -> None:
-        """Start without signal handlers; `handle_signals` installs them. Before `begin` a signal ends the run."""
+        """Start without signal handlers; `handle_signals` installs them. `has_begun`: see `begin`."""
         self.is_received, self._has_begun = False, has_begun
         self._received_at = 0.0
         self._is_interruptible = self._is_interrupted = False

@@ -232,6 +232,8 @@ def with_call_ids(message: ChatMessage, ids: Mapping[str, str]) -> ChatMessage:
         message: A client's message.
         ids: New ids by those that replies in the format of chats have.
     """
+    if "tool_calls" not in message and "tool_call_id" not in message:
+        return message
     calls = [call | {"id": _renamed(call.get("id"), ids)} for call in message.get("tool_calls", ())]
     result = {"tool_call_id": _renamed(message["tool_call_id"], ids)} if "tool_call_id" in message else {}
     return message | ({"tool_calls": calls} if calls else {}) | result
@@ -241,15 +243,20 @@ def _renamed(found: Any, ids: Mapping[str, str]) -> Any:
     return ids.get(str(found).replace("toolu_", "call_"), found)
 
 
-def canonical(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
-    """Return what clients keep of messages when they send them again: not ids, reasoning or outer spaces."""
-    return tuple(_canonical(message) for message in messages)
-
-
-def _canonical(message: ChatMessage) -> str:
+def canonical(message: ChatMessage) -> str:
+    """Return what clients keep of a message when they send it again: not ids, reasoning or outer spaces."""
     calls = [_with_whole_numbers(call["function"]) for call in message.get("tool_calls", ())]
     kept = [message["role"], message["content"].strip(), message.get("name") or "", calls]
     return json.dumps(kept, sort_keys=True)
+
+
+def is_same(message: ChatMessage, other: ChatMessage) -> bool:
+    """Return whether two messages are one object, or have the same texts and no calls: equal in canonical form."""
+    if message is other:
+        return True
+    if message.get("tool_calls") or other.get("tool_calls") or message["content"] != other["content"]:
+        return False
+    return (message["role"], message.get("name")) == (other["role"], other.get("name"))
 
 
 def _with_whole_numbers(value: Any) -> Any:

@@ -6,7 +6,9 @@ All of it belongs to the sampler's event loop.
 import asyncio
 import hashlib
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -14,13 +16,12 @@ from megatron_dppo.agents.chat import (
     Chat,
     RefusedError,
     Reply,
-    canonical,
     parse_response,
     with_call_ids,
 )
 from megatron_dppo.agents.harness import AgentOutcome
 from megatron_dppo.agents.rendering import Rendering
-from megatron_dppo.agents.tree import Node, Trees, conversation, leaves_of, num_forks_of
+from megatron_dppo.agents.tree import Node, Said, Trees, conversation, leaves_of, num_forks_of
 from megatron_dppo.engines.base import (
     Ask,
     Completion,
@@ -72,7 +73,8 @@ class Episode:
     def __post_init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[Completion] = self.loop.create_future()
-        self._nodes = list[Node]()
+        self._nodes, self._root = list[Node](), Said()
+        self._tools = list[tuple[Mapping[str, Any], ...]]()  # different ones
         self._native_ids = dict[str, str]()  # of tool calls, by the ids that clients have
         self._calls = dict[bytes, asyncio.Task[Reply]]()  # the latest call with each body
         self._tasks = set[asyncio.Task[Reply]]()
@@ -144,10 +146,11 @@ class Episode:
     async def _sample(self, chat: Chat) -> Reply:
         if len(self._nodes) == self.limits.max_calls:
             raise self._cut(f"found {self.limits.max_calls} calls; expected at most rollout.agent.max_calls")
-        chat = self._with_native_ids(chat)
-        parent = self._parent_of(chat)
+        chat = self._known(chat)
+        alike = self._alike(chat)
+        parent = self._parent_of(chat, alike)
         request = self._continue(parent, chat) if parent is not None else None
-        kind = self._kind(chat, parent, can_continue=request is not None)
+        kind = self._kind(chat, alike, parent, can_continue=request is not None)
         if request is None:
             parent, request = None, self._open(chat)
         params, start = self._params(chat), num_tokens_before(request)
@@ -161,7 +164,7 @@ class Episode:
             if not self.ended.done():
                 self.ended.set_result(completion)
             raise RefusedError(503, "the engine gave this call up", "aborted")
-        return self._add(chat, kind, parent, request, completion, start)
+        return self._add(chat, alike[0][-1], kind, parent, request, completion, start)
 
     def _cut(self, found: str) -> RefusedError:
         """Return the refusal of a call above a limit; a harness that then fails has an episode that is cut."""
@@ -172,27 +175,34 @@ class Episode:
         most = [limit for limit in (chat.max_tokens, self.limits.max_turn_tokens) if limit is not None]
         return replace(self.params, max_turn_tokens=min(most)) if most else self.params
 
-    def _with_native_ids(self, chat: Chat) -> Chat:
+    def _known(self, chat: Chat) -> Chat:
         """Return the chat with the ids of tool calls that the policy sampled, where its format has some."""
         messages = tuple(with_call_ids(message, self._native_ids) for message in chat.messages)
-        return replace(chat, messages=messages)
+        if chat.tools not in self._tools:
+            self._tools.append(chat.tools)
+        return replace(chat, messages=messages, tools=self._tools[self._tools.index(chat.tools)])
 
-    def _parent_of(self, chat: Chat) -> Node | None:
+    def _alike(self, chat: Chat) -> tuple[list[Said], list[Node]]:
+        """Return the first messages of the chat that were said before, and the nodes whose paths it begins with."""
+        said, messages = self._root.follow(chat.messages), chat.messages
+        nodes = [node for each in said for node in each.responses]
+        for each in said[: len(messages)]:
+            nodes += each.extended(messages[each.number])
+        return said, nodes
+
+    def _parent_of(self, chat: Chat, alike: tuple[list[Said], list[Node]]) -> Node | None:
         """Return the node whose path the chat continues: the longest one, preferably one that its ids name."""
-        known, named = canonical(chat.messages), chat.handles
-        found = [
-            node
-            for node in self._nodes
-            if node.num_alike(chat.messages, known) == len(node.known_as) < len(known)
-            and node.tools == chat.tools
-        ]
+        found = [each for each in alike[1] if each.tools is chat.tools and each.said.number < len(chat.messages)]
+        longest = max((node.said.number for node in found), default=0)
 
-        def rank(node: Node) -> tuple[int, int, int]:
-            return len(node.known_as), sum(each.number in named for each in node.path), node.number
+        def rank(node: Node) -> tuple[int, int]:
+            return sum(each.number in chat.handles for each in node.path), node.number
 
-        return max(found, key=rank, default=None)
+        return max((node for node in found if node.said.number == longest), key=rank, default=None)
 
-    def _kind(self, chat: Chat, parent: Node | None, *, can_continue: bool) -> CallKind:
+    def _kind(
+        self, chat: Chat, alike: tuple[list[Said], list[Node]], parent: Node | None, *, can_continue: bool
+    ) -> CallKind:
         """Return how a call relates to the earlier ones."""
         if not self._nodes:
             return "first"
@@ -200,14 +210,12 @@ class Episode:
             return "branch" if any(node.parent is parent for node in self._nodes) else "continues"
         if parent is not None:
             return "template"
-        known = canonical(chat.messages)
-        alike = [(node, node.num_alike(chat.messages, known)) for node in self._nodes]
-        if any(number == len(node.known_as) for node, number in alike):
+        said, nodes = alike
+        if nodes:
             return "tools"
-        same = [node for node, number in alike if number == len(known) == len(node.known_as) - 1]
-        if same:
-            return "repeats" if any(node.tools == chat.tools for node in same) else "tools"
-        common = chat.messages[: max(number for _, number in alike)]
+        if len(said) > len(chat.messages) and (same := said[-1].answers):
+            return "repeats" if any(node.tools is chat.tools for node in same) else "tools"
+        common = chat.messages[: said[-1].number]
         return "edited" if any(message.get("role") != "system" for message in common) else "another"
 
     def _noise_key(self, parent: Node | None) -> tuple[int, int, int]:
@@ -231,9 +239,9 @@ class Episode:
 
     def _between(self, parent: Node, chat: Chat) -> Tensor | None:
         """Return the tokens of new messages after a response, or None if they cannot be appended."""
-        new, tokens = chat.messages[len(parent.messages) :], parent.completion.tokens.tolist()
+        number, tokens = parent.said.number, parent.completion.tokens.tolist()
         prompt, response = (*parent.request.prompt_tokens, *tokens[: parent.start]), tokens[parent.start :]
-        path, sent = chat.messages[: len(parent.messages) - 1], chat.messages[len(parent.messages) - 1]
+        path, sent, new = chat.messages[: number - 1], chat.messages[number - 1], chat.messages[number:]
         added = parent.addition(sent) or ""
         return self.rendering.continuation(prompt, response, path, added, new, chat.tools, self._arguments)
 
@@ -244,8 +252,8 @@ class Episode:
             RefusedError: The episode is over, or the chat cannot be rendered.
         """
         self.require_open()
-        chat = self._with_native_ids(chat)
-        parent = self._parent_of(chat)
+        chat = self._known(chat)
+        parent = self._parent_of(chat, self._alike(chat))
         between = self._between(parent, chat) if parent is not None else None
         if parent is None or between is None:
             return len(self._opening(chat))
@@ -267,6 +275,7 @@ class Episode:
     def _add(
         self,
         chat: Chat,
+        said: Said,
         kind: CallKind,
         parent: Node | None,
         request: Request,
@@ -285,7 +294,8 @@ class Episode:
             message = parse_response(shown, number, may_call=chat.may_call)
         for call in message.get("tool_calls", ()):
             self._native_ids |= {call["id"]: call.pop("native_id", call["id"])}
-        messages = (*chat.messages, message)
+        for each in (*chat.messages[said.number :], message):
+            said = said.add(each)
         request, self._is_cut = replace(request, partial=None), False
         node = Node(
             number,
@@ -293,8 +303,7 @@ class Episode:
             parent,
             request,
             completion,
-            messages,
-            known_as=canonical(messages),
+            said,
             tools=chat.tools,
             text=self.rendering.text(ids[:num_kept]),
             start=start,
@@ -302,6 +311,7 @@ class Episode:
             num_dropped=len(ids) - num_kept,
         )
         self._nodes.append(node)
+        said.responses.append(node)
         reason = "tool_calls" if "tool_calls" in message and completion.finish_reason == "stop" else None
         counts = len(request.prompt_tokens) + start, num_kept
         reason, now = reason or completion.finish_reason, int(time.time())

@@ -1,22 +1,68 @@
-"""The responses of an episode as a tree, and the conversations of it that train.
+"""The messages and the responses of an episode as trees, and the conversations of it that train.
 
 A node is one response. Its completion has all tokens after the root's prompt, with log-probs, Top-K, routes and
-weight versions as the engine returned them.
+weight versions as the engine returned them. It shares them with its parent: see `engines.growth`. What an episode
+keeps grows with its tokens and messages, not with their product with its calls.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
-from megatron_dppo.agents.chat import ChatMessage, canonical
+from megatron_dppo.agents.chat import ChatMessage, canonical, is_same
 from megatron_dppo.engines.base import Completion, Request, mask_of
 from megatron_dppo.types import AgentCall, CallKind
 
 Trees = Literal["main", "tools", "all"]
 """Which trees of an episode train."""
+
+
+@dataclass(eq=False)
+class Said:
+    """A message of an episode, after the messages before it. Calls that begin alike share these."""
+
+    message: ChatMessage = field(default_factory=ChatMessage)  # as it came first
+    number: int = 0  # of messages up to this one; 0 before the first message
+    responses: "list[Node]" = field(default_factory=list["Node"])  # that this message is
+
+    def __post_init__(self) -> None:
+        self._next = dict[str, Said]()  # by canonical form
+        self._latest: Said | None = None
+
+    def add(self, message: ChatMessage) -> "Said":
+        """Return the message after this one, as it was said before or from now on."""
+        found = self._find(message)
+        if found is None:
+            found = self._next[canonical(message)] = Said(message, self.number + 1)
+        self._latest = found
+        return found
+
+    def follow(self, messages: Sequence[ChatMessage]) -> "list[Said]":
+        """Return this and the messages after it that are the first ones of a chat."""
+        path = [self]
+        for message in messages:
+            found = path[-1]._find(message)
+            if found is None:
+                break
+            path.append(found)
+        return path
+
+    @property
+    def answers(self) -> "list[Node]":
+        """The responses to the messages up to this one."""
+        return [node for each in self._next.values() for node in each.responses]
+
+    def extended(self, message: ChatMessage) -> "list[Node]":
+        """Return the responses after this message whose stop string, and more, a client appended in a message."""
+        return [node for node in self.answers if node.addition(message) is not None]
+
+    def _find(self, message: ChatMessage) -> "Said | None":
+        if self._latest is not None and is_same(self._latest.message, message):
+            return self._latest
+        return self._next.get(canonical(message))
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,9 +73,8 @@ class Node:
     kind: CallKind
     parent: "Node | None"
     request: Request  # with the root's prompt
-    completion: Completion  # of the path
-    messages: tuple[ChatMessage, ...]  # of the path; the last one is the response
-    known_as: tuple[str, ...]  # these messages in canonical form
+    completion: Completion  # of the path, whose rows it shares with its parent and children
+    said: Said  # the response as a message
     tools: tuple[Mapping[str, Any], ...]
     text: str  # of the response
     start: int  # tokens of the path before the response
@@ -54,23 +99,10 @@ class Node:
         """Number of sampled tokens of the path."""
         return int(mask_of(self.completion).sum())
 
-    def num_alike(self, messages: Sequence[ChatMessage], known: Sequence[str]) -> int:
-        """Return how many of the path's first messages are the first of a chat.
-
-        Args:
-            messages: Messages of the chat.
-            known: The same in canonical form.
-        """
-        pairs = enumerate(zip(self.known_as, known, strict=False))
-        most = min(len(self.known_as), len(known))
-        number = next((place for place, (own, other) in pairs if own != other), most)
-        is_response = number == len(self.known_as) - 1 < len(known)
-        return number + (is_response and self.addition(messages[number]) is not None)
-
     def addition(self, sent: ChatMessage) -> str | None:
         """Return what a client added after the response's stop string, or None if it sends something else."""
-        response = self.messages[-1]
-        if self.stop is None or canonical([sent | {"content": response["content"]}])[0] != self.known_as[-1]:
+        response = self.said.message
+        if self.stop is None or canonical(sent | {"content": response["content"]}) != canonical(response):
             return None
         whole, text = (response["content"] + self.stop).lstrip(), sent["content"].lstrip()
         return text.removeprefix(whole).rstrip() if text.startswith(whole) else None

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_dppo.engines.growth import cut, joined
 from megatron_dppo.environments import Episode
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.types import FinishReason, Prompt, RolloutTopK, RoutedExperts, WeightVersionSpan
@@ -267,32 +268,35 @@ def with_observation(completion: Completion, tokens: Tensor) -> Completion:
         num_columns = topk.ids.shape[1]
         padding = topk.ids.new_full((tokens.numel(), num_columns), -1)
         improbable = topk.log_probs.new_full(padding.shape, -torch.inf)
-        topk = RolloutTopK(torch.cat([topk.ids, padding]), torch.cat([topk.log_probs, improbable]))
+        topk = RolloutTopK(joined(topk.ids, padding), joined(topk.log_probs, improbable))
     return dataclasses.replace(
         completion,
-        tokens=torch.cat([completion.tokens, tokens]),
-        log_probs=torch.cat([completion.log_probs, nothing]),
-        loss_mask=torch.cat([mask_of(completion), nothing.bool()]),
+        tokens=joined(completion.tokens, tokens),
+        log_probs=joined(completion.log_probs, nothing),
+        loss_mask=joined(mask_of(completion), nothing.bool()),
         topk=topk,
         finish_reason="abort",
     )
 
 
 def shortened(completion: Completion, num_tokens: int) -> Completion:
-    """Return a completion's first `num_tokens` tokens, with their log-probs, top-K, routes and versions."""
+    """Return a completion's first `num_tokens` tokens, with their log-probs, top-K, routes and versions.
+
+    The completion itself must not be used any more: what is appended to the result may overwrite the rest.
+    """
     topk, routes = completion.topk, completion.routed_experts
     if topk is not None:
-        topk = RolloutTopK(topk.ids[:num_tokens], topk.log_probs[:num_tokens])
+        topk = RolloutTopK(cut(topk.ids, num_tokens), cut(topk.log_probs, num_tokens))
     if routes is not None:
         num_rows = routes.indices.shape[0] - (completion.tokens.numel() - num_tokens)
-        routes = dataclasses.replace(routes, indices=routes.indices[:num_rows])
+        routes = dataclasses.replace(routes, indices=cut(routes.indices, num_rows))
     return dataclasses.replace(
         completion,
-        tokens=completion.tokens[:num_tokens],
-        log_probs=completion.log_probs[:num_tokens],
+        tokens=cut(completion.tokens, num_tokens),
+        log_probs=cut(completion.log_probs, num_tokens),
         topk=topk,
         routed_experts=routes,
-        loss_mask=None if completion.loss_mask is None else completion.loss_mask[:num_tokens],
+        loss_mask=None if completion.loss_mask is None else cut(completion.loss_mask, num_tokens),
         weight_versions=tuple(
             dataclasses.replace(span, stop=min(span.stop, num_tokens))
             for span in completion.weight_versions
@@ -312,23 +316,23 @@ def join_parts(partial: Completion, rest: Completion) -> Completion:
     has_mask = partial.loss_mask is not None or rest.loss_mask is not None
     if partial.topk is not None and rest.topk is not None:
         topk = RolloutTopK(
-            torch.cat([partial.topk.ids, rest.topk.ids]),
-            torch.cat([partial.topk.log_probs, rest.topk.log_probs]),
+            joined(partial.topk.ids, rest.topk.ids),
+            joined(partial.topk.log_probs, rest.topk.log_probs),
         )
     if partial.routed_experts is not None and rest.routed_experts is not None:
-        indices = torch.cat([partial.routed_experts.indices, rest.routed_experts.indices])
+        indices = joined(partial.routed_experts.indices, rest.routed_experts.indices)
         routes = dataclasses.replace(rest.routed_experts, indices=indices)
     return dataclasses.replace(
         rest,
-        tokens=torch.cat([partial.tokens, rest.tokens]),
-        log_probs=torch.cat([partial.log_probs, rest.log_probs]),
+        tokens=joined(partial.tokens, rest.tokens),
+        log_probs=joined(partial.log_probs, rest.log_probs),
         topk=topk,
         routed_experts=routes,
         weight_versions=_joined_spans(partial, rest),
         num_moves=partial.num_moves + rest.num_moves,
         num_retractions=partial.num_retractions + rest.num_retractions,
         num_cached_tokens=partial.num_cached_tokens + rest.num_cached_tokens,
-        loss_mask=torch.cat([mask_of(partial), mask_of(rest)]) if has_mask else None,
+        loss_mask=joined(mask_of(partial), mask_of(rest)) if has_mask else None,
     )
 
 

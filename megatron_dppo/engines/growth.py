@@ -1,0 +1,57 @@
+"""Rows that grow at their end: those of a conversation, turn after turn, without a copy of all earlier ones."""
+
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_SPARE = 1.5  # rows of memory for each row in use, from the second time that rows grow
+
+
+@dataclass(eq=False)
+class _Memory:
+    """Memory of rows `[N, ...]`, of which the first ones are in use."""
+
+    rows: Tensor
+    num_used: int
+
+
+_MEMORIES = WeakTensorKeyDictionary()
+_LOCK = threading.Lock()
+
+
+def joined(head: Tensor, tail: Tensor) -> Tensor:
+    """Return the rows `[N, ...]` of `head` and those of `tail` behind them, as `torch.cat` does.
+
+    The result shares the memory of `head` if that was returned by this function, nothing was appended to it yet
+    and its memory has room. Otherwise the rows are copied, so no result ever changes. A conversation of N turns
+    then copies fewer than 3 times its rows, and keeps at most 1.5 times, however many of its turns are kept.
+    """
+    if (head.dtype, head.device, head.shape[1:]) != (tail.dtype, tail.device, tail.shape[1:]):
+        return torch.cat([head, tail])
+    num_rows, num_old = head.shape[0] + tail.shape[0], head.shape[0]
+    with _LOCK:
+        memory: _Memory | None = _MEMORIES.get(head)
+        has_room = memory is not None and memory.num_used == num_old and num_rows <= memory.rows.shape[0]
+        if memory is None or not has_room:
+            most = num_rows if memory is None else int(_SPARE * num_rows)
+            memory = _Memory(head.new_empty((most, *head.shape[1:])), num_rows)
+            memory.rows[:num_old] = head
+        memory.rows[num_old:num_rows] = tail
+        memory.num_used = num_rows
+        rows = memory.rows[:num_rows]
+        _MEMORIES[rows] = memory
+    return rows
+
+
+def cut(rows: Tensor, num_rows: int) -> Tensor:
+    """Return the first rows. The others, and `rows`, must not be used any more: `joined` may overwrite them."""
+    first = rows[:num_rows]
+    with _LOCK:
+        memory: _Memory | None = _MEMORIES.get(rows)
+        if memory is not None and memory.num_used == rows.shape[0]:
+            memory.num_used = num_rows
+            _MEMORIES[first] = memory
+    return first

@@ -251,7 +251,7 @@ def canonical(message: ChatMessage) -> str:
 
 
 def is_same(message: ChatMessage, other: ChatMessage) -> bool:
-    """Return whether two messages are one object, or have the same texts and no calls: equal in canonical form."""
+    """Return whether two messages are one object, or equal in canonical form without calls."""
     if message is other:
         return True
     if message.get("tool_calls") or other.get("tool_calls") or message["content"] != other["content"]:

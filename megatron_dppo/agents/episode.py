@@ -183,7 +183,7 @@ class Episode:
         return replace(chat, messages=messages, tools=self._tools[self._tools.index(chat.tools)])
 
     def _alike(self, chat: Chat) -> tuple[list[Said], list[Node]]:
-        """Return the first messages of the chat that were said before, and the nodes whose paths it begins with."""
+        """Return the messages that were said before, and the nodes whose paths the chat begins with."""
         said, messages = self._root.follow(chat.messages), chat.messages
         nodes = [node for each in said for node in each.responses]
         for each in said[: len(messages)]:
@@ -192,7 +192,9 @@ class Episode:
 
     def _parent_of(self, chat: Chat, alike: tuple[list[Said], list[Node]]) -> Node | None:
         """Return the node whose path the chat continues: the longest one, preferably one that its ids name."""
-        found = [each for each in alike[1] if each.tools is chat.tools and each.said.number < len(chat.messages)]
+        found = [
+            each for each in alike[1] if each.tools is chat.tools and each.said.number < len(chat.messages)
+        ]
         longest = max((node.said.number for node in found), default=0)
 
         def rank(node: Node) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """The messages and the responses of an episode as trees, and the conversations of it that train.
 
 A node is one response. Its completion has all tokens after the root's prompt, with log-probs, Top-K, routes and
-weight versions as the engine returned them. It shares them with its parent: see `engines.growth`. What an episode
-keeps grows with its tokens and messages, not with their product with its calls.
+weight versions as the engine returned them. It shares them with its parent: see `engines.growth`. The memory of an
+episode grows with its tokens and messages, not with their product with its calls.
 """
 
 import json
@@ -56,7 +56,7 @@ class Said:
         return [node for each in self._next.values() for node in each.responses]
 
     def extended(self, message: ChatMessage) -> "list[Node]":
-        """Return the responses after this message whose stop string, and more, a client appended in a message."""
+        """Return the responses after this message that a client sends with their stop string, and maybe more."""
         return [node for node in self.answers if node.addition(message) is not None]
 
     def _find(self, message: ChatMessage) -> "Said | None":

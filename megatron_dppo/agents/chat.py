@@ -82,7 +82,10 @@ def _in_order_of_calls(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     Clients send them as the tools end, and most chat templates write only the results, without ids.
     """
     ordered: list[ChatMessage] = []
-    for _, run in groupby(messages, lambda message: message["role"] == "tool"):
+    for is_result, run in groupby(messages, lambda message: message["role"] == "tool"):
+        if not is_result:
+            ordered += run
+            continue
         calls = ordered[-1].get("tool_calls", ()) if ordered else ()
         places: dict[Any, int] = {call.get("id"): place for place, call in enumerate(calls)}
         ordered += sorted(run, key=lambda each: places.get(each.get("tool_call_id"), len(places)))

@@ -34,6 +34,7 @@ from megatron_dppo.engines.base import (
     shortened,
     with_observation,
 )
+from megatron_dppo.engines.growth import TokenIds
 from megatron_dppo.environments import Episode as EpisodeResult
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import CallKind
@@ -187,7 +188,8 @@ class Episode:
         said, messages = self._root.follow(chat.messages), chat.messages
         nodes = [node for each in said for node in each.responses]
         for each in said[: len(messages)]:
-            nodes += each.extended(messages[each.number])
+            if each.has_stops:
+                nodes += each.extended(messages[each.number])
         return said, nodes
 
     def _parent_of(self, chat: Chat, alike: tuple[list[Said], list[Node]]) -> Node | None:
@@ -241,8 +243,8 @@ class Episode:
 
     def _between(self, parent: Node, chat: Chat) -> Tensor | None:
         """Return the tokens of new messages after a response, or None if they cannot be appended."""
-        number, tokens = parent.said.number, parent.completion.tokens.tolist()
-        prompt, response = (*parent.request.prompt_tokens, *tokens[: parent.start]), tokens[parent.start :]
+        number, tokens, start = parent.said.number, parent.completion.tokens, parent.start
+        prompt, response = TokenIds(parent.request.prompt_tokens, tokens[:start]), tokens[start:].tolist()
         path, sent, new = chat.messages[: number - 1], chat.messages[number - 1], chat.messages[number:]
         added = parent.addition(sent) or ""
         return self.rendering.continuation(prompt, response, path, added, new, chat.tools, self._arguments)
@@ -296,8 +298,10 @@ class Episode:
             message = parse_response(shown, number, may_call=chat.may_call)
         for call in message.get("tool_calls", ()):
             self._native_ids |= {call["id"]: call.pop("native_id", call["id"])}
-        for each in (*chat.messages[said.number :], message):
+        for each in chat.messages[said.number :]:
             said = said.add(each)
+        said.has_stops |= stop is not None
+        said = said.add(message)
         request, self._is_cut = replace(request, partial=None), False
         node = Node(
             number,
@@ -312,6 +316,7 @@ class Episode:
             stop=stop,
             num_dropped=len(ids) - num_kept,
         )
+        node.share_rows()
         self._nodes.append(node)
         said.responses.append(node)
         reason = "tool_calls" if "tool_calls" in message and completion.finish_reason == "stop" else None

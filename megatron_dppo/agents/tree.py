@@ -1,8 +1,8 @@
 """The messages and the responses of an episode as trees, and the conversations of it that train.
 
 A node is one response. Its completion has all tokens after the root's prompt, with log-probs, Top-K, routes and
-weight versions as the engine returned them. It shares them with its parent: see `engines.growth`. The memory of an
-episode grows with its tokens and messages, not with their product with its calls.
+weight versions as the engine returned them. It shares them with its parent: see `engines.growth`. The memory of
+an episode grows with its tokens and messages, not with their product with its calls.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_dppo.agents.chat import ChatMessage, canonical, is_same
-from megatron_dppo.engines.base import Completion, Request, mask_of
+from megatron_dppo.engines.base import Completion, Request, mask_of, sharing_rows
 from megatron_dppo.types import AgentCall, CallKind
 
 Trees = Literal["main", "tools", "all"]
@@ -27,6 +27,7 @@ class Said:
     message: ChatMessage = field(default_factory=ChatMessage)  # as it came first
     number: int = 0  # of messages up to this one; 0 before the first message
     responses: "list[Node]" = field(default_factory=list["Node"])  # that this message is
+    has_stops: bool = False  # whether a client's stop string ended an answer
 
     def __post_init__(self) -> None:
         self._next = dict[str, Said]()  # by canonical form
@@ -42,7 +43,7 @@ class Said:
 
     def follow(self, messages: Sequence[ChatMessage]) -> "list[Said]":
         """Return this and the messages after it that are the first ones of a chat."""
-        path = [self]
+        path: list[Said] = [self]
         for message in messages:
             found = path[-1]._find(message)
             if found is None:
@@ -56,7 +57,7 @@ class Said:
         return [node for each in self._next.values() for node in each.responses]
 
     def extended(self, message: ChatMessage) -> "list[Node]":
-        """Return the responses after this message that a client sends with their stop string, and maybe more."""
+        """Return the responses after this message that a client sends with their stop string or more."""
         return [node for node in self.answers if node.addition(message) is not None]
 
     def _find(self, message: ChatMessage) -> "Said | None":
@@ -65,7 +66,7 @@ class Said:
         return self._next.get(canonical(message))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Node:
     """One response, at the end of the path from its root."""
 
@@ -99,6 +100,13 @@ class Node:
         """Number of sampled tokens of the path."""
         return int(mask_of(self.completion).sum())
 
+    def share_rows(self) -> None:
+        """Free the memory of this path's earlier nodes whose rows this one has too."""
+        last = self.parent and _memory_of(self.parent.completion)
+        if last != _memory_of(self.completion):
+            for node in self.path[:-1]:
+                node.completion = sharing_rows(node.completion, self.completion)
+
     def addition(self, sent: ChatMessage) -> str | None:
         """Return what a client added after the response's stop string, or None if it sends something else."""
         response = self.said.message
@@ -117,6 +125,15 @@ class Node:
             is_trained,
             self.text,
         )
+
+
+def _memory_of(completion: Completion) -> tuple[int, ...]:
+    """Return the addresses of the memory of a completion's rows."""
+    topk, routes = completion.topk, completion.routed_experts
+    rows = [completion.tokens, completion.log_probs]
+    rows += [] if topk is None else [topk.ids, topk.log_probs]
+    rows += [] if routes is None else [routes.indices]
+    return tuple(each.untyped_storage().data_ptr() for each in rows)
 
 
 def leaves_of(nodes: Sequence[Node], train: Trees) -> list[Node]:

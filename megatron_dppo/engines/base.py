@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_dppo.engines.growth import cut, joined
+from megatron_dppo.engines.growth import TokenIds, cut, joined
 from megatron_dppo.environments import Episode
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.types import FinishReason, Prompt, RolloutTopK, RoutedExperts, WeightVersionSpan
@@ -203,9 +203,9 @@ class Session(Protocol):
         ...
 
 
-def input_tokens(request: Request) -> list[int]:
+def input_tokens(request: Request) -> TokenIds:
     """Return the prompt and the response tokens sampled so far; the next call forwards them."""
-    return [*request.prompt_tokens, *(request.partial.tokens.tolist() if request.partial else ())]
+    return TokenIds(request.prompt_tokens, request.partial and request.partial.tokens)
 
 
 def num_tokens_before(request: Request) -> int:
@@ -302,6 +302,24 @@ def shortened(completion: Completion, num_tokens: int) -> Completion:
             for span in completion.weight_versions
             if span.start < num_tokens
         ),
+    )
+
+
+def sharing_rows(completion: Completion, longer: Completion) -> Completion:
+    """Return a completion with the memory of a longer one that begins with it, so that its own can be freed."""
+    topk, routes, num_tokens = completion.topk, completion.routed_experts, completion.tokens.numel()
+    if topk is not None and longer.topk is not None:
+        topk = RolloutTopK(longer.topk.ids[:num_tokens], longer.topk.log_probs[:num_tokens])
+    if routes is not None and longer.routed_experts is not None:
+        indices = longer.routed_experts.indices[: routes.indices.shape[0]]
+        routes = dataclasses.replace(routes, indices=indices)
+    return dataclasses.replace(
+        completion,
+        tokens=longer.tokens[:num_tokens],
+        log_probs=longer.log_probs[:num_tokens],
+        topk=topk,
+        routed_experts=routes,
+        loss_mask=None if completion.loss_mask is None else mask_of(longer)[:num_tokens],
     )
 
 

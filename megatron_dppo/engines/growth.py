@@ -1,13 +1,39 @@
 """Rows that grow at their end: those of a conversation, turn after turn, without a copy of all earlier ones."""
 
 import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _SPARE = 1.5  # rows of memory for each row in use, from the second time that rows grow
+
+
+class TokenIds(Sequence[int]):
+    """Token ids of a prompt, and of rows `[N]` int64 behind it. They become a list only where one is read."""
+
+    def __init__(self, prompt: tuple[int, ...], rows: Tensor | None = None) -> None:
+        self._prompt, self._rows = prompt, rows
+
+    def __len__(self) -> int:
+        return len(self._prompt) + (0 if self._rows is None else self._rows.numel())
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self.tolist()[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.tolist())
+
+    def tolist(self) -> list[int]:
+        """Return all of them."""
+        return [*self._prompt, *(() if self._rows is None else self._rows.tolist())]
 
 
 @dataclass(eq=False)
@@ -26,8 +52,8 @@ def joined(head: Tensor, tail: Tensor) -> Tensor:
     """Return the rows `[N, ...]` of `head` and those of `tail` behind them, as `torch.cat` does.
 
     The result shares the memory of `head` if that was returned by this function, nothing was appended to it yet
-    and its memory has room. Otherwise the rows are copied, so no result ever changes. A conversation of N turns
-    then copies fewer than 3 times its rows, and keeps at most 1.5 times, however many of its turns are kept.
+    and its memory has room. Otherwise the rows are copied, so no result ever changes. A conversation of any
+    number of turns copies fewer than 4 times its rows, and the memory of its last turn has 1.5 times as many.
     """
     if (head.dtype, head.device, head.shape[1:]) != (tail.dtype, tail.device, tail.shape[1:]):
         return torch.cat([head, tail])

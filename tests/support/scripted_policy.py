@@ -31,4 +31,4 @@ class ScriptedPolicy:
 
     def input_of(self, number: int) -> str:
         """Return the text that the engine got with a request."""
-        return self.tokenizer.decode(input_tokens(self.asked[number]))
+        return self.tokenizer.decode(input_tokens(self.asked[number]).tolist())

@@ -59,7 +59,7 @@ class Numbered(Played):
         new = completion.tokens[start:].tolist()
         numbers = torch.arange(len(self.sampled), len(self.sampled) + len(new))
         self.sampled += [(len(self.inputs), place, token) for place, token in enumerate(new)]
-        self.inputs.append(input_tokens(request))
+        self.inputs.append(input_tokens(request).tolist())
         if self.gate is not None:
             await self.gate.wait()
         return replace(completion, log_probs=torch.cat([completion.log_probs[:start], -numbers.float()]))
@@ -438,7 +438,8 @@ def test_the_order_of_calls_is_random_and_each_has_its_parent() -> None:
         return each
 
     each = played(play)
-    names = [str(node.messages[1]["content"]) for node in each.episode._nodes]
+    prompts = map(each.input_of, range(64))
+    names = [prompt.split("<|im_start|>user\n")[1].partition("<|im_end|>")[0] for prompt in prompts]
     assert sorted(set(names)) == sorted(f"t{n}" for n in range(16)) and names != sorted(names)
     assert all(names.count(name) == 4 for name in names)
     latest = dict[str, int]()

@@ -13,7 +13,7 @@ from megatron_dppo.agents.chat import Chat, RefusedError, parse_response, read_c
 from megatron_dppo.agents.episode import Episode, EpisodeLimits
 from megatron_dppo.agents.harness import AgentOutcome, checked_outcome
 from megatron_dppo.agents.rendering import Rendering, Thinking
-from megatron_dppo.agents.tree import Node
+from megatron_dppo.agents.tree import Node, Said
 from megatron_dppo.engines.base import (
     Completion,
     Request,
@@ -445,7 +445,7 @@ def test_a_path_may_be_longer_than_the_recursion_limit() -> None:
     completion = Completion("0", torch.tensor([1]), torch.zeros(1), "stop", None, None, ())
     node = None
     for number in range(3000):
-        node = Node(number, "continues", node, request, completion, (), (), (), "", 0)
+        node = Node(number, "continues", node, request, completion, Said(), (), "", 0)
     assert node is not None and [each.number for each in node.path] == list(range(3000))
 
 

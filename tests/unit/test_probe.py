@@ -152,9 +152,9 @@ def test_log_probs_that_lack_the_temperature_are_refused(power: float, is_refuse
         urls = [member.url for member in members]
         if is_refused:
             with pytest.raises(WeightSyncError, match=f"^{urls[1]}: found log-probs at temperature 2"):
-                require_temperature(urls, MODEL, None)
+                require_temperature(urls, MODEL, None, timeout_s=60.0)
         else:
-            require_temperature(urls, MODEL, None)
+            assert require_temperature(urls, MODEL, None, timeout_s=60.0) == {}
 
 
 @pytest.mark.parametrize("takes_turns", [False, True])

@@ -102,6 +102,11 @@ def test_a_restarted_server_is_tried_before_it_samples(
 ) -> None:
     """Whether its log-probs have the temperature: the first one was started otherwise, maybe."""
     records, tried = [record_of(server) for server in servers], list[list[str]]()
+
+    def require_sampling(urls: Sequence[str]) -> dict[str, str]:
+        tried.append(list(urls))
+        return {}
+
     transport: Any = SimpleNamespace(needs_begin=False, send=lambda fleet, version: None)
     engine: Any = SimpleNamespace(admit=lambda urls, version: None)
     sync = SglangSync(
@@ -111,7 +116,7 @@ def test_a_restarted_server_is_tried_before_it_samples(
         runtime(),
         probe=None,
         probe_every=1,
-        require_sampling=lambda urls: tried.append(list(urls)),
+        require_sampling=require_sampling,
     )
     sync.push(0)
     sync.push(1)
@@ -136,7 +141,7 @@ def test_a_server_that_fails_is_pushed_to_once_more(
     engine: Any = SimpleNamespace(admit=lambda urls, version: admitted.append(list(urls)))
     owner = run_servers([record_of(server) for server in servers], tmp_path)
     sync = SglangSync(
-        transport, engine, owner, runtime(), probe=None, probe_every=1, require_sampling=lambda urls: None
+        transport, engine, owner, runtime(), probe=None, probe_every=1, require_sampling=lambda urls: {}
     )
     sync.push(3)
     assert sent == pushes and admitted == [urls[: 2 if failures < 2 else 1]]

@@ -208,7 +208,7 @@ class TransformersEngine:
                     f"at least 1 prompt token and at most {self._max_positions} tokens together",
                     "Lower data.max_prompt_tokens or rollout.max_response_tokens.",
                 )
-            tokens = input_tokens(request)
+            tokens = input_tokens(request).tolist()
             if min(tokens) < 0 or max(tokens) >= self._vocab_size:
                 refuse(
                     f"request {request.id}: found token ids {min(tokens)} to {max(tokens)}",

@@ -218,7 +218,7 @@ def refuse_requests(
                 f"at least 1 prompt token, and at most {most} tokens together",
                 "Lower data.max_prompt_tokens or rollout.max_response_tokens, or raise sglang.context_length.",
             )
-        tokens = input_tokens(request)
+        tokens = input_tokens(request).tolist()
         if min(tokens) < 0 or max(tokens) >= model.vocab_size:  # another id crashes the server
             found = f"request {request.id}: found token ids {min(tokens)} to {max(tokens)}"
             _refuse(found, f"0 to {model.vocab_size - 1}", "Use the tokenizer of this model.")

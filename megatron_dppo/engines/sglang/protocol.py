@@ -93,7 +93,7 @@ class Generation:
         )
         return {
             "rid": request.id,
-            "input_ids": input_tokens(request),
+            "input_ids": input_tokens(request).tolist(),
             "sampling_params": sampling | dict(self._more_parameters),
             "return_logprob": True,
             "logprob_start_len": -1,

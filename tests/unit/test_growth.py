@@ -17,7 +17,7 @@ from megatron_dppo.engines.base import (
     with_observation,
 )
 from megatron_dppo.engines.growth import TokenIds, cut, joined
-from megatron_dppo.types import RoutedExperts, RolloutTopK, WeightVersionSpan
+from megatron_dppo.types import RolloutTopK, RoutedExperts, WeightVersionSpan
 from tests.support.samples import assert_same
 
 NUM_LAYERS, NUM_COLUMNS, NUM_PROMPT_TOKENS = 3, 5, 7

@@ -103,6 +103,7 @@ def read_chat(content: bytes) -> Chat:
         tools = tuple(cast("Sequence[Mapping[str, Any]]", body.get("tools") or ()))
         options = cast("Mapping[str, Any]", body.get("stream_options") or {})
         wants_usage = bool(options.get("include_usage"))
+        require_form(messages, tools)
     choice, form = body.get("tool_choice"), body.get("response_format")
     faults = {
         "n": (body.get("n") or 1) != 1,
@@ -130,8 +131,28 @@ def parsing(content: bytes) -> Iterator[Any]:
     """
     try:
         yield json.loads(content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise RefusedError(400, f"found a malformed body ({type(error).__name__}: {error})") from error
+
+
+def require_form(messages: Sequence[ChatMessage], tools: Sequence[Any]) -> None:
+    """Require the types of a chat template's messages and tools.
+
+    Raises:
+        RefusedError: A text, a name or an id is no text, or a tool is no object.
+    """
+    for place, message in enumerate(messages):
+        calls: Sequence[Any] = message.get("tool_calls", ())
+        texts = {key: value for key, value in message.items() if key != "tool_calls"}
+        texts |= {f"tool_calls[{n}].id": call["id"] for n, call in enumerate(calls) if call["id"] is not None}
+        texts |= {f"tool_calls[{n}].name": call["function"]["name"] for n, call in enumerate(calls)}
+        for key, value in texts.items():
+            if not isinstance(value, str):
+                found = json.dumps(value)[:80]
+                raise RefusedError(400, f"messages[{place}].{key}: found {found}; expected text")
+    for place, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            raise RefusedError(400, f"tools[{place}]: found {json.dumps(tool)[:80]}; expected an object")
 
 
 def largest(body: Mapping[str, Any], *keys: str) -> int | None:

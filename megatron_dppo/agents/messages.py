@@ -13,6 +13,7 @@ from megatron_dppo.agents.chat import (
     largest,
     parsing,
     refuse_sampling_options,
+    require_form,
     stops_of,
     text_of,
 )
@@ -36,6 +37,7 @@ def read_messages(content: bytes) -> Chat:
         tools = tuple(_tool(tool) for tool in body.get("tools") or ())
         choice = (body.get("tool_choice") or {}).get("type")
         has_form = bool((body.get("output_config") or {}).get("format"))
+        require_form(system + messages, tools)
     faults = {
         "tool_choice": choice == "tool",
         "output_config": has_form,

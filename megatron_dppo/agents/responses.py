@@ -18,6 +18,7 @@ from megatron_dppo.agents.chat import (
     largest,
     parsing,
     refuse_sampling_options,
+    require_form,
     text_of,
 )
 
@@ -38,6 +39,7 @@ def read_responses(content: bytes) -> Chat:
         tools = tuple(_tool(tool) for tool in body.get("tools") or () if tool["type"] == "function")
         own = (_OWN_ITEM.fullmatch(str(item.get("id"))) for item in items)
         form, choice = (body.get("text") or {}).get("format"), body.get("tool_choice")
+        require_form(system + messages, tools)
     faults = {
         "text": form is not None and form != {"type": "text"},
         "tool_choice": choice not in (None, "auto", "none", "required"),

@@ -3,7 +3,7 @@
 import json
 import socket
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -14,7 +14,10 @@ from openai import AsyncOpenAI
 from openai import BadRequestError as OpenAIRefusal
 
 from megatron_dppo.agents.agents import AgentServer
+from megatron_dppo.agents.chat import Chat, RefusedError, read_chat
 from megatron_dppo.agents.harness import AgentOutcome
+from megatron_dppo.agents.messages import read_messages
+from megatron_dppo.agents.responses import read_responses
 from megatron_dppo.runtime.concurrency import run_loop
 from tests.unit.test_episodes import CALL, Played
 
@@ -341,3 +344,112 @@ def test_agents_that_connect_together_while_the_server_is_busy_wait_for_it() -> 
             stack.enter_context(socket.create_connection((host, int(port)), timeout=0.9))  # no second try
         is_free.set()
         holding.join()
+
+
+FORMED: dict[str, tuple[Callable[[bytes], Chat], dict[str, Any]]] = {
+    "chat": (
+        read_chat,
+        {
+            "messages": [
+                {"role": "system", "content": SYSTEM},
+                {"role": "user", "name": "ann", "content": [{"type": "text", "text": QUESTION}]},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "reasoning_content": "well",
+                    "tool_calls": [
+                        {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "c1", "content": "5"},
+            ],
+            "tools": [{"type": "function", "function": TOOL}],
+            "max_tokens": 5,
+            "stop": ["x"],
+            "tool_choice": "auto",
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
+    ),
+    "messages": (
+        read_messages,
+        {
+            "system": [{"type": "text", "text": SYSTEM}],
+            "messages": [
+                {"role": "user", "content": QUESTION},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "well", "signature": "policy_0"},
+                        {"type": "text", "text": "I add."},
+                        {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 2}},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": "5"}],
+                },
+            ],
+            "tools": [{"name": "add", "description": "Add.", "input_schema": PARAMETERS}],
+            "tool_choice": {"type": "auto"},
+            "max_tokens": 5,
+            "stop_sequences": ["x"],
+        },
+    ),
+    "responses": (
+        read_responses,
+        {
+            "instructions": SYSTEM,
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": QUESTION}]},
+                {"type": "reasoning", "id": "rs_0", "summary": [], "content": []},
+                {"type": "function_call", "call_id": "c1", "name": "add", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c1", "output": "5"},
+            ],
+            "tools": [{"type": "function", "name": "add", "parameters": PARAMETERS}],
+            "max_output_tokens": 5,
+            "tool_choice": "auto",
+        },
+    ),
+}
+
+
+def places_in(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Each container of a JSON value, and a key of it."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in list(items):
+        yield value, key
+        yield from places_in(each)
+
+
+@pytest.mark.parametrize("name", FORMED)
+@pytest.mark.parametrize("odd", [None, 7, 0.5, True, "odd", [], ["x"], {}, {"a": [1]}], ids=repr)
+def test_any_odd_value_anywhere_in_a_body_is_refused_or_read_as_texts(name: str, odd: Any) -> None:
+    """An odd value is the client's fault, with status 400: no other error, and no name or id that is no text."""
+    read, body = FORMED[name]
+    read(json.dumps(body).encode())
+    for container, key in places_in(body):
+        whole = container[key]
+        container[key] = odd
+        try:
+            chat = read(json.dumps(body).encode())
+        except RefusedError as refusal:
+            assert refusal.status == 400
+        else:
+            calls = [call for message in chat.messages for call in message.get("tool_calls", ())]
+            texts = [value for each in chat.messages for key, value in each.items() if key != "tool_calls"]
+            texts += [call["function"]["name"] for call in calls]
+            texts += [call["id"] for call in calls if call["id"] is not None]
+            assert all(isinstance(text, str) for text in texts)
+            assert all(isinstance(tool, dict) for tool in chat.tools)
+        finally:
+            container[key] = whole
+
+
+@pytest.mark.parametrize("name", FORMED)
+@pytest.mark.parametrize("brackets", ["[]", "{}"])
+def test_nesting_without_end_is_refused(name: str, brackets: str) -> None:
+    first, last = brackets if brackets == "[]" else ('{"a":', "}")
+    with pytest.raises(RefusedError) as refused:
+        FORMED[name][0]((first * 50_000 + "1" + last * 50_000).encode())
+    assert refused.value.status == 400

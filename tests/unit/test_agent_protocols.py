@@ -425,7 +425,7 @@ def places_in(value: Any) -> Iterator[tuple[Any, Any]]:
 @pytest.mark.parametrize("name", FORMED)
 @pytest.mark.parametrize("odd", [None, 7, 0.5, True, "odd", [], ["x"], {}, {"a": [1]}], ids=repr)
 def test_any_odd_value_anywhere_in_a_body_is_refused_or_read_as_texts(name: str, odd: Any) -> None:
-    """An odd value is the client's fault, with status 400: no other error, and no name or id that is no text."""
+    """It is the client's fault, with status 400, and never another error."""
     read, body = FORMED[name]
     read(json.dumps(body).encode())
     for container, key in places_in(body):

@@ -222,7 +222,7 @@ def require_reachable(path: Path) -> None:
         StorageError: The path, or a folder above it, is a dangling link.
     """
     for place in (path, *path.parents):
-        if place.is_symlink() and not read_patiently(place, place.exists):
+        if read_patiently(place, place.is_symlink) and not read_patiently(place, place.exists):
             target = place.readlink()
             raise StorageError(
                 f"{place}: found a link to {target}, which is not there; expected a folder. Mount its disk, or "

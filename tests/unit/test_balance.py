@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.data.batches.balance import (
     NEAR_EVEN,
+    ROWS_PER_TOKEN,
     Plan,
     SampleCost,
     first_fit_decreasing,
@@ -149,6 +150,8 @@ def test_prefixes_that_are_computed_once_fit_micro_batches_and_leave_no_group_mu
     chosen = [each for group in plan.microbatches for each in group]
     assert sorted(place for each in chosen for place in each) == list(range(len(lengths)))
     assert all(num_distinct(each, lengths, shared) <= arguments["max_tokens"] for each in chosen)
+    most_rows = ROWS_PER_TOKEN * arguments["max_tokens"]
+    assert all(sum(lengths[place] for place in each) <= most_rows for each in chosen)
     assert sum(plan.tokens) == sum(lengths)
     arguments["shared"] = None
     alone = max(plan_minibatch(**arguments).work)  # both are within NEAR_EVEN of a bound, where one can be
@@ -160,6 +163,21 @@ def test_a_tree_that_is_too_large_is_cut_where_the_least_is_shared() -> None:
     plan = plan_minibatch(lengths, [0] * 6, [0], max_tokens=20, cost=SampleCost(1.0, 0.0), shared=shared)
     assert sorted(plan.microbatches[0]) == [(0, 1, 2), (3, 4, 5)]
     assert plan.work == (28.0,)
+
+
+@pytest.mark.parametrize(
+    ("num_answers", "prompt", "answer"), [(64, 8000, 50), (200, 30_000, 10), (40, 300, 290)]
+)
+def test_rows_of_short_answers_to_a_long_prompt_are_bounded_by_the_budget(
+    num_answers: int, prompt: int, answer: int
+) -> None:
+    """Each sequence has rows of the shared prompt in attention, though it is computed once."""
+    lengths, shared, budget = [prompt + answer] * num_answers, [0] + [prompt] * (num_answers - 1), 40_000
+    plan = plan_minibatch(lengths, [0] * num_answers, [0], max_tokens=budget, cost=BY_TOKENS, shared=shared)
+    chosen = plan.microbatches[0]
+    assert sorted(place for each in chosen for place in each) == list(range(num_answers))
+    assert all(len(each) * (prompt + answer) <= 8 * budget for each in chosen)
+    assert len(chosen) < 2 * num_answers * (prompt + answer) / (8 * budget) + 1, "and not cut much further"
 
 
 def test_a_tree_is_spread_over_groups_that_would_have_nothing_else() -> None:

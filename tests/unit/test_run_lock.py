@@ -214,15 +214,15 @@ def test_a_lock_file_that_says_nothing_is_free(tmp_path: Path, content: str) -> 
         assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
 
+def no_locks(*_: object) -> None:
+    """Fail as flock does on a file system without locks."""
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
 @pytest.mark.parametrize("is_alive", [True, False])
 def test_without_locks_signs_of_life_decide_on_the_same_host_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_alive: bool
 ) -> None:
-    """Plays a file system without locks: flock fails as it does there."""
-
-    def no_locks(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
     other = hold_in_another_process(tmp_path)
     if not is_alive:
         other.kill()
@@ -239,6 +239,20 @@ def test_without_locks_signs_of_life_decide_on_the_same_host_too(
     finally:
         other.kill()
         other.wait()
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_of_two_hosts_that_find_a_folder_free_in_the_same_moment_the_last_writer_owns_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes: bool
+) -> None:
+    """Without locks. The other host writes its entry after this one did, and before this one goes on."""
+    beats = itertools.count(1)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    while_asleep(monkeypatch, lambda: owner_elsewhere(tmp_path, next(beats)) if comes else None)
+    expected = pytest.raises(InUseError, match="on elsewhere") if comes else contextlib.nullcontext()
+    with expected, locked(tmp_path, beat_s=0.2, patience_s=2.0):
+        assert not comes
+        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
 
 def wait_for_beat(folder: Path) -> None:

@@ -329,7 +329,7 @@ class CheckpointConfig(Section):
     keep_last: NonNegativeInt = 3
     """Newest checkpoints to keep; 0 keeps all. `keep_every` and `keep_best` keep more."""
     keep_every: NonNegativeInt = 0
-    """Keep every checkpoint at a multiple of this many finished rollouts; 0 is off."""
+    """Keep one checkpoint between rollouts at every multiple of this many finished rollouts; 0 is off."""
     keep_best: NonNegativeInt = 0
     """Number of checkpoints with the best `best_metric` to keep."""
     best_metric: str = "reward/mean"

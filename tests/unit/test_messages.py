@@ -41,7 +41,7 @@ _KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and i
 def test_only_what_the_user_has_to_change_ends_a_command_with_status_2(kind: type[Exception]) -> None:
     with pytest.raises(typer.Exit) as raised, user_errors():
         raise kind("found")
-    is_of_cluster = kind.__name__ in ("LaunchError", "ServerError", "WeightSyncError")
+    is_of_cluster = kind.__name__ in ("LaunchError", "ServerError", "StorageError", "WeightSyncError")
     assert raised.value.exit_code == (1 if is_of_cluster else 2)
     assert errors.exit_status(ValueError("a fault of the program")) == 1
 

@@ -124,3 +124,10 @@ def test_a_signal_ends_a_run_that_has_nothing_to_save_at_once(
         os.kill(os.getpid(), number)
         assert requests.is_received
     assert "saving, then exit" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "status"), [("-O", 0), ("-OO", 1)])
+def test_python_without_docstrings_is_refused_with_what_to_do(option: str, status: int) -> None:
+    command = (sys.executable, option, "-m", "megatron_dppo", "--version")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
+    assert done.returncode == status and ("Unset PYTHONOPTIMIZE" in done.stderr) == bool(status)

@@ -33,7 +33,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.runtime.files import byte_count, entries_of, free_bytes, read_patiently, require_reachable
+from megatron_dppo.runtime.files import (
+    ABSENT,
+    byte_count,
+    entries_of,
+    free_bytes,
+    read_patiently,
+    require_reachable,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -142,14 +149,14 @@ def _latest(folder: Path) -> str | None:
     pointer = folder / LATEST
     try:
         return read_patiently(pointer, lambda: pointer.read_text(errors="replace")).strip()
-    except FileNotFoundError:
+    except ABSENT:
         return None
 
 
 def newest_between_rollouts(folder: Path, num_rollouts: int) -> Path | None:
     """Return the newest complete checkpoint of at most `num_rollouts` rollouts, with none open; not checked."""
     for checkpoint in reversed(complete(folder)):
-        with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
+        with contextlib.suppress(*ABSENT, ValueError, KeyError):
             content = _read_state(checkpoint)
             if content["open_rollout"] is None and content["state"]["rollout"] <= num_rollouts:
                 return checkpoint
@@ -175,7 +182,7 @@ def saved_run(folder: Path) -> SavedRun | None:
     """Read the saved run of the first readable candidate in a run's `checkpoints/`; None if there is none."""
     interrupted = _find_interrupted(folder)
     for checkpoint in candidates(folder) if interrupted is None else [interrupted]:
-        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(*ABSENT, ValueError, KeyError, TypeError):
             content = _read_state(checkpoint)
             num_rollouts, digest = int(content["state"]["rollout"]), str(content["prompts_digest"])
             return SavedRun(checkpoint, content.get("config", ""), digest, num_rollouts)
@@ -183,7 +190,12 @@ def saved_run(folder: Path) -> SavedRun | None:
 
 
 def _read_state(checkpoint: Path) -> Any:
-    return json.loads(read_patiently(checkpoint / STATE, (checkpoint / STATE).read_text))
+    """Return the content of state.json; one of `ABSENT` or a ValueError says that it is absent or torn."""
+    content = read_patiently(checkpoint / STATE, (checkpoint / STATE).read_bytes)
+    sums = read_patiently(checkpoint / SUMS, (checkpoint / SUMS).read_text).splitlines()
+    if f"{hashlib.sha256(content).hexdigest()}  {STATE}" not in sums:
+        raise ValueError(f"{checkpoint / STATE} does not match its checksum")
+    return json.loads(content)
 
 
 def sums_of(files: Iterable[Path], root: Path) -> dict[str, str]:
@@ -211,7 +223,7 @@ def faults(checkpoint: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
     try:
         lines = read_patiently(checkpoint / SUMS, (checkpoint / SUMS).read_text).splitlines()
         sums = dict(line.split("  ", 1)[::-1] for line in lines)
-    except (FileNotFoundError, ValueError) as error:
+    except (*ABSENT, ValueError) as error:
         return [f"{SUMS} cannot be read ({type(error).__name__})"]
     there = read_patiently(checkpoint, lambda: _files_of(checkpoint)) - {SUMS}
     found = [f"{name} is missing" for name in sorted(sums.keys() - there)]
@@ -221,7 +233,7 @@ def faults(checkpoint: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
     for name in sorted(sums.keys() & there)[rank::size]:
         try:
             digest = read_patiently(checkpoint / name, lambda name=name: _sha256(checkpoint / name))
-        except FileNotFoundError:
+        except ABSENT:
             found.append(f"{name} is missing")
             continue
         found += [] if digest == sums[name] else [f"{name} does not match its checksum"]
@@ -328,7 +340,10 @@ def set_latest(checkpoint: Path) -> None:
 
 def delete(checkpoints: Iterable[Path]) -> None:
     """Hide checkpoints at once, and delete their files in the background."""
-    hidden = [hide(checkpoint, "deleted") for checkpoint in checkpoints]
+    hidden = list[Path]()
+    for checkpoint in checkpoints:
+        with contextlib.suppress(FileNotFoundError):  # an earlier call has deleted it meanwhile
+            hidden.append(hide(checkpoint, "deleted"))
     if hidden:
         threading.Thread(target=_remove, args=(hidden,), daemon=True, name="delete checkpoints").start()
 

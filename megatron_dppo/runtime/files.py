@@ -164,6 +164,8 @@ def full_disk_explained(*folders: Path, kept: Callable[[], str] = str) -> Iterat
         ) from error
 
 
+ABSENT = (FileNotFoundError, NotADirectoryError)
+"""A file that is not there, which no further attempt finds."""
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds between attempts to read from a file server that fails for a moment."""
 
@@ -171,7 +173,7 @@ PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 def read_patiently(path: Path, read: Callable[[], T], pauses_s: Sequence[float] = PAUSES_S) -> T:
     """Return the result of `read`, which is called again after an error of the system.
 
-    That a file is absent is no such error: `FileNotFoundError` is raised at once.
+    That a file is absent is no such error: one of `ABSENT` is raised at once.
 
     Args:
         path: File or folder that is read, for the message.
@@ -180,12 +182,12 @@ def read_patiently(path: Path, read: Callable[[], T], pauses_s: Sequence[float] 
 
     Raises:
         StorageError: The last attempt failed too.
-        FileNotFoundError: A file is absent.
+        FileNotFoundError, NotADirectoryError: A file is absent.
     """
     for pause_s in (*pauses_s, None):
         try:
             return read()
-        except FileNotFoundError:
+        except ABSENT:
             raise
         except OSError as error:
             if pause_s is None:
@@ -202,7 +204,7 @@ def entries_of(folder: Path) -> list[Path]:
     """
     try:
         return read_patiently(folder, lambda: list(folder.iterdir()))
-    except FileNotFoundError:
+    except ABSENT:
         return []
 
 

@@ -222,7 +222,26 @@ def test_a_run_that_goes_back_leaves_newer_checkpoints_behind(tmp_path: Path) ->
 def test_the_newest_checkpoint_between_two_rollouts(tmp_path: Path) -> None:
     for step, rollout, opened in ((2, 1, None), (4, 2, None), (5, 2, {"num_done": 1}), (6, 3, None)):
         content = {"state": {"rollout": rollout}, "open_rollout": opened}
-        (make(tmp_path, step) / folders.STATE).write_text(json.dumps(content))
+        state = make(tmp_path, step) / folders.STATE
+        state.write_text(json.dumps(content))
+        folders.write_sums(state.parent, folders.sums_of([state], state.parent))
     make(tmp_path, 1)  # its state.json cannot be read
     found = [folders.newest_between_rollouts(tmp_path, num) for num in (0, 1, 2, 9)]
     assert [path and path.name for path in found] == [None, *(folders.name_of(step) for step in (2, 4, 6))]
+
+
+@pytest.mark.parametrize("character", range(8, 100, 9))
+def test_a_state_that_was_changed_by_a_bit_is_read_by_nobody(character: int, tmp_path: Path) -> None:
+    """It would be another config, which is refused as a changed setting instead of a torn checkpoint."""
+    for step in (4, 6):
+        state = make(tmp_path, step) / folders.STATE
+        content = {"state": {"rollout": step}, "prompts_digest": "", "open_rollout": None}
+        state.write_text(json.dumps(content | {"config": "optimizer.lr = 1e-6\nrun.seed = 3\n"}))
+        folders.write_sums(state.parent, folders.sums_of([state], state.parent))
+    changed = bytearray(state.read_bytes())
+    changed[character] ^= 1
+    newest, between = folders.saved_run(tmp_path), folders.newest_between_rollouts(tmp_path, 9)
+    assert newest is not None and between is not None and newest.checkpoint == between == state.parent
+    state.write_bytes(changed)
+    newest, between = folders.saved_run(tmp_path), folders.newest_between_rollouts(tmp_path, 9)
+    assert newest is not None and between is not None and newest.checkpoint == between != state.parent

@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 import megatron_dppo
 from megatron_dppo.algorithms import PRESETS
 from megatron_dppo.checkpoints.block_fp8 import BlockFP8
+from megatron_dppo.checkpoints.checkpoint_folder import sums_of, write_sums
 from megatron_dppo.checks import (
     AT_ONCE,
     RULES,
@@ -217,7 +218,9 @@ def _without(key: str) -> dict[str, Any]:
 def _checkpoint(config: str = "optimizer.lr = 1e-6", prompts_digest: str = "") -> None:
     """What a run left."""
     content = {"state": {"rollout": 2}, "prompts_digest": prompts_digest, "config": config}
-    _write_json(Path("runs/run/checkpoints/step_00000008/state.json"), content)
+    checkpoint = Path("runs/run/checkpoints/step_00000008")
+    _write_json(checkpoint / "state.json", content)
+    write_sums(checkpoint, sums_of([checkpoint / "state.json"], checkpoint))
 
 
 def _checkpoint_in_other_prompts() -> None:
@@ -261,7 +264,7 @@ def _among_models() -> None:
 
 def _full_disk() -> None:
     """A model too large for any disk."""
-    _model(vocab_size=10**12)()
+    _model(vocab_size=10**9, hidden_size=1 << 20)()
 
 
 def _small_host() -> None:
@@ -1212,7 +1215,7 @@ def test_check_compares_the_time_to_save_with_the_size_of_a_checkpoint(
 ) -> None:
     monkeypatch.delenv("SAVE_SECONDS", raising=False)
     assert stop_remarks(_config({}), gather_facts(_config({}), 1)) == []
-    _model(vocab_size=3 * 10**9)()
+    _model(vocab_size=10**9)()
     config, facts = _config({}), gather_facts(_config({}), 1)
     num_bytes = checkpoint_bytes(config, facts)
     assert num_bytes is not None

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from megatron_dppo.checkpoints.checkpoint_folder import sums_of, write_sums
 from megatron_dppo.cli import app
 from megatron_dppo.config import dump_config
 from megatron_dppo.config.effects import (
@@ -249,6 +250,7 @@ def saved(run: Path, config: str) -> None:
     checkpoint.mkdir(parents=True)
     content = {"state": {"rollout": 2}, "prompts_digest": "", "config": config, "open_rollout": None}
     (checkpoint / "state.json").write_text(json.dumps(content))
+    write_sums(checkpoint, sums_of([checkpoint / "state.json"], checkpoint))
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,8 @@ def test_no_server_left_is_raised_by_each_wait_and_by_no_push(servers: list[Live
         server.stop()
     with pytest.raises(ServerError, match=r"no connection|broken response"):
         rank.ahead.next(0, 0, rank.peer.all_gather, run_to_end)
-    rank.push(1, 8)
+    with rank.ahead.pause(1, 8):
+        pass
     with pytest.raises(ServerError):
         rank.ahead.next(1, 1, rank.peer.all_gather, run_to_end)
     started = time.monotonic()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.checkpoints.checkpoint_folder import sums_of, write_sums
 from tests.support.jobs import ROOT
 
 _ON_A_CPU = {"miniature_study", "quickstart", "smollm2", "sudoku"}
@@ -249,6 +250,7 @@ def test_accepted_changes_are_looked_for_in_the_seeds_own_folder(commands: Path,
         "open_rollout": None,
     }
     (checkpoint / "state.json").write_text(json.dumps(content))
+    write_sums(checkpoint, sums_of([checkpoint / "state.json"], checkpoint))
     given = ("--set", f"run.folder={folder}")
     assert run_tiny(commands, tiny, *given)[0] == 0, "no array: the folder itself holds no run"
     status, said, _, trainer = run_tiny(commands, tiny, *given, SLURM_ARRAY_TASK_ID="3")

@@ -85,6 +85,7 @@ def push_parted(
     except WeightSyncError as error:
         raised = str(error)
     sync.close()
+    engine.admit(engine.urls, version + 1)  # which a push that raises does not
     answered = answers(actor, engine, params, Path(folder) / "after")
     return answered | {"raised": raised, "together": together}
 

@@ -34,10 +34,12 @@ FILE = ROOT / "tests" / "coverage_map.json"
 SUITES = ("tests/unit", "tests/distributed", "tests/faults", "tests/recipes")
 MOST_TESTS, RUNS_OF_A_LINE = 12, 3  # of a function
 _SLOW_S = 30.0  # tests that take longer are not in the map
-# Python 3.11 never gets out of an exception that a watcher sets in a thread whose lines are traced.
-_NOT_MEASURED = tuple(
-    f"tests/unit/test_math_reward.py::{name}"
-    for name in ("test_any_thread_may_ask", "test_a_time_limit_holds_in_every_thread")
+# Python 3.11 never gets out of an exception that a watcher sets in a thread whose lines are traced. And where a
+# test lets no file grow, coverage cannot write what it measured.
+_NOT_MEASURED = (
+    "tests/unit/test_math_reward.py::test_any_thread_may_ask",
+    "tests/unit/test_math_reward.py::test_a_time_limit_holds_in_every_thread",
+    "tests/faults/test_faults.py::test_a_run_survives[disk full, while a row is written, 1]",
 )
 
 
@@ -221,15 +223,22 @@ def _tests_in(folder: Path) -> tuple[dict[str, float], dict[str, set[str]], dict
     return seconds, files, of_files
 
 
+_LINES = """
+    select file.path, context.context, line_bits.numbits from line_bits
+    join file on file.id = line_bits.file_id join context on context.id = line_bits.context_id
+"""
+
+
 def _lines_in(folder: Path) -> dict[str, dict[str, set[int]]]:
     """Return the lines of functions' bodies that each test ran, by "path::function"."""
     found = defaultdict[str, dict[str, set[int]]](lambda: defaultdict(set))
     for path in folder.glob("data*"):
-        with sqlite3.connect(path) as database:
-            rows = database.execute(
-                "select file.path, context.context, line_bits.numbits from line_bits"
-                " join file on file.id = line_bits.file_id join context on context.id = line_bits.context_id"
-            ).fetchall()
+        try:
+            with sqlite3.connect(path) as database:
+                rows = database.execute(_LINES).fetchall()
+        except sqlite3.DatabaseError as error:  # of a process that a test killed while it wrote
+            print(f"{path} is left out: {error}", file=sys.stderr)
+            continue
         for name, test, bits in rows:
             if test and name.endswith(".py"):  # templates have lines too
                 for function, lines in _by_function(name, numbits_to_nums(bits)).items():

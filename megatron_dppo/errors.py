@@ -1,6 +1,7 @@
 """Exceptions for users. Each message states the found value, the expected value, and the remedy."""
 
 import difflib
+import errno
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,6 +66,10 @@ class StorageError(MegatronDppoError):
     """A file cannot be read or written now, because its disk, mount or file server fails: nothing is lost."""
 
 
+OF_STORAGE = frozenset({errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EREMOTEIO, errno.ENODEV, errno.ENXIO})
+"""Error numbers of a disk, mount or file server that fails."""
+
+
 class InUseError(ConfigError):
     """A process that may end soon still holds the run folder: the same command may work later."""
 
@@ -79,10 +84,13 @@ def writing_to(key: str, path: Path) -> Iterator[None]:
 
     Raises:
         ConfigError: The body raised an OSError.
+        OSError: The disk fails, for which the user's path is not to blame.
     """
     try:
         yield
     except OSError as error:
+        if error.errno in OF_STORAGE:
+            raise
         found, expected = f"{path} ({error.strerror or error})", "a place that can be written"
         raise ConfigError(Problem(key, found, expected, "Choose another place, or make room.")) from error
 

@@ -34,7 +34,7 @@ from megatron_dppo.config.load import to_toml
 from megatron_dppo.config.resuming import SettingChange, change_table, setting_changes
 from megatron_dppo.errors import CheckpointError, ConfigError, Problem
 from megatron_dppo.run_folder.trackers import Backend, open_backends
-from megatron_dppo.runtime.files import entries_of, make_private, read_patiently, require_reachable
+from megatron_dppo.runtime.files import ABSENT, entries_of, make_private, read_patiently, require_reachable
 from megatron_dppo.runtime.libraries import versions
 
 log = logging.getLogger(__name__)
@@ -343,12 +343,13 @@ def _earlier_config(file: Path) -> dict[str, Any] | None:
 
     Raises:
         CheckpointError: It is no TOML.
+        StorageError: It cannot be read.
     """
-    if not file.exists():
-        return None
     try:
-        return tomllib.loads(file.read_text())
-    except (ValueError, OSError) as error:
+        return tomllib.loads(read_patiently(file, file.read_text))
+    except ABSENT:
+        return None
+    except ValueError as error:
         raise CheckpointError(
             f"{file}: found {error}; expected the config that the run wrote. Restore the file, or choose "
             "another run.folder."

@@ -28,7 +28,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_dppo.errors import ConfigError, InUseError, Problem, writing_to
+from megatron_dppo.errors import ConfigError, InUseError, Problem, StorageError, writing_to
+from megatron_dppo.runtime.files import ABSENT, read_patiently
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ def locked(
         InUseError: An owner that was waited for still holds the lock.
         ConfigError: Another process of this host holds the lock (the message names it), or the folder is not
             writable.
+        StorageError: The lock file cannot be read, and may have an owner.
     """
     with writing_to(key, folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,8 +82,9 @@ def locked(
         finally:
             ended.set()
             beats.join()
-            if _is_entry_of(_read(folder), me):
-                stream.truncate(0)  # an empty file is a free folder; removing it would race with the next owner
+            with contextlib.suppress(StorageError):  # heartbeats end, so that it counts as gone
+                if _is_entry_of(_read(folder), me):
+                    stream.truncate(0)  # empty is free; removing the file would race with the next owner
 
 
 def holder(folder: Path, beat_s: float = 5.0) -> str | None:
@@ -117,7 +120,7 @@ def is_in_use(folder: Path, silent_s: float = 60.0) -> bool | None:
     """
     try:
         status = (folder / LOCK).stat()
-    except OSError:
+    except ABSENT:
         return None
     return status.st_size > 0 and time.time() - status.st_mtime < silent_s
 
@@ -269,7 +272,11 @@ def _is_entry_of(owner: dict[str, Any], me: dict[str, Any]) -> bool:
 def _beat(stream: BinaryIO, folder: Path, me: dict[str, Any], ended: threading.Event, beat_s: float) -> None:
     is_written = False
     while not ended.wait(beat_s):
-        owner = _read(folder)
+        try:
+            owner = _read(folder)
+        except StorageError as error:
+            logger.warning("%s: no heartbeat while its disk fails: %s", folder, error)
+            continue
         if _is_entry_of(owner, me):
             is_written = True
         elif owner or (is_written and _is_empty(folder)):
@@ -296,11 +303,15 @@ def _write(stream: BinaryIO, owner: dict[str, Any]) -> None:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """Read the owner's entry; empty if the folder is free, or the owner is just writing."""
+    """Read the owner's entry; empty if the folder is free, or the owner is just writing.
+
+    Raises:
+        StorageError: The file cannot be read: the folder may have an owner.
+    """
     try:
-        owner: Any = json.loads((folder / LOCK).read_text())
+        owner: Any = json.loads(read_patiently(folder / LOCK, (folder / LOCK).read_text))
         return owner if isinstance(owner, dict) else {}
-    except (OSError, ValueError):
+    except (*ABSENT, ValueError):
         return {}
 
 

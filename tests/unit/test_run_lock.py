@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.errors import ConfigError, InUseError
+from megatron_dppo.errors import ConfigError, InUseError, StorageError
 from megatron_dppo.run_folder import lock
 from megatron_dppo.run_folder.lock import LOCK, _is_entry_of, _is_here, _this_process, holder, locked
+from megatron_dppo.runtime import files
 from tests.support.locks import begin_to_hold, hold_in_another_process, release
 from tests.support.processes import wait_until
+from tests.unit.test_storage import fail
 
 
 def test_a_folder_is_free_again_after_use(tmp_path: Path) -> None:
@@ -212,6 +214,35 @@ def test_a_lock_file_that_says_nothing_is_free(tmp_path: Path, content: str) -> 
     (tmp_path / LOCK).write_text(content)
     with locked(tmp_path):
         assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_a_lock_file_that_cannot_be_read_is_not_free(
+    number: int, has_locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner_elsewhere(tmp_path, 3)
+    before = (tmp_path / LOCK).read_bytes()
+    if not has_locks:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "time", SimpleNamespace(sleep=lambda _: None))
+        fail(patched, "read_text", LOCK, number, 99)
+        with pytest.raises(StorageError, match=LOCK), locked(tmp_path, beat_s=0.2, patience_s=2.0):
+            pass
+    assert (tmp_path / LOCK).read_bytes() == before
+
+
+def test_an_owner_stays_while_its_lock_file_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with locked(tmp_path, beat_s=0.05):
+        with monkeypatch.context() as patched:
+            patched.setattr(files, "time", SimpleNamespace(sleep=lambda _: None))
+            calls = fail(patched, "read_text", LOCK, errno.EIO, 10**9)
+            wait_until(lambda: calls["read_text"] > 20, 60)
+        wait_for_beat(tmp_path)
+    assert (tmp_path / LOCK).read_bytes() == b""
 
 
 def no_locks(*_: object) -> None:

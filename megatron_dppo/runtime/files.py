@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
 
-from megatron_dppo.errors import DataError, DiskError, Problem, StorageError
+from megatron_dppo.errors import OF_STORAGE, DataError, DiskError, Problem, ShortageError, StorageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,11 +141,17 @@ def full_disk_explained(*folders: Path, kept: Callable[[], str] = str) -> Iterat
     Raises:
         DiskError: A file could not be written, because its disk is full.
         StorageError: A disk, mount or file server fails.
+        ShortageError: This machine has no further open file.
     """
     try:
         yield
     except Exception as error:  # safetensors has another class, which setup.py cannot import
-        if isinstance(error, OSError) and error.errno in _OF_STORAGE:
+        if isinstance(error, OSError) and error.errno in OF_THIS_MACHINE:
+            raise ShortageError(
+                f"this machine: found {error.strerror} at {error.filename or 'a call'}; expected to open one. "
+                f"{kept()}{_RAISE_LIMITS}"
+            ) from error
+        if isinstance(error, OSError) and error.errno in {*OF_STORAGE, errno.EROFS}:
             where = error.filename or next(iter(folders), "a file")
             raise StorageError(
                 f"{where}: found {error.strerror}; expected its disk, mount or file server to answer. {kept()}"
@@ -211,6 +217,11 @@ def entries_of(folder: Path) -> list[Path]:
 def unreadable(path: Path, error: OSError) -> StorageError:
     """Return the error for a file or folder that the system cannot read."""
     where = error.filename if isinstance(error.filename, str) else path
+    if error.errno in OF_THIS_MACHINE:
+        return StorageError(
+            f"{where}: found that it cannot be opened ({error.strerror}); expected that this machine has a "
+            f"further open file. Nothing was changed. {_RAISE_LIMITS}"
+        )
     return StorageError(
         f"{where}: found that it cannot be read ({error.strerror or error}); expected its disk, mount or file "
         "server to answer. Nothing was changed. Look at the disk, and start the same command again."
@@ -246,8 +257,14 @@ def byte_count(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
+OF_THIS_MACHINE = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS, errno.EADDRNOTAVAIL}
+)
+"""Error numbers that say what this machine has too little of."""
+_RAISE_LIMITS = (
+    "Raise its limits of open files and processes (ulimit -n, -u), and start the same command again."
+)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_OF_STORAGE = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EREMOTEIO, errno.EROFS, errno.ENODEV, errno.ENXIO)
 # Error texts of libraries in C++ and Rust for the operating system's error; torch keeps no error number.
 _FULL_TEXT = re.compile(
     rf"os error ({'|'.join(map(str, _FULL))})\)|iostream error|inline_container|PytorchStreamWriter"

@@ -14,7 +14,6 @@ have their own count.
 """
 
 import asyncio
-import errno
 import json
 import logging
 import random
@@ -38,11 +37,11 @@ from megatron_dppo.errors import (
     ServerError,
     ShortageError,
 )
+from megatron_dppo.runtime.files import OF_THIS_MACHINE
 
 T = TypeVar("T")
 _NOTHING_WAS_DONE = frozenset({429, 503})
 _MAY_HAVE_BEEN_DONE = frozenset({500, 502, 504})
-_OF_THIS_MACHINE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 _KEEP_CONNECTION_S = 2.0  # the server closes an idle connection after five seconds
 _LONGEST_PAUSE_S = 30.0
 _FAILURES = (aiohttp.ClientError, TimeoutError)  # errors of a call without a response
@@ -213,7 +212,7 @@ class SglangClient:
                     break
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 found, was_done = f"no connection ({str(error) or type(error).__name__})", False
-                if isinstance(error, OSError) and error.errno in _OF_THIS_MACHINE:
+                if isinstance(error, OSError) and error.errno in OF_THIS_MACHINE:
                     kind = ShortageError
             except TimeoutError:
                 found, was_done = f"no response within {timeout_s:g} s", True

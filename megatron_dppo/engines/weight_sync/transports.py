@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_dppo.checkpoints.hf_folder import write_hf_checkpoint
 from megatron_dppo.engines.weight_sync.base import Bucket, Buffer, Weights
 from megatron_dppo.engines.weight_sync.fleet import Call, Fleet, Member, TensorList
-from megatron_dppo.errors import WeightSyncError
+from megatron_dppo.errors import ConversionError, WeightSyncError
 from megatron_dppo.runtime.addresses import address_towards, binding_gloo_to, is_loopback
 from megatron_dppo.runtime.process import Runtime
 
@@ -246,7 +246,7 @@ class DiskTransport:
             shutil.rmtree(folder, ignore_errors=True)
             try:
                 write_hf_checkpoint(stream, folder, self._template, self._bucket_bytes)
-            except (OSError, SafetensorError) as error:
+            except (OSError, SafetensorError, ConversionError) as error:  # the last: an old folder stayed
                 fault = error
         for _ in stream:  # all ranks gather together, even if writing failed
             pass
@@ -264,9 +264,12 @@ class DiskTransport:
         fleet.agree(self._runtime.all_gather(fleet.failures))
 
     def _remove_versions(self) -> None:
-        """Remove the folders of this push and of earlier ones. Those that servers still map may stay on NFS."""
+        """Remove the folders of this push and of earlier ones, failed ones too.
+
+        Those that servers still map may stay on NFS.
+        """
         left = list[str]()
-        for folder in sorted(self._folder.glob("version_*")):
+        for folder in sorted([*self._folder.glob("version_*"), *self._folder.glob(".version_*")]):
             try:
                 shutil.rmtree(folder)
             except OSError as error:

@@ -3,7 +3,10 @@
 Any layout can load the weights. `require_reshardable` refuses what another layout cannot load besides.
 """
 
+import errno
 import logging
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -32,6 +35,7 @@ from megatron_dppo.checkpoints.untrusted import refuse_code
 from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.mcore.fixes import forget_stored_strides, refuse_newer
+from megatron_dppo.runtime.files import ABSENT, unreadable
 
 logger = logging.getLogger(__name__)
 HF = "hf"
@@ -112,6 +116,7 @@ def load_sharded(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: The folder is torn, belongs to another model or optimizer, or contains code.
+        StorageError: The disk fails.
     """
     refuse_code(folder)
     refuse_newer(folder)
@@ -125,11 +130,28 @@ def load_sharded(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
         loaded: Any = dist_checkpointing.load(wanted, str(folder))
         return loaded
     except _LOAD_ERRORS as error:
+        if (of_system := _error_of_system(error)) is not None:
+            raise unreadable(folder, of_system) from error
         reason = str(error).splitlines()[0][:400] if str(error) else repr(error)
         raise CheckpointError(
             f"{folder} cannot be loaded: {reason}. It is torn, or of another model or optimizer; "
             "name another checkpoint, or make it again."
         ) from error
+
+
+def _error_of_system(error: BaseException | None) -> OSError | None:
+    """Return the error of the disk behind a library's error; None if there is none, or a file is absent.
+
+    torch passes the errors of ranks on as text.
+    """
+    if error is None or isinstance(error, ABSENT):
+        return None
+    if isinstance(error, OSError):
+        return error
+    if (told := re.search(r"\[Errno (\d+)\]", str(error))) is not None:
+        number = int(told[1])
+        return None if number in (errno.ENOENT, errno.ENOTDIR) else OSError(number, os.strerror(number))
+    return _error_of_system(error.__cause__ or error.__context__)
 
 
 def stored_lora(folder: Path) -> LoraConfig | None:

@@ -7,6 +7,7 @@ last without restriction. A checkpoint that passes this check runs no code there
 the folder between this check and the load.
 """
 
+import errno
 import io
 import json
 import re
@@ -28,6 +29,7 @@ from megatron_dppo.checkpoints.metadata_pickle import (
     read_metadata,
 )
 from megatron_dppo.errors import CheckpointError
+from megatron_dppo.runtime.files import ABSENT, read_patiently, unreadable
 
 _BACKENDS = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 # Older versions write this file; newer ones store an object instead.
@@ -105,7 +107,11 @@ def _size_inside(folder: Path, name: str) -> int:
     try:
         is_inside = Path(name).name == name and file.resolve().parent == folder.resolve()
         is_file = file.is_file()
-    except (ValueError, OSError, RuntimeError):  # a null byte, too long a name, a circle of links
+    except (ValueError, RuntimeError):  # a null byte, a circle of links
+        is_inside = is_file = False
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise unreadable(file, error) from error
         is_inside = is_file = False
     if not is_inside:
         found = f"a path out of the folder, {name[:200]!a}"
@@ -116,11 +122,14 @@ def _size_inside(folder: Path, name: str) -> int:
 
 
 def _read(file: Path, offset: int = 0, length: int = -1) -> bytes:
-    try:
+    def read() -> bytes:
         with file.open("rb") as stream:
             stream.seek(offset)
             return stream.read(length)
-    except OSError as error:
+
+    try:
+        return read_patiently(file, read)
+    except ABSENT as error:
         raise _torn(file, error) from error
 
 

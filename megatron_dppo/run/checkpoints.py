@@ -39,7 +39,7 @@ from megatron_dppo.mcore.fixes import prime_adam_states
 from megatron_dppo.mcore.training_states import random_states, restore_random_states
 from megatron_dppo.run.state import RunPoint
 from megatron_dppo.run_folder.folder import NO_CHECKPOINT
-from megatron_dppo.runtime.files import save_tensors
+from megatron_dppo.runtime.files import ABSENT, read_patiently, save_tensors
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import RunState, TrainBatch
 
@@ -341,6 +341,7 @@ def load(checkpoint: Path, actor: Actor, runtime: Runtime) -> RunPoint:
     Raises:
         CheckpointError: The checkpoint belongs to another model, or has another layout and cannot be resharded.
         DataError: The remaining gradient steps cannot be read.
+        StorageError: The disk fails.
     """
     content = _read_state(checkpoint)
     is_moved = is_resharded(content, actor.layout)
@@ -367,13 +368,12 @@ def load(checkpoint: Path, actor: Actor, runtime: Runtime) -> RunPoint:
 
 
 def _read_state(checkpoint: Path) -> dict[str, Any]:
+    file = checkpoint / STATE
     try:
-        content: dict[str, Any] = json.loads((checkpoint / STATE).read_text())
+        content: dict[str, Any] = json.loads(read_patiently(file, file.read_text))
         return content
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{checkpoint}/{STATE} cannot be read ({error!r}). Resume from another checkpoint."
-        ) from error
+    except (*ABSENT, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error!r}). Resume from another checkpoint.") from error
 
 
 def _members(optimizer: dict[Any, Any]) -> list[dict[Any, Any]]:

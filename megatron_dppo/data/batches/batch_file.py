@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_dppo.errors import DataError
-from megatron_dppo.runtime.files import save_tensors
+from megatron_dppo.runtime.files import ABSENT, save_tensors, unreadable
 from megatron_dppo.types import Microbatch, RolloutTopK, RoutedExperts, Sample, TrainBatch
 
 Record = TypeVar("Record", Sample, Microbatch)
@@ -55,6 +55,7 @@ def read_batches(path: Path) -> tuple[TrainBatch, ...]:
 
     Raises:
         DataError: The file is missing, torn, or of another kind.
+        StorageError: The disk fails.
     """
     try:
         opened: Any = safe_open(path, "pt")
@@ -62,11 +63,13 @@ def read_batches(path: Path) -> tuple[TrainBatch, ...]:
             layout: list[dict[str, Any]] = json.loads(file.metadata()[_LAYOUT])
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in list(file.keys())}
         return tuple(_step(tensors, i, **entry) for i, entry in enumerate(layout))
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+    except (*ABSENT, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise DataError(
             f"{path}: found {type(error).__name__}: {error}; expected gradient steps of a rollout. "
             "The file is torn or of another kind; resume from an earlier checkpoint."
         ) from error
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 def bytes_of(step: TrainBatch) -> int:

@@ -77,6 +77,10 @@ class Campaign:
         recover_s = 0.0
         if case.damage is not None:
             case.damage(run)
+        if case.resumed_fault is not None:
+            between = start(run, tables, case.num_processes, [case.resumed_fault], ())
+            if set(between.codes) != {1} or "StorageError" not in between.log:
+                failures.append(f"resumed run with a fault ended with {between.codes}: {between.log[-2000:]}")
         if case.is_resumed:
             again = start(run, tables, case.num_processes, (), ())
             if any(code != case.resumed_exit for code in again.codes):

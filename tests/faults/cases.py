@@ -23,6 +23,7 @@ class Case:
         more_faults: Further ones in the same start.
         signals: (what the log must hold, signal to send to every rank).
         damage: What is done to the run folder before the resume.
+        resumed_fault: Of a start between the first and the last: it ends with status 1 and a StorageError.
         exits: Exit codes that the ranks may end with; negative ones are signals.
         log: What the log of the first start must hold.
         last_line: What must stand among its last lines.
@@ -42,6 +43,7 @@ class Case:
     more_faults: tuple[dict[str, Any], ...] = ()
     signals: tuple[tuple[str, str], ...] = ()
     damage: Callable[[Path], None] | None = None
+    resumed_fault: dict[str, Any] | None = None
     exits: frozenset[int] = frozenset({0})
     log: tuple[str, ...] = ()
     last_line: str | None = None
@@ -125,6 +127,28 @@ def _signals() -> list[Case]:
     twice = at("SIGTERM twice", "gradient", 3)
     cases.append(Case("SIGTERM twice", "in a gradient step", 1, twice, exits=frozenset({128 + 15})))
     return cases
+
+
+def _failing_disks() -> list[Case]:
+    """A file server that fails while a run resumes: the same command works later, and nothing is lost."""
+    kill = at("SIGKILL", "gradient", 3)
+    return [
+        Case(
+            f"{kind} of a disk{'' if rank == 'all' else f', rank {rank} alone'}",
+            f"while a checkpoint is {words}",
+            num_processes,
+            kill,
+            resumed_fault=at(kind, moment, 1, rank=rank),
+            exits=frozenset({-9}),
+            is_short=(moment, num_processes) == ("load", 2),
+        )
+        for kind, words, moment, num_processes, rank in (
+            ("EIO", "compared with its checksums", "judge", 1, "all"),
+            ("ESTALE", "compared with its checksums", "judge", 2, 1),
+            ("ESTALE", "loaded", "load", 1, "all"),
+            ("EIO", "loaded", "load", 2, 1),
+        )
+    ]
 
 
 def _ahead() -> list[Case]:
@@ -476,6 +500,7 @@ def _bad_batches() -> list[Case]:
 
 CASES: list[Case] = [
     *_kills(),
+    *_failing_disks(),
     *_ahead(),
     *_replaced(),
     *_signals(),

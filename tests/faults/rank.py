@@ -3,6 +3,7 @@
 The fault strikes in a function of the product that is wrapped from outside; the product knows nothing of it.
 """
 
+import errno
 import importlib
 import itertools
 import os
@@ -14,6 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from tests.faults import failing_calls
 
 # Where a fault can strike: (module, attribute, whether before or after the call).
 MOMENTS: dict[str, tuple[str, str, str]] = {
@@ -33,6 +36,8 @@ MOMENTS: dict[str, tuple[str, str, str]] = {
     ),
     "publish": ("megatron_dppo.checkpoints.checkpoint_folder", "publish", "before"),
     "replace": ("megatron_dppo.checkpoints.checkpoint_folder", "hide", "after"),
+    "judge": ("megatron_dppo.checkpoints.checkpoint_folder", "faults", "before"),
+    "load": ("megatron_dppo.run.checkpoints", "load", "before"),
     "flip": ("megatron_dppo.checkpoints.checkpoint_folder", "set_latest", "before"),
     "evaluation": ("megatron_dppo.rollout.rollouts", "Rollouts.evaluate", "after"),
     # Of runs that sample ahead.
@@ -73,6 +78,10 @@ def strike(kind: str, arguments: tuple[Any, ...]) -> None:
     elif kind == "no room for rows":  # the log, which is a file here, is shorter
         file = arguments[0].path / "metrics.jsonl"
         resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 100, resource.RLIM_INFINITY))
+    elif kind in ("EIO", "ESTALE"):  # of every call below the folder, from now on
+        failing_calls.install()
+        calls = failing_calls.FailingCalls(arguments[0], 0, getattr(errno, kind), lasts=True)
+        failing_calls.begin(calls)
     elif kind == "second run":
         alone = os.environ | {"WORLD_SIZE": "1", "RANK": "0"}
         command = [sys.executable, __file__, sys.argv[-1]]

@@ -1,17 +1,24 @@
 """In-process sync: what was sent is what arrived, on every rank."""
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron_dppo.architectures.registry import read_hf_config
+from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.engines.checksum import WeightChecksum
+from megatron_dppo.engines.sglang.model import has_own_output
+from megatron_dppo.engines.weight_sync.factory import with_served_names
 from megatron_dppo.engines.weight_sync.fleet import Member
 from megatron_dppo.engines.weight_sync.syncs import InProcessSync, SglangSync
 from megatron_dppo.errors import WeightSyncError
 from megatron_dppo.runtime.gpu_ledger import GpuLedger
+from tests.support.tiny_families import write_family
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
 
@@ -199,3 +206,42 @@ def test_the_probe_compares_after_the_first_push_and_each_period(every: int, pro
         stand_in.num_pushes += 1
     assert stand_in.expected == stand_in.probed == has_metrics == probed
     assert tried == ["http://127.0.0.1:1"], "its log-probs are tried once"
+
+
+class Stored:
+    """The tensors of a Hugging Face folder, one by one as the trainer's weight table names them."""
+
+    pipeline_place, log_probs = (0, 1, True), None
+
+    def __init__(self, folder: Path) -> None:
+        self._weights = HFWeights(folder)
+
+    def weights(self, **_: object) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self._weights.tensor(name)) for name in sorted(self._weights.names))
+
+    def describe_weights(self, **_: object) -> dict[str, Tensor]:
+        return {name: tensor.to("meta") for name, tensor in self.weights()}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("GptOssForCausalLM", {}),
+        ("Qwen3MoeForCausalLM", {}),
+        ("Qwen3ForCausalLM", {"tie_word_embeddings": True}),
+    ],
+)
+def test_servers_get_the_tensors_of_the_published_folder(
+    architecture: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Experts that are published in stacks travel in stacks, all others one by one."""
+    write_family(tmp_path, architecture, **changes)
+    expected = load_file(tmp_path / "model.safetensors")
+    hf = read_hf_config(tmp_path)
+    owner = with_served_names(Stored(tmp_path), hf)
+    found, described = dict(owner.weights()), owner.describe_weights()
+    if has_own_output(hf):
+        expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
+    assert found.keys() == expected.keys() == described.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(described[name].shape == expected[name].shape for name in expected)

@@ -59,7 +59,8 @@ def test_routes_are_checked_as_narrow_as_they_came(dtype: torch.dtype, num_exper
     """There are 384 of them for each token of Qwen3-30B-A3B: as int64, they would take 3 kB of it."""
     routing = ModelRouting(tuple(range(48)), num_experts, 8)
     places = torch.arange(4000)[:, None, None] + torch.arange(48)[:, None] + 16 * torch.arange(8)
-    routes = RoutedExperts((places % num_experts).to(dtype), routing.layer_numbers, num_experts)
+    read = int(str(num_experts))  # from another file than the model's: an equal number, not the same object
+    routes = RoutedExperts((places % num_experts).to(dtype), tuple(range(48)), read)
     sample = replace(GOOD, tokens=torch.zeros(4001, dtype=torch.int64), routed_experts=routes)
     work = tensor_work(lambda: validate_routes(sample, routing))
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""The tokens that the routers' losses count: on each sequence-parallel rank, with and without shared prefixes."""
+"""The tokens that the losses of routers count, on each sequence-parallel rank, shared prefixes or not."""
 
 import pytest
 import torch

@@ -19,13 +19,14 @@ import torch.distributed.nn.functional  # before a process group exists: its def
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store
 
-from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.errors import ConfigError, Problem, ShortageError
 from megatron_dppo.runtime.gpu_ledger import GpuLedger
 from megatron_dppo.runtime.joining import join
 from megatron_dppo.runtime.libraries import Libraries, gpus_of_machine, nccl_version, usable_libraries
 
 T = TypeVar("T")
 logger = logging.getLogger("megatron_dppo")
+_LEAST_FILES = 256  # a process of the smallest run opens 140
 _MOST_FILES = 1 << 20  # if there is no limit
 
 
@@ -240,10 +241,16 @@ def start(num_threads: int = 1, timeout_s: float = 1800.0, join_timeout_s: float
     Raises:
         ConfigError: The launcher set WORLD_SIZE, but not the other variables; or torch cannot use the GPUs.
         LaunchError: The processes did not join in time; raised on every rank.
+        ShortageError: This process may open too few files.
     """
     if (problem := unusable_gpus()) is not None:
         raise ConfigError(problem)
-    num_files_left()  # connections, workers and files of many requests
+    if (num_left := num_files_left()) < _LEAST_FILES:
+        raise ShortageError(
+            f"this machine: found that a process may open {num_left} more files; expected {_LEAST_FILES} for "
+            "connections, workers and files of a run. Raise the limit (ulimit -n), and start the same command "
+            "again."
+        )
     torch.set_num_threads(num_threads)
     torch.set_flush_denormal(True)
     world_size = world_size_from_launcher()

@@ -83,6 +83,17 @@ def test_open_episodes_are_bounded_by_files_and_memory(
     assert harness.most_open_episodes() == expected
 
 
+@pytest.mark.parametrize("num_files", [90, 250])
+def test_a_process_that_may_open_few_files_is_refused_before_it_joins(num_files: int) -> None:
+    code = (
+        "import resource, megatron_dppo.runtime.process as process\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, ({num_files}, {num_files})); process.start()"
+    )
+    said = python(code).stderr.splitlines()[-1]
+    assert said.startswith("megatron_dppo.errors.ShortageError: this machine: found that a process may open")
+    assert "Raise the limit (ulimit -n)" in said
+
+
 @pytest.mark.parametrize(("num_connections", "expected"), [(100, 8), (21, 7), (7, 2), (2, 1), (0, 1)])
 def test_servers_share_the_connections(num_connections: int, expected: int) -> None:
     balancer = LoadBalancer(["a", "b", "c"], 8)

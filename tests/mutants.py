@@ -26,6 +26,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Lock
@@ -56,6 +58,7 @@ WIDENED_S = 120.0  # of complete files, if the chosen tests pass
 Outcome = Literal["noticed", "timed out", "survived", "untested"]
 _LIBRARIES = ("torch", "transformers", "pytest", "xdist", "pydantic", "hypothesis", "megatron.core.optimizer")
 _TRIVIAL = ("RemoveDecorator", "Variable", "ExceptionReplacer")  # ends each import, or needs arguments
+_SAME = ("Eq_Is", "NotEq_IsNot")  # equal small numbers and short names are the same object in CPython
 
 
 @dataclass(frozen=True)
@@ -67,16 +70,25 @@ class Mutant:
     operator: str
     occurrence: int
 
-    def plant(self, root: Path) -> str:
-        """Write the fault into the file of a copy, and return the changed line."""
+    def changed(self) -> str | None:
+        """Return the file with the fault; None if that is no program, as some operators make of `**`."""
         from cosmic_ray.mutating import mutate_code
         from cosmic_ray.plugins import get_operator
 
-        file = root / self.path
         before = (ROOT / self.path).read_text("utf-8")
         after = mutate_code(before, get_operator(self.operator)(), self.occurrence)
         assert after is not None, self
-        file.write_text(after, "utf-8")
+        try:
+            ast.parse(after)
+        except SyntaxError:
+            return None
+        return after
+
+    def plant(self, root: Path) -> str:
+        """Write the fault into the file of a copy, and return the changed line."""
+        before, after = (ROOT / self.path).read_text("utf-8"), self.changed()
+        assert after is not None, self
+        (root / self.path).write_text(after, "utf-8")
         changes = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm="")
         return " / ".join(line[:1] + " " + line[1:].strip() for line in list(changes)[3:])
 
@@ -90,7 +102,7 @@ def mutants_of(path: str) -> dict[tuple[int, int], list[Mutant]]:
     left_out = set(_annotations(ast.parse(source)))
     nodes, places = list(ast_nodes(get_ast(source))), defaultdict[tuple[int, int], list[Mutant]](list)
     for name in operator_names():
-        if name.rpartition("/")[2].startswith(_TRIVIAL) or "NoOp" in name:
+        if name.rpartition("/")[2].startswith(_TRIVIAL) or name.endswith(_SAME) or "NoOp" in name:
             continue
         operator, occurrence = get_operator(name)(), 0
         for node in nodes:
@@ -122,8 +134,8 @@ def drawn(packages: Iterable[str], number: int, seed: int) -> list[Mutant]:
         places = [found for file in files for found in mutants_of(str(file.relative_to(ROOT))).values()]
         generator.shuffle(places)
         chosen.append([generator.choice(place) for place in places])
-    in_turn = [column[i] for i in range(max(map(len, chosen))) for column in chosen if i < len(column)]
-    return in_turn[:number]
+    in_turn = (column[i] for i in range(max(map(len, chosen))) for column in chosen if i < len(column))
+    return list(islice((mutant for mutant in in_turn if mutant.changed() is not None), number))
 
 
 class Workshop:
@@ -178,12 +190,14 @@ class Workshop:
     def _outcome(self, copy: Path, tests: Sequence[str]) -> Outcome:
         seconds = sum(self._runs.seconds.get(t) or self._runs.files.get(t, 1.0) for t in tests)
         process = multiprocessing.get_context("fork").Process(target=_run_tests, args=(copy, list(tests)))
-        process.start()
-        process.join(120 + 6 * seconds)
-        if process.is_alive():
-            _end(process)
-            return "timed out"
-        return "survived" if process.exitcode == 0 else "noticed"
+        with self._lock:
+            process.start()
+        wait([process.sentinel], 120 + 6 * seconds)
+        with self._lock:  # `start` of the other thread reads the status of all that have ended
+            if process.is_alive():
+                _end(process)
+                return "timed out"
+            return "survived" if process.exitcode == 0 else "noticed"
 
 
 def _run_tests(copy: Path, tests: list[str]) -> None:

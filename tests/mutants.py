@@ -192,11 +192,12 @@ class Workshop:
         process = multiprocessing.get_context("fork").Process(target=_run_tests, args=(copy, list(tests)))
         with self._lock:
             process.start()
-        wait([process.sentinel], 120 + 6 * seconds)
+        has_ended = bool(wait([process.sentinel], 120 + 6 * seconds))
         with self._lock:  # `start` of the other thread reads the status of all that have ended
-            if process.is_alive():
+            if not has_ended:
                 _end(process)
                 return "timed out"
+            process.join()
             return "survived" if process.exitcode == 0 else "noticed"
 
 

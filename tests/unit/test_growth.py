@@ -1,6 +1,7 @@
 """Rows that grow at their end are those of torch.cat, and their memory is bounded by the last turn's."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -100,7 +101,9 @@ def rows_of(completion: Completion) -> list[Tensor]:
     return [completion.tokens, completion.log_probs, topk.ids, topk.log_probs, indices, *masks]
 
 
-def played(num_calls: int, forks: tuple[int, ...]) -> tuple[list[Node], list[Completion]]:
+def played(
+    num_calls: int, forks: tuple[int, ...] = (), *, has_copies: bool = True
+) -> tuple[list[Node], list[Completion]]:
     """Nodes of an episode, and copies. Each continues the one before, or at a fork an early one."""
     generator, nodes, copies = torch.Generator().manual_seed(num_calls), list[Node](), list[Completion]()
     for number in range(num_calls):
@@ -117,8 +120,18 @@ def played(num_calls: int, forks: tuple[int, ...]) -> tuple[list[Node], list[Com
         node = Node(number, "continues", parent, Request("0", (), (0, 0, 0)), completion, Said(), (), "", start)
         node.share_rows()
         nodes.append(node)
-        copies.append(copied(completion))
+        copies += [copied(completion)] if has_copies else []
     return nodes, copies
+
+
+def bytes_of_nodes(nodes: Sequence[Node]) -> int:
+    """Bytes of all memory that the nodes' rows are in."""
+    memories = {
+        rows.untyped_storage().data_ptr(): rows.untyped_storage().nbytes()
+        for node in nodes
+        for rows in rows_of(node.completion)
+    }
+    return sum(memories.values())
 
 
 @pytest.mark.parametrize("forks", [(), (20,), (9, 21, 22, 37)])
@@ -130,14 +143,9 @@ def test_no_node_changes_when_the_episode_goes_on(forks: tuple[int, ...]) -> Non
 @pytest.mark.parametrize("num_calls", [25, 50, 100, 200])
 def test_an_episode_keeps_at_most_one_and_a_half_times_what_trains(num_calls: int) -> None:
     """However many calls it has: each node has its rows, and they share their memory."""
-    nodes, _ = played(num_calls, ())
-    memories = {
-        rows.untyped_storage().data_ptr(): rows.untyped_storage().nbytes()
-        for node in nodes
-        for rows in rows_of(node.completion)
-    }
+    nodes, _ = played(num_calls)
     trained = sum(rows.nbytes for rows in rows_of(nodes[-1].completion))
-    assert sum(memories.values()) <= 1.6 * trained
+    assert bytes_of_nodes(nodes) <= 1.6 * trained
 
 
 def test_a_completion_on_the_memory_of_a_longer_one_has_its_own_numbers() -> None:

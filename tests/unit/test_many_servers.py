@@ -18,7 +18,7 @@ from tests.unit.test_restarted_servers import record_of, run_servers, runtime
 LISTENING = ("odd list", "odd text", "no field", "refuses", "closes", "hung", "dies after a call")
 """States of a faulty server that listens at its address."""
 STATES = ("absent", *LISTENING)
-TIMEOUT_S = 3.0
+TIMEOUT_S = 8.0
 Found = tuple[set[str], dict[str, str]]
 """Addresses of the servers that a function goes on with, and why it does not with others."""
 

@@ -1,9 +1,13 @@
 """The tokens that the losses of routers count, on each sequence-parallel rank, shared prefixes or not."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from megatron_dppo.actor.router_losses import _Tokens
+from megatron_dppo.actor.router_losses import _RouterTap, _Tokens
+from megatron_dppo.architectures.megatron_options import RouterCoefficients
 from megatron_dppo.data.batches.prefixes import RepeatedRows
 
 NUM_EXPERTS = 3
@@ -40,3 +44,23 @@ def test_counts_and_weights_are_sums_over_rows(num_ranks: int, per_rank: int, is
     found = [part.counts(chosen[part.own]) for part in parts]
     assert torch.allclose(torch.stack(found).sum(0), counts, rtol=0, atol=1e-12)
     assert torch.allclose(torch.cat([part.weights(of_sequence) for part in parts]), weights, rtol=0, atol=1e-12)
+
+
+def test_a_token_counts_for_its_experts_in_each_sequence_that_it_learns_in() -> None:
+    """Experts' biases move by these counts. A shared token learns in several sequences, and is forwarded once."""
+    generator = torch.Generator().manual_seed(5)
+    config = SimpleNamespace(moe_router_bias_update_rate=0.01)
+    router: Any = SimpleNamespace(
+        weight=torch.zeros(1), num_experts=NUM_EXPERTS, enable_expert_bias=True, config=config
+    )
+    routing_map = torch.zeros(6, NUM_EXPERTS, dtype=torch.bool)
+    router.routing = lambda logits: (logits, routing_map)
+    tap, expected = _RouterTap(router, RouterCoefficients(), 1.0), torch.zeros(NUM_EXPERTS)
+    for num_learning in ([0, 1, 2, 3, 0, 5], [2, 2, 0, 1, 4, 0]):
+        routing_map.copy_(torch.rand(6, NUM_EXPERTS, generator=generator) < 0.5)
+        counts = torch.tensor(num_learning)
+        tap.tokens = _Tokens(counts, counts > 0, torch.zeros(6).long(), 1, None, slice(0, 6))
+        tap.routing(torch.zeros(6, 1, NUM_EXPERTS, requires_grad=True))
+        for experts, times in zip(routing_map, num_learning, strict=True):
+            expected[experts] += times
+    assert torch.equal(tap.num_tokens, expected) and len(set(expected.tolist())) > 1

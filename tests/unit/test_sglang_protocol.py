@@ -474,3 +474,17 @@ def test_what_a_server_says_of_itself(version: str) -> None:
         generation_of(version).read_facts(
             facts["server_info"], {"model_path": "m", "weight_version": "default"}
         )
+
+
+@pytest.mark.parametrize("version", ["0.5.21", "0.5.23"])
+def test_the_load_is_the_sum_of_what_runs_and_what_waits_on_all_ranks(version: str) -> None:
+    parts: list[Any] = [
+        {"num_running_reqs": 3, "num_waiting_reqs": 5, "num_total_reqs": 90},
+        {"num_running_reqs": 0, "num_waiting_reqs": 11},
+    ]
+    read_load = generation_of(version).read_load
+    assert read_load({"loads": parts}) == 19 and read_load({"loads": []}) == 0
+    odd: list[Any] = [[*parts], None, "19", 19, {}, {"loads": 19}, {"loads": [{"num_running_reqs": 3}]}]
+    for body in [*odd, {"loads": [{"num_running_reqs": "3", "num_waiting_reqs": 5}]}]:
+        with pytest.raises(ReplyError, match="/v1/loads"):
+            read_load(body)

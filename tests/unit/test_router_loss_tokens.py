@@ -47,7 +47,7 @@ def test_counts_and_weights_are_sums_over_rows(num_ranks: int, per_rank: int, is
 
 
 def test_a_token_counts_for_its_experts_in_each_sequence_that_it_learns_in() -> None:
-    """Experts' biases move by these counts. A shared token learns in several sequences, and is forwarded once."""
+    """Experts' biases move by these counts. A shared token learns in several sequences, forwarded once."""
     generator = torch.Generator().manual_seed(5)
     config = SimpleNamespace(moe_router_bias_update_rate=0.01)
     router: Any = SimpleNamespace(

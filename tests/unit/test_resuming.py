@@ -237,6 +237,16 @@ def test_a_change_is_shown_with_the_values_that_count(
     assert experiment_changes(was, now) == [SettingChange(*change) for change in expected]
 
 
+def test_a_rule_of_the_users_is_compared_by_its_settings_and_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rule_of_a_user.py").write_text("raise AssertionError('it was loaded')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    was = {"algorithm": {"preset": "rule_of_a_user:rule", "delta_low": 0.1, "delta_high": 0.2}}
+    now = {"algorithm": {"preset": "rule_of_a_user:rule", "delta_low": 0.1, "delta_high": 0.3}}
+    assert [change.setting for change in setting_changes(was, now)] == ["algorithm.delta_high"]
+
+
 def test_a_resolved_config_names_its_reward() -> None:
     """A run from before `data.reward` was required resumes with a config that names what it had."""
     was = tomllib.loads(dump_config(Config.model_validate({"data": {"reward": "arithmetic"}})))

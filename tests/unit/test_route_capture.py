@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_dppo.errors import RoutingReplayError
+from megatron_dppo.routing_replay.replay import dtype_of_sums
 from megatron_dppo.routing_replay.routes import overlap, validate_routes
 from megatron_dppo.types import ModelRouting, RoutedExperts, Sample
 from tests.support.counted_bytes import tensor_work
@@ -75,3 +76,12 @@ def test_routes_are_checked_as_narrow_as_they_came(dtype: torch.dtype, num_exper
     repeated[9, 0, :3] = repeated[9, 0, 0]
     with pytest.raises(RoutingReplayError, match="2 rows"):
         validate_routes(replace(sample, routed_experts=replace(routes, indices=repeated)), routing)
+
+
+@pytest.mark.parametrize("num_experts", [1, 2, 128, 255, 256, 257, 512])
+def test_recorded_expert_ids_are_summed_in_the_narrowest_type_that_holds_them(num_experts: int) -> None:
+    """DeepSeek-V3 has 256 experts, so that its ids are from 0 to 255."""
+    dtype = dtype_of_sums(ModelRouting((0,), num_experts, 1))
+    ids = torch.arange(num_experts)
+    assert torch.equal(ids.to(dtype).long(), ids)
+    assert dtype == (torch.uint8 if num_experts - 1 <= torch.iinfo(torch.uint8).max else torch.int32)

@@ -171,7 +171,10 @@ def _first_entry(column: int, value: Any) -> Corruption:
         (lambda body: body["output_ids"].__setitem__(1, 97), "found 97 as a token; expected ids from 0 to 96"),
         (lambda body: body["output_ids"].__setitem__(1, 1.5), "found 1.5 as a token"),
         (lambda body: body["output_ids"].__setitem__(1, 0), "found finish_reason"),
-        (_meta(finish_reason={"type": "stop", "matched": 0}), "expected it to agree with the end tokens"),
+        (
+            _meta(finish_reason={"type": "stop", "matched": 0}),
+            r"the last one \[\d+\]; expected it to agree with",
+        ),
         (_meta(finish_reason={"type": "tired"}), "expected .'stop', 'length', 'abort'"),
         (_meta(finish_reason=None), "found None as finish_reason"),
         (_drop("output_token_logprobs"), "found nothing as output_token_logprobs"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.metrics.alarms import RULES, AlarmWatch, alarms, write_alarms
+from megatron_dppo.metrics.alarms import ENOUGH, RULES, AlarmWatch, _running_means, alarms, write_alarms
 
 NUM_ROLLOUTS = 40
 
@@ -194,3 +194,16 @@ def test_the_way_back_leads_to_before_the_trouble() -> None:
     best = max(range(5, 32), key=lambda finished: sum(rewards[finished - 5 : finished]))
     assert watch.good_until({"reward_collapse": "", "tv_tail": ""}) == best
     assert watch.good_until({"length_jump": ""}) == 30, "all but the rollout that was checked last"
+
+
+@pytest.mark.parametrize("num_rewards", [0, ENOUGH - 1, ENOUGH, ENOUGH + 1, 3 * ENOUGH])
+def test_running_means_reach_the_newest_reward(num_rewards: int) -> None:
+    """They are means of ENOUGH known rewards, by the number of rollouts up to the last of these."""
+    rewards: list[float | None] = [None if n % 5 == 2 else (n * n % 17) / 17 for n in range(num_rewards)]
+    expected: dict[int, float] = {}
+    for last in range(num_rewards):
+        known = [value for value in rewards[: last + 1] if value is not None][-ENOUGH:]
+        if rewards[last] is not None and len(known) == ENOUGH:
+            expected[last + 1] = sum(known) / ENOUGH
+    found = _running_means(rewards)
+    assert found.keys() == expected.keys() and found == pytest.approx(expected)

@@ -232,12 +232,13 @@ def main() -> int:
     """Draw faults, try them, and print a table of what was noticed and the faults that were not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=200, help="faults to draw (default: 200)")
+    parser.add_argument("--after", type=int, default=0, help="continue after so many of them (default: 0)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draw (default: 0)")
     parser.add_argument("--minutes", type=float, default=120.0, help="start no fault after this time (120)")
     parser.add_argument("--jobs", type=int, default=2, help="faults that are tried at once (default: 2)")
     parser.add_argument("--only", choices=PACKAGES, action="append", help="a package; default: all")
     options = parser.parse_args()
-    mutants = drawn(options.only or PACKAGES, options.number, options.seed)
+    mutants = drawn(options.only or PACKAGES, options.number, options.seed)[options.after :]
     end = time.monotonic() + 60 * options.minutes
     results: dict[Mutant, Outcome] = {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:

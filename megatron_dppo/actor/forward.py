@@ -313,9 +313,9 @@ class OutputHead:
         microbatch: Microbatch,
         rows: RepeatedRows | None = None,
         *,
-        has_topk: bool = False,
-        has_score_norms: bool = False,
-        temperature: float | None = None,
+        has_topk: bool,
+        has_score_norms: bool,
+        temperature: float | None,
     ) -> TokenLogProbs:
         """Compute log pi of the targets, and with `has_topk` of the rollout's top-K, without gradient.
 

@@ -124,6 +124,9 @@ def test_bad_rewards():
         group_advantages(torch.zeros(2), [0, 0, 0])
     with pytest.raises(ConfigError):
         group_advantages(torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.long))
+    for shape in ((), (2, 3)):
+        with pytest.raises(ConfigError, match=r"expected \[N\] of both"):
+            group_advantages(torch.ones(shape), torch.zeros(shape, dtype=torch.int64))
     with pytest.raises(RewardError, match="reward 1: found nan"):
         group_advantages(torch.tensor([0.0, math.nan]), [0, 0])
     with pytest.raises(RewardError, match=r"reward 1: found -3e\+38; .* 1e\+18"):

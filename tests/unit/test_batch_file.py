@@ -1,7 +1,10 @@
 """Gradient steps there and back: the same bits, whatever they carry; torn files are refused."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ import torch
 from megatron_dppo.data.batches.batch_file import bytes_of, read_batches, write_batches
 from megatron_dppo.data.batches.packing import pack, placeholder
 from megatron_dppo.errors import DataError
+from megatron_dppo.run.recovery import MAX_FOLDERS, write_bad_step
 from megatron_dppo.types import Microbatch, TrainBatch
 from tests.support.samples import ROUTING, assert_same, make_sample
 
@@ -59,3 +63,19 @@ def test_a_torn_file_is_refused(tmp_path: Path, keep: int) -> None:
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere\.safetensors"):
         read_batches(tmp_path / "nowhere.safetensors")
+
+
+def test_batches_of_the_first_bad_steps_are_kept_and_no_others(tmp_path: Path) -> None:
+    """A step that is bad again after a resume replaces its own batches, though no further step has room."""
+    runtime: Any = SimpleNamespace(rank=3, on_main=lambda work: work())
+    batches = [steps()[number % 3] for number in range(MAX_FOLDERS + 3)]
+    for number, batch in [*enumerate(batches), (2, batches[5])]:
+        write_bad_step(tmp_path, 10 + number, batch, [f"inf in {number}", "NaN"], runtime)
+    kept = {f"step_{10 + number:08d}": batches[number] for number in range(MAX_FOLDERS)}
+    kept["step_00000012"] = batches[5]
+    assert {path.name for path in tmp_path.iterdir()} == set(kept)
+    for name, batch in kept.items():
+        (found,) = read_batches(tmp_path / name / "rank_00003.safetensors")
+        assert_same(found, batch)
+        number = int(name[-8:]) - 10
+        assert json.loads((tmp_path / name / "faults.json").read_text()) == [f"inf in {number}", "NaN"]

@@ -210,6 +210,13 @@ _SET = {"evaluation": {"sets": {"held_out": {"prompts": "held.jsonl"}}}}
         ({}, {"rollout": {"max_turn_tokens": 1024}}),
         ({}, {"evaluation": {"max_response_tokens": 1024}}),
         (_SET, {"evaluation": {"sets": {"held_out": {"prompts": "held.jsonl", "temperature": 0.7}}}}),
+        (
+            {**_SET, "data": {"reward": "mine:score"}},
+            {
+                "data": {"reward": "mine:score"},
+                "evaluation": {"sets": {"held_out": {"prompts": "held.jsonl", "reward": "mine:score"}}},
+            },
+        ),
         (_SET, {"evaluation": {"sets": {"held_out": {"prompts": "held.jsonl", "max_response_tokens": 1024}}}}),
     ],
 )

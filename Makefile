@@ -41,7 +41,7 @@ endef
 define suites
 run tests/unit $(1) -m pytest tests/unit -n 2 $(2) $(RECORDING); \
 run tests/distributed $(1) -m pytest tests/distributed -m "not slow" -n 2 --dist loadfile $(3) $(RECORDING); \
-run tests/faults $(1) -m pytest tests/faults $(RECORDING)
+run tests/faults $(1) -m pytest tests/faults -m "not slow" $(RECORDING)
 endef
 
 define linters
@@ -70,7 +70,7 @@ help:
 	@echo "make quick       lint, and the tests that run what changed since the branch left main, in 60 to 90 seconds"
 	@echo "make test        lint, then unit, distributed and fault tests, in about half an hour"
 	@echo "make test-recipes  every algorithm of every experiment in examples/, trained for real on a tiny model"
-	@echo "make test-slow   what takes longer: layouts of eight processes, all checkpoints between layouts, adapters"
+	@echo "make test-slow   what takes longer: layouts of eight processes, all checkpoints between layouts, adapters, each failing call"
 	@echo "make layouts     compare every layout with one process; writes the table in megatron_dppo/actor/LAYOUTS.md"
 	@echo "make coverage-map  which tests run which functions, for make quick, in about an hour; TESTS=tests/unit/test_x.py a part"
 	@echo "make mutants     plants faults and reports which ones tests notice; MUTANTS='--minutes 30 --only rollout'"
@@ -248,7 +248,7 @@ test-nodes: venv slurm
 	$(RUN) -m pytest tests/nodes $(RECORDING)
 
 test-slow: venv
-	$(RUN) -m pytest tests/distributed -m slow
+	$(RUN) -m pytest tests/distributed tests/faults -m slow
 
 layouts: venv
 	$(RUN) -m pytest tests/distributed/test_layouts.py -k equals_one --write-layouts

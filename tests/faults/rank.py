@@ -16,8 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tests.faults import failing_calls
-
 # Where a fault can strike: (module, attribute, whether before or after the call).
 MOMENTS: dict[str, tuple[str, str, str]] = {
     "start": ("megatron_dppo.actor.actor", "Actor.__init__", "before"),
@@ -79,6 +77,8 @@ def strike(kind: str, arguments: tuple[Any, ...]) -> None:
         file = arguments[0].path / "metrics.jsonl"
         resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 100, resource.RLIM_INFINITY))
     elif kind in ("EIO", "ESTALE"):  # of every call below the folder, from now on
+        from tests.faults import failing_calls  # a second run has this file as its program
+
         failing_calls.install()
         calls = failing_calls.FailingCalls(arguments[0], 0, getattr(errno, kind), lasts=True)
         failing_calls.begin(calls)

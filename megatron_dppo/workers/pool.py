@@ -117,14 +117,16 @@ class WorkerPool(Generic[Q, A]):
                 service's `error`, and all pending requests raise it.
             CancelledError: `close` was called meanwhile.
         """
-        answers = self.submit(*requests)
+        calls = [_Call[Q, A](next(self._numbers), request) for request in requests]
+        answers = [call.answer for call in calls]
         try:
+            self._queue(calls)
             # Python handles a signal that comes just before a wait only after it: no wait may be long.
             while wait(answers, _MOST_WAIT_S).not_done:
                 pass
             return [answer.result() for answer in answers]
         finally:
-            self._cancel(answers)
+            self._cancel(calls)
 
     def close(self) -> None:
         """End the workers and the processes they have started, and cancel pending requests.
@@ -136,7 +138,7 @@ class WorkerPool(Generic[Q, A]):
                 calls = [*self._todo, *chain.from_iterable(self._lines.values())]
                 self._is_closing = True
                 self._has_work.notify_all()
-            self._cancel([call.answer for call in calls])
+            self._cancel(calls)
             workers: list[WorkerProcess[Q, A] | None] = []
             try:
                 while len(workers) < self._num_workers:
@@ -160,27 +162,35 @@ class WorkerPool(Generic[Q, A]):
         """Start a thread for each free worker that is needed, and wake idle threads. Call it with the lock."""
         num_waiting = sum(not line for line in self._lines.values())  # threads about to take a call
         for _ in range(min(self._num_workers - len(self._lines), len(self._todo) - num_waiting)):
-            number = next(self._numbers)
-            self._lines[number] = deque()
-            Thread(target=self._drive, args=(number,), name=self._service.noun, daemon=True).start()
+            number, line = next(self._numbers), deque[_Call[Q, A]]()
+            thread = Thread(target=self._drive, args=(number, line), name=self._service.noun, daemon=True)
+            self._lines[number] = line
+            try:
+                thread.start()
+            except BaseException:  # a signal, or no thread was left
+                del self._lines[number]  # the thread adds it if it runs
+                raise
         self._has_work.notify(len(self._todo))
 
-    def _cancel(self, answers: "Sequence[Future[A | WorkerFault]]") -> None:
-        """Cancel unfinished futures, and wait until no worker processes their requests."""
-        if all(answer.done() and not answer.cancelled() for answer in answers):
+    def _cancel(self, calls: "Sequence[_Call[Q, A]]") -> None:
+        """Cancel unfinished calls, and wait until no worker processes them."""
+        if all(call.answer.done() and not call.answer.cancelled() for call in calls):
             return
-        for answer in answers:
-            answer.cancel()
+        for call in calls:
+            call.answer.cancel()
         with self._lock:
             over = [call for call in self._todo if call.is_over()]
             self._todo = deque(call for call in self._todo if not call.is_over())
+            active = set(chain.from_iterable(self._lines.values()))
         for call in over:
             call.end(None)
-        wait(answers)
+        wait([call.answer for call in calls if call in active])
 
-    def _drive(self, number: int) -> None:
+    def _drive(self, number: int, line: "deque[_Call[Q, A]]") -> None:
         """Process requests until none is queued, with one worker and its replacements."""
-        line, worker = self._lines[number], self._idle.get()
+        with self._lock:
+            self._lines[number] = line
+        worker = self._idle.get()
         try:
             while True:
                 answer, is_lost = None, True

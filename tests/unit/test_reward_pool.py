@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -290,13 +291,41 @@ def test_an_interruption_leaves_at_once_and_the_pool_usable(
         else:
             (tmp_path / "go").unlink()
         started = time.monotonic()
-        so = {"at work": lambda: any(sleepers.iterdir()), "starting": lambda: bool(descendants())}
+        so = {"at work": lambda: len([*sleepers.iterdir()]) == 2, "starting": lambda: bool(descendants())}
         with interrupted_once(so[moment], wakes=wakes):
             pool.score(ask(*["sleep"] * 40))
         assert time.monotonic() - started < LIMIT_S
         assert descendants() == []
         (tmp_path / "go").touch()
         assert values(pool.score(ask("a"))) == [1.0]
+
+
+@pytest.mark.parametrize("runs", [True, False])
+@pytest.mark.parametrize("interrupted_number", [1, 2])
+def test_an_interruption_while_requests_are_queued_leaves_none_of_them(
+    interrupted_number: int, runs: bool, monkeypatch: pytest.MonkeyPatch, sleepers: Path
+) -> None:
+    """While a thread starts, its starter waits: a signal often comes then, and the thread may run or not."""
+    number = count(1)
+
+    class Interrupted(threading.Thread):
+        def start(self) -> None:
+            is_this_one = next(number) == interrupted_number
+            if runs or not is_this_one:
+                super().start()
+            if is_this_one:
+                raise KeyboardInterrupt
+
+    with RewardPool(NAME, num_workers=2, timeout_s=LIMIT_S, memory_mb=0) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr("megatron_dppo.workers.pool.Thread", Interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pool.score(ask(*["sleep"] * 40))
+        assert descendants() == []
+        for each in sleepers.iterdir():
+            each.unlink()
+        with interrupted_once(lambda: len([*sleepers.iterdir()]) == 2):  # both workers are free again
+            pool.score(ask("sleep", "sleep"))
 
 
 @pytest.mark.parametrize("response", ["sleep", "spin", "backtrack", "program that hangs"])

@@ -15,6 +15,12 @@ from megatron_dppo.engines.sglang.records import ServerRecord, write_record
 from tests.support.sglang_stand_in import LiveStandIn
 
 _TOKEN_S = 0.2
+_LATER = tuple(f"place{place}+" for place in range(4, 8))  # of four prompts per rollout
+
+
+def _is_needed_later(rid: str) -> bool:
+    """Whether the first rollout of a job does without the response; a resumed job may need any."""
+    return os.environ.get("SLURM_RESTART_COUNT", "0") == "0" and rid.startswith(_LATER)
 
 
 def main() -> None:
@@ -29,7 +35,9 @@ def main() -> None:
     words = tuple(sanity_task.VOCABULARY[token] for token in (*"0123456789", "w0"))
     end = sanity_task.VOCABULARY[sanity_task.EOS]
     host = socket.gethostname()
-    server = LiveStandIn(host=host, end_token=end, tokens=words, token_s=_TOKEN_S)
+    server = LiveStandIn(
+        host=host, end_token=end, tokens=words, token_s=_TOKEN_S, first_push_interrupts=_is_needed_later
+    )
     with server.running():
         record = ServerRecord(options.name, server.url, host, os.getpid(), "0.5.21", "now", 1)
         write_record(folder / f"{options.name}.json", record)

@@ -138,7 +138,7 @@ def test_an_asynchronous_job_is_requeued_and_resumes(
     assert [row["rollout"] for row in rollouts] == list(range(num_rollouts))
     ages = [row["rollout/staleness_max"] for row in rollouts]
     assert max(ages[:3]) >= 1, "sampled before a push, trained on after it"
-    assert ages[-1] >= 1, "and so after the resume"
+    assert max(ages[-3:]) >= 1, "and so after the resume"
     assert max(ages) <= max_staleness
     assert rollouts[0]["engine/busy_in_training"] > 0
     assert sum(row["rollout/interrupted"] for row in rollouts) > 0

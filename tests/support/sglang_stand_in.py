@@ -26,6 +26,7 @@ from megatron_dppo.types import ModelRouting
 ROUTING = ModelRouting((0, 1, 2), 8, 2)
 MODEL = ServedModel(vocab_size=64, num_layers=3, end_tokens=(0,), routing=ROUTING)
 TOKEN, LOG_PROB = 3, -0.5
+_PUSH = "/update_weights_from_disk"
 _FACTS = json.loads(
     (Path(__file__).parents[1] / "unit" / "sglang_replies" / "0.5.21" / "facts.json").read_text()
 )
@@ -135,6 +136,8 @@ class LiveStandIn(StandIn):
     tokens: tuple[int, ...] = (TOKEN,)
     is_marked: Callable[[str], bool] = lambda rid: False
     """Whether the response to a request is made of the last of `tokens`; no other one has it."""
+    first_push_interrupts: Callable[[str], bool] = lambda rid: False
+    """Whether a response gets its second token only after the first push of a run that has begun."""
     token_s: float = 0.02
     version: int = 0
     before: Callable[[str, int], tuple[int, Any] | None] = lambda path, number: None
@@ -186,7 +189,7 @@ class LiveStandIn(StandIn):
                 time.sleep(0.005)
         elif path == "/continue_generation":
             self.is_paused = False
-        elif path == "/update_weights_from_disk":
+        elif path == _PUSH:
             if not self.is_paused or not list(Path(body["model_path"]).glob("*.safetensors")):
                 return 400, {"success": False, "message": f"paused: {self.is_paused}, {body['model_path']}"}
             self.version = int(body["weight_version"])
@@ -223,6 +226,8 @@ class LiveStandIn(StandIn):
                 if is_aborted:
                     finish = "abort"
                     break
+                if tokens and self.num_calls[_PUSH] == 1 and self.first_push_interrupts(rid):
+                    continue
                 draw = zlib.crc32(f"{rid} {start + len(tokens)}".encode())
                 is_marked = self.is_marked(rid)
                 is_end = draw % 12 == 0 and not (is_marked and not tokens)  # a marked one has a marked token

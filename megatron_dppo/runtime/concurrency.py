@@ -127,6 +127,8 @@ class LoopThread:
     def call(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Run a coroutine in the thread, and return its result.
 
+        If a signal handler raises meanwhile, the coroutine is cancelled.
+
         Raises:
             TimeoutError: The thread does not return it in time; the coroutine is cancelled.
         """
@@ -135,12 +137,12 @@ class LoopThread:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(timeout_s)
-        except TimeoutError:
+        except BaseException:
             future.cancel()
             raise
 
     def close(self, timeout_s: float) -> None:
-        """End the thread, and wait for it."""
+        """Cancel all tasks and end the thread, and wait for it."""
         if self.has_started:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout_s)
@@ -148,4 +150,5 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
+        self._loop.run_until_complete(_cancel_others())
         self._loop.close()

@@ -19,6 +19,7 @@ import os
 import shlex
 import socket
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -111,6 +112,8 @@ def holder(folder: Path, beat_s: float = 5.0) -> str | None:
 def is_in_use(folder: Path, silent_s: float = 60.0) -> bool | None:
     """Return whether a process holds the run folder, without locking it.
 
+    The age of a heartbeat is by the clock of the folder's file server, which this host's may differ from.
+
     Args:
         folder: Run folder.
         silent_s: Seconds without a heartbeat after which the owner is considered gone.
@@ -122,7 +125,18 @@ def is_in_use(folder: Path, silent_s: float = 60.0) -> bool | None:
         status = (folder / LOCK).stat()
     except ABSENT:
         return None
-    return status.st_size > 0 and time.time() - status.st_mtime < silent_s
+    return status.st_size > 0 and _clock_of(folder) - status.st_mtime < silent_s
+
+
+def _clock_of(folder: Path) -> float:
+    """Return the time that a file would get which is written to the folder now; this host's if it cannot be."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".clock_") as file:
+            file.write(b"0")
+            file.flush()
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return time.time()
 
 
 @dataclass

@@ -77,6 +77,20 @@ def test_a_run_that_stopped_early_has_ended(tmp_path: Path) -> None:
         assert is_in_use(run) is expected
 
 
+@pytest.mark.parametrize("ahead_s", [3600.0, -3600.0])
+def test_a_clock_that_differs_from_the_file_servers_ends_no_run(
+    ahead_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, now = _run(tmp_path / "run"), time.time()
+    monkeypatch.setattr(time, "time", lambda: now + ahead_s)
+    with locked(run):
+        assert is_in_use(run) and is_going(read_run(run))
+        assert not list(run.glob(".clock_*"))
+    (run / LOCK).write_text("{}")
+    os.utime(run / LOCK, (0.0, now - 80))
+    assert is_in_use(run) is False
+
+
 def test_what_is_no_run_is_an_error_and_damage_must_last(tmp_path: Path) -> None:
     with pytest.raises(DataError):
         watch([tmp_path], tmp_path / "report.html", 1, print, lambda seconds: None)

@@ -1,6 +1,7 @@
 """The client against a small HTTP server that misbehaves on purpose, and counts what reaches it."""
 
 import asyncio
+import base64
 import json
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.engines.sglang.client import Patience, SglangClient
+from megatron_dppo.engines.sglang.protocol import most_bytes
 from megatron_dppo.errors import ServerError
 from tests.support.loop_time import skip
 
@@ -27,7 +29,7 @@ class Misbehaving:
     def __init__(self, script: list[Step]) -> None:
         self.script, self.calls, self.keys, self.rids = script, [], [], []
         self.is_over = threading.Event()
-        self.num_trickled = 0
+        self.num_trickled = self.num_flooded = 0
         self.url = ""
 
     @property
@@ -59,6 +61,13 @@ def _serve(script: list[Step]) -> Iterator[Misbehaving]:
                 self.send_header("Content-Length", "100")
                 self.end_headers()
                 self.wfile.write(b'{"output_ids"')
+            if step == "flood":
+                self.send_response(200)
+                self.send_header("Transfer-Encoding", "chunked")
+                self.end_headers()
+                while True:  # until the client goes away
+                    self.wfile.write(b"%x\r\n%b\r\n" % (1 << 16, b" " * (1 << 16)))
+                    behaviour.num_flooded += 1 << 16
             if step == "trickle":
                 self.send_response(200)
                 self.send_header("Content-Length", "1000000000")
@@ -190,6 +199,49 @@ def _require_given_up(server: Misbehaving, client: SglangClient, error: object) 
     assert "no response within 60 s" in str(error)
     assert server.calls == ["/generate", "/abort_request"]
     assert (client.counts.num_retries, client.counts.num_timed_out) == (0, 1)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 2000])
+def test_a_response_without_end_takes_bounded_memory(num_tokens: int) -> None:
+    """It is broken, like one that was cut: aborted, and asked again."""
+    sampling = {"max_new_tokens": num_tokens}
+    body = {"rid": "g+0#1", "input_ids": [], "sampling_params": sampling, "return_routed_experts": True}
+    most = most_bytes(body)
+    assert most > 10_000 * num_tokens
+    with _serve(["flood", GOOD]) as server:
+        _, answer = _with_client(server.url, lambda client: client.generate(body))
+        assert answer == GOOD[1]
+        assert server.calls == ["/generate", "/abort_request", "/generate"]
+        assert most < server.num_flooded < most + (1 << 24)  # what the sockets hold
+    with _serve(["flood"]) as server:
+        _, error = _with_client(server.url, lambda client: client.generate(body))
+    assert f"more than the {most} bytes" in str(error)
+
+
+def test_responses_of_servers_have_a_fraction_of_the_bytes_that_they_may_have() -> None:
+    """Every number at its longest, and more of them than any model has: 94 layers, 22 experts each."""
+    number = -0.12345678901234567e-100
+    for topk, routes in ((0, False), (20, False), (0, True), (64, True)):
+        body = {
+            "input_ids": list(range(300)),
+            "sampling_params": {"max_new_tokens": 700},
+            "top_logprobs_num": topk,
+            "return_routed_experts": routes,
+        }
+        entry = [number, 1234567, None]
+        ids = base64.b64encode(bytes(4 * 94 * 22 * 1000)).decode()
+        reply = {
+            "text": "\U0001f642" * 700,
+            "output_ids": [1234567] * 700,
+            "meta_info": {
+                "output_token_logprobs": [entry] * 700,
+                "input_token_logprobs": [entry] * 300,
+                "output_top_logprobs": [[entry] * topk] * 700,
+                "weight_versions": [{"version": "1234567", "start": 1234567, "end": 1234567}] * 700,
+                "routed_experts": ids if routes else None,
+            },
+        }
+        assert len(json.dumps(reply)) < 0.8 * most_bytes(body)
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422])

@@ -3,7 +3,7 @@
 | what happened | GET, abort | generate |
 |---|---|---|
 | no connection, 429, 503: the server did nothing | retried | retried |
-| the connection broke, 500, 502, 504, no JSON object | retried | aborted, retried and counted |
+| the connection broke, 500, 502, 504, no JSON object, too many bytes | retried | aborted, retried and counted |
 | no response in time | retried | aborted; an error, since another attempt would take as long |
 | anything else | an error | an error |
 
@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from megatron_dppo.engines.base import EngineCounts
-from megatron_dppo.engines.sglang.protocol import Generation, ServerFacts, generation_of
+from megatron_dppo.engines.sglang.protocol import Generation, ServerFacts, generation_of, most_bytes
 from megatron_dppo.engines.sglang.records import API_KEY
 from megatron_dppo.errors import (
     MegatronDppoError,
@@ -243,16 +243,23 @@ class SglangClient:
         """Make one call.
 
         Raises:
-            aiohttp.ClientError, TimeoutError: No connection or no complete response, in time or at all.
+            aiohttp.ClientError, TimeoutError: No connection or no complete response, in time or at all, or one
+                that is too large.
         """
         assert self._http is not None, "used inside of `async with`"
         connect_s = self._patience.connect_timeout_s
         timeout = aiohttp.ClientTimeout(  # the total is for slow, continuous responses
             total=timeout_s + connect_s, sock_connect=connect_s, sock_read=timeout_s
         )
-        url = f"{self.url}{path}"
+        url, most = f"{self.url}{path}", most_bytes(body or {})
         async with self._http.request(method, url, json=body, timeout=timeout, allow_redirects=False) as answer:
-            return _HttpAnswer(answer.status, await answer.read())
+            parts, size = list[bytes](), 0
+            async for part in answer.content.iter_any():
+                parts.append(part)
+                size += len(part)
+                if size > most:
+                    raise aiohttp.ClientPayloadError(f"more than the {most} bytes that it may have")
+            return _HttpAnswer(answer.status, b"".join(parts))
 
     async def _give_up(self, rid: str) -> None:
         """Abort a request that the client no longer waits for, if the server can be reached."""

@@ -46,6 +46,8 @@ from megatron_dppo.errors import ReplyError, ServerError
 from megatron_dppo.types import ModelRouting, RolloutTopK, RoutedExperts
 
 _BEYOND_LONGEST_PROMPT = 4  # SGLang silently truncates responses further beyond max_req_input_len
+_MOST_BYTES = 1 << 22  # of a response without tokens
+_TOKEN_BYTES, _TOPK_BYTES, _ROUTES_BYTES = 1 << 10, 1 << 7, 1 << 14  # per token; at most 2,048 chosen experts
 
 
 @dataclass(frozen=True)
@@ -240,6 +242,18 @@ process, which starts with the first large response.
 """
 NEWEST = next(reversed(GENERATIONS))
 """The version that `make sglang-venv` installs."""
+
+
+def most_bytes(body: Mapping[str, Any]) -> int:
+    """Return the largest size of the response to a POST of this body: several times what SGLang writes.
+
+    A response that goes on without end takes no memory beyond it. Other calls than /generate have no tokens.
+    """
+    if "input_ids" not in body:
+        return _MOST_BYTES
+    per_token = _TOKEN_BYTES + _TOPK_BYTES * body.get("top_logprobs_num", 0)
+    per_token += _ROUTES_BYTES if body["return_routed_experts"] else 0
+    return _MOST_BYTES + per_token * (len(body["input_ids"]) + body["sampling_params"]["max_new_tokens"])
 
 
 def generation_of(version: object) -> Generation:

@@ -358,6 +358,7 @@ class Actor:
             values = torch.zeros((m.tokens.numel(), 1 + num_topk + has_score_norms))
             if collected:
                 values = forwardings[index].of_tokens(collected[index].cpu())
+                values[~m.loss_mask, 1 : 1 + num_topk] = -torch.inf  # rows of the loss may be missing there
             whole.append(sum_over_tokens_and_stages(values.to(self._runtime.device)).cpu())
         return whole, forwardings
 

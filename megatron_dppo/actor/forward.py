@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_dppo.algorithms import Objective
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.batches.packing import TokenSlice, token_slice, zigzag
-from megatron_dppo.data.batches.prefixes import RepeatedRows, SharedPrefixes
+from megatron_dppo.data.batches.prefixes import RepeatedRows, SharedPrefixes, tokens_in_loss
 from megatron_dppo.kernels import (
     FusedPolicyLoss,
     fused_log_probs,
@@ -46,22 +46,25 @@ from megatron_dppo.types import Microbatch, RoutedExperts, each_token
 
 @dataclass(frozen=True, eq=False)
 class Forwarding:
-    """The tokens of a micro-batch that this rank forwards, and its rows of the loss."""
+    """The tokens of a micro-batch that this rank forwards, and its rows of the loss.
+
+    If prefixes are shared, only tokens in the loss have rows: a prefix would have them for each sequence.
+    """
 
     tokens: Microbatch  # what the model gets, with the `cu_seqlens` of all context-parallel ranks
     scored: Microbatch  # the rows of the loss
     rows: RepeatedRows | None  # forwarded token of each row; None: they are the same
     spans: Spans  # what attends to what
     slice: TokenSlice  # this rank's part of the tokens
+    prefixes: SharedPrefixes | None = None
+    places: Int[Tensor, " rows"] | None = None  # of the rows in the complete micro-batch
 
     @classmethod
     def of(cls, microbatch: Microbatch, shares_prefixes: bool = False) -> "Forwarding":
         """Return this rank's part of a complete micro-batch, on the host.
 
-        Args:
-            microbatch: Complete micro-batch.
-            shares_prefixes: Forward each prefix once that several sequences begin with. Sequences must not be
-                split over context-parallel ranks.
+        `shares_prefixes`: forward each prefix once that several sequences begin with; they must not be split
+        over context-parallel ranks.
         """
         prefixes = SharedPrefixes.of(microbatch) if shares_prefixes else None
         rank = parallel_state.get_context_parallel_rank()
@@ -82,24 +85,28 @@ class Forwarding:
         num_keys = prefixes.num_keys(microbatch)
         num_keys[-1] += padding.numel()
         keys = RepeatedRows.of(torch.cat([prefixes.keys(microbatch), padding]), num_tokens)
-        rows = RepeatedRows.of(prefixes.sources, num_tokens)
-        return cls(local, microbatch, rows, Spans(num_queries, num_keys, keys), own)
+        places, scored = tokens_in_loss(microbatch)
+        rows = RepeatedRows.of(prefixes.sources[places], num_tokens)
+        return cls(local, scored, rows, Spans(num_queries, num_keys, keys), own, prefixes, places)
 
     def to(self, device: torch.device) -> "Forwarding":
         """Return it with the tokens and the rows of the loss on `device`."""
         tokens = to_device(self.tokens, device)
         scored = tokens if self.rows is None else to_device(self.scored, device)
-        return replace(self, tokens=tokens, scored=scored, rows=_move(self.rows, device))
+        return replace(self, tokens=tokens, scored=scored, rows=to_device(self.rows, device))
 
     def of_tokens(self, values: Shaped[Tensor, "rows ..."]) -> Shaped[Tensor, "T ..."]:
         """Return values of the rows of the loss for the tokens of the complete micro-batch, 0 elsewhere."""
-        return self.slice.scattered(values) if self.rows is None else values
+        if self.prefixes is None or self.places is None:
+            return self.slice.scattered(values)
+        whole = values.new_zeros((self.prefixes.sources.numel(), *values.shape[1:]))
+        return whole.index_copy_(0, self.places, values)
 
     def recorded_routes(self, recorded: Recording, index: int, device: torch.device) -> RoutedExperts:
         """Return the routes that all ranks recorded of this micro-batch, the `index`-th, on the host."""
         num_rows = self.tokens.tokens.numel()
         own = self.slice.scattered(recorded.rows(index, num_rows, sequence_parallel_rows(num_rows)))
-        own = own if self.rows is None else own[self.rows.rows]
+        own = own if self.prefixes is None else own[self.prefixes.sources]
         whole = sum_over_tokens_and_stages(own.to(device), over_tensor=True).cpu()
         routing, dtype = recorded.routing, index_dtype(recorded.routing.num_experts)
         return RoutedExperts(whole.to(dtype), routing.layer_numbers, routing.num_experts)
@@ -169,10 +176,10 @@ def packing_of(forwarding: Forwarding, chunk: torch.nn.Module, device: torch.dev
     """
     config, tokens, spans = get_model_config(chunk), forwarding.tokens, forwarding.spans
     form = attention_form(device.type, config.params_dtype, head_dim_of(config))
-    longest = max(tokens.max_seqlen, forwarding.scored.max_seqlen)
+    longest = max(tokens.max_seqlen, int(spans.num_keys.max()))
     is_split = parallel_state.get_context_parallel_world_size() > 1
     chunks = chunks_of(config, spans, device.type)
-    return _move(PackedSequences.of(tokens, spans, longest, form, is_split=is_split, chunks=chunks), device)
+    return to_device(PackedSequences.of(tokens, spans, longest, form, is_split=is_split, chunks=chunks), device)
 
 
 def forward_packed(
@@ -180,7 +187,7 @@ def forward_packed(
 ) -> Tensor:
     """Return [1, T, V] logits of packed sequences (this rank's columns), or the next stage's hidden states.
 
-    `packing` is the result of `packing_of`, which is called here, for complete sequences, if `packing` is None.
+    `packing` is of `packing_of`; None: complete sequences.
     """
     packing = packing or packing_of(Forwarding.of(microbatch), chunk, microbatch.tokens.device)
     output: Tensor = chunk(
@@ -189,18 +196,14 @@ def forward_packed(
     return output
 
 
-def to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
-    """Return the micro-batch with every tensor on `device`."""
-    return _move(microbatch, device)
-
-
-def _move(value: Any, device: torch.device) -> Any:
+def to_device(value: Any, device: torch.device) -> Any:
+    """Return a tensor, or a tuple or dataclass of them such as a micro-batch, on `device`."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, tuple):
-        return tuple(_move(each, device) for each in value)
+        return tuple(to_device(each, device) for each in value)
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: _move(getattr(value, f.name), device) for f in fields(value)})
+        return replace(value, **{f.name: to_device(getattr(value, f.name), device) for f in fields(value)})
     return value
 
 
@@ -319,9 +322,8 @@ class OutputHead:
     ) -> TokenLogProbs:
         """Compute log pi of the targets, and with `has_topk` of the rollout's top-K, without gradient.
 
-        If `has_score_norms` is set, this also computes the logits again, and returns the norm of d log pi / d h
-        for each target (h: the output layer's input). Logits are divided by `temperature`, or by the sampler's.
-        The other arguments are as for `policy_loss`.
+        `has_score_norms`: compute the logits again, and the norm of d log pi / d h for each target (h: the
+        output layer's input). Logits are divided by `temperature`, or by the sampler's.
         """
         m, mask = microbatch, microbatch.loss_mask
         output, layer = self._of_rows(output, rows)
@@ -374,10 +376,7 @@ class OutputHead:
 
 
 def packed_responses(microbatch: Microbatch) -> PackedResponses:
-    """Return the positions of a micro-batch's responses, over the tokens of all context-parallel ranks.
-
-    A response is the learning tokens of a sequence: a conversation's turns are one.
-    """
+    """Return the places of responses, learning tokens of sequences, over all context-parallel ranks."""
     rank_group = context_parallel_group()
     lengths = microbatch.cu_seqlens.diff().long()
     if rank_group is None:

@@ -225,9 +225,14 @@ class Tree:
         return self.prompt_tokens + self.num_samples * self.response_tokens
 
     @property
-    def num_rows(self) -> int:
+    def num_keys(self) -> int:
         """Number of tokens of all samples."""
         return self.num_samples * (self.prompt_tokens + self.response_tokens)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of the loss: of all tokens, or of the responses if the prompt is shared."""
+        return self.num_samples * self.response_tokens if self.is_shared else self.num_tokens
 
     @property
     def is_shared(self) -> bool:
@@ -291,7 +296,7 @@ class Workload:
         return min(self.max_tokens, math.ceil(self.forwarded_tokens(data_parallel)))
 
     def microbatch_rows(self, data_parallel: int) -> int:
-        """Return its samples' tokens: the rows of the loss, and the keys of attention."""
+        """Return its rows of the loss if prompts are shared."""
         tree = self.tree(data_parallel)
         return self.microbatch_tokens(data_parallel) * tree.num_rows // tree.num_tokens
 
@@ -338,16 +343,14 @@ class Job:
             raise ConfigError([each for each in (facts.model, facts.sizes) if isinstance(each, Problem)][:1])
         shape = model_shape(facts.model)
         facts = replace(facts, world_size=machine.num_gpus)
-        return cls(
-            config, facts, machine, shape, Workload.of(config, shape), LayerOptions.of(config), assumptions
-        )
+        workload, options = Workload.of(config, shape), LayerOptions.of(config)
+        return cls(config, facts, machine, shape, workload, options, assumptions)
 
     def having(self, settings: Settings) -> "Job":
         """Return the same job with other values of some keys."""
         config = with_settings(self.config, settings)
-        return replace(
-            self, config=config, workload=Workload.of(config, self.shape), options=LayerOptions.of(config)
-        )
+        workload, options = Workload.of(config, self.shape), LayerOptions.of(config)
+        return replace(self, config=config, workload=workload, options=options)
 
     def on(self, num_gpus: int) -> "Job":
         """Return the same job on more or fewer GPUs."""

@@ -101,7 +101,7 @@ def _heading(plan: Plan) -> Iterator[str]:
         yield f"a gradient step: {num} micro-batches of up to {tokens} tokens on each data-parallel rank"
         tree = job.workload.tree(plan.memory.layout.data)
         if job.shares_prefixes:
-            share = tree.num_tokens / tree.num_rows
+            share = tree.num_tokens / tree.num_keys
             sharing = f"{tree.num_samples} samples to one, {share:.0%} of their tokens forwarded"
             condition = " if the layers are torch's" * may_use_transformer_engine(job.config, sizes)
             yield f"shared prompts{condition}: {sharing}"

@@ -242,8 +242,8 @@ def stage_activations(job: Job, layout: Layout, part: StagePart) -> StageActivat
     """Return the activation bytes of a rank with this part of the model."""
     work, options = job.workload, job.options
     num_tokens, num_microbatches = work.microbatch_tokens(layout.data), work.num_microbatches(layout.data)
-    repeated = work.microbatch_rows(layout.data) if work.tree(layout.data).is_shared else 0
-    tokens = LayerTokens.of(num_tokens, layout, repeated)
+    tree = work.tree(layout.data)
+    tokens = LayerTokens.of(num_tokens, layout, num_tokens * tree.num_keys // tree.num_tokens * tree.is_shared)
     model = LayerModel(job.shape, layout, tokens, work.dtype_bytes, options.layer_spec, job.assumptions)
     kept = [kept_by_layers(model, chunk.layers, options.recompute) for chunk in part.chunks]
     flights = chunks_in_flight(part.stage, layout, num_microbatches)
@@ -252,7 +252,8 @@ def stage_activations(job: Job, layout: Layout, part: StagePart) -> StageActivat
     by_size = sorted((chunk.held for chunk in kept), reverse=True)
     held = rounds * sum(by_size) + sum(by_size[:rest])
     has_head = part.chunks[-1].is_last
-    of_loss = LossTokens(tokens.attended, work.dtype_bytes, work.topk_columns, repeated)
+    rows = work.microbatch_rows(layout.data) * tree.is_shared
+    of_loss = LossTokens(tokens.attended, work.dtype_bytes, work.topk_columns, rows)
     return StageActivations(
         held=held,
         head=model.mlp_norm() * has_head,
@@ -278,7 +279,7 @@ class LossTokens:
     num_forwarded: int  # after context parallelism
     dtype_bytes: int  # of an activation
     topk_columns: int
-    num_repeated: int = 0  # rows of the loss, if some forwarded tokens have several
+    num_repeated: int = 0  # rows of the loss, if some forwarded tokens have several, and others none
 
     @property
     def num_tokens(self) -> int:

@@ -9,6 +9,7 @@ import torch
 
 from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.runtime.process import Runtime
+from megatron_dppo.types import Microbatch
 from tests.support import varlen_reference
 from tests.support.ranks import run_ranks
 from tests.support.roundoff import relative
@@ -84,6 +85,7 @@ def measure(
             (batch,) = ReferencePolicy(actor, config).with_log_probs([batch])
         if actor.objective.anchor == "recomputed":
             batch = actor.with_old_log_probs(batch)
+        rows = _count_rows(actor)
         step = actor.accumulate_gradients(batch, is_first=True, weight_version=3)
         parameters: list[Any] = [p for chunk in actor.chunks for p in chunk.parameters() if p.requires_grad]
         tokens = actor.token_log_probs(batch, step.metrics, is_replaying=False, has_score_norms=True)
@@ -98,8 +100,22 @@ def measure(
             "inputs": [m.old_log_probs for m in batch.microbatches]
             + [m.ref_log_probs for m in batch.microbatches],
             "faults": step.faults,
+            "rows": rows,
+            "tokens in the loss": [m.num_loss_tokens for m in batch.microbatches],
         }
     return found
+
+
+def _count_rows(actor: Any) -> list[int]:
+    """A list to which the number of rows of each micro-batch's loss is added."""
+    rows, policy_loss = list[int](), actor._head.policy_loss
+
+    def counted(output: Any, scored: Microbatch, *others: Any) -> Any:
+        rows.append(scored.targets.numel())
+        return policy_loss(output, scored, *others)
+
+    actor._head.policy_loss = counted
+    return rows
 
 
 def measure_all(runtime: Runtime, folder: str) -> dict[str, dict[bool, dict[str, Any]]]:
@@ -120,6 +136,8 @@ def test_shared_prefixes_train_like_samples_alone(
 ) -> None:
     alone, shared = measured[case][False], measured[case][True]
     assert alone["faults"] == shared["faults"] == ()
+    assert shared["rows"] == shared["tokens in the loss"] == alone["tokens in the loss"]
+    assert all(few < all_of_them for few, all_of_them in zip(shared["rows"], alone["rows"], strict=True))
     errors = [relative(*pair) for pair in zip(shared["gradients"], alone["gradients"], strict=True)]
     assert 0 < max(errors) < LIMIT, "not the same computation, but the same gradients"
     for name in ("tokens", "log_probs"):

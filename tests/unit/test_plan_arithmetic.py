@@ -401,7 +401,9 @@ def test_a_shared_prompt_counts_once_in_each_micro_batch(
     of_sample = 600 / num_samples + 100
     assert work.forwarded_tokens(num_gpus) == pytest.approx(work.samples(num_gpus) * of_sample)
     assert num_tokens <= work.microbatch_tokens(num_gpus) <= work.max_tokens
-    assert work.microbatch_rows(num_gpus) == int(work.microbatch_tokens(num_gpus) * 700 / of_sample)
+    of_response = 100 if num_samples > 1 else 700
+    assert work.microbatch_rows(num_gpus) == int(work.microbatch_tokens(num_gpus) * of_response / of_sample)
+    assert tree.num_keys == num_samples * 700
     assert work.step_rows(num_gpus) == work.samples(num_gpus) * 700
 
 

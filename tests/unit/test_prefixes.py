@@ -1,5 +1,6 @@
 """Prefixes that sequences share: each distinct token once, attention and loss as of every sequence alone."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dppo.data.batches.prefixes import Path, RepeatedRows, SharedPrefixes, branches
+from megatron_dppo.data.batches.prefixes import Path, RepeatedRows, SharedPrefixes, branches, tokens_in_loss
 from megatron_dppo.models.attention import PackedAttentionForm
 from megatron_dppo.models.packed_attention import PaddedBatches, VarlenSequences
 from megatron_dppo.types import Microbatch
@@ -35,6 +36,25 @@ def distinct_prefixes(m: Microbatch) -> set[tuple[Any, ...]]:
     pairs = list(zip(m.tokens.tolist(), m.routed_experts.indices.flatten().tolist(), strict=True))
     starts = m.cu_seqlens.tolist()
     return {tuple(pairs[start:end]) for start, stop in pairwise(starts) for end in range(start + 1, stop + 1)}
+
+
+@given(SEQUENCES, st.integers(0, 1 << 60))
+def test_only_tokens_in_the_loss_have_rows_of_it_sequence_by_sequence(
+    sequences: list[list[tuple[int, int]]], bits: int
+) -> None:
+    m = microbatch_of(sequences)
+    mask = torch.tensor([bool(bits >> place & 1) for place in range(m.tokens.numel())])
+    values = torch.arange(m.tokens.numel(), dtype=torch.float32)
+    places, part = tokens_in_loss(replace(m, loss_mask=mask, rollout_log_probs=-values))
+    expected = [range(start, stop) for start, stop in pairwise(m.cu_seqlens.tolist())]
+    if not mask.any():
+        assert (places.tolist(), part.loss_mask.tolist()) == ([0], [False])
+        mask[0] = True
+    kept = [[place for place in span if mask[place]] for span in expected]
+    assert places.tolist() == [place for each in kept for place in each]
+    starts = part.cu_seqlens.tolist()
+    assert [(-part.rollout_log_probs[a:b]).tolist() for a, b in pairwise(starts)] == kept
+    assert torch.equal(part.position_ids, m.position_ids[places])
 
 
 @given(SEQUENCES)

@@ -13,7 +13,7 @@ from megatron_dppo.errors import DataError
 
 ROWS_PER_TOKEN = 8
 """Most rows of a micro-batch for each token of its budget. A shared prefix is computed once, but each sequence
-has rows of it in attention, with its keys and values, and in the loss."""
+has rows of it in attention, with its keys and values."""
 NEAR_EVEN = 1.02  # no more samples move if the busiest group is within 2 % of the lower bound
 
 

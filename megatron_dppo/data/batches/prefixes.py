@@ -162,6 +162,18 @@ class SharedPrefixes:
         return self.sources[(self.num_own > 0).repeat_interleave(lengths)]
 
 
+def tokens_in_loss(microbatch: Microbatch) -> tuple[Int64[Tensor, " N"], Microbatch]:
+    """Return the places of a micro-batch's tokens in the loss, and these tokens without routes.
+
+    They are parts of their sequences, of which some may be empty. Of a micro-batch without any, the first token
+    is returned: a loss needs a row.
+    """
+    places = microbatch.loss_mask.nonzero()[:, 0]
+    places = places if places.numel() else places.new_zeros(1)
+    ends = torch.searchsorted(places, microbatch.cu_seqlens.long()).to(torch.int32)
+    return places, replace(microbatch.rows(places), cu_seqlens=ends, routed_experts=None)
+
+
 def num_distinct_tokens(microbatch: Microbatch) -> int:
     """Return the number of tokens of a micro-batch, each shared prefix counted once."""
     prefixes = SharedPrefixes.of(microbatch)

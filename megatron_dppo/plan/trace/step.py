@@ -145,7 +145,10 @@ def _watch(actor: Actor, ledger: Ledger) -> None:
 
 
 def _batch(settings: StepSettings, config: Config, hf: dict[str, Any]) -> TrainBatch:
-    """Return equal micro-batches on the host: full of the longest sequences, every token trained."""
+    """Return equal micro-batches on the host, full of the longest sequences.
+
+    Every token is trained; of sequences that share a prompt, those of the responses.
+    """
     routing = model_sizes(hf).routing if config.has_routes else None
     trees, num_topk = _trees(settings.num_tokens, settings.tree), config.rollout.num_topk_log_probs
     lengths = [length for tree in trees for length in tree]
@@ -154,12 +157,13 @@ def _batch(settings: StepSettings, config: Config, hf: dict[str, Any]) -> TrainB
     if num_topk:
         columns = torch.arange(num_topk, dtype=torch.int32).expand(num, -1).contiguous()
         topk = RolloutTopK(columns, torch.full((num, num_topk), -4.0))
+    positions = torch.cat([torch.arange(length) for length in lengths])
     one = Microbatch(
         tokens=ids,
         targets=ids,
-        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        position_ids=positions,
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
-        loss_mask=torch.ones(num, dtype=torch.bool),
+        loss_mask=positions >= settings.tree.prompt_tokens * settings.tree.is_shared,
         rollout_log_probs=floats,
         advantages=floats,
         token_weights=torch.ones(num),
@@ -215,9 +219,9 @@ def _replace_functions(ledger: Ledger) -> None:
     _replace_memory(ledger)
     actor: Any = actor_module
     actor.load_weights = lambda *_: None
-    to_device: Any = forward._move
+    to_device: Any = forward.to_device
     forwarding: Any = forward
-    forwarding._move = lambda value, device: _mark(to_device(value, device))
+    forwarding.to_device = lambda value, device: _mark(to_device(value, device))
     attention_form = forward.attention_form
     forwarding.attention_form = lambda _, *model: attention_form("cuda", *model)
 

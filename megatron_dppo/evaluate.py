@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict
@@ -204,9 +205,12 @@ def _evaluate_rest(
             if each.name in done:
                 continue
             file = folder / f"{each.name}.jsonl"
+            before = Counter(engine.refusals)
             own = {each.name: evaluation.run(each, rollout, file)}
-            scores = over_ranks(runtime.all_gather(own))[each.name]
+            of_ranks = runtime.all_gather((own, Counter(engine.refusals) - before))
+            scores = over_ranks([scores for scores, _ in of_ranks])[each.name]
+            refusals = sum((refused for _, refused in of_ranks), Counter[str]())
             runtime.on_main(lambda file=file: merge_responses(file, runtime.world_size))
-            each.refuse_if_too_many_dropped(scores, config.rollout.max_dropped_fraction)
+            each.refuse_if_too_many_dropped(scores, config.rollout.max_dropped_fraction, refusals)
             done[each.name] = wanted[each.name] | {"metrics": each.metrics(scores, config.run.seed)}
             runtime.on_main(lambda: _write(folder, done))

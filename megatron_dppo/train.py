@@ -72,8 +72,8 @@ class Training:
         rollout, logger = self.state.rollout, self.parts.logger
         if self.state.is_evaluation_due:
             with (timer := self.state.restart_timer()).time("evaluation"):
-                scores = self.sampling.in_turn(lambda: self.rollouts.evaluate(rollout, logger.evaluations))
-            logger.write_evaluation(rollout, scores, timer.seconds["evaluation"])
+                found = self.sampling.in_turn(lambda: self.rollouts.evaluate(rollout, logger.evaluations))
+            logger.write_evaluation(rollout, *found, timer.seconds["evaluation"])
             self.state.finish_evaluation()
 
     def roll_out(self) -> None:

@@ -144,18 +144,19 @@ def refuse_if_too_many_dropped(counts: RolloutCounts, max_fraction: float) -> No
         f"rollout: found {num_dropped} of {counts.num_samples} samples dropped ({by_reason}); expected at most "
         f"{max_fraction:.2%}. First of them: {example}."
     )
-    num_by_servers = sum(counts.num_dropped[reason] for reason in _BY_SERVERS)
-    if counts.refusals and num_by_servers > max_fraction * counts.num_samples:
-        by_server = ", ".join(f"{url} {count}" for url, count in sorted(counts.refusals.items()))
-        raise ServerError(
+    raise error_of_drops(found, counts.num_dropped, max_fraction * counts.num_samples, counts.refusals)
+
+
+def error_of_drops(
+    found: str, num_dropped: Mapping[DropReason, int], most: float, refusals: Mapping[str, int]
+) -> RolloutError:
+    """Return the error of more than `most` drops, with what to do: a ServerError if servers caused so many."""
+    if refusals and sum(num_dropped.get(reason, 0) for reason in _BY_SERVERS) > most:
+        by_server = ", ".join(f"{url} {count}" for url, count in sorted(refusals.items()))
+        return ServerError(
             f"{found} Refused responses by server: {by_server}. Look at the logs of these servers."
         )
-    raise RolloutError(f"{found} {remedy(counts.num_dropped)}")
-
-
-def remedy(num_dropped: Mapping[DropReason, int]) -> str:
-    """Return what to do about too many drops, given their reasons."""
     retries = (
         "set data.reward_retries if the reward fails now and then, " if num_dropped.get("reward_failed") else ""
     )
-    return f"Fix the cause, {retries}or raise rollout.max_dropped_fraction."
+    return RolloutError(f"{found} Fix the cause, {retries}or raise rollout.max_dropped_fraction.")

@@ -2,7 +2,7 @@
 
 import hashlib
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,13 +57,16 @@ class EvaluationSet:
         n = self.samples_per_prompt
         return set_metrics(self.name, scores, self.pass_at, samples_per_prompt=n, seed=seed)
 
-    def refuse_if_too_many_dropped(self, scores: Sequence[PromptScore], max_fraction: float) -> None:
+    def refuse_if_too_many_dropped(
+        self, scores: Sequence[PromptScore], max_fraction: float, refusals: Mapping[str, int]
+    ) -> None:
         """Raise if too many responses have no reward; see `scores.refuse_if_too_many_dropped`.
 
         Raises:
+            ServerError: Servers gave no sound response for more than `max_fraction` of them.
             RolloutError: More than `max_fraction` of the responses were dropped, or all prompts are too long.
         """
-        refuse_if_too_many_dropped(self.name, scores, max_fraction)
+        refuse_if_too_many_dropped(self.name, scores, max_fraction, refusals)
 
 
 def evaluation_sets(config: Config) -> list[EvaluationSet]:

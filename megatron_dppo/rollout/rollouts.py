@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -221,16 +221,19 @@ class Rollouts:
         with self._scheduler.pause(version, num_left):
             yield self._scheduler.metrics
 
-    def evaluate(self, rollout: int, folder: Path) -> dict[str, list[PromptScore]]:
+    def evaluate(self, rollout: int, folder: Path) -> tuple[dict[str, list[PromptScore]], Mapping[str, int]]:
         """Score this rank's share of each evaluation set, and write the responses to files in `folder`.
 
         A response that was dropped, because its reward failed or for another reason, still counts: it earns the
-        set's lowest reward, and at most 0 (`scores.worst_reward`).
+        set's lowest reward, and at most 0 (`scores.worst_reward`). Also returns the number of responses that
+        were refused meanwhile, by the server's URL.
         """
-        return {
+        before = Counter(self._engine.refusals)
+        scores = {
             each.name: self._evaluation.run(each, rollout, responses_file(folder, each.name, rollout))
             for each in self._evaluation.sets
         }
+        return scores, Counter(self._engine.refusals) - before
 
     def close(self) -> None:
         """End sampling ahead, and the processes of rewards and environments."""

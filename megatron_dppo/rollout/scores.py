@@ -9,7 +9,7 @@ from math import comb, inf
 import numpy as np
 
 from megatron_dppo.errors import RolloutError
-from megatron_dppo.rollout.counts import DropReason, remedy
+from megatron_dppo.rollout.counts import DropReason, error_of_drops
 from megatron_dppo.rollout.groups import PromptGroup
 
 _CORRECT_ABOVE = 0.5  # separates wrong from correct for rewards of 0 and 1, and of -1 and 1
@@ -88,7 +88,9 @@ def worst_reward(scores: Sequence[PromptScore]) -> float:
     return min([0.0, *(score.lowest_reward for score in scores)])
 
 
-def refuse_if_too_many_dropped(name: str, scores: Sequence[PromptScore], max_fraction: float) -> None:
+def refuse_if_too_many_dropped(
+    name: str, scores: Sequence[PromptScore], max_fraction: float, refusals: Mapping[str, int]
+) -> None:
     """Raise if too many responses of a set were dropped, or if all its prompts were too long.
 
     Prompts that are too long are a property of the data and do not count as dropped here.
@@ -97,8 +99,10 @@ def refuse_if_too_many_dropped(name: str, scores: Sequence[PromptScore], max_fra
         name: Name of the set.
         scores: Scores of all its prompts, over all ranks.
         max_fraction: Largest accepted fraction of the responses that the engine returned.
+        refusals: Responses that were refused, by the server's URL, over all sets and ranks.
 
     Raises:
+        ServerError: More than `max_fraction` of the responses were none, or not sound, because of servers.
         RolloutError: More than `max_fraction` of the responses were dropped, or no prompt was sampled from.
     """
     num_generated = sum(score.num_generated for score in scores)
@@ -112,10 +116,11 @@ def refuse_if_too_many_dropped(name: str, scores: Sequence[PromptScore], max_fra
         return
     by_reason = ", ".join(f"{count} {reason}" for reason, count in sorted(num_faults.items()))
     example = next(score.example for score in scores if score.example is not None)
-    raise RolloutError(
+    found = (
         f"evaluation.sets.{name}: found {num_dropped} of {num_generated} responses dropped ({by_reason}); "
-        f"expected at most {max_fraction:.2%}. First of them: {example}. {remedy(num_faults)}"
+        f"expected at most {max_fraction:.2%}. First of them: {example}."
     )
+    raise error_of_drops(found, num_faults, max_fraction * num_generated, refusals)
 
 
 def interval(values: Sequence[float], seed: int) -> tuple[float, float]:

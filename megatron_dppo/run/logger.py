@@ -4,7 +4,7 @@ import contextlib
 import logging
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -207,12 +207,10 @@ class RunLogger:
             "memory/rollout_bytes", bytes_of_samples(sample for group in groups for sample in group.samples)
         )
         of_ranks = self._runtime.all_gather((counts.to_tensor(), dict(counts.refusals)))
-        refusals = sum((Counter(own) for _, own in of_ranks), Counter[str]())
+        refusals = self._refused_over_ranks(own for _, own in of_ranks)
         total = counts.with_totals(sum(own for own, _ in of_ranks), refusals)  # type: ignore[arg-type]
         values = self._merge(metrics) | total.metrics()
         values["rollout/num_response_tokens"] = total.num_response_tokens
-        if refusals and self._runtime.is_main:
-            log.warning("responses that were refused, by server: %s", dict(refusals))
         refuse_if_too_many_dropped(total, self._config.rollout.max_dropped_fraction)
         if total.num_prompts_too_long and self._runtime.is_main:
             too_long, longest = total.num_prompts_too_long, self._config.data.max_prompt_tokens
@@ -340,23 +338,39 @@ class RunLogger:
         self._on_main(lambda folder: folder.copy_rows(metrics_offset, kept))
         self.start_at(metrics_offset)
 
+    def _refused_over_ranks(self, of_ranks: Iterable[Mapping[str, int]]) -> Counter[str]:
+        """Return the number of refused responses by server, and log it if there are any."""
+        refusals = sum(map(Counter[str], of_ranks), Counter[str]())
+        if refusals and self._runtime.is_main:
+            log.warning("responses that were refused, by server: %s", dict(refusals))
+        return refusals
+
     def write_evaluation(
-        self, rollout: int, scores: Mapping[str, Sequence[PromptScore]], seconds: float
+        self,
+        rollout: int,
+        scores: Mapping[str, Sequence[PromptScore]],
+        refusals: Mapping[str, int],
+        seconds: float,
     ) -> None:
         """Write the row of an evaluation and its responses, from each rank's share and seconds of every set.
 
         Raises:
-            RolloutError: More responses of a set were dropped than rollout.max_dropped_fraction.
+            ServerError: More responses of a set than rollout.max_dropped_fraction were lost by servers.
+            RolloutError: More responses of a set were dropped than that.
         """
         duration = Metrics()
         duration.add_max("time/evaluation_s", seconds)
-        merged, values = over_ranks(self._runtime.all_gather(scores)), self._merge(duration)
+        of_ranks = self._runtime.all_gather((scores, refusals))
+        merged, values = over_ranks([own for own, _ in of_ranks]), self._merge(duration)
+        refused = self._refused_over_ranks(own for _, own in of_ranks)
         for each in evaluation_sets(self._config):
             of_set = each.metrics(merged[each.name], self._config.run.seed)
             values |= of_set
             file = responses_file(self.evaluations, each.name, rollout)
             self._on_main(lambda _, file=file: merge_responses(file, self._runtime.world_size))
-            each.refuse_if_too_many_dropped(merged[each.name], self._config.rollout.max_dropped_fraction)
+            each.refuse_if_too_many_dropped(
+                merged[each.name], self._config.rollout.max_dropped_fraction, refused
+            )
             if self._runtime.is_main:
                 score, low, high = (of_set[name] for name in each.metric_names[:3])
                 name = each.metric_names[0]

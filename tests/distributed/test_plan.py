@@ -279,12 +279,13 @@ def microbatch(case: Case, routing: ModelRouting) -> Any:
         own = first[:, :, case.prompt_tokens]  # no two responses begin alike
         tokens[own.flatten()] = torch.arange(own.numel())
         tokens = tokens[first.flatten()]
+    positions = torch.arange(case.sequence_tokens).repeat(case.num_sequences)
     return Microbatch(
         tokens=tokens,
-        position_ids=torch.arange(case.sequence_tokens).repeat(case.num_sequences),
+        position_ids=positions,
         targets=torch.randint(0, sizes["vocab_size"], (num_tokens,), generator=generator),
         cu_seqlens=torch.arange(0, num_tokens + 1, case.sequence_tokens, dtype=torch.int32),
-        loss_mask=torch.ones(num_tokens, dtype=torch.bool),
+        loss_mask=positions >= case.prompt_tokens * (case.samples_sharing > 1),
         rollout_log_probs=-torch.rand(num_tokens, generator=generator),
         advantages=torch.randn(num_tokens, generator=generator),
         token_weights=torch.ones(num_tokens),

@@ -116,12 +116,12 @@ def test_a_dropped_response_never_beats_the_worst(scores: list[PromptScore], wor
 
 def test_too_many_dropped_responses_are_refused_with_the_first_fault() -> None:
     scores = [not_asked(0, 4), earned(1, [-1.0] * 4, 0), earned(2, [1.0] * 3, 1)]
-    refuse_if_too_many_dropped("toy", scores, 1 / 8)  # a prompt too long is none of them
+    refuse_if_too_many_dropped("toy", scores, 1 / 8, {})  # a prompt too long is none of them
     with pytest.raises(RolloutError, match=r"sets\.toy: found 1 of 8 .*1 reward_timed_out\)") as error:
-        refuse_if_too_many_dropped("toy", scores, 0.12)
+        refuse_if_too_many_dropped("toy", scores, 0.12, {})
     assert "2+0: slow" in str(error.value) and "raise rollout.max_dropped_fraction" in str(error.value)
     with pytest.raises(RolloutError, match=r"found 1 prompts, .*data\.max_prompt"):
-        refuse_if_too_many_dropped("toy", scores[:1], 1.0)
+        refuse_if_too_many_dropped("toy", scores[:1], 1.0, {})
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])

@@ -4,6 +4,8 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,9 @@ from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.errors import RolloutError, ServerError
 from megatron_dppo.rollout.counts import DROP_REASONS, DropReason, RolloutCounts, refuse_if_too_many_dropped
+from megatron_dppo.rollout.rollouts import Rollouts
+from megatron_dppo.rollout.scores import PromptScore
+from megatron_dppo.rollout.scores import refuse_if_too_many_dropped as refuse_if_too_many
 from tests.support.sglang_stand_in import LOG_PROB, MODEL, TOKEN, StandIn, answer
 
 NUM_REQUESTS, NUM_TOKENS, MOST_AT_ONCE = 40, 6, 4
@@ -139,6 +144,27 @@ def test_a_request_that_no_server_takes_costs_itself_alone() -> None:
         assert dict(engine.refusals) == {server.url: 1 for server in servers}
         asked = [sum(server.num_asked.values()) for server in servers]
         assert min(asked) > NUM_REQUESTS // 4
+
+
+def test_an_evaluation_that_servers_end_names_them_with_its_own_refusals(tmp_path: Path) -> None:
+    """Those before it, of rollouts, are not its."""
+    engine = SimpleNamespace(refusals={"http://a": 7, "http://b": 1})
+
+    def run(each: SimpleNamespace, rollout: int, responses: Path) -> list[PromptScore]:
+        engine.refusals = engine.refusals | {"http://a": 7 + 5, "http://c": 2}
+        faults: dict[DropReason, int] = {"non_finite_log_probs": 3, "aborted": 2, "reward_failed": 1}
+        return [PromptScore(0, 8, 8, 6, 0, 0, 9, 0.0, num_faults=faults, example="0+1: NaN")]
+
+    rollouts: Any = object.__new__(Rollouts)
+    rollouts._engine, rollouts._evaluation = engine, SimpleNamespace(sets=[SimpleNamespace(name="x")], run=run)
+    scores, refusals = rollouts.evaluate(3, tmp_path)
+    assert refusals == {"http://a": 5, "http://c": 2}
+    with pytest.raises(ServerError, match=r"found 6 of 8 .*0\+1: NaN\. Refused .* http://a 5, http://c 2\."):
+        refuse_if_too_many("x", scores["x"], 4 / 8, refusals)
+    with pytest.raises(RolloutError, match=r"Fix the cause, set data\.reward_retries") as raised:
+        refuse_if_too_many("x", scores["x"], 5 / 8, refusals)
+    assert not isinstance(raised.value, ServerError), "5 by servers, and one by the reward is too many"
+    refuse_if_too_many("x", scores["x"], 6 / 8, refusals)
 
 
 def test_a_run_that_servers_end_names_them_with_their_refusals() -> None:

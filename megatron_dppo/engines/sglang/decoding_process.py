@@ -173,12 +173,13 @@ class _Child:
             RolloutError: The process did not start.
         """
         self.has_request = False
-        self._requests, self._answers = SharedMemory.create(), SharedMemory.create()
-        descriptors = [self._requests.descriptor, self._answers.descriptor]
-        command = [sys.executable, "-m", _MODULE, *map(str, (os.getpid(), *descriptors))]
+        command = [sys.executable, "-m", _MODULE]
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # numpy's thread pool is not needed
         pipe = subprocess.PIPE
         try:
+            self._requests, self._answers = SharedMemory.create(), SharedMemory.create()
+            descriptors = [self._requests.descriptor, self._answers.descriptor]
+            command += map(str, (os.getpid(), *descriptors))
             self.process = subprocess.Popen(
                 command,
                 stdin=pipe,

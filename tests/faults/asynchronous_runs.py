@@ -157,6 +157,13 @@ class Job:
         assert None not in codes, f"{codes} after {timeout_s} s:\n{self.log[-6000:]}"
         return codes
 
+    def kill_after(self, seconds: float) -> None:
+        """Kill each process that is still there after so long."""
+        deadline = time.monotonic() + seconds
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            process.kill()
+
     def wait_until(self, is_so: Callable[[], bool], timeout_s: float = 600.0) -> None:
         """Wait for something while the job runs."""
         deadline = time.monotonic() + timeout_s

@@ -5,7 +5,7 @@ Moments that somebody chose are in the campaign; here the clock chooses, from th
 
 import random
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,8 @@ def lives(config: Path, log: Path, seconds: float | None) -> float:
         children = dict[int, psutil.Process]()
         while process.is_alive() and time.monotonic() < end:
             process.join(0.02)
-            of_it = psutil.Process(process.pid).children(recursive=True) if process.is_alive() else []
-            children |= {child.pid: child for child in of_it}
+            with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+                children |= {each.pid: each for each in psutil.Process(process.pid).children(recursive=True)}
     finally:
         process.kill()
         process.join()

@@ -1,14 +1,18 @@
 """Functions that ask several servers: a faulty one is left out by its address, and the others go on."""
 
+import asyncio
+import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_dppo.engines.sglang import client
+from megatron_dppo.engines.sglang.client import Patience, SglangClient, connect
 from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
 from megatron_dppo.engines.weight_sync.probe import Probe
 from tests.support.sglang_stand_in import MODEL
@@ -89,6 +93,26 @@ def compared(servers: list[Faulty], folder: Path) -> Found:
     return {server.url for server in servers if server.url not in probe.failures}, probe.failures
 
 
+def connected(servers: list[Faulty], folder: Path) -> Found:
+    patience, faults = Patience(control_timeout_s=TIMEOUT_S, first_pause_s=0.01), dict[str, str]()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            url, fault = record.args or ("", "")
+            faults[str(url)] = str(fault)
+
+    async def work() -> set[str]:
+        async with AsyncExitStack() as stack:
+            clients = [SglangClient(server.url, patience) for server in servers]
+            return set(await connect([await stack.enter_async_context(each) for each in clients], version=0))
+
+    client.logger.addHandler(handler := Handler())
+    try:
+        return asyncio.run(work()), faults
+    finally:
+        client.logger.removeHandler(handler)
+
+
 @pytest.fixture
 def four() -> Iterator[list[Faulty]]:
     with ExitStack() as stack:
@@ -99,6 +123,7 @@ def four() -> Iterator[list[Faulty]]:
 
 
 CALLS = [(described, state) for state in STATES] + [(compared, state) for state in STATES]
+CALLS += [(connected, state) for state in STATES]
 CALLS += [(told, state) for state in ("absent", "refuses", "closes", "hung", "dies after a call")]
 
 
@@ -116,7 +141,7 @@ def test_a_faulty_server_is_left_out_by_its_address(
     assert set(faults) == {faulty.url} and faulty.url in faults[faulty.url]
 
 
-@pytest.mark.parametrize("function", [told, described, compared])
+@pytest.mark.parametrize("function", [told, described, compared, connected])
 def test_no_server_waits_for_another_one(
     function: Callable[..., Found], four: list[Faulty], tmp_path: Path
 ) -> None:

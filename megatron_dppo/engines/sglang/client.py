@@ -91,7 +91,7 @@ class SglangClient:
             api_key: API key that the server was started with; sent with each call.
         """
         self.url, self.counts = url, EngineCounts()
-        self._patience = patience or Patience()
+        self.patience = patience or Patience()
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http: aiohttp.ClientSession | None = None
         self._chance = random.Random()
@@ -120,9 +120,9 @@ class SglangClient:
         info = _json(await self._call("GET", "/server_info"))
         if not isinstance(info, Mapping):
             raise ServerError(f"{self.url}/server_info: found no JSON object; expected an SGLang server there.")
-        generation = generation_of(info.get("version"))
         model_info = _json(await self._call("GET", "/model_info"))
         try:
+            generation = generation_of(info.get("version"))
             facts = generation.read_facts(info, model_info if isinstance(model_info, Mapping) else {})
         except ServerError as error:
             raise ServerError(f"{self.url}: {error}") from None
@@ -131,7 +131,7 @@ class SglangClient:
     async def is_healthy(self) -> bool:
         """Return whether the server's /health returns 200, without retries."""
         try:
-            answer = await self._send("GET", "/health", None, self._patience.control_timeout_s)
+            answer = await self._send("GET", "/health", None, self.patience.control_timeout_s)
         except _FAILURES:
             return False
         return answer.status == 200
@@ -139,7 +139,7 @@ class SglangClient:
     async def is_gone(self) -> bool:
         """Return whether nothing listens at the server's address: its process has ended."""
         try:
-            await self._send("GET", "/health", None, self._patience.connect_timeout_s)
+            await self._send("GET", "/health", None, self.patience.connect_timeout_s)
         except aiohttp.ClientConnectorError as error:
             return isinstance(error.os_error, ConnectionRefusedError)
         except _FAILURES:
@@ -192,7 +192,7 @@ class SglangClient:
         renew: Callable[[], str] | None = None,
     ) -> bytes:
         """Make one call with its retries. Only a generation has `renew`, which returns the `rid` of a retry."""
-        patience, rid = self._patience, None if body is None or renew is None else str(body["rid"])
+        patience, rid = self.patience, None if body is None or renew is None else str(body["rid"])
         timeout_s = patience.control_timeout_s if rid is None else patience.generate_timeout_s
         found = ""
         kind: type[RolloutError] = ServerError
@@ -247,7 +247,7 @@ class SglangClient:
                 that is too large.
         """
         assert self._http is not None, "used inside of `async with`"
-        connect_s = self._patience.connect_timeout_s
+        connect_s = self.patience.connect_timeout_s
         timeout = aiohttp.ClientTimeout(  # the total is for slow, continuous responses
             total=timeout_s + connect_s, sock_connect=connect_s, sock_read=timeout_s
         )
@@ -264,12 +264,12 @@ class SglangClient:
     async def _give_up(self, rid: str) -> None:
         """Abort a request that the client no longer waits for, if the server can be reached."""
         try:
-            await self._send("POST", "/abort_request", {"rid": rid}, self._patience.connect_timeout_s)
+            await self._send("POST", "/abort_request", {"rid": rid}, self.patience.connect_timeout_s)
         except _FAILURES:
             return
 
     def _pause_s(self, attempt: int) -> float:
-        longest = min(_LONGEST_PAUSE_S, self._patience.first_pause_s * 2 ** (attempt - 1))
+        longest = min(_LONGEST_PAUSE_S, self.patience.first_pause_s * 2 ** (attempt - 1))
         return longest * self._chance.uniform(0.5, 1.0)
 
 
@@ -329,24 +329,27 @@ class Link:
 
 
 async def connect(clients: Sequence[SglangClient], version: int) -> dict[str, Link]:
-    """Connect to the servers, and return by URL those with weights of this version.
+    """Connect to the servers together, each within `control_timeout_s`; return those of this version by URL.
 
     Raises:
         ServerError: No server responds with weights of this version.
     """
 
     async def link(client: SglangClient) -> Link | RolloutError:
+        timeout_s = client.patience.control_timeout_s
         try:
-            generation, facts = await client.connect()
+            async with asyncio.timeout(timeout_s):
+                generation, facts = await client.connect()
+        except TimeoutError:
+            return ServerError(f"{client.url}: found no response within {timeout_s:g} s; expected its facts.")
         except (ServerError, ReplyError) as error:
             return error
         if facts.weight_version != version:
             return other_weights(client.url, facts.weight_version, version)
         return Link(client, generation, facts)
 
-    found = dict(
-        zip((client.url for client in clients), await asyncio.gather(*map(link, clients)), strict=True)
-    )
+    of_each = await asyncio.gather(*map(link, clients))
+    found = dict(zip((client.url for client in clients), of_each, strict=True))
     links = {url: link for url, link in found.items() if isinstance(link, Link)}
     faults = {url: fault for url, fault in found.items() if isinstance(fault, RolloutError)}
     if not links:

@@ -69,8 +69,9 @@ def test_the_loop_trains_with_it(trained: Path, name: str) -> None:
     rows = metrics_of(trained / name)
     steps = [row for row in rows if row["kind"] == "step"]
     assert len(steps) == 4
+    assert any(step["optimizer/grad_norm"] for step in steps)  # of one a rule may drop every token
     for step in steps:
-        assert math.isfinite(step["loss/policy"]) and 0 < step["optimizer/grad_norm"] < math.inf
+        assert math.isfinite(step["loss/policy"]) and 0 <= step["optimizer/grad_norm"] < math.inf
         assert step["optimizer/skipped_steps"] == 0
         shares = [step[f"trust_region/masked_fraction_{sign}"] for sign in ("positive", "negative")]
         assert all(0 <= share <= 1 for share in shares)

@@ -127,9 +127,9 @@ def recording(*, keeps_weights: bool = False) -> Iterator[Recorded]:
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.engines.embedded.engine import TransformersEngine
 
-    seen, chosen, rows_of_loss = Recorded(), dict[int, Array](), []
+    seen, chosen, parts = Recorded(), dict[int, Array](), dict[int, tuple[Any, Any, Any]]()
     generate, load, routing = TransformersEngine.generate, TransformersEngine.load_weights, TopKRouter.routing
-    head, accumulate = forward.OutputHead.policy_loss, Actor.accumulate_gradients
+    accumulate, tokens_in_loss = Actor.accumulate_gradients, forward.tokens_in_loss
 
     def watch_engine(self: Any, requests: Any, params: Any) -> Any:
         completions = generate(self, requests, params)
@@ -155,13 +155,14 @@ def recording(*, keeps_weights: bool = False) -> Iterator[Recorded]:
         seen.steps.append([])
         return accumulate(self, *args, **options)
 
-    def watch_head(self: Any, output: Any, microbatch: Any, rows: Any = None) -> Any:
-        rows_of_loss[:] = [rows]
-        return head(self, output, microbatch, rows)
+    def watch_part(microbatch: Any) -> Any:
+        places, part = tokens_in_loss(microbatch)
+        parts[id(part.tokens)] = microbatch, places, part
+        return places, part
 
     def watch_loss(loss: Callable[..., Any], at: int) -> Callable[..., Any]:
         def watched(*args: Any, **options: Any) -> Any:
-            before = _trained(args[at], options["temperature"], chosen, rows_of_loss[0])
+            before = _trained(args[at], options["temperature"], chosen, parts)
             out = loss(*args, **options)
             seen.steps[-1].append(before(out.log_probs))
             return out
@@ -173,7 +174,7 @@ def recording(*, keeps_weights: bool = False) -> Iterator[Recorded]:
             (TransformersEngine, "generate", watch_engine),
             (TopKRouter, "routing", watch_router),
             (Actor, "accumulate_gradients", watch_step),
-            (forward.OutputHead, "policy_loss", watch_head),
+            (forward, "tokens_in_loss", watch_part),
             (forward, "packed_policy_loss", watch_loss(forward.packed_policy_loss, 1)),
             (forward, "packed_linear_policy_loss", watch_loss(forward.packed_linear_policy_loss, 2)),
             *([(TransformersEngine, "load_weights", watch_push)] if keeps_weights else []),
@@ -182,14 +183,36 @@ def recording(*, keeps_weights: bool = False) -> Iterator[Recorded]:
         yield seen
 
 
-def _trained(tokens: Any, temperature: float, chosen: Mapping[int, Array], rows: Any) -> Callable[..., Trained]:
-    """Copy a micro-batch before the loss reads it; the result is called with the loss's log-probs."""
+def _trained(
+    tokens: Any, temperature: float, chosen: Mapping[int, Array], parts: Mapping[int, tuple[Any, Any, Any]]
+) -> Callable[..., Trained]:
+    """Copy a micro-batch before the loss reads it; the result is called with the loss's log-probs.
+
+    With shared prefixes the loss gets the tokens in it alone: they are put back into the complete micro-batch.
+    """
     from megatron_dppo.data.batches.batch_file import tensors_of
+    from megatron_dppo.data.batches.prefixes import SharedPrefixes
 
     columns = {name: tensor.numpy(force=True).copy() for name, tensor in tensors_of(tokens).items()}
     used = np.stack([chosen[layer] for layer in sorted(chosen)], axis=1)
-    if rows is not None:
-        used = used[rows.rows.numpy(force=True)]
+    whole, places, _ = parts.get(id(tokens.tokens), (None, None, None))
+    if whole is not None:
+        prefixes = SharedPrefixes.of(whole)
+        assert prefixes is not None and tokens.sample_ids == whole.sample_ids
+        used = used[prefixes.sources.numpy()]
+        complete = {name: tensor.numpy(force=True).copy() for name, tensor in tensors_of(whole).items()}
+        complete["loss_mask"][:] = False
+        for name in columns.keys() - {"cu_seqlens"}:
+            complete[name][places] = columns[name]
+        columns = complete
+
+    def of_all(log_probs: Array) -> Array:
+        if places is None:
+            return log_probs
+        found = np.zeros(len(used), log_probs.dtype)
+        found[places] = log_probs
+        return found
+
     return lambda log_probs: Trained(
         tokens.sample_ids,
         columns.pop("cu_seqlens"),
@@ -199,8 +222,8 @@ def _trained(tokens: Any, temperature: float, chosen: Mapping[int, Array], rows:
         columns.pop("routed_experts.indices", None),
         used,
         temperature,
-        log_probs.numpy(force=True).copy(),
-        rows is not None,
+        of_all(log_probs.numpy(force=True).copy()),
+        whole is not None,
     )
 
 

@@ -341,10 +341,8 @@ async def connect(clients: Sequence[SglangClient], version: int) -> dict[str, Li
             async with asyncio.timeout(timeout_s):
                 generation, facts = await client.connect()
         except TimeoutError:
-            found = f"found no response within {timeout_s:g} s"
-            return ServerError(
-                f"GET {client.url}/server_info: {found}; expected facts. Look at the server's log."
-            )
+            found = f"{client.url}/server_info: found no response within {timeout_s:g} s"
+            return ServerError(f"GET {found}; expected facts. Look at the server's log.")
         except (ServerError, ReplyError) as error:
             return error
         if facts.weight_version != version:

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, wait
 from itertools import chain, count
-from queue import LifoQueue
+from queue import Empty, LifoQueue
 from threading import Condition, Lock, Thread
 from time import monotonic
 from typing import Generic
@@ -134,15 +134,15 @@ class WorkerPool(Generic[Q, A]):
         A later request starts new workers.
         """
         with self._closing:
-            with self._lock:
-                calls = [*self._todo, *chain.from_iterable(self._lines.values())]
-                self._is_closing = True
-                self._has_work.notify_all()
-            self._cancel(calls)
+            self._is_closing = True
+            self._cancel_all()
             workers: list[WorkerProcess[Q, A] | None] = []
             try:
                 while len(workers) < self._num_workers:
-                    workers.append(self._idle.get())
+                    try:
+                        workers.append(self._idle.get(timeout=_MOST_WAIT_S))
+                    except Empty:
+                        self._cancel_all()  # what was asked meanwhile
                 for worker in filter(None, workers):
                     worker.ask_to_end()
                 for worker in filter(None, workers):
@@ -151,6 +151,13 @@ class WorkerPool(Generic[Q, A]):
                 self._is_closing = False
                 for _ in workers:
                     self._idle.put(None)
+
+    def _cancel_all(self) -> None:
+        """Cancel all calls, and let threads without work end."""
+        with self._lock:
+            calls = [*self._todo, *chain.from_iterable(self._lines.values())]
+            self._has_work.notify_all()
+        self._cancel(calls)
 
     def _queue(self, calls: "Sequence[_Call[Q, A]]") -> None:
         """Queue calls, and start threads for free workers."""

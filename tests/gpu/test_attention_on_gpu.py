@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.actor.forward import _move
+from megatron_dppo.actor.forward import to_device
 from megatron_dppo.data.batches.packing import zigzag
 from megatron_dppo.models.attention import PackedAttentionForm, attention_form
 from megatron_dppo.models.packed_attention import PaddedBatches, Spans, VarlenSequences
@@ -30,7 +30,7 @@ def results(
 
     Inputs are queries, keys and values, and sinks if there are four tensors.
     """
-    attention = _move(form.of(spans), torch.device("cuda"))
+    attention = to_device(form.of(spans), torch.device("cuda"))
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     query, key, value = leaves[0][queries.cuda()], *(x[keys.cuda()] for x in leaves[1:3])
     sinks = leaves[3:]

@@ -93,8 +93,8 @@ def test_the_delta_rule_equals_its_float64_form(form: type[Chunks], dtype: torch
 
 
 def _results(chunks: Chunks, inputs: list[Tensor], weights: Tensor) -> list[Tensor]:
-    from megatron_dppo.actor.forward import _move
+    from megatron_dppo.actor.forward import to_device
 
     leaves = [x.detach().requires_grad_() for x in inputs]
-    output = _move(chunks, torch.device("cuda")).rule(*leaves)
+    output = to_device(chunks, torch.device("cuda")).rule(*leaves)
     return [output, *torch.autograd.grad(output, leaves, weights.to(output))]

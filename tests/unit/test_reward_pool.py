@@ -426,6 +426,24 @@ def test_closing_cancels_what_is_asked() -> None:
         assert values(pool.score(ask("a"))) == [1.0]
 
 
+def test_closing_cancels_what_is_asked_while_it_waits(monkeypatch: pytest.MonkeyPatch, sleepers: Path) -> None:
+    """It comes after those that were pending were cancelled, and takes a worker."""
+    cancel_all, late = WorkerPool._cancel_all, list[Any]()
+
+    def cancel_then_ask(pool: Any) -> None:
+        cancel_all(pool)
+        if not late:
+            late.extend(pool.submit(*alone("sleep", "sleep")))
+            wait_until(lambda: len([*sleepers.iterdir()]) == 2, LIMIT_S)
+
+    with RewardPool(NAME, num_workers=2, timeout_s=LIMIT_S, memory_mb=0) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(WorkerPool, "_cancel_all", cancel_then_ask)
+            pool.close()
+        assert all(answer.cancelled() for answer in late) and descendants() == []
+        assert values(pool.score(ask("a"))) == [1.0]
+
+
 def test_requests_that_time_out_count_over_all_calls() -> None:
     with RewardPool(NAME, num_workers=1, timeout_s=0.05, memory_mb=0) as pool:
         for _ in range(15):

@@ -129,11 +129,9 @@ def is_in_use(folder: Path, silent_s: float = 60.0) -> bool | None:
 
 
 def _clock_of(folder: Path) -> float:
-    """Return the time that a file would get which is written to the folder now; this host's if it cannot be."""
+    """Return the time that the file server gives to a new file; this host's if none can be created."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".clock_") as file:
-            file.write(b"0")
-            file.flush()
             return os.fstat(file.fileno()).st_mtime
     except OSError:
         return time.time()

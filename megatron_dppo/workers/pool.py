@@ -142,7 +142,7 @@ class WorkerPool(Generic[Q, A]):
                     try:
                         workers.append(self._idle.get(timeout=_MOST_WAIT_S))
                     except Empty:
-                        self._cancel_all()  # what was asked meanwhile
+                        self._cancel_all()  # requests that came meanwhile
                 for worker in filter(None, workers):
                     worker.ask_to_end()
                 for worker in filter(None, workers):

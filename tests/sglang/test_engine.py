@@ -127,8 +127,9 @@ def test_over_sampling_drops_what_is_not_whole_first(served: Served, engine: Sgl
     for batch in batches:
         assert [len(group.samples) for group in batch.groups] == [4, 4]
         assert batch.counts.num_dropped_samples == batch.counts.num_continued == 0
-        assert batch.counts.num_discarded_partials > 0
         assert max(compare(served, *as_answered(batch.samples), params)) <= PARITY
+    # On a busy machine all responses of a rollout may be whole at once.
+    assert sum(batch.counts.num_discarded_partials for batch in batches) > 0
     assert rollouts.cursor == {"epoch": 0, "index": 16}
     ids = [sample.id for batch in batches for sample in batch.samples]
     assert len(ids) == len(set(ids))

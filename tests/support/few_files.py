@@ -1,4 +1,4 @@
-"""Runs work with ever more open files left, in a process of its own, and prints what came of each.
+"""Runs work with ever more open files left, in a separate process, and prints the result of each.
 
 python -m tests.support.few_files client URL URL | rewards | decoding
 """
@@ -85,7 +85,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit_that_leaves(left), hard))
         try:
             found = work()
-        except Exception as error:  # noqa: BLE001 - told to the test
+        except Exception as error:  # noqa: BLE001 - reported to the test
             found = [error]
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

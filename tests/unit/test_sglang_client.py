@@ -203,7 +203,7 @@ def _require_given_up(server: Misbehaving, client: SglangClient, error: object) 
 
 @pytest.mark.parametrize("num_tokens", [0, 2000])
 def test_a_response_without_end_takes_bounded_memory(num_tokens: int) -> None:
-    """It is broken, like one that was cut: aborted, and asked again."""
+    """It counts as broken, like one that was cut: it is aborted and requested again."""
     sampling = {"max_new_tokens": num_tokens}
     body = {"rid": "g+0#1", "input_ids": [], "sampling_params": sampling, "return_routed_experts": True}
     most = most_bytes(body)

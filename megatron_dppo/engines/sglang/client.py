@@ -329,7 +329,7 @@ class Link:
 
 
 async def connect(clients: Sequence[SglangClient], version: int) -> dict[str, Link]:
-    """Connect to the servers together, each within `control_timeout_s`; return those of this version by URL.
+    """Connect to all servers at once, each within `control_timeout_s`; return links to this version by URL.
 
     Raises:
         ServerError: No server responds with weights of this version.

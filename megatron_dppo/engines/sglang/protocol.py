@@ -247,7 +247,7 @@ NEWEST = next(reversed(GENERATIONS))
 def most_bytes(body: Mapping[str, Any]) -> int:
     """Return the largest size of the response to a POST of this body: several times what SGLang writes.
 
-    A response that goes on without end takes no memory beyond it. Other calls than /generate have no tokens.
+    An endless response takes no more memory than that. Only calls of /generate have tokens.
     """
     if "input_ids" not in body:
         return _MOST_BYTES

@@ -147,7 +147,7 @@ def _watch(actor: Actor, ledger: Ledger) -> None:
 def _batch(settings: StepSettings, config: Config, hf: dict[str, Any]) -> TrainBatch:
     """Return equal micro-batches on the host, full of the longest sequences.
 
-    Every token is trained; of sequences that share a prompt, those of the responses.
+    Every token is trained, or, of sequences that share a prompt, every token of the responses.
     """
     routing = model_sizes(hf).routing if config.has_routes else None
     trees, num_topk = _trees(settings.num_tokens, settings.tree), config.rollout.num_topk_log_probs

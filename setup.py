@@ -115,7 +115,7 @@ setup(
         "msgspec>=0.19",
         "pybase64>=1.5",
         "datasets>=5.2",
-        "mpmath>=1.3",
+        "python-flint>=0.9",
         "matplotlib>=3.11",
     ],
     extras_require={
@@ -129,6 +129,8 @@ setup(
             "httpx2>=2.16",
             "hypothesis>=6.170",
             "import-linter>=2.16",
+            # What the masks and the losses are compared with, to 60 digits.
+            "mpmath>=1.3",
             # Reads the kernels' machine code; any version of the compiler's major one or later does.
             "nvidia-cuda-nvdisasm>=13.5; sys_platform == 'linux'",
             # What LoRA is compared with.

@@ -13,8 +13,8 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 SMALLEST = """
-aiohttp datasets jaxtyping jinja2 matplotlib megatron-core mpmath msgspec numpy packaging plotly psutil pyarrow
-pybase64 pydantic safetensors tomli-w torch tqdm transformers typer
+aiohttp datasets jaxtyping jinja2 matplotlib megatron-core msgspec numpy packaging plotly psutil pyarrow
+pybase64 pydantic python-flint safetensors tomli-w torch tqdm transformers typer
 """
 """The smallest supported set of packages, with what they require; and the runner of tests/gpu."""
 RUNNER = "pip pytest pytest-timeout pytest-xdist"

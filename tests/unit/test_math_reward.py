@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards import RewardPool, RewardRequest, RewardResult, math_reward, reward
-from megatron_dppo.rewards.math.compare import OutOfTimeError, within
 from megatron_dppo.rewards.math.reward import last_boxed
-from megatron_dppo.rewards.math.text import is_small
 from megatron_dppo.types import Prompt
 from tests.support.hostile_answers import HOSTILE
 
@@ -30,12 +28,13 @@ TOO_HARD = RewardResult(0.0, {"has_answer": 1.0, "is_too_hard": 1.0})
 NO_ANSWER = RewardResult(0.0, {"has_answer": 0.0, "is_too_hard": 0.0})
 
 
-def asked(answer: str) -> Prompt:
-    return Prompt("p", answer, "test", text="What is it?")
+def asked(answer: str, problem: str = "What is it?") -> Prompt:
+    return Prompt("p", answer, "test", text=problem)
 
 
-def scored(reference: str, answer: str) -> RewardResult:
-    return math_reward(asked(reference), answer if "boxed" in answer else rf"\boxed{{{answer}}}", "stop")
+def scored(reference: str, answer: str, problem: str = "What is it?") -> RewardResult:
+    response = answer if "boxed" in answer else rf"\boxed{{{answer}}}"
+    return math_reward(asked(reference, problem), response, "stop")
 
 
 @pytest.mark.parametrize("kind", PAIRS)
@@ -50,6 +49,37 @@ def test_agreement_with_hand_labels(kind: str) -> None:
 
 def test_where_labels_and_reward_disagree_is_known() -> None:
     assert [pair for pair in DISAGREEMENTS if scored(*pair).value != 0.0] == []
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer", "problem"),
+    [
+        ("5", r"5\text{ red marbles}", "How many red marbles are left in the bag?"),
+        ("12", r"12\text{ frogs}", "A pond has frogs. How many?"),
+        (r"4\text{ grandmothers}", "4", "Two grandmothers meet two grandmothers."),
+        ("5", r"\text{Area}=5", "What is the area?"),
+        ("D", r"\text{(D) I and II only}", "(C) I only (D) I and II only"),
+        ("B", r"\textbf{(B)}\ \text{a rhombus}", r"\textbf{(A) } a square \textbf{(B) } a rhombus"),
+    ],
+)
+def test_words_of_the_problem_may_stand_behind_a_value(reference: str, answer: str, problem: str) -> None:
+    assert scored(reference, answer, problem) == RIGHT
+    assert scored(reference, answer).value == 0.0
+
+
+@pytest.mark.parametrize(
+    "before", ["twice", "half of the", "multiple of", "inverse of", "square of", "not", "under"]
+)
+def test_words_before_a_value_are_never_left_out(before: str) -> None:
+    """They change the number, also if they occur in the problem."""
+    assert scored("5", rf"\text{{{before} }}5", f"Is it {before} it?").value == 0.0
+
+
+def test_messages_have_the_words_of_a_problem() -> None:
+    messages = ({"role": "user", "content": "How many tulips are there?"},)
+    prompt = Prompt("p", "5", "test", messages=messages)
+    assert math_reward(prompt, r"\boxed{5\text{ tulips}}", "stop") == RIGHT
+    assert math_reward(prompt, r"\boxed{5\text{ roses}}", "stop") == WRONG
 
 
 def test_a_response_that_was_cut_off_earns_nothing() -> None:
@@ -69,15 +99,26 @@ def test_a_reference_may_stand_in_a_box_and_in_dollars() -> None:
 
 
 TOO_LARGE = [
-    *("9^{9^{9^9}}", "(9!)!", "9!!!!", "(9^{999})^{999}", "2^{99999}", "(" * 20 + "1"),
-    *("9^9^9", "9^{9}^{9}", "9^9!", "9^{99}!", r"9^\frac{99999}{1}", r"9^\binom{99}{50}", "9**9**9"),
-    r"10^\frac{3^{2023}-1}{2\cdot 3^{2023}}",
+    *("9^{9^{9^9}}", "(9!)!", "(9^{999})^{999}", r"9^\frac{99999}{1}", r"9^\binom{99}{50}", "2^{999999}"),
+    *(
+        "10000!!".removesuffix("!") + "^2",
+        r"e^{9^{9}}",
+        r"\pi^{10^9}",
+        r"\sinh(10^{9})",
+        r"\frac{1}{9^{99999}}",
+    ),
 ]
+NOT_UNDERSTOOD = ["9!!!!", "(" * 20 + "1", "9^9^9", "9^{9}^{9}", "9^9!", "9^{99}!", "9**9**9"]
 
 
 @pytest.mark.parametrize("answer", TOO_LARGE)
-def test_what_cannot_be_computed_is_wrong_and_counted(answer: str) -> None:
+def test_numbers_with_too_many_digits_are_wrong_and_counted(answer: str) -> None:
     assert scored("5", answer) == TOO_HARD
+
+
+@pytest.mark.parametrize("answer", NOT_UNDERSTOOD)
+def test_ambiguous_powers_and_factorials_are_wrong(answer: str) -> None:
+    assert scored("5", answer) == WRONG
 
 
 def test_what_cannot_be_computed_is_still_right_as_it_stands() -> None:
@@ -96,9 +137,13 @@ LIMITS = {
     "six places at least": ((r"\frac{1}{3}", "0.333333", "0.33333"), (r"\sqrt{2}", "1.414214", "1.41421")),
     "six digits at least": ((r"\frac{1}{300000}", "0.00000333333", "0.0000033333 0.000003333 0.000003"),),
     "a hundred places at most": ((r"\frac{1}{3}", f"0.{'3' * 100}", f"0.{'3' * 101}"),),
-    "a hundredth of what is approximated": (
-        (r"\frac{1}{3}", r"\frac{1}{3}\approx0.3366", r"\frac{1}{3}\approx0.337 \frac{1}{3}\approx0.31"),
-        ("200", r"200\approx201 200\approx199", r"200\approx203 200\approx197"),
+    "what is approximated, rounded or cut off to the places that are written": (
+        (
+            r"\frac{2}{3}",
+            r"\frac{2}{3}\approx0.67 \frac{2}{3}\approx0.66",
+            r"\frac{2}{3}\approx0.68 \frac{2}{3}\approx0.8",
+        ),
+        ("200", r"200\approx200 200\approx200.0", r"200\approx201 200\approx199"),
     ),
 }
 
@@ -110,57 +155,32 @@ def test_the_tolerances_of_numbers_from_both_sides(limit: str) -> None:
         assert [text for text in refused.split() if scored(reference, text) != WRONG] == []
 
 
-TOO_SLOW = r"\pi+10^{-4000}(x+\frac{1}{3})!"  # Gamma to fifty thousand bits
+TOO_MUCH = r"\pi+10^{-4000}(x+\frac{1}{3})!"  # Gamma to fifty thousand bits
 
 
-def test_a_comparison_that_takes_a_second_is_given_up() -> None:
-    began = time.process_time()
-    assert scored(r"10^{-4000}(\frac{1}{3}+x)!+\pi", TOO_SLOW) == TOO_HARD
-    assert time.process_time() - began < 5.0
+def test_comparisons_with_too_much_work_are_given_up() -> None:
+    assert scored(r"10^{-4000}(\frac{1}{3}+x)!+\pi", TOO_MUCH) == TOO_HARD
     assert scored(r"\sqrt{2}+x", "(a+b+c+d+e+f+g)^{60}") == WRONG
     assert scored(r"\sqrt{2}+x", r"x+\sqrt{2}") == RIGHT
+    sines = "+".join(rf"\sin({place}+10^{{-2000}})" for place in range(45))
+    began = time.process_time()
+    assert scored("+".join(reversed(sines.split("+"))), sines).value == 0.0
+    assert time.process_time() - began < 60.0
 
 
 def test_any_thread_may_ask() -> None:
-    """Signals, which end a long comparison in the main thread, are delivered nowhere else."""
+    """FLINT has one precision for the whole process."""
     pairs = [(r"\frac{1}{2}", "0.5", RIGHT), (r"\sqrt{8}", r"2\sqrt{2}", RIGHT), ("x^2", "x^3", WRONG)]
-    slow = r"10^{-4000}(\frac{1}{3}+x)!+\pi"
+    pairs.append((r"\pi", r"\pi+10^{-1000}", WRONG))
     with ThreadPoolExecutor(4) as threads:
-        too_slow = threads.submit(scored, slow, TOO_SLOW)
         found = threads.map(scored, *zip(*[pair[:2] for pair in pairs * 20], strict=True))
         assert list(found) == [result for *_, result in pairs * 20]
-        assert too_slow.result() == TOO_HARD
     assert scored(r"\frac{1}{2}", "0.5") == RIGHT
-
-
-@pytest.mark.parametrize("is_main", [True, False])
-def test_a_time_limit_holds_in_every_thread(is_main: bool) -> None:
-    def spin() -> None:
-        while True:
-            pass
-
-    def end() -> str:
-        with pytest.raises(OutOfTimeError):
-            within(0.2, spin)
-        return within(60.0, lambda: "done")
-
-    if is_main:
-        assert end() == "done"
-    else:
-        with ThreadPoolExecutor(2) as threads:
-            assert [found.result() for found in [threads.submit(end) for _ in range(2)]] == ["done", "done"]
 
 
 @pytest.mark.parametrize("box", [r"\boxed{5}", r"\fbox{5}", r"\fbox{4}, no, \boxed{5}", r"\boxed{\fbox{5}}"])
 def test_boxes_of_each_kind_count(box: str) -> None:
     assert math_reward(asked("5"), f"so {box}", "stop") == RIGHT
-
-
-@pytest.mark.parametrize(
-    "text", ["2^{10}", "(n+1)!", "x^{2}+y^{2}", "2^{n+1}", "(x-1)^2(x+2)^3", "10^{-9}", "6!"]
-)
-def test_what_answers_look_like_is_small(text: str) -> None:
-    assert is_small(text)
 
 
 def test_hostile_responses_end_in_time_in_one_worker() -> None:

@@ -1,12 +1,13 @@
-"""Parses the LaTeX of an answer into a tree. It is strict: text that it does not understand is an error.
+r"""Parses an answer into a tree. It is strict: text that it does not understand is an error.
 
-A parser that skips or guesses would accept wrong answers. `text.py` and `words.py` remove words, units and
-variant spellings first.
+A parser that skips or guesses would accept wrong answers. A list without brackets is a `Tree("list", ...)`.
+What stands around a value (words, a unit, a per cent sign) is kept in a `Quantity`.
 """
 
+import re
 from fractions import Fraction
 
-from megatron_dppo.rewards.math.tree import (
+from megatron_dppo.rewards.math.text import (
     ACCENTS,
     EMPTY,
     FUNCTIONS,
@@ -18,22 +19,31 @@ from megatron_dppo.rewards.math.tree import (
     Node,
     NotUnderstoodError,
     Number,
+    Quantity,
     Tokens,
     Tree,
-    first_factor,
+    is_group,
+    is_relation,
     negative,
     with_both_signs,
+    words_of,
 )
 
-_OPAQUE = frozenset("fghFGHPQ")  # before a bracket, names of functions with unknown values
-_TIMES, _DIVIDE = frozenset({r"\cdot", r"\times", "*"}), frozenset({"/", r"\div", ":"})
-_SET_OPERATIONS = {r"\cup": "cup", r"\cap": "cap", r"\setminus": "minus"}
-_MATRICES = frozenset({"matrix", "pmatrix", "bmatrix", "Bmatrix", "smallmatrix"})
-_MAX_DEPTH = 40
+_CURRENCIES = {r"\$": "dollar", "$": "dollar", "€": "euro", r"\euro": "euro", "¥": "yen", "₹": "rupee"}
+_CURRENCIES.update({"£": "sterling", r"\pounds": "sterling"})
+_MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 1000, "lakh": 10**5, "million": 10**6, "crore": 10**7}
+_MULTIPLIERS.update({"billion": 10**9, "trillion": 10**12})
+_LEAD = words_of("""
+    the a an final correct answer answers is are so therefore thus hence we get have there it equals equal
+    to value values result solution solutions total number of way ways""")
+_TIMES, _DIVIDE = frozenset({r"\cdot", r"\times", "*"}), frozenset({"/", r"\div"})
+_FACTORS = words_of("frac sqrt binom lfloor lceil begin mathbb emptyset").union(
+    FUNCTIONS, OF_MANY, LETTERS, ACCENTS
+)
 
 
 def parse(text: str) -> Node:
-    r"""Return the tree of a tidy text without words. A list without brackets is a `Tree("list", ...)`.
+    """Return the tree of a tidy text.
 
     Raises:
         NotUnderstoodError: The text cannot be parsed.
@@ -48,11 +58,9 @@ def parse(text: str) -> Node:
 class _Parser(Tokens):
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._depth = 0
         self._bars = 0  # open `|`
         self._is_angle = False
-
-    # Lists and relations
+        self._mark = ""  # of the current side: degrees or a base
 
     def items(self) -> Node:
         """Parse items between commas, semicolons or "or". A single item is not a list."""
@@ -60,30 +68,55 @@ class _Parser(Tokens):
         items = with_both_signs(self._relation())
         while self.next in (",", ";", r"\lor"):
             separators.add(self.take())
+            while self.has(","):  # 1, 2, and 3
+                pass
             items += with_both_signs(self._relation())
         if len(items) == 1:
             return items[0]
         return Tree("or" if separators == {r"\lor"} else "list", tuple(items))
 
     def _relation(self) -> Node:
-        self._depth += 1
-        if self._depth > _MAX_DEPTH:
-            raise NotUnderstoodError
-        sides, relations = [self._sets()], list[str]()
+        sides, relations = [self._side()], list[str]()
         while self.next in RELATIONS:
             relations.append(RELATIONS[self.take()])
-            sides.append(self._sets())
-        self._depth -= 1
+            sides.append(self._side())
         return Tree(" ".join(relations), tuple(sides)) if relations else sides[0]
 
-    def _sets(self) -> Node:
+    def _side(self) -> Node:
+        words = self._words()
+        while words and self.has(","):  # Therefore, the answer is 5
+            words += self._words()
+        if not {*map(str.casefold, words)} <= _LEAD:
+            if self.next != "=":
+                raise NotUnderstoodError
+            return Name('"' + " ".join(words))
+        if words:
+            _ = self.has(":") or self.has("=")
+        before, self._mark = self._mark, ""
+        mark = _CURRENCIES[self.take()] if self.next in _CURRENCIES else ""
         node = self._sum()
-        while self.next in _SET_OPERATIONS:
-            kind = _SET_OPERATIONS[self.take()]
-            node = Tree(kind, (node, self._sum()))
-        return node
+        while self.next in (r"\cup", r"\cap", r"\setminus"):
+            node = Tree(self.take()[1:], (node, self._sum()))
+        marks = [
+            each
+            for each in (mark, self._mark, _CURRENCIES.get(self.next, ""), "%" * (self.next == r"\%"))
+            if each
+        ]
+        self.place += self.next in (r"\%", *_CURRENCIES)
+        self._mark = before
+        if len(marks) > 1:
+            raise NotUnderstoodError
+        words = self._words()
+        if words and words[0] in _MULTIPLIERS:
+            node = Tree("*", (node, Number(Fraction(_MULTIPLIERS[words.pop(0)]))))
+        return Quantity(node, tuple(words), *marks) if words or marks else node
 
-    # Sums and products
+    def _words(self) -> list[str]:
+        found = list[str]()
+        while self.next.startswith('"'):
+            word = self.take()[1:]
+            found.append(f"{word}^{self.raw_group()}" if self.has("^") else word)
+        return found
 
     def _sum(self) -> Node:
         terms = [self._signed_term()]
@@ -102,37 +135,49 @@ class _Parser(Tokens):
 
     def _product(self) -> Node:
         node = self._implicit_product()
+        if self.next == ":":
+            return self._ratio(node)
         while self.next in _TIMES | _DIVIDE:
             operator = self.take()
             is_minus = self.has("-")
             factor = self._implicit_product()
-            factor = negative(factor) if is_minus else factor
-            if operator == ":" and self.next == ":":
-                raise NotUnderstoodError  # a ratio of three numbers is not a quotient
-            node = Tree("*" if operator in _TIMES else "/", (node, factor))
+            pair = node, negative(factor) if is_minus else factor
+            node = Tree("*" if operator in _TIMES else "/", pair)
         return node
+
+    def _ratio(self, first: Node) -> Node:
+        """Parse a ratio of numbers, or a time of day."""
+        parts, texts = [first], [self.tokens[self.place - 1]]
+        while self.has(":"):
+            texts.append(self.next)
+            parts.append(self._power())
+        if not all(isinstance(part, Number) for part in parts):
+            raise NotUnderstoodError
+        if len(parts) == 2 and re.fullmatch(r"0?([0-9]|1[0-9]|2[0-4]):[0-5][0-9]", ":".join(texts)):
+            return Tree("clock", tuple(parts))
+        return Tree("ratio", tuple(parts))
 
     def _implicit_product(self, *, in_function: bool = False) -> Node:
         first = self.next
-        node = self._power()
-        if isinstance(node, Number) and self.last == first and self.next == r"\frac":
+        node = self._power(is_first=True)
+        if isinstance(node, Number) and self.tokens[self.place - 1] == first and self.next == r"\frac":
             node = self._mixed(node)
         while self._starts_factor():
-            if in_function and (self.next == "(" or self.next[1:] in FUNCTIONS):
-                if self.next == "(":
-                    raise NotUnderstoodError
+            if in_function and self.next == "(":
+                raise NotUnderstoodError  # is `\\sin x(y+1)` a product of sines?
+            if in_function and self.next[1:] in FUNCTIONS:
                 break
-            if self.next[0] in ".0123456789" and not self.starts_new_number():
-                raise NotUnderstoodError  # numbers side by side, or a power without braces
+            if self.next[0] in ".0123456789":
+                after = self.tokens[self.place + 1 : self.place + 2]
+                if (self.tokens[self.place - 1], *after) not in (("}", "^"), ("!", "!")):
+                    raise NotUnderstoodError  # numbers side by side, or a power without braces
             node = Tree("*", (node, self._power()))
         return node
 
     def _mixed(self, whole: Number) -> Node:
         """Parse an integer before a fraction. It is a mixed number if the fraction is proper, with integers."""
         fraction = self._power()
-        if not (isinstance(fraction, Tree) and fraction.kind == "/"):
-            return Tree("*", (whole, fraction))
-        above, below = fraction.parts
+        above, below = fraction.parts if isinstance(fraction, Tree) and fraction.kind == "/" else (None, None)
         if not (isinstance(above, Number) and isinstance(below, Number)):
             return Tree("*", (whole, fraction))
         if whole.places is not None or not 0 < above.value < below.value:
@@ -143,29 +188,21 @@ class _Parser(Tokens):
         token = self.next
         if token == "|":
             return self._bars == 0
-        if token == "[" or not token:
-            return False
-        if token[0] == "\\":
-            name = token[1:]
-            known = {"frac", "sqrt", "binom", "lfloor", "lceil", "begin", "operatorname", "mathbb", "emptyset"}
-            return name in known | FUNCTIONS | OF_MANY or token in LETTERS | ACCENTS
-        return token.isascii() and (token.isalnum() or token in "({" or token[0] == ".")
+        if token[:1] == "\\":
+            return token[1:] in _FACTORS
+        return bool(token) and token.isascii() and (token[0].isalnum() or token[0] in "({.")
 
-    # Powers and atoms
-
-    def _power(self) -> Node:
-        node = self._atom()
+    def _power(self, *, is_first: bool = False) -> Node:
+        node = self._atom(is_first=is_first)
         has_power = False
         while True:
-            if self.next == "^":
-                self.take()
-                if self._is_degree():
-                    node = self._degrees(node)
-                elif has_power:
+            if self.has("^", r"\circ") or self.has("^", "{", r"\circ", "}"):
+                node = self._degrees(node)
+            elif self.has("^"):
+                if has_power:
                     raise NotUnderstoodError
-                else:
-                    has_power = True
-                    node = Tree("^", (node, self._argument()))
+                has_power = True
+                node = Tree("^", (node, self._argument()))
             elif self.has("!"):
                 if self.next == "!" or has_power:
                     raise NotUnderstoodError  # `n!!` is not a factorial's factorial, `2^3!` is ambiguous
@@ -173,182 +210,160 @@ class _Parser(Tokens):
             else:
                 return node
 
-    def _is_degree(self) -> bool:
-        place = self.place
-        is_group = self.has("{")
-        if self.has(r"\circ") and (not is_group or self.has("}")):
-            return True
-        self.place = place
-        return False
-
     def _degrees(self, node: Node) -> Node:
-        if not self._is_angle:
-            return node
-        return Tree("/", (Tree("*", (node, Name(r"\pi"))), Number(Fraction(180))))
+        if self._is_angle:
+            return Tree("/", (Tree("*", (node, Name(r"\pi"))), Number(Fraction(180))))
+        scale = self.take() if self.next in ("C", "F", "K") else ""
+        if self._mark not in ("", f"degree {scale}".strip()):
+            raise NotUnderstoodError
+        self._mark = f"degree {scale}".strip()
+        return node
 
     def _argument(self) -> Node:
         """Parse a group in braces, or the operand that one token starts: a digit, a letter, a command."""
         if self.next == "{":
             return self._group()
-        token = self.next
-        if token.isdigit() and len(token) > 1:  # TeX reads `x^12` as `x^{1}2`, which is hardly meant
+        if self.next.isdigit() and len(self.next) > 1:  # TeX reads `x^12` as `x^{1}2`, which is hardly meant
             raise NotUnderstoodError
         return self._atom()
 
     def _digit(self) -> Node:
         r"""Parse an argument of `\frac` or `\sqrt`. Without braces it is only one digit of a number."""
-        token = self.next
-        if token[:1].isdigit():
-            self.tokens[self.place : self.place + 1] = list(token)
+        if self.next[:1].isdigit():
+            self.tokens[self.place : self.place + 1] = list(self.next)
         return self._argument()
 
     def _group(self) -> Node:
         self.take("{")
         bars, self._bars = self._bars, 0
-        node = self._relationless()
+        node = self._sum()
         if self.next in (r"\over", r"\choose"):
             kind = "/" if self.take() == r"\over" else "binom"
-            node = Tree(kind, (node, self._relationless()))
+            node = Tree(kind, (node, self._sum()))
         self._bars = bars
         self.take("}")
         return node
 
-    def _relationless(self) -> Node:
-        self._depth += 1
-        if self._depth > _MAX_DEPTH:
-            raise NotUnderstoodError
-        node = self._sum()
-        self._depth -= 1
-        return node
-
-    def _atom(self) -> Node:
+    def _atom(self, *, is_first: bool = False) -> Node:
         token = self.take()
         if token[0] == "\\":
             return self._command(token)
         if token[0].isdigit() or (token[0] == "." and len(token) > 1):
-            if self.next == "_":
-                raise NotUnderstoodError  # in another base
-            places = len(token.partition(".")[2]) if "." in token else None
-            return Number(Fraction(f"0{token}"), places)
+            return self._number(token)
         if token.isascii() and token.isalpha():
-            return self._letter(token)
-        if token == "{":
-            self.place -= 1
-            return self._group()
-        if token in "([":
-            return self._bracket(token)
+            return self._letter(token, is_first=is_first)
         if token == "|":
-            return self._bar()
-        raise NotUnderstoodError
+            self._bars += 1
+            node = Tree("abs", (self._sum(),))
+            self._bars -= 1
+            self.take("|")
+            return node
+        if token not in "{([":
+            raise NotUnderstoodError
+        self.place -= token == "{"
+        return self._group() if token == "{" else self._bracket(token)
 
-    def _letter(self, token: str) -> Node:
-        if token == "C" and (found := self.combinations()):
-            return Tree("binom", tuple(Number(Fraction(count)) for count in found))
+    def _number(self, token: str) -> Node:
+        places = len(token.partition(".")[2]) if "." in token else None
+        if self.has("_"):  # in another base
+            base = self.raw_group()
+            if not base.isdigit() or places is not None or int(max(token)) >= int(base) or self._mark:
+                raise NotUnderstoodError
+            self._mark = f"base {base}"
+        return Number(Fraction(f"0{token}"), places)
+
+    def _letter(self, token: str, *, is_first: bool) -> Node:
         name = f"{token}_{self.raw_group()}" if self.has("_") else token
-        name += "^{-1}" if token in _OPAQUE and self.has_inverse() else ""
         while self.has("'"):
             name += "'"
-        if self.next == "(" and token in _OPAQUE:
-            self.take()
-            argument = self._bracket("(")
-            parts = argument.parts if isinstance(argument, Tree) and argument.kind == "()" else (argument,)
+        place, is_function = self.place, token in "fghFGHPQ" and (token == "f" or is_first)
+        if is_function and self.has("^", "{", "-", "1", "}", "("):
+            name += "^{-1}"
+        elif not (is_function and self.has("(")):
+            return Name(name)
+        argument = self._bracket("(")
+        parts = argument.parts if isinstance(argument, Tree) and argument.kind == "()" else (argument,)
+        if token == "f" or not all(isinstance(part, Tree) and part.kind == "+" for part in parts):
             return Tree(f"call {name}", parts)
+        self.place = place  # `h(h+1)` is a product
         return Name(name)
 
     def _bracket(self, opener: str) -> Node:
-        is_angle, self._is_angle = self._is_angle, self._is_angle
         bars, self._bars = self._bars, 0
         node = self.items()
-        self._bars, self._is_angle = bars, is_angle
+        self._bars = bars
         closer = self.take()
         if closer not in (")", "]"):
             raise NotUnderstoodError
         if isinstance(node, Tree) and node.kind == "list":
             return Tree(opener + closer, node.parts)
-        if opener + closer not in ("()", "[]") or (isinstance(node, Tree) and node.kind in RELATIONS.values()):
+        if opener + closer not in ("()", "[]") or isinstance(node, Quantity) or is_relation(node):
             raise NotUnderstoodError
-        return node if opener == "(" else Tree("[]", (node,)) if self._at_value_end() else node
-
-    def _at_value_end(self) -> bool:
-        return self.next in ("", ",", ";", ")", "]", "}", r"\}", r"\cup", r"\cap")
-
-    def _bar(self) -> Node:
-        self._bars += 1
-        node = self._relationless()
-        self._bars -= 1
-        self.take("|")
-        return Tree("abs", (node,))
-
-    # Commands
+        is_interval = opener == "[" and self.next in ("", ",", ";", ")", "]", "}", r"\}", r"\cup", r"\cap")
+        return Tree("[]", (node,)) if is_interval else node
 
     def _command(self, token: str) -> Node:
         name = token[1:]
         if name in FUNCTIONS:
             return self._function(name)
-        if name == "operatorname":
-            name = self.raw_group()
-            if name not in FUNCTIONS | OF_MANY:
-                raise NotUnderstoodError
-            return self._function(name) if name in FUNCTIONS else self._of_many(name)
         if name in OF_MANY:
-            return self._of_many(name)
+            self.take("(")
+            node = self._bracket("(")
+            if not (isinstance(node, Tree) and node.kind == "()"):
+                raise NotUnderstoodError
+            return Tree(name, node.parts)
         if name in ("frac", "binom"):
-            above, below = self._digit(), self._digit()
-            if name == "frac" and first_factor(above) == first_factor(below) == Name("d"):
+            first = self.tokens[self.place : self.place + 3]
+            if first[:2] == ["{", "d"] and first[2:] != ["}"]:
                 raise NotUnderstoodError  # a derivative is not a quotient
-            return Tree("/" if name == "frac" else "binom", (above, below))
+            return Tree("/" if name == "frac" else "binom", (self._digit(), self._digit()))
         if name == "sqrt":
-            return self._root()
+            index: Node = Number(Fraction(2))
+            if self.has("["):
+                index = self._sum()
+                self.take("]")
+            return Tree("root", (self._digit(), index))
         if name in ("lfloor", "lceil"):
-            node = self._relationless()
+            node = self._sum()
             self.take(rf"\r{name[1:]}")
-            return Tree("floor" if name == "lfloor" else "ceil", (node,))
+            return Tree(name[1:], (node,))
         if name == "{":
-            return self._set()
+            if self.has(r"\}"):
+                return EMPTY
+            node = self.items()
+            self.take(r"\}")
+            return Tree("set", node.parts if isinstance(node, Tree) and node.kind == "list" else (node,))
         if name == "emptyset":
             return EMPTY
         if name == "mathbb":
             return Name(rf"\mathbb{{{self.raw_group()}}}")
-        if name == "begin":
-            return self._matrix()
-        return self._styled(token)
+        return self._matrix() if name == "begin" else self._styled(token)
 
     def _styled(self, token: str) -> Node:
-        if token in ACCENTS:
+        if token in (r"\angle", r"\triangle"):
+            letters = ""
+            while self.next.isascii() and self.next.isalpha():  # their order matters
+                letters += self.take()
+            return Name(f"{token} {letters}")
+        if token[1:] in ACCENTS:
             content = self.raw_group()
             if not content or content[0].isdigit():
                 raise NotUnderstoodError
             token = f"{token}{{{content}}}"
-        elif token not in LETTERS:
+        elif token[1:] not in LETTERS:
             raise NotUnderstoodError
-        if self.next == "_":
-            self.take()
-            token += f"_{self.raw_group()}"
-        return Name(token)
-
-    def _root(self) -> Node:
-        index: Node = Number(Fraction(2))
-        if self.has("["):
-            index = self._relationless()
-            self.take("]")
-        return Tree("root", (self._digit(), index))
+        return Name(f"{token}_{self.raw_group()}" if self.has("_") else token)
 
     def _function(self, name: str) -> Node:
-        base: Node | None = None
-        power: Node | None = None
-        while self.next in ("_", "^"):
-            if self.take() == "_":
-                base = self._argument()
-            elif power is None:
-                power = self._argument()
-            else:
-                raise NotUnderstoodError
+        base = self._argument() if self.has("_") else None
+        power = self._argument() if self.has("^") else None
+        base = self._argument() if base is None and self.has("_") else base
         is_angle, self._is_angle = self._is_angle, name in TRIGONOMETRIC
         argument = self._function_argument()
         self._is_angle = is_angle
         if base is not None and name != "log":
             raise NotUnderstoodError
-        if power == Number(Fraction(-1)) or power == negative(Number(Fraction(1))):
+        if power == Number(Fraction(-1)):
             if name not in TRIGONOMETRIC:
                 raise NotUnderstoodError
             name, power = f"arc{name}", None
@@ -358,7 +373,7 @@ class _Parser(Tokens):
     def _function_argument(self) -> Node:
         if self.has("("):
             node = self._bracket("(")
-            if isinstance(node, Tree) and node.kind in ("()", "(]"):
+            if is_group(node):
                 raise NotUnderstoodError
             return node
         if self.next == "{":
@@ -367,23 +382,9 @@ class _Parser(Tokens):
             return self._power()
         return self._implicit_product(in_function=True)
 
-    def _of_many(self, name: str) -> Node:
-        self.take("(")
-        node = self._bracket("(")
-        if not (isinstance(node, Tree) and node.kind == "()"):
-            raise NotUnderstoodError
-        return Tree(name, node.parts)
-
-    def _set(self) -> Node:
-        if self.has(r"\}"):
-            return EMPTY
-        node = self.items()
-        self.take(r"\}")
-        return Tree("set", node.parts if isinstance(node, Tree) and node.kind == "list" else (node,))
-
     def _matrix(self) -> Node:
         kind = self.raw_group()
-        if kind not in _MATRICES:
+        if kind not in ("matrix", "pmatrix", "bmatrix", "Bmatrix", "smallmatrix"):
             raise NotUnderstoodError
         rows = [[self._sum()]]
         while self.next != r"\end":

@@ -1,0 +1,400 @@
+"""Computes the values of trees: exactly if they are rational, otherwise as balls that contain them (FLINT).
+
+A ball without zero proves a difference. Two values are equal if their difference still contains zero at twice
+the digits of the largest or smallest number in it. Expressions with variables are compared at points on both
+sides of every kink. The limits are of bits and of work, so that every machine gives the same result.
+"""
+
+# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+# FLINT's types are not complete.
+import contextlib
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
+from functools import partial, reduce
+from typing import Any
+
+from flint import acb, arb, ctx, fmpq, fmpz
+
+from megatron_dppo.rewards.math.text import CONSTANTS, SETS, Name, Node, Number, Tree, names, walk, words_of
+
+INFINITY = r"\infty"
+_NO_NUMBERS = frozenset({INFINITY, r"\dots", *SETS})
+_FIRST_BITS, _MAX_BITS = 256, 20_000  # precision of balls
+_PRECISE_BITS = 2_048
+_MAX_EXACT_BITS = 1 << 17
+_MAX_EXPONENT = 100_000.0  # of e
+_MAX_GAMMA_BITS = 4_000
+_MAX_WORK = 4e10  # sum of the squared precisions of all operations: about a second
+_NUM_SMOOTH, _NUM_KINKED, _FEWEST_POINTS = 12, 60, 4
+_FEWEST_PLACES, _MOST_PLACES = 6, 100  # of a decimal that may be rounded; and its digits after leading zeros
+_WHOLE, _STEPS, _SMOOTH = words_of("factorial binom"), words_of("floor ceil gcd lcm"), words_of("+ - * /")
+_INDICES = frozenset("nmkijNMK")  # variables that are integers where steps occur
+
+
+class TooLargeError(Exception):
+    """A number has more digits than the limit, or a comparison takes too long."""
+
+
+class UndefinedError(Exception):
+    """A tree has no value: it divides by zero, or is not a number."""
+
+
+class _Computation:
+    """Computes trees at one point to a precision in bits."""
+
+    def __init__(self, bits: int, point: Mapping[str, Any]) -> None:
+        self._bits, self._point = bits, point
+        self.largest = 0  # bits of the largest number so far, or of the smallest number's inverse
+        self._work = 0.0
+
+    def value(self, node: Node) -> Any:
+        """Return a rational number (`fmpq`) or a ball (`acb`)."""
+        with ctx.workprec(self._bits):
+            try:
+                return self._value(node)
+            except ZeroDivisionError:
+                raise UndefinedError from None
+
+    def value_or_none(self, node: Node) -> Any:
+        """Return `None` if the tree has no value."""
+        try:
+            return self.value(node)
+        except UndefinedError:
+            return None
+
+    def _value(self, node: Node) -> Any:
+        if isinstance(node, Number):
+            return self._counted(fmpq(*node.value.as_integer_ratio()))
+        if isinstance(node, Name):
+            if node.text in CONSTANTS:
+                return {r"\pi": acb.pi, "e": acb(1).exp, "i": partial(acb, 0, 1)}[node.text]()
+            if node.text not in self._point:
+                raise UndefinedError
+            return self._point[node.text]
+        if not isinstance(node, Tree):
+            raise UndefinedError
+        self._work += self._bits**2 * (20.0 if node.kind in _WHOLE else 1.0)
+        if self._work > _MAX_WORK:
+            raise TooLargeError
+        parts = [self._value(part) for part in node.parts]
+        if node.kind in ("tanh", "coth"):  # its distance from 1 is a power of e
+            self.largest = max(self.largest, math.ceil(3 * float(_small(acb(parts[0])).abs_upper())))
+        if node.kind.startswith("call "):
+            return self._counted(_unknown_function(acb(self._point[node.kind[5:]]), parts))
+        return self._counted(_apply(node.kind, parts))
+
+    def _counted(self, value: Any) -> Any:
+        limit = _MAX_EXACT_BITS
+        if isinstance(value, fmpq):
+            size = int(value.height_bits())
+        else:
+            if not value.is_finite():
+                raise UndefinedError
+            mantissa, exponent = value.abs_lower().man_exp()
+            size = abs(int(exponent) + fmpz(mantissa).bit_length()) if mantissa else 0
+            limit += self._bits
+        if size > limit:
+            raise TooLargeError
+        self.largest = max(self.largest, size)
+        return value
+
+
+def _apply(kind: str, parts: list[Any]) -> Any:
+    if all(isinstance(part, fmpq) for part in parts) and kind in _EXACT:
+        value = _EXACT[kind](*parts)
+        if value is not None:
+            return fmpq(value)
+    if kind in ("^", "root") and isinstance(parts[1], fmpq):
+        return _rational_power(acb(parts[0]), parts[1] if kind == "^" else 1 / parts[1])
+    if kind not in _BALLS:
+        raise UndefinedError
+    return _BALLS[kind](*map(acb, parts))
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    if exponent.q != 1:
+        return None
+    if base == exponent == 0:
+        raise UndefinedError
+    if base in (0, 1, -1):
+        return base ** int(exponent.p if base == 0 else exponent.p % 2)
+    return base ** int(_bounded(exponent.p, abs(exponent.p) * base.height_bits(), 2 * _MAX_EXACT_BITS))
+
+
+def _bounded(number: Any, size: Any, limit: int) -> Any:
+    if size > limit:
+        raise TooLargeError
+    return number
+
+
+def _of_whole(compute: Callable[..., int], *numbers: Any) -> Any:
+    """Return a function of integers that are not negative; `None` if some are no integers."""
+    if any(number.q != 1 for number in numbers):
+        return None
+    if any(number < 0 for number in numbers):
+        raise UndefinedError
+    return compute(*(int(number.p) for number in numbers))
+
+
+def _combinations(upper: int, lower: int) -> int:
+    if lower > upper:
+        raise UndefinedError
+    return math.comb(upper, _bounded(lower, min(lower, upper - lower) * upper.bit_length(), _MAX_EXACT_BITS))
+
+
+_EXACT: Mapping[str, Callable[..., Any]] = {
+    "+": lambda *terms: reduce(fmpq.__add__, terms),
+    "-": lambda term: -term,
+    "*": lambda one, other: one * other,
+    "/": lambda above, below: above / below,
+    "^": _power,
+    "factorial": partial(_of_whole, lambda number: math.factorial(_bounded(number, number, 10_000))),
+    "binom": partial(_of_whole, _combinations),
+    "gcd": partial(_of_whole, math.gcd),
+    "lcm": partial(_of_whole, math.lcm),
+    "abs": abs,
+    "floor": fmpq.floor,
+    "ceil": fmpq.ceil,
+    "max": max,
+    "min": min,
+}
+
+
+def _small(exponent: Any) -> Any:
+    """Return the exponent of a power of e, if the power has few enough digits."""
+    if not exponent.is_finite():
+        raise UndefinedError
+    return _bounded(exponent, float(exponent.abs_upper()), int(_MAX_EXPONENT))
+
+
+def _real(value: Any) -> Any:
+    if not value.imag.is_zero():
+        raise UndefinedError
+    return value
+
+
+def _ball_power(base: Any, exponent: Any) -> Any:
+    if not base.is_zero():
+        return _small(exponent * base.log()).exp()
+    if not exponent.real > 0:
+        raise UndefinedError
+    return acb(0)
+
+
+def _rational_power(base: Any, exponent: Any) -> Any:
+    r"""Return the real power if there is one: `\sqrt[3]{-8}` and `(-8)^{1/3}` are -2."""
+    if base.imag.is_zero() and base.real < 0 and exponent.q % 2 == 1:
+        size = _ball_power(-base, acb(exponent))
+        return -size if exponent.p % 2 else size
+    if base.is_zero() or exponent.q > 2:
+        return _ball_power(base, acb(exponent))
+    if not base.contains(0):
+        _small(acb(exponent) * base.log())
+    return (base if exponent.q == 1 else base.sqrt()).pow(acb(exponent.p))
+
+
+def _gamma(number: Any) -> Any:
+    _bounded(number, max(ctx.prec / _MAX_GAMMA_BITS, float(number.abs_upper()) / _MAX_EXPONENT), 1)
+    return (number + 1).gamma()
+
+
+def _unknown_function(shift: Any, arguments: list[Any]) -> Any:
+    """Return a value for which no identity holds."""
+    total = acb(0)
+    for place, argument in enumerate(map(acb, arguments), 1):
+        total += place * (_small(argument * shift + shift).cos() + shift * argument * argument)
+    return total
+
+
+_FORMS = (("", ""), ("arc", ""), ("", "h"), ("ar", "h"))
+_BALLS: Mapping[str, Callable[..., Any]] = {
+    **{
+        f"{arc}{name}{h}": getattr(acb, f"{arc[:1]}{name}{h}")
+        for name in ("sin", "cos", "tan")
+        for arc, h in _FORMS
+    },
+    **{f"{name}{h}": getattr(acb, f"{name}{h}") for name in ("cot", "sec", "csc") for h in ("", "h")},
+    **{
+        name: partial(lambda name, x: getattr(acb, name)(_small(x)), name)
+        for name in ("exp", "sinh", "cosh", "sech", "csch")
+    },
+    "arccot": lambda x: (1 / x).atan(),
+    "arcsec": lambda x: (1 / x).acos(),
+    "arccsc": lambda x: (1 / x).asin(),
+    "ln": acb.log,
+    "lg": lambda x: x.log() / acb(10).log(),
+    "log": lambda x, base=None: x.log() / (acb(10) if base is None else base).log(),
+    "+": lambda *terms: sum(terms, acb(0)),
+    "-": lambda x: -x,
+    "*": lambda x, y: x * y,
+    "/": lambda x, y: x / y,
+    "^": _ball_power,
+    "root": lambda x, index: _ball_power(x, 1 / index),
+    "factorial": _gamma,
+    "binom": lambda n, k: _gamma(n) / (_gamma(k) * _gamma(n - k)),
+    "abs": lambda x: acb(abs(x)),
+    "floor": lambda x: _real(x).real_floor(),
+    "ceil": lambda x: _real(x).real_ceil(),
+    "max": lambda *numbers: reduce(acb.real_max, map(_real, numbers)),
+    "min": lambda *numbers: reduce(acb.real_min, map(_real, numbers)),
+}
+
+
+def are_equal_leaves(reference: Node, answer: Node) -> bool:
+    """Return whether two numbers or expressions are equal for all values of the variables.
+
+    Raises:
+        TooLargeError: A number is too large to compute.
+    """
+    try:
+        signs = infinity_sign(reference), infinity_sign(answer)
+        if signs != (None, None):
+            return signs[0] == signs[1]
+        if (names(reference) | names(answer)) & _NO_NUMBERS:
+            return False
+        for decimal, other in ((reference, answer), (answer, reference)):
+            if isinstance(decimal, Number) and _is_precise(decimal) and rounds_to(other, decimal):
+                return True
+        return _agree(reference, answer)
+    except UndefinedError:
+        return False
+
+
+def infinity_sign(node: Node) -> int | None:
+    """Return 1 or -1 if a tree is infinity with that sign, else `None`."""
+    if node == Name(INFINITY):
+        return 1
+    return -1 if node == Tree("-", (Name(INFINITY),)) else None
+
+
+def _agree(first: Node, second: Node) -> bool:
+    difference, num_points, has_large = Tree("+", (first, Tree("-", (second,)))), 0, False
+    if not names(difference):
+        return _is_zero(difference, {})
+    for point in _points(first, second):
+        try:
+            values = [_Computation(_FIRST_BITS, point).value_or_none(node) for node in (first, second)]
+        except TooLargeError:
+            has_large = True
+            continue
+        if values == [None, None]:
+            continue
+        if None in values or not acb(values[0]).overlaps(acb(values[1])):
+            return False
+        if num_points < 3 and not _is_zero(difference, point):
+            return False
+        num_points += 1
+    if has_large and not num_points:
+        raise TooLargeError
+    return num_points >= _FEWEST_POINTS
+
+
+def _is_zero(node: Node, point: Mapping[str, Any]) -> bool:
+    bits = _FIRST_BITS
+    while True:
+        computation = _Computation(bits, point)
+        value = computation.value(node)
+        if isinstance(value, fmpq) or not value.contains(0):
+            return bool(value == 0)
+        needed = 2 * computation.largest + _FIRST_BITS
+        if bits >= needed:
+            if not value.rad() < arb(2) ** (-bits // 4):
+                raise UndefinedError
+            return True
+        if needed > _MAX_BITS:
+            raise TooLargeError
+        bits = needed
+
+
+def are_proportional(first: Node, second: Node, *, is_positive: bool) -> bool:
+    """Return whether one expression is a constant, not zero, times the other one."""
+    pairs = list[tuple[Any, Any]]()
+    with ctx.workprec(_PRECISE_BITS):
+        for point in _points(first, second):
+            with contextlib.suppress(UndefinedError, TooLargeError):
+                one, other = (_Computation(_PRECISE_BITS, point).value(node) for node in (first, second))
+                pairs.append((acb(one), acb(other)))
+        known = [(one, other) for one, other in pairs if not (one.contains(0) or other.contains(0))]
+        if len(pairs) < _FEWEST_POINTS or not known:
+            return False
+        above, below = known[0]
+        if any(not (one * below - above * other).contains(0) for one, other in pairs):
+            return False
+        ratios = [(one * other).real for one, other in known]
+    return not is_positive or all(ratio > 0 for ratio in ratios)
+
+
+def _is_precise(number: Number) -> bool:
+    """Return whether a decimal has enough places and digits to be a rounded number."""
+    is_long = number.places is not None and _FEWEST_PLACES <= number.places <= _MOST_PLACES
+    return is_long and abs(number.value) * 10 ** (number.places or 0) >= 10 ** (_FEWEST_PLACES - 1)
+
+
+def rounds_to(node: Node, decimal: Number) -> bool:
+    """Return whether a value without variables, rounded or cut off to the decimal's places, equals it."""
+    if names(node):
+        return False
+    places = decimal.places or 0
+    if isinstance(node, Number) and node.places is not None and node.places < places:
+        return node.value == decimal.value
+    value = approximate(node)
+    if value is None or (value < 0) != (decimal.value < 0):
+        return False
+    wanted, shifted = (abs(each) * 10**places for each in (decimal.value, value))
+    is_cut_off = wanted == math.floor(shifted) and not isinstance(node, Number)
+    return is_cut_off or wanted == math.floor(shifted + Fraction(1, 2))
+
+
+def approximate(node: Node) -> Fraction | None:
+    """Return the value of a tree without variables to more digits than a decimal has; `None` if it is not real.
+
+    Raises:
+        TooLargeError: A number is too large.
+        UndefinedError: The tree has no value.
+    """
+    value = _Computation(_PRECISE_BITS, {}).value(node)
+    if isinstance(value, fmpq):
+        return Fraction(int(value.p), int(value.q))
+    if not value.imag.contains(0) or not value.real.rad() < 1:
+        return None
+    mantissa, exponent = value.real.mid().man_exp()
+    return Fraction(int(mantissa)) * Fraction(2) ** int(exponent)
+
+
+def _points(first: Node, second: Node) -> Iterator[Mapping[str, Any]]:
+    """Yield points of several sizes and both signs, from the constants of both trees."""
+    nodes = [*walk(first), *walk(second)]
+    kinds = {node.kind for node in nodes if isinstance(node, Tree)}
+    sizes = sorted(size for size in map(_size, nodes) if size)[-8:] or [Fraction(1)]
+    scales = [*map(Fraction, (1, 10, 100, 1000)), *sizes, 2 * sizes[-1], 10 * sizes[-1], 1000 * sizes[-1]]
+    variables = sorted(names(first) | names(second))
+    for number in range(_NUM_SMOOTH if kinds <= _SMOOTH else _NUM_KINKED):
+        point = dict[str, Any]()
+        for name in variables:
+            part = _coordinate(name, number)
+            scale = scales[zlib.crc32(f"{name} {number}".encode()) % len(scales) if number >= 8 else 0]
+            if kinds & _WHOLE:
+                point[name] = fmpq(math.floor(min(sizes[-1], 100)) + 2 + int(abs(part) * 1000) % 40)
+            elif kinds & _STEPS and (name[0] in _INDICES or number % 2):
+                point[name] = fmpq(math.floor(part * 7 * scale))
+            else:
+                point[name] = fmpq(*(part * scale).as_integer_ratio())
+        yield point
+
+
+def _size(node: Node) -> Fraction:
+    """Return the magnitude of a tree without variables, else 0: kinks are where an expression passes it."""
+    value: Fraction | None = None
+    with contextlib.suppress(UndefinedError, TooLargeError):
+        value = None if names(node) else approximate(node)
+    return abs(value or Fraction(0)).limit_denominator(10**9)
+
+
+def _coordinate(name: str, number: int) -> Fraction:
+    """Return a variable's value before it is scaled, with a magnitude of 0.2 to 2.2."""
+    hashed = zlib.crc32(f"{number} {name}".encode(errors="replace"))
+    is_negative = number % 4 == 1 or (number % 4 > 1 and (hashed >> 8) & 1)
+    return Fraction(hashed % 9973 + 1009, 4999) * (-1 if is_negative else 1)

@@ -363,8 +363,8 @@ class Actor:
         return whole, forwardings
 
     def _routes(self, is_replaying: bool, is_measuring: bool) -> AbstractContextManager[Replay | None]:
-        is_used = is_replaying or is_measuring
-        return replaying(self.chunks, is_replaying, is_measuring) if is_used else nullcontext()
+        routes = replaying(self.chunks, is_replaying=is_replaying, is_measuring=is_measuring)
+        return routes if is_replaying or is_measuring else nullcontext()
 
     def _run(
         self,

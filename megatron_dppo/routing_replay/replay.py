@@ -131,7 +131,7 @@ def routers(model: torch.nn.Module) -> dict[int, TopKRouter]:
 
 @contextmanager
 def replaying(
-    chunks: Sequence[torch.nn.Module], is_replaying: bool = True, is_measuring: bool = False
+    chunks: Sequence[torch.nn.Module], *, is_replaying: bool, is_measuring: bool
 ) -> Iterator[Replay]:
     """Replay the rollout's routes in the model's routers inside the block; restores their hooks after it.
 

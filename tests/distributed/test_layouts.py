@@ -130,6 +130,9 @@ def step(runtime: Runtime, models: str, case: Case, *, is_moved: bool = False) -
         {"model": {"load": f"{models}/{case.reference.split('.')[0]}", "dtype": "float32"}, **tables}
     )
     actor = Actor(config, runtime)
+    places = runtime.all_gather(actor.pipeline_place)
+    first = sorted(stage for stage, _, is_first in places if is_first)
+    assert first == list(range(actor.layout.pipeline)), "each stage has one rank that sends its weights"
     if is_moved:
         move_last_bits(parameter for chunk in actor.chunks for parameter in chunk.parameters())
         actor.optimizer.reload_model_params()

@@ -56,7 +56,7 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int]) -> dict[str,
     before = [router.router_replay for router in routers(actor.chunks[0]).values()]
     microbatch = batch.microbatches[0]
     own = logits_of(actor, microbatch)
-    with replaying(actor.chunks) as replay:
+    with replaying(actor.chunks, is_replaying=True, is_measuring=False) as replay:
         replay.follow(other_routes(microbatch.routed_experts), microbatch.loss_mask.long())
         results["other experts change the output"] = float((logits_of(actor, microbatch) - own).abs().max())
     results["restored output"] = bool(torch.equal(logits_of(actor, microbatch), own))
@@ -145,7 +145,7 @@ def router_gradient_error(actor: Any, microbatch: Any) -> float:
         logits = forward_packed(actor.chunks[0], microbatch)[0] @ output_weight(actor.chunks[0]).T
         return logits.double().log_softmax(-1)[:, 3].mean()
 
-    with replaying(actor.chunks) as replay:
+    with replaying(actor.chunks, is_replaying=True, is_measuring=False) as replay:
         (gradient,) = torch.autograd.grad(loss(), weight)
         step = 1e-3
         with torch.no_grad():

@@ -87,7 +87,7 @@ def test_every_choice_has_a_number_of_its_own() -> None:
 
 def test_two_entries_with_one_id_are_refused() -> None:
     twice = {**DIVERGENCES, "mine": Divergence(squared_hellinger, id=2, over="sampled")}
-    message = "DIVERGENCES: found id 2 of topk_tv and mine; expected a unique id for each. .* is free"
+    message = f"DIVERGENCES: found id 2 of topk_tv and mine; expected a unique id for each. .*: {max(each.id for each in DIVERGENCES.values()) + 1} is free"
     with pytest.raises(ConfigError, match=message):
         registry("DIVERGENCES", twice)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_dppo.data.batches.packing import (
+    filled_up,
     is_chosen,
     measured_part,
     pack,
@@ -14,7 +15,7 @@ from megatron_dppo.data.batches.packing import (
     token_slice,
     with_places,
 )
-from megatron_dppo.types import Microbatch
+from megatron_dppo.types import Microbatch, RolloutTopK
 from tests.support.counted_bytes import tensor_work
 from tests.support.samples import ROUTING, assert_same, make_sample
 
@@ -132,6 +133,17 @@ def test_a_rank_that_has_all_tokens_gets_the_micro_batch_itself() -> None:
     halves = [token_slice(two, rank, context=2, tensor=1).local(two) for rank in range(2)]
     assert [half.tokens.numel() for half in halves] == [2, 2]
     assert [half.position_ids.tolist() for half in halves] == [[0, 3], [1, 2]]
+
+
+@pytest.mark.parametrize("columns", [0, 3])
+def test_placeholders_have_the_columns_of_the_others(columns: int) -> None:
+    m = packed()
+    ids = torch.zeros((m.tokens.numel(), columns), dtype=torch.int32)
+    m = replace(m, topk=RolloutTopK(ids, torch.zeros(ids.shape)) if columns else None)
+    one, filler, other = filled_up([m], 3, None)
+    assert one is m and filler is other and filler.num_loss_tokens == 0
+    assert (filler.topk.ids.shape[1] if filler.topk is not None else 0) == columns
+    assert filler.old_log_probs is not None and filler.old_log_probs.tolist() == [0.0, 0.0]
 
 
 def test_a_placeholder_trains_nothing_and_has_an_expert_of_each_of_top_k_ranks() -> None:

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
@@ -165,6 +166,10 @@ def test_so_many_seeds_decide_about_four_times_in_five(effect: float) -> None:
 
 
 def test_no_number_of_seeds_follows_from_one_pair_or_no_spread() -> None:
+    differences = [0.5, 0.6, 0.9]
+    found = contrast([1.5, 2.6, 3.9], [1.0, 2.0, 3.0])
+    assert found.mean == pytest.approx(mean(differences))
+    assert found.effect_size == pytest.approx(mean(differences) / stdev(differences))
     assert contrast([1.0], [0.5]).seeds_to_decide is None
     assert contrast([1.0, 2.0], [0.5, 1.5]).seeds_to_decide is None
     assert contrast([1.0, 2.0], [1.5, 1.5]).seeds_to_decide is None, "the mean difference is 0"

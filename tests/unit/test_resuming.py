@@ -236,6 +236,9 @@ def test_a_default_that_is_written_out_changes_nothing(was: dict[str, Any], now:
             ("model.load", "model", "b"), ("model.reference", "model", "b")
         ]),
         ({}, {"rollout": {"max_turn_tokens": 10}}, [("rollout.max_turn_tokens", "1024", "10")]),
+        ({}, {"evaluation": {"sets": {"new": {"prompts": "new.jsonl", "top_p": 1.0}}}}, [
+            ("evaluation.sets.new.prompts", "not set", "new.jsonl"), ("evaluation.sets.new.top_p", "not set", "1.0")
+        ]),
     ],
 )  # fmt: skip
 def test_a_change_is_shown_with_the_values_that_count(

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from megatron_dppo.cli import app
-from megatron_dppo.data.prompts.final_answer import answer_kind, last_boxed
+from megatron_dppo.data.prompts.final_answer import answer_kind, final_answer, last_boxed
 from megatron_dppo.data.prompts.problems import language_of
 from megatron_dppo.data.prompts.prompts import load_prompts
 from megatron_dppo.data.prompts.templates import TEMPLATES
@@ -404,3 +404,22 @@ def test_the_last_box() -> None:
     assert last_boxed(r"\boxed{1\\2\\}.") == r"1\\2\\"
     assert last_boxed(r"\boxed{1} then \boxed{2") == ""
     assert last_boxed("none") == ""
+    assert last_boxed(r"\boxed{\boxed{5}}") == "5"
+    assert last_boxed(r"not \boxed{1}: $\boxed{-2}$, \boxed{\frac{1}{2}} or \fbox{9}.") == r"-2, \frac{1}{2}, 9"
+    assert last_boxed(r"\boxed{4} and \boxed{4}") == "4"
+
+
+@pytest.mark.parametrize(
+    ("cell", "answer"),
+    [
+        ("The correct choice is D.", "D"),
+        ("Therefore, the right option is (B)", "(B)"),
+        ("Answer B is the correct one", "B"),
+        ("so choice (A) is right", "A"),
+        (r"either $\boxed{1}$ or $\boxed{6}$", "1, 6"),
+        ("Option C is not correct", None),
+        ("4 apples", None),
+    ],
+)
+def test_sentences_that_name_a_choice_mark_it(cell: str, answer: str | None) -> None:
+    assert final_answer(cell) == answer

@@ -24,10 +24,13 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace does not count a
 _GSM8K = re.compile(r"^[ \t]*####[ \t]*(.+?)\s*\Z", re.MULTILINE)
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _SAID = re.compile(
-    r"\b(?:(?:the|final|correct|right|my|our)\s+answer\s+is\s*[:：]?|ans(?:wer)?\s*\**\s*[:：=])\s*\**\s*([^\n]+)"
+    r"\b(?:(?:the|final|correct|right|my|our)\s+(?:answer|option|choice)\s+is\s*[:：]?|ans(?:wer)?\s*\**\s*[:：=])"
+    r"\s*\**\s*([^\n]+)"
+    r"|\b(?:option|choice|answer)\s+\(?([A-J])\)?\s+is\s+(?:the\s+)?(?:correct|right)\b"
     r"|(?:答案|答)(?:是|为)?\s*[:：]?\s*([^\n。]+)",
     re.IGNORECASE,
 )
+_BETWEEN = re.compile(r"[\s$,;]*(?:and|or)?[\s$,;]*")  # boxes of one answer
 _SENTENCE_END = re.compile(r"(?<=\S)\.(?=\s+[A-Z]|\s*\Z)")
 _NUMBER_WITH_WORDS = re.compile(r"\$?[-+]?\d[\d,.]*(?:/\d+)?\$?(?:\s+[A-Za-z][A-Za-z.]*){1,5}")
 _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
@@ -109,22 +112,30 @@ def _find_marked(cell: str) -> Iterator[Found]:
     yield from (Found(match.start(), match[1].strip()) for match in _GSM8K.finditer(cell))
     yield from (Found(match.start(), match[1].strip()) for match in _TAG.finditer(cell))
     for match in _SAID.finditer(cell):
-        said = _without_sentence(match[1] or match[2])
+        said = _without_sentence(match[1] or match[2] or match[3])
         if len(_WORD.findall(said)) < _DOZEN:
             yield Found(match.start(), final_answer(said) or said)
 
 
 def _find_boxed(solution: str) -> Iterator[Found]:
-    """Yield the last box, if it is closed."""
-    boxes = list(_BOX.finditer(solution))
-    if not boxes:
-        return
-    begin, depth = boxes[-1].end(), 1
-    for piece in _BRACE.finditer(solution, begin):
-        depth += (piece.group() == "{") - (piece.group() == "}")
-        if depth == 0:
-            yield Found(boxes[-1].start(), solution[begin : piece.start()])
+    r"""Yield the last box, if it is closed, with those before it that only "and" separates from it."""
+    found = list[Found]()
+    end = 0
+    for box in _BOX.finditer(solution):
+        begin, depth, closed = box.end(), 1, None
+        for piece in _BRACE.finditer(solution, begin):
+            depth += (piece.group() == "{") - (piece.group() == "}")
+            if depth == 0:
+                closed = piece.start()
+                break
+        if box.start() < end or not _BETWEEN.fullmatch(solution[end : box.start()]):
+            found.clear()
+        if closed is None:
             return
+        found.append(Found(box.start(), solution[begin:closed]))
+        end = closed + 1
+    if found:
+        yield Found(found[0].start, ", ".join(dict.fromkeys(each.text for each in found)))
 
 
 def _without_sentence(said: str) -> str:

@@ -13,6 +13,7 @@ from megatron_dppo.data.batches.balance import (
     ROWS_PER_TOKEN,
     Plan,
     SampleCost,
+    _Bins,
     first_fit_decreasing,
     least_work,
     plan_minibatch,
@@ -272,6 +273,23 @@ def test_the_cost_of_a_model_counts_what_a_token_meets() -> None:
     assert cost.linear == pytest.approx(6 * 3.03e9, rel=0.01), "3.3 billion active, less the input embedding"
     assert cost.quadratic == 6 * 48 * 32 * 128
     assert cost.of(10) == 10 * cost.linear + 100 * cost.quadratic
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(1, 9), st.sampled_from([0.0, 1.0, 2.5, 7.0])), max_size=30),
+)
+def test_the_least_busy_bin_with_room_gets_the_item(used: list[int], items: list[tuple[int, float]]) -> None:
+    """A bin that is too full for one item gets a later one that is shorter."""
+    bins = _Bins(used, 12)
+    expected, work = list(used), [0.0] * len(used)
+    for item, (num_tokens, cost) in enumerate(items):
+        fitting = [i for i in range(len(used)) if expected[i] + num_tokens <= 12]
+        best = min(fitting, key=lambda i: (work[i], expected[i], i)) if fitting else None
+        assert bins.least_busy(num_tokens) == best
+        if best is not None:
+            bins.put(best, item, num_tokens, cost)
+            expected[best], work[best] = expected[best] + num_tokens, work[best] + cost
 
 
 @given(st.lists(st.integers(1, 20), max_size=40), st.integers(20, 50))

@@ -130,9 +130,7 @@ def routers(model: torch.nn.Module) -> dict[int, TopKRouter]:
 
 
 @contextmanager
-def replaying(
-    chunks: Sequence[torch.nn.Module], *, is_replaying: bool, is_measuring: bool
-) -> Iterator[Replay]:
+def replaying(chunks: Sequence[torch.nn.Module], *, is_replaying: bool, is_measuring: bool) -> Iterator[Replay]:
     """Replay the rollout's routes in the model's routers inside the block; restores their hooks after it.
 
     Give each micro-batch's routes with `Replay.follow` before its forward pass. The block must hold the

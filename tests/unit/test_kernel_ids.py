@@ -87,7 +87,8 @@ def test_every_choice_has_a_number_of_its_own() -> None:
 
 def test_two_entries_with_one_id_are_refused() -> None:
     twice = {**DIVERGENCES, "mine": Divergence(squared_hellinger, id=2, over="sampled")}
-    message = f"DIVERGENCES: found id 2 of topk_tv and mine; expected a unique id for each. .*: {max(each.id for each in DIVERGENCES.values()) + 1} is free"
+    free = max(each.id for each in DIVERGENCES.values()) + 1
+    message = f"DIVERGENCES: found id 2 of topk_tv and mine; expected a unique id for each. .*: {free} is free"
     with pytest.raises(ConfigError, match=message):
         registry("DIVERGENCES", twice)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards import RewardPool, RewardRequest, RewardResult, math_reward, reward
 from megatron_dppo.rewards.math.reward import last_boxed
-from megatron_dppo.types import Prompt
+from megatron_dppo.types import Message, Prompt
 from tests.support.hostile_answers import HOSTILE
 
 DATA = Path(__file__).parent / "data"
@@ -76,7 +76,7 @@ def test_words_before_a_value_are_never_left_out(before: str) -> None:
 
 
 def test_messages_have_the_words_of_a_problem() -> None:
-    messages = ({"role": "user", "content": "How many tulips are there?"},)
+    messages = (Message(role="user", content="How many tulips are there?"),)
     prompt = Prompt("p", "5", "test", messages=messages)
     assert math_reward(prompt, r"\boxed{5\text{ tulips}}", "stop") == RIGHT
     assert math_reward(prompt, r"\boxed{5\text{ roses}}", "stop") == WRONG

@@ -237,7 +237,8 @@ def test_a_default_that_is_written_out_changes_nothing(was: dict[str, Any], now:
         ]),
         ({}, {"rollout": {"max_turn_tokens": 10}}, [("rollout.max_turn_tokens", "1024", "10")]),
         ({}, {"evaluation": {"sets": {"new": {"prompts": "new.jsonl", "top_p": 1.0}}}}, [
-            ("evaluation.sets.new.prompts", "not set", "new.jsonl"), ("evaluation.sets.new.top_p", "not set", "1.0")
+            ("evaluation.sets.new.prompts", "not set", "new.jsonl"),
+            ("evaluation.sets.new.top_p", "not set", "1.0"),
         ]),
     ],
 )  # fmt: skip

@@ -10,7 +10,7 @@ import json
 import secrets
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from tempfile import mkdtemp
@@ -140,9 +140,13 @@ class AgentServer:
         episode, body = self._episode(request), await request.read()
         chat, is_retry = protocol.read(body), request.headers.get("x-stainless-retry-count", "0") != "0"
         reply = await _in_loop_of(episode, episode.call(chat, body, is_retry=is_retry))
+        response = web.Response(body=protocol.body(reply, chat), content_type="application/json")
         if chat.is_stream:
-            return web.Response(body=protocol.events(reply, chat), content_type="text/event-stream")
-        return web.Response(body=protocol.body(reply, chat), content_type="application/json")
+            response = web.Response(body=protocol.events(reply, chat), content_type="text/event-stream")
+        is_read = await _is_written(response, request)
+        with suppress(RefusedError):  # the episode ended meanwhile
+            await _in_loop_of(episode, _note(episode, reply.node, is_read=is_read))
+        return response
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         episode, body = self._episode(request), await request.read()
@@ -158,6 +162,22 @@ class AgentServer:
             raise RefusedError(400, f"{error}; expected {{reward: number, info: numbers by name}}") from error
         await _in_loop_of(episode, _post(episode, outcome))
         return web.json_response({})
+
+
+async def _is_written(response: web.Response, request: web.Request) -> bool:
+    """Send a response, and return whether the client still was there."""
+    if request.transport is None or request.transport.is_closing():
+        return False
+    try:
+        await response.prepare(request)
+        await response.write_eof()
+    except ConnectionError:
+        return False
+    return True
+
+
+async def _note(episode: Episode, node: int, *, is_read: bool) -> None:
+    episode.note(node, is_read=is_read)
 
 
 async def _begin(episode: Episode) -> None:

@@ -12,7 +12,21 @@ _OWN_CALL = re.compile(
     r"(?:call|toolu)_(\d+)_\d+"
 )  # ids of tool calls that `Reply` makes: the node, and its n-th call
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXTS = ("text", "input_text", "output_text")  # types of a content's parts in all protocols
+_OPTIONS = frozenset(
+    {
+        *("messages", "max_tokens", "max_completion_tokens", "n", "stop", "stream_options"),
+        *("response_format", "reasoning_effort", "verbosity", "prediction", "usage"),
+    }
+)
+_OF_ALL = frozenset(
+    {  # what is read, or what the run decides or nothing depends on
+        *("model", "tools", "tool_choice", "parallel_tool_calls", "stream", "temperature", "top_p"),
+        *("top_k", "min_p", "seed", "user", "metadata", "store", "service_tier", "reasoning"),
+        *("thinking", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    }
+)
 _NOT_THE_POLICY = "the sampled distribution would not be the policy's. Leave it out."
 
 ChatMessage = dict[str, Any]
@@ -69,6 +83,11 @@ class Chat:
         """
         if not messages:
             raise RefusedError(400, "found no messages; expected at least one")
+        if messages[-1]["role"] == "assistant":
+            found = "messages: found one of the assistant at the end; expected one of the user or a tool"
+            raise RefusedError(
+                400, f"{found}. The policy samples whole responses, and continues no text of others."
+            )
         calls = [call for message in messages for call in message.get("tool_calls", ())]
         found = (_OWN_CALL.fullmatch(str(call.get("id"))) for call in calls)
         handles |= {int(match[1]) for match in found if match is not None}
@@ -110,7 +129,7 @@ def read_chat(content: bytes) -> Chat:
         "response_format": form is not None and form != {"type": "text"},
         "tool_choice": choice not in (None, "auto", "none", "required"),
     }
-    refuse_sampling_options(body, faults, ("functions", "audio"))
+    refuse_sampling_options(body, faults, _OPTIONS)
     return Chat.of(
         messages,
         tools,
@@ -130,9 +149,18 @@ def parsing(content: bytes) -> Iterator[Any]:
         RefusedError: The body is malformed.
     """
     try:
-        yield json.loads(content)
+        yield json.loads(content, parse_constant=_refuse_constant)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise RefusedError(400, f"found a malformed body ({type(error).__name__}: {error})") from error
+
+
+def _refuse_constant(name: str) -> Any:
+    """Refuse what Python reads and JSON does not have.
+
+    Raises:
+        ValueError: Always.
+    """
+    raise ValueError(f"found {name}, which is no JSON")
 
 
 def require_form(messages: Sequence[ChatMessage], tools: Sequence[Any]) -> None:
@@ -142,6 +170,10 @@ def require_form(messages: Sequence[ChatMessage], tools: Sequence[Any]) -> None:
         RefusedError: A text, a name or an id is no text, or a tool is no object.
     """
     for place, message in enumerate(messages):
+        if message["role"] not in _ROLES:
+            raise RefusedError(
+                400, f"messages[{place}].role: found {message['role']!r}; expected one of {', '.join(_ROLES)}"
+            )
         calls: Sequence[Any] = message.get("tool_calls", ())
         texts = {key: value for key, value in message.items() if key != "tool_calls"}
         texts |= {f"tool_calls[{n}].id": call["id"] for n, call in enumerate(calls) if call["id"] is not None}
@@ -180,35 +212,36 @@ def stops_of(body: Mapping[str, Any], key: str) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def refuse_sampling_options(
-    body: Mapping[str, Any], faults: Mapping[str, bool], unknown: Sequence[str] = ()
-) -> None:
-    """Refuse what would change the distribution of tokens, or what no reply has.
+def refuse_sampling_options(body: Mapping[str, Any], faults: Mapping[str, bool], known: frozenset[str]) -> None:
+    """Refuse what would change the distribution of tokens, and what is not known.
 
-    `temperature`, `top_p` and `seed` are the run's, and a client's are ignored. A `tool_choice` that demands
-    some tool counts as "auto".
+    `temperature`, `top_p`, `top_k`, `min_p` and `seed` are the run's, and a client's are ignored. A
+    `tool_choice` that demands some tool counts as "auto". An option that is null, false or empty is not set.
 
     Args:
         body: The request.
         faults: Whether an option of this protocol is refused, by name.
-        unknown: Options of this protocol that no reply has.
+        known: Options of this protocol alone.
 
     Raises:
         RefusedError: It names the option.
     """
-    biases = {name: bool(body.get(name)) for name in ("logit_bias", "frequency_penalty", "presence_penalty")}
-    for name, is_there in {**faults, **biases}.items():
+    for name, is_there in faults.items():
         if is_there:
             raise RefusedError(400, f"{name}: found {body[name]!r}; {_NOT_THE_POLICY}")
-    for name in ("logprobs", "top_logprobs", "chat_template_kwargs", *unknown):
-        if body.get(name):
-            raise RefusedError(400, f"{name}: found {body[name]!r}; it is not supported. Leave it out.")
+    for name in body.keys() - _OF_ALL - known - faults.keys():
+        if body[name]:
+            raise RefusedError(400, f"{name}: found {str(body[name])[:80]}; it is not supported. Leave it out.")
 
 
 def _message(found: Any) -> ChatMessage:
     """Return a client's message for the chat template."""
     role = {"developer": "system"}.get(found["role"], found["role"])
     message: ChatMessage = {"role": role, "content": text_of(found.get("content"))}
+    if found.get("function_call"):
+        raise RefusedError(
+            400, "messages: found function_call; expected tool_calls, and results of the role tool"
+        )
     if found.get("tool_calls"):
         message["tool_calls"] = [_tool_call(call) for call in found["tool_calls"]]
     for key in ("tool_call_id", "name", "reasoning_content"):
@@ -239,57 +272,14 @@ def _tool_call(call: Any) -> dict[str, Any]:
 def arguments_of(found: Any) -> Any:
     """Return a tool call's arguments as JSON values, or as the client has them if they do not parse."""
     if isinstance(found, str):
-        with contextlib.suppress(ValueError):
-            return json.loads(found)
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(found, parse_constant=_refuse_constant)
     return found or {}
 
 
 def arguments_text(function: Mapping[str, Any]) -> str:
     """Return a tool call's arguments as the JSON text that a client gets."""
     return json.dumps(function["arguments"], ensure_ascii=False)
-
-
-def with_call_ids(message: ChatMessage, ids: Mapping[str, str]) -> ChatMessage:
-    """Return a message with other ids of tool calls.
-
-    Args:
-        message: A client's message.
-        ids: New ids by those that replies in the format of chats have.
-    """
-    if "tool_calls" not in message and "tool_call_id" not in message:
-        return message
-    calls = [call | {"id": _renamed(call.get("id"), ids)} for call in message.get("tool_calls", ())]
-    result = {"tool_call_id": _renamed(message["tool_call_id"], ids)} if "tool_call_id" in message else {}
-    return message | ({"tool_calls": calls} if calls else {}) | result
-
-
-def _renamed(found: Any, ids: Mapping[str, str]) -> Any:
-    return ids.get(str(found).replace("toolu_", "call_"), found)
-
-
-def canonical(message: ChatMessage) -> str:
-    """Return what clients keep of a message when they send it again: not ids, reasoning or outer spaces."""
-    calls = [_with_whole_numbers(call["function"]) for call in message.get("tool_calls", ())]
-    kept = [message["role"], message["content"].strip(), message.get("name") or "", calls]
-    return json.dumps(kept, sort_keys=True)
-
-
-def is_same(message: ChatMessage, other: ChatMessage) -> bool:
-    """Return whether two messages are one object, or equal in canonical form without calls."""
-    if message is other:
-        return True
-    if message.get("tool_calls") or other.get("tool_calls") or message["content"] != other["content"]:
-        return False
-    return (message["role"], message.get("name")) == (other["role"], other.get("name"))
-
-
-def _with_whole_numbers(value: Any) -> Any:
-    """Return a JSON value with 2.0 as 2: JavaScript's clients write it so."""
-    if isinstance(value, dict):
-        return {key: _with_whole_numbers(each) for key, each in cast("dict[str, Any]", value).items()}
-    if isinstance(value, list):
-        return [_with_whole_numbers(each) for each in cast("list[Any]", value)]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 @dataclass(frozen=True)
@@ -357,20 +347,28 @@ def _as_sent(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": function | {"arguments": arguments_text(function)}}
 
 
-def parse_response(text: str, node: int, *, may_call: bool) -> ChatMessage:
+def parse_response(text: str, node: int, *, may_call: bool, is_thinking: bool = False) -> ChatMessage:
     """Split the text of a response into reasoning, content and tool calls.
 
     Reasoning ends with `</think>`. Tool calls are JSON objects between `<tool_call>` and `</tool_call>`, with
-    `name` and `arguments`. If one of them does not parse, all of it stays content.
+    `name` and `arguments`. If one of them does not parse, or its arguments are no object, all of it stays
+    content. So do calls in a thought that has not ended.
+
+    Args:
+        text: Text of the response.
+        node: Number of the node, for the ids of tool calls.
+        may_call: Whether tool calls are read.
+        is_thinking: Whether the prompt opened a thought.
     """
     reasoning, mark, content = text.partition("</think>")
     message: ChatMessage = {"role": "assistant", "content": content.strip() if mark else text}
     if mark:
         message["reasoning_content"] = reasoning.strip().removeprefix("<think>").strip()
-    if may_call and (found := _TOOL_CALL.findall(message["content"])):
+    is_open = not mark and (is_thinking or "<think>" in text)
+    if may_call and not is_open and (found := _TOOL_CALL.findall(message["content"])):
         try:
-            functions = [_function(json.loads(each)) for each in found]
-        except (ValueError, KeyError, TypeError):
+            functions = [_function(json.loads(each, parse_constant=_refuse_constant)) for each in found]
+        except (ValueError, KeyError, TypeError, RecursionError):
             return message
         message["content"] = message["content"].partition("<tool_call>")[0].strip()
         message["tool_calls"] = [
@@ -380,6 +378,11 @@ def parse_response(text: str, node: int, *, may_call: bool) -> ChatMessage:
 
 
 def _function(found: Any) -> dict[str, Any]:
-    if not isinstance(found["name"], str):
-        raise TypeError("expected a name")
-    return {"name": found["name"], "arguments": found.get("arguments") or {}}
+    """Return a call with arguments that are an object; some models write it as text, or call it parameters."""
+    if not isinstance(found, Mapping):
+        raise TypeError("expected an object")
+    call = cast("Mapping[str, Any]", found)
+    arguments = arguments_of(call.get("arguments", call.get("parameters")) or {})
+    if not isinstance(call["name"], str) or not isinstance(arguments, Mapping):
+        raise TypeError("expected a name, and arguments that are an object")
+    return {"name": call["name"], "arguments": arguments}

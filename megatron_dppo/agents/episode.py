@@ -17,11 +17,10 @@ from megatron_dppo.agents.chat import (
     RefusedError,
     Reply,
     parse_response,
-    with_call_ids,
 )
 from megatron_dppo.agents.harness import AgentOutcome
 from megatron_dppo.agents.rendering import Rendering
-from megatron_dppo.agents.tree import Node, Said, Trees, conversation, leaves_of, num_forks_of
+from megatron_dppo.agents.tree import Node, Said, Trees, conversation, leaves_of, num_forks_of, with_call_ids
 from megatron_dppo.engines.base import (
     Ask,
     Completion,
@@ -80,6 +79,10 @@ class Episode:
         self._calls = dict[bytes, asyncio.Task[Reply]]()  # the latest call with each body
         self._tasks = set[asyncio.Task[Reply]]()
         self._turn = asyncio.Lock()  # the engine samples one call of an episode at a time
+        self._read, self._unread = (
+            set[int](),
+            set[int](),
+        )  # nodes whose replies were sent, or had no client left
         self._is_cut, self._num_calling = False, 0
         self._idle_s = 0.0
         self._idle_since: float | None = None  # None before the harness runs, and while it calls
@@ -125,6 +128,10 @@ class Episode:
         """
         if self.is_sealed:
             raise RefusedError(409, "this episode is over", "episode_over")
+
+    def note(self, node: int, *, is_read: bool) -> None:
+        """Note whether a reply reached its client; one that never did does not train."""
+        (self._read if is_read else self._unread).add(node)
 
     def seal(self) -> None:
         """End the episode: nothing that comes later changes it."""
@@ -324,6 +331,15 @@ class Episode:
         reason, now = reason or completion.finish_reason, int(time.time())
         return Reply(message, number, self.request.id, now, reason, counts, stop)
 
+    def _heard(self) -> list[Node]:
+        """Return the nodes without responses that nobody got and nobody continued."""
+        lost, continued, heard = self._unread - self._read, set[int](), list[Node]()
+        for node in reversed(self._nodes):  # children come after their parents
+            if node.number not in lost or node.number in continued:
+                heard.append(node)
+                continued |= {node.parent.number} if node.parent is not None else set()
+        return heard[::-1]
+
     def result(self, outcome: AgentOutcome | str) -> Completion:
         """Return the conversation that trains, with the episode's result and the further ones that train.
 
@@ -334,7 +350,7 @@ class Episode:
         """
         if self.ended.done():
             return replace(self.ended.result(), request_id=self.request.id)
-        leaves = leaves_of(self._nodes, self.limits.train)
+        leaves = leaves_of(self._heard(), self.limits.train)
         trained = max(leaves, key=lambda leaf: (leaf.num_sampled, -leaf.number), default=None)
         if trained is None:
             said = outcome if isinstance(outcome, str) else "the harness ended without a call that was answered"

@@ -19,6 +19,12 @@ from megatron_dppo.agents.chat import (
 )
 
 _SIGNATURE = re.compile(r"policy_(\d+)")  # of the thinking that `_blocks` sends: the node
+_OPTIONS = frozenset(
+    {
+        *("messages", "system", "max_tokens", "stop_sequences", "context_management", "cache_control"),
+        *("speed", "inference_geo"),
+    }
+)
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _TYPES = {401: "authentication_error", 503: "overloaded_error", 500: "api_error"}
 
@@ -43,7 +49,7 @@ def read_messages(content: bytes) -> Chat:
         "output_config": has_form,
         "output_format": bool(body.get("output_format")),
     }
-    refuse_sampling_options(body, faults)
+    refuse_sampling_options(body, faults, _OPTIONS)
     return Chat.of(
         [*system, *messages],
         tools,
@@ -65,7 +71,8 @@ def _from_client(message: Mapping[str, Any]) -> Iterator[ChatMessage]:
     rest: list[Mapping[str, Any]] = []
     for block in _blocks_of(message):
         if block["type"] == "tool_result":
-            result = {"role": "tool", "content": text_of(block.get("content"))}
+            text = text_of(block.get("content"))
+            result = {"role": "tool", "content": text or "Error" * bool(block.get("is_error"))}
             yield result | {"tool_call_id": block["tool_use_id"]}
         elif block["type"] in ("text", "tool_use", "thinking", "redacted_thinking"):
             rest.append(block)

@@ -11,12 +11,19 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.agents.chat import ChatMessage, arguments_of, parse_response
-from megatron_dppo.data.prompts.templates import apply_chat_template, prompt_tokens, require_chat_template
+from megatron_dppo.data.prompts.templates import (
+    apply_chat_template,
+    prompt_tokens,
+    require_chat_template,
+    unwritten,
+    unwritten_messages,
+)
 from megatron_dppo.errors import DataError, Problem
 
 Thinking = Literal["keep", "template"]
 _MARK = "the-response-stands-here"
 _THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+_NUM_LAST = 16  # tokens of a prompt, of which the last may open a thought
 KEY = "rollout.agent.renderer"
 _TRIAL: tuple[ChatMessage, ...] = (
     {"role": "system", "content": "Be brief."},
@@ -48,9 +55,13 @@ class Rendering:
         """Return the token ids of a complete chat, up to the beginning of the response.
 
         Raises:
-            DataError: The chat template refuses the chat.
+            DataError: The chat template refuses the chat, or omits a message, a tool or a tool call.
         """
-        return prompt_tokens(self._tokenizer, None, cast(Any, self.placed(messages)), tools, arguments)
+        chat: Any = self.placed(messages)
+        if missing := unwritten(self._tokenizer, chat, tools, arguments):
+            found = f"the chat template of the policy's tokenizer writes {'; '.join(missing)}"
+            raise DataError(f"{found}; expected all of the chat. Use a model whose template does.")
+        return prompt_tokens(self._tokenizer, None, chat, tools, arguments)
 
     def continuation(
         self,
@@ -87,6 +98,8 @@ class Rendering:
         (head, *ends), (new_head, *rests) = before.split(_MARK), after.split(_MARK)
         if len(ends) != 1 or len(rests) != 1 or self._kept(head) != self._kept(new_head):
             return None
+        if any(unwritten_messages(rests[0], cast(Any, self.placed([*answered, *new])[-len(new) :]))):
+            return None
         ids = cast("list[int]", self._tokenizer.encode(rests[0], add_special_tokens=False))
         if ids and [ids[0]] == list(response[-1:]):
             ids = ids[1:]
@@ -98,6 +111,18 @@ class Rendering:
         prompt, response = self.opening([asked], (), {}), self._tokenizer.encode("5", add_special_tokens=False)
         added = (self.continuation(prompt, response, [asked], "", [new], (), {}) for new in (asked, said))
         return all(each is not None for each in added)
+
+    def writes_tools(self) -> bool:
+        """Return whether the chat template writes tools, calls of them, and their results."""
+        function = {"name": "look_up", "description": "Look a word up.", "parameters": {"type": "object"}}
+        call = {"id": "call_0_0", "type": "function", "function": {"name": "look_up", "arguments": {}}}
+        asked, called = _TRIAL[-1], {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = {"role": "tool", "content": "a result", "tool_call_id": "call_0_0"}
+        try:
+            self.opening([asked, called, result], [{"type": "function", "function": function}], {})
+        except DataError:
+            return False
+        return True
 
     def read(
         self,
@@ -119,7 +144,8 @@ class Rendering:
             arguments: Arguments of the chat template.
             may_call: Whether tool calls are read.
         """
-        return parse_response(self.text(ids), number, may_call=may_call)
+        is_thinking = self.text(prompt[-_NUM_LAST:]).rstrip().endswith("<think>")
+        return parse_response(self.text(ids), number, may_call=may_call, is_thinking=is_thinking)
 
     def placed(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Return messages of which only the first may be a system message, unless the template writes all."""
@@ -239,7 +265,7 @@ class LibraryRendering(Rendering):
         found = self._renderer(arguments).parse_response(
             list(ids), tools=list(tools) or None, prompt_ids=list(prompt)
         )
-        calls = [call for call in found.tool_calls if call.status == "ok"]
+        calls = [call for call in found.tool_calls if call.status == "ok" and _is_called(call)]
         is_all_thinking = not found.content and not calls  # as if it had begun, and never ended
         if is_all_thinking or len(calls) < len(found.tool_calls) or (calls and not may_call):
             return super().read(ids, prompt, number, tools, arguments, may_call=False)
@@ -302,6 +328,11 @@ def _problem(found: str) -> Problem:
         "then the chat template alone renders, and tool calls are JSON in <tool_call>."
     )
     return Problem(KEY, found, "a renderer of the library renderers that fits the model's tokenizer", action)
+
+
+def _is_called(call: Any) -> bool:
+    """Return whether a call's arguments are an object."""
+    return isinstance(arguments_of(call.arguments), Mapping)
 
 
 def _called(call: Any, number: int, place: int) -> dict[str, Any]:

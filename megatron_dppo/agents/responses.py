@@ -22,6 +22,12 @@ from megatron_dppo.agents.chat import (
     text_of,
 )
 
+_OPTIONS = frozenset(
+    {
+        *("input", "instructions", "max_output_tokens", "max_tool_calls", "include", "stream_options"),
+        *("truncation", "client_metadata"),
+    }
+)
 _OWN_ITEM = re.compile(r"(?:rs|msg|fc)_(\d+)(?:_\d+)?")  # ids of the items that `_items` sends: the node
 
 
@@ -44,7 +50,7 @@ def read_responses(content: bytes) -> Chat:
         "text": form is not None and form != {"type": "text"},
         "tool_choice": choice not in (None, "auto", "none", "required"),
     }
-    refuse_sampling_options(body, faults, ("previous_response_id", "background", "prompt", "conversation"))
+    refuse_sampling_options(body, faults, _OPTIONS)
     return Chat.of(
         [*system, *messages],
         tools,

@@ -8,16 +8,59 @@ an episode grows with its tokens and messages, not with their product with its c
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
-from megatron_dppo.agents.chat import ChatMessage, canonical, is_same
+from megatron_dppo.agents.chat import ChatMessage
 from megatron_dppo.engines.base import Completion, Request, mask_of, sharing_rows
 from megatron_dppo.types import AgentCall, CallKind
 
 Trees = Literal["main", "tools", "all"]
 """Which trees of an episode train."""
+
+
+def canonical(message: ChatMessage) -> str:
+    """Return what clients keep of a message when they send it again: not ids, reasoning or outer spaces."""
+    calls = [_with_whole_numbers(call["function"]) for call in message.get("tool_calls", ())]
+    kept = [message["role"], message["content"].strip(), message.get("name") or "", calls]
+    return json.dumps(kept, sort_keys=True)
+
+
+def is_same(message: ChatMessage, other: ChatMessage) -> bool:
+    """Return whether two messages are one object, or equal in canonical form without calls."""
+    if message is other:
+        return True
+    if message.get("tool_calls") or other.get("tool_calls") or message["content"] != other["content"]:
+        return False
+    return (message["role"], message.get("name")) == (other["role"], other.get("name"))
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    """Return a JSON value with 2.0 as 2: JavaScript's clients write it so."""
+    if isinstance(value, dict):
+        return {key: _with_whole_numbers(each) for key, each in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [_with_whole_numbers(each) for each in cast("list[Any]", value)]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def with_call_ids(message: ChatMessage, ids: Mapping[str, str]) -> ChatMessage:
+    """Return a message with other ids of tool calls.
+
+    Args:
+        message: A client's message.
+        ids: New ids by those that replies in the format of chats have.
+    """
+    if "tool_calls" not in message and "tool_call_id" not in message:
+        return message
+    calls = [call | {"id": _renamed(call.get("id"), ids)} for call in message.get("tool_calls", ())]
+    result = {"tool_call_id": _renamed(message["tool_call_id"], ids)} if "tool_call_id" in message else {}
+    return message | ({"tool_calls": calls} if calls else {}) | result
+
+
+def _renamed(found: Any, ids: Mapping[str, str]) -> Any:
+    return ids.get(str(found).replace("toolu_", "call_"), found)
 
 
 @dataclass(eq=False)

@@ -123,14 +123,20 @@ def _agent(config: Config, facts: Facts) -> Iterator[Problem]:
 
 
 def agent_doubts(config: Config, facts: Facts) -> Iterator[str]:
-    """Yield a doubt if calls of the agent cannot continue a conversation."""
+    """Yield doubts if calls of the agent cannot continue a conversation, or cannot have tools."""
     tokenizer, agent = facts.tokenizer, config.rollout.agent
     if not agent.is_set or tokenizer is None or isinstance(tokenizer, Problem):
         return
     try:
-        appends = rendering_of(tokenizer, agent).appends()
+        rendering = rendering_of(tokenizer, agent)
+        appends, writes_tools = rendering.appends(), rendering.writes_tools()
     except DataError:
         return  # a rule is about it
+    if not writes_tools:
+        yield (
+            "the chat template does not write tools, calls of them, or their results, so an agent with tools "
+            "will be refused. Use a model whose template writes them, or an agent without tools."
+        )
     if not appends:
         yield (
             "the chat template does not append messages after a response as they are, so calls of the agent "

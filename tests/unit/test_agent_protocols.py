@@ -1,13 +1,15 @@
 """The three protocols of the agents' endpoint, as `openai`'s and `anthropic`'s own clients call it."""
 
+import asyncio
 import json
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
+from aiohttp import ClientSession
 from anthropic import AsyncAnthropic
 from anthropic import BadRequestError as AnthropicRefusal
 from openai import AsyncOpenAI
@@ -17,8 +19,11 @@ from megatron_dppo.agents.agents import AgentServer
 from megatron_dppo.agents.chat import Chat, RefusedError, read_chat
 from megatron_dppo.agents.harness import AgentOutcome
 from megatron_dppo.agents.messages import read_messages
+from megatron_dppo.agents.rendering import Rendering
 from megatron_dppo.agents.responses import read_responses
+from megatron_dppo.engines.base import Completion, Request, SamplingParams, mask_of
 from megatron_dppo.runtime.concurrency import run_loop
+from tests.support.byte_tokenizers import QWEN3_TEMPLATE, byte_tokenizer, tools_tokenizer
 from tests.unit.test_episodes import CALL, Played
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
@@ -294,6 +299,15 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("messages", {"tool_choice": {"type": "tool", "name": "add"}}),
     ("messages", {"output_config": {"effort": "low", "format": FORM}}),
     ("messages", {"extra_body": {"output_format": FORM}}),
+    ("chat", {"logit_bias": {"5": 1}}),
+    ("chat", {"presence_penalty": 0.1}),
+    ("chat", {"logprobs": True}),
+    ("chat", {"extra_body": {"repetition_penalty": 1.1}}),
+    ("chat", {"extra_body": {"continue_final_message": True}}),
+    ("chat", {"extra_body": {"guided_regex": "[0-9]"}}),
+    ("messages", {"extra_body": {"mcp_servers": [{"type": "url", "url": "a"}]}}),
+    ("responses", {"background": True}),
+    ("responses", {"extra_body": {"min_tokens": 3}}),
     ("responses", {"previous_response_id": "resp_1"}),
     ("responses", {"text": {"format": {"type": "json_object"}}}),
     ("responses", {"tool_choice": {"type": "function", "name": "add"}}),
@@ -311,6 +325,118 @@ def test_what_a_rollout_cannot_have_is_refused(name: str, options: dict[str, Any
         assert not each.asked
 
     with_client(name, play, "never")
+
+
+PATHS = {"chat": "chat/completions", "messages": "messages", "responses": "responses"}
+
+
+def post(bodies: Sequence[tuple[str, Any]], *texts: str, **limits: Any) -> tuple[Played, list[tuple[int, str]]]:
+    """Send bodies to the paths of protocols; returns the episode, and each status with its body."""
+    server, found = AgentServer(), list[tuple[int, str]]()
+
+    async def run() -> Played:
+        each = Played(*texts, **limits)
+        headers = {"Authorization": f"Bearer {server.open(each.episode)}"}
+        async with ClientSession(headers=headers) as http:
+            for name, body in bodies:
+                data = body if isinstance(body, bytes) else json.dumps(body).encode()
+                async with http.post(f"{server.base_url}/{PATHS[name]}", data=data) as answer:
+                    found.append((answer.status, await answer.text()))
+        return each
+
+    server.start()
+    with closing(server):
+        return run_loop(run()), found
+
+
+USED = {"role": "assistant", "content": [{"type": "tool_use", "id": "t9", "name": "add", "input": {}}]}
+_HALF = {"role": "assistant", "content": "It"}
+_ASKED = {"role": "user", "content": QUESTION}
+UNKNOWN: list[tuple[str, dict[str, Any], str]] = [
+    *((name, {"messages": [_ASKED, _HALF], "max_tokens": 9}, "at the end") for name in ("chat", "messages")),
+    ("responses", {"input": [_ASKED, _HALF]}, "at the end"),
+    ("chat", {"messages": [_ASKED, {"role": "function", "name": "add", "content": "5"}]}, "'function'"),
+    ("chat", {"messages": [{"role": "judge", "content": "5"}, _ASKED]}, "'judge'"),
+    ("messages", {"max_tokens": 9, "messages": [{"role": "tester", "content": "5"}]}, "'tester'"),
+    ("responses", {"input": [{"role": "critic", "content": "5"}]}, "'critic'"),
+    ("chat", {"messages": [_ASKED, _HALF | {"function_call": {"name": "add"}}, _ASKED]}, "function_call"),
+]
+
+
+@pytest.mark.parametrize(("name", "body", "said"), UNKNOWN, ids=lambda each: str(each)[:40])
+def test_messages_that_no_template_writes_are_refused(name: str, body: dict[str, Any], said: str) -> None:
+    each, ((status, text),) = post([(name, body)], "never")
+    assert status == 400 and said in text and not each.asked
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity"])
+def test_what_json_does_not_have_is_refused(number: str) -> None:
+    body = json.dumps({"messages": [_ASKED], "metadata": 0}).replace(": 0", f": {number}").encode()
+    each, ((status, text),) = post([("chat", body)], "never")
+    assert status == 400 and number in text and not each.asked
+
+
+def test_a_tool_that_failed_without_a_word_is_an_error() -> None:
+    failed = [{"type": "tool_result", "tool_use_id": "t9", "is_error": True}]
+    tools = [{"name": "add", "input_schema": PARAMETERS}]
+    messages = [_ASKED, USED, {"role": "user", "content": failed}]
+    each, ((status, _),) = post([("messages", {"max_tokens": 9, "messages": messages, "tools": tools})], "so")
+    assert status == 200 and "<|im_start|>tool\nError<|im_end|>" in each.input_of(0)
+
+
+def test_a_template_without_tools_refuses_agents_that_have_some() -> None:
+    tokenizer = byte_tokenizer(("<|im_start|>", "<|im_end|>"), QWEN3_TEMPLATE)
+    body = {"messages": [_ASKED]}
+    with_tools = body | {"tools": [{"type": "function", "function": TOOL}]}
+    _, found = post([("chat", with_tools), ("chat", body)], "5", tokenizer=tokenizer)
+    assert found[0][0] == 400 and "writes no tools" in found[0][1] and found[1][0] == 200
+    assert (
+        not Rendering(tokenizer, "keep").writes_tools() and Rendering(tools_tokenizer(), "keep").writes_tools()
+    )
+
+
+def test_a_reply_that_its_client_no_longer_reads_does_not_train() -> None:
+    """The client asks again, as after its own time-out, and continues the second reply."""
+    server = AgentServer()
+
+    async def run() -> Played:
+        each = Played("a long answer that nobody got", "5", "yes")
+        may_answer, sample = asyncio.Event(), each.episode.ask
+
+        async def ask(request: Request, params: SamplingParams) -> Completion:
+            await may_answer.wait()
+            return await sample(request, params)
+
+        each.episode.ask = ask
+        key = server.open(each.episode)
+        async with ClientSession(headers={"Authorization": f"Bearer {key}"}) as http:
+
+            async def say(*messages: Any) -> str:
+                body = json.dumps({"messages": messages}).encode()
+                async with http.post(f"{server.base_url}/{PATHS['chat']}", data=body) as answer:
+                    return (await answer.json())["choices"][0]["message"]["content"]
+
+            first = asyncio.create_task(say(_ASKED))
+            while not each.episode._num_calling:
+                await asyncio.sleep(0.01)
+            first.cancel()
+            await asyncio.wait({first})
+            async with http.get(f"{server.base_url}/models") as answer:  # the server has seen the end by then
+                await answer.read()
+            may_answer.set()
+            said = await say(_ASKED)
+            await say(_ASKED, {"role": "assistant", "content": said}, {"role": "user", "content": "Sure?"})
+        server.seal(key)
+        return each
+
+    server.start()
+    with closing(server):
+        each = run_loop(run())
+    done = each.episode.result(AgentOutcome(1.0))
+    texts = [each.tokenizer.decode(one.tokens[mask_of(one)].tolist()) for one in (done, *done.branches)]
+    assert texts == ["5<|im_end|>yes<|im_end|>"]
+    assert done.episode is not None and done.episode.response == "yes" and len(done.episode.calls) == 3
+    assert done.episode.num_untrained_tokens == len(each.ids("a long answer that nobody got<|im_end|>"))
 
 
 @pytest.mark.parametrize("name", ["messages", "responses"])

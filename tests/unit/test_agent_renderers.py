@@ -24,7 +24,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add.",
 
 @dataclass(frozen=True)
 class Family:
-    """A renderer, the tokens and the chat template (without tools) of its models, and a response with a call.
+    """A renderer, the tokens and a chat template of its models, and a response with a call.
 
     Attributes:
         ends: Token that ends the response with a call, and one that ends the last response.
@@ -44,10 +44,12 @@ class Family:
 
 
 def turns(before: str, after: str, last: str, start: str = "") -> str:
-    """A chat template that writes each message between two texts, `{role}` in the first one."""
+    """A chat template that writes tools, and each message between two texts, `{role}` in the first one."""
     head = " + m.role + ".join(repr(part) for part in before.split("{role}"))
+    called = "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
     return (
-        f"{{{{ {start!r} }}}}{{% for m in messages %}}{{{{ {head} + m.content + {after!r} }}}}{{% endfor %}}"
+        f"{{{{ {start!r} }}}}{{% for t in tools or [] %}}{{{{ t | tojson }}}}{{% endfor %}}"
+        f"{{% for m in messages %}}{{{{ {head} + m.content }}}}{called}{{{{ {after!r} }}}}{{% endfor %}}"
         f"{{% if add_generation_prompt %}}{{{{ {last!r} }}}}{{% endif %}}"
     )
 
@@ -274,7 +276,7 @@ def test_arguments_of_the_template_reach_the_renderer() -> None:
 
 def test_check_knows_whether_a_template_appends() -> None:
     moving = turns("<|im_start|>{role}\n", "<|im_end|>\n", "<|im_start|>assistant\n").replace(
-        "m.content +", "('!' if loop.last else '') + m.content +"
+        "+ m.content", "+ ('!' if loop.last else '') + m.content"
     )
     assert Rendering(tools_tokenizer(), "keep").appends()
     assert not Rendering(byte_tokenizer(("<|im_start|>", "<|im_end|>"), moving), "keep").appends()

@@ -381,10 +381,50 @@ def test_what_changes_no_token_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["<tool_call>{1}</tool_call>", '<tool_call>["add"]</tool_call>', "<tool_call>{}"]
+    "text",
+    [
+        "<tool_call>{1}</tool_call>",
+        '<tool_call>["add"]</tool_call>',
+        "<tool_call>{}",
+        '<tool_call>{"name": "add", "arguments": [1, 2]}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": "[1]"}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": 3.5}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": Infinity}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": "{"}}</tool_call>'.replace('"{"', "{" * 5000),
+        '<think>I call <tool_call>{"name": "add", "arguments": {}}</tool_call>',
+    ],
 )
 def test_a_tool_call_that_does_not_parse_is_text(text: str) -> None:
     assert parse_response(text, 0, may_call=True) == {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"name": "add", "arguments": {"a": 2}},
+        {"name": "add", "arguments": '{"a": 2}'},
+        {"name": "add", "parameters": {"a": 2}},
+    ],
+)
+def test_arguments_are_an_object(found: dict[str, Any]) -> None:
+    text = f"<tool_call>{json.dumps(found)}</tool_call>"
+    (call,) = parse_response(f"done</think>{text}", 0, may_call=True)["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": {"a": 2}}
+    assert "tool_calls" not in parse_response(text, 0, may_call=True, is_thinking=True)
+
+
+def test_a_thought_that_the_prompt_opens_hides_calls() -> None:
+    opening = TOOLS_TEMPLATE.replace("assistant\n' }}", "assistant\n<think>\n' }}")
+    assert opening != TOOLS_TEMPLATE
+    tokenizer = byte_tokenizer(("<|im_start|>", "<|im_end|>"), opening)
+
+    async def play() -> Played:
+        each = Played(CALL, f"no</think>{CALL}", tokenizer=tokenizer)
+        said = [await each.say(ASKS, tools=TOOLS) for _ in range(2)]
+        assert [len(message.get("tool_calls", ())) for message in said] == [0, 1]
+        return each
+
+    played(play)
 
 
 def test_a_stream_says_what_the_reply_says() -> None:

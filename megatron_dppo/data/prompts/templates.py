@@ -223,19 +223,34 @@ def require_whole(tokenizer: Any, prompt: Prompt) -> None:
     """
     if prompt.messages is None:
         return
-    text = cast(str, apply_chat_template(tokenizer, prompt.messages, prompt.tools, prompt.template_arguments))
-    missing = [
-        *_missing_of_messages(text, prompt.messages),
-        *_missing_tools(tokenizer, text, prompt),
-        *_unread_arguments(tokenizer, prompt),
-    ]
+    missing = unwritten(tokenizer, prompt.messages, prompt.tools, prompt.template_arguments)
     if missing:
         where = f"the chat template in {tokenizer.name_or_path}"
         action = "Correct or remove the row, or use the chat template that the row was made for."
         raise fault(where, "; ".join(missing), "one that writes all of the prompt", action)
 
 
-def _missing_of_messages(text: str, messages: Sequence[Message]) -> Iterator[str]:
+def unwritten(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_arguments: Mapping[str, Any] | None,
+) -> list[str]:
+    """Return which messages, tools, tool calls and arguments of a chat the chat template omits.
+
+    Raises:
+        DataError: The chat template refuses the chat.
+    """
+    text = cast(str, apply_chat_template(tokenizer, messages, tools, template_arguments))
+    return [
+        *unwritten_messages(text, messages),
+        *_missing_tools(tokenizer, text, messages, tools, template_arguments),
+        *_unread_arguments(tokenizer, tools, template_arguments),
+    ]
+
+
+def unwritten_messages(text: str, messages: Sequence[Message]) -> Iterator[str]:
+    """Yield the messages and tool calls that a rendered chat omits."""
     for message in messages:
         calls = cast(Mapping[str, Any], message).get("tool_calls", ())
         content = message["content"].strip()
@@ -248,23 +263,31 @@ def _missing_of_messages(text: str, messages: Sequence[Message]) -> Iterator[str
         yield from (f"no call of {name!r}" for name in names if name not in text)
 
 
-def _missing_tools(tokenizer: Any, text: str, prompt: Prompt) -> Iterator[str]:
-    if prompt.tools is None:
+def _missing_tools(
+    tokenizer: Any,
+    text: str,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_arguments: Mapping[str, Any] | None,
+) -> Iterator[str]:
+    if not tools:
         return
-    names = [str(tool.get("function", tool).get("name", "")) for tool in prompt.tools]
-    assert prompt.messages is not None, "tools come with messages"
-    without = cast(str, apply_chat_template(tokenizer, prompt.messages, None, prompt.template_arguments))
-    if text == without:
+    names = [str(tool.get("function", tool).get("name", "")) for tool in tools]
+    if text == cast(str, apply_chat_template(tokenizer, messages, None, template_arguments)):
         yield "no tools"
     else:
         yield from (f"no tool {name!r}" for name in names if name not in text)
 
 
-def _unread_arguments(tokenizer: Any, prompt: Prompt) -> Iterator[str]:
-    if not prompt.template_arguments:
+def _unread_arguments(
+    tokenizer: Any,
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_arguments: Mapping[str, Any] | None,
+) -> Iterator[str]:
+    if not template_arguments:
         return
-    source = str(tokenizer.get_chat_template(tools=list(prompt.tools) if prompt.tools else None))
-    for name in prompt.template_arguments:
+    source = str(tokenizer.get_chat_template(tools=list(tools) if tools else None))
+    for name in template_arguments:
         if re.search(rf"\b{re.escape(name)}\b", source) is None:
             yield f"nothing that reads {name!r} of chat_template_kwargs"
 

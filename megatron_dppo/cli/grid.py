@@ -105,6 +105,9 @@ def grid(
         raise typer.Exit(1)
 
 
+_OWN_KEYS = {"run.seed": "--seeds", "run.folder": "-o"}
+
+
 def parse_seeds(text: str) -> list[int]:
     """Return the seeds of a list of numbers and ranges, such as 0-2,7.
 
@@ -134,6 +137,11 @@ def cells_of(
     if not configs and not variants:
         action = "Name the files that all runs have in common, or --variant FILE."
         raise ConfigError(Problem("CONFIG", "no config", "one or more", action))
+    for option, text in (*(("--vary", each) for each in varied), *(("--set", each) for each in overrides)):
+        key = text.partition("=")[0].strip()
+        if key in _OWN_KEYS:
+            expected = f"{_OWN_KEYS[key]}, from which `grid` sets this key"
+            raise ConfigError(Problem(option, text, expected, f"Use {_OWN_KEYS[key]} instead."))
     files: list[tuple[str, tuple[Path, ...]]] = [(path.stem, (path,)) for path in variants]
     cells: list[Cell] = []
     for (stem, own), values in product(files or [("", ())], product(*map(_values_of, varied))):
@@ -294,11 +302,16 @@ def _algorithm_first(cell: Cell, folder: Path) -> Cell:
     return replace(cell, configs=(*own, *(file for file in cell.configs if file not in own)))
 
 
+def _outside_of_a_job() -> dict[str, str]:
+    """Return the environment without the variables of a job that `grid` runs in, which would shape its jobs."""
+    return {name: v for name, v in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
+
+
 def _sbatch(arguments: Sequence[str]) -> str:
     """Return the job's number."""
     command = ["sbatch", "--parsable", *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=_outside_of_a_job())
     except FileNotFoundError:
         problem = Problem("--sbatch", "no sbatch on PATH", "SLURM's commands", "Run this on a login node.")
         raise ConfigError(problem) from None

@@ -62,6 +62,9 @@ def test_combinations_are_named_by_what_they_vary(tmp_path: Path) -> None:
         (["{base}", "--seeds", "2-1", "-o", "{folder}"], "--seeds"),
         (["{base}", "--vary", "algorithm.dleta=0.1,0.2", "-o", "{folder}"], "algorithm.dleta"),
         (["{base}", "--sbatch", "{base}", "-o", "{folder}"], "--sbatch"),
+        (["{base}", "--vary", "run.seed=1,2", "-o", "{folder}"], "Use --seeds instead"),
+        (["{base}", "--set", "run.seed = 5", "-o", "{folder}"], "Use --seeds instead"),
+        (["{base}", "--set", "run.folder=there", "-o", "{folder}"], "Use -o instead"),
     ],
 )
 def test_bad_arguments_are_refused_before_a_run_starts(
@@ -119,6 +122,19 @@ def finish_on_cluster(out: Path, variant: str, *seeds: int) -> None:
     config = load_config(files, ["run.num_rollouts=2", "optimizer.lr=2e-6"]).model_dump(exclude_none=True)
     for seed in seeds:
         finish(out / Path(variant).stem / f"seed_{seed}", **{k: v for k, v in config.items() if k != "run"})
+
+
+def test_jobs_of_a_grid_in_an_allocation_do_not_get_its_variables(
+    tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    for name in ("SLURM_JOB_ID", "SLURM_NTASKS_PER_NODE", "SLURM_GPUS", "SLURM_EXPORT_ENV"):
+        monkeypatch.setenv(name, "1")
+    (tmp_path / "bin/sbatch").write_text(f"#!/bin/sh\nenv | grep ^SLURM_ >> {tmp_path}/seen\n{SBATCH}")
+    command = [*ON_CLUSTER, "--variant", "grpo_clip_higher.toml", "-o", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert set((tmp_path / "seen").read_text().split()) == {"SLURM_CONF=/etc/slurm.conf"}
 
 
 def test_a_cluster_gets_an_array_of_the_unfinished_seeds_and_a_report(tmp_path: Path, calls: Path) -> None:

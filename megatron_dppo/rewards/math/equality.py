@@ -62,6 +62,9 @@ class Comparison:
             if name == other or _is_function_of_x(name, other):
                 return self._nodes(expected, found)
             return self._nodes(reference, answer)
+        lines = {_line(node) for node in (reference, answer)} - {None}
+        if lines and not {each.text for each in (name, other) if isinstance(each, Name)} <= lines:
+            return False  # `x > 2` is not `y` in the interval
         if is_relation(reference) and is_relation(answer) and _is_equation(reference) == _is_equation(answer):
             return self._nodes(reference, answer)
         single = [
@@ -136,11 +139,12 @@ class Comparison:
             return self._quantities(reference, answer)
         expected, found = _region(reference), _region(answer)
         if expected is not None and found is not None:
-            return _are_equal_regions(expected, found)
+            lines = _line(reference), _line(answer)  # `x > 2` is `(2,\infty)`, and not `y > 2`
+            return (None in lines or lines[0] == lines[1]) and _are_equal_regions(expected, found)
         if is_relation(reference) or is_relation(answer):
             return is_relation(reference) and is_relation(answer) and self._relations(reference, answer)
         kinds = [node.kind if isinstance(node, Tree) else "" for node in (reference, answer)]
-        if kinds == ["clock", "clock"]:
+        if "clock" in kinds:
             return False  # equal ones are equal as they stand
         if kinds == ["ratio", "ratio"]:
             return _lowest(reference) == _lowest(answer)
@@ -270,7 +274,7 @@ def _plain(node: Node, *, is_column: bool = False) -> Node:
     """Return a ratio as a quotient, and two numbers above each other as a column."""
     if is_column and isinstance(node, Tree) and node.kind == "binom":
         return Tree("matrix", tuple(Tree("row", (part,)) for part in node.parts))
-    if isinstance(node, Tree) and node.kind in ("ratio", "clock") and len(node.parts) == 2:
+    if isinstance(node, Tree) and node.kind == "ratio" and len(node.parts) == 2:
         return Tree("/", node.parts)
     return node
 
@@ -329,15 +333,18 @@ def _region(node: Node) -> list[_Interval] | None:
         is_line = whole == Name(r"\mathbb{R}") and isinstance(points, Tree) and points.kind == "set"
         return _without(points.parts) if is_line and isinstance(points, Tree) else None
     if node.kind in ("cup", "or"):
-        lines, regions = {_line(part) for part in node.parts}, [_region(part) for part in node.parts]
-        if None in regions or (node.kind == "or" and (len(lines) != 1 or None in lines)):
+        regions = [_region(part) for part in node.parts]
+        if None in regions or (node.kind == "or" and _line(node) is None):
             return None
         return _sorted([piece for region in regions for piece in region or ()])
     return _region_of_relation(node) if _line(node) is not None else None
 
 
 def _line(node: Node) -> str | None:
-    """Return the only variable of an inequality if it is alone on its side, such as in `1 < x < 2`."""
+    """Return the only variable of inequalities if it is alone on its side, such as in `1 < x < 2`."""
+    if isinstance(node, Tree) and node.kind == "or":
+        lines = {_line(part) for part in node.parts}
+        return lines.pop() if len(lines) == 1 else None
     if not isinstance(node, Tree) or not is_relation(node) or _is_equation(node):
         return None
     variables = [side for side in node.parts if isinstance(side, Name) and names(side) - {INFINITY}]

@@ -283,7 +283,8 @@ class _Words:
         return all(map(self._may_be_left_out, one ^ other))
 
     def _may_be_left_out(self, word: str) -> bool:
-        is_unit = word.partition("^")[0] in _UNITS.values() or word.startswith(("degree", "base "))
+        is_mark = word in ("degree C", "degree F", "degree K") or word.startswith("base ")
+        is_unit = is_mark or word.partition("^")[0] in _UNITS.values()
         return is_unit or word in _NOUNS or word in _words_in(_problem(self._prompt))
 
 

@@ -28,7 +28,7 @@ from megatron_dppo.checks.facts import (
     section_of,
 )
 from megatron_dppo.checks.notes import doubts, remarks
-from megatron_dppo.checks.run_rules import folder_remarks, period_remarks, stop_remarks
+from megatron_dppo.checks.run_rules import folder_remarks, idle_remarks, period_remarks, stop_remarks
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang.options import installed_version, interpreter, read_options
 from megatron_dppo.engines.sglang.protocol import GENERATIONS, NEWEST
@@ -49,6 +49,7 @@ __all__ = [
     "doubts",
     "folder_remarks",
     "gather_facts",
+    "idle_remarks",
     "megatron_rules",
     "model_facts",
     "model_rules",

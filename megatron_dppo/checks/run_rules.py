@@ -19,6 +19,7 @@ from megatron_dppo.checks.facts import Facts, nearest_folder, rule
 from megatron_dppo.config.load import flat
 from megatron_dppo.config.resuming import change_table, experiment_changes
 from megatron_dppo.config.schema import Config
+from megatron_dppo.config.sections import idle_settings
 from megatron_dppo.data.prompts.prompts import detect_schema, read_columns
 from megatron_dppo.errors import DataError, Problem, did_you_mean
 from megatron_dppo.rewards import RewardChoice
@@ -38,6 +39,12 @@ _WRITTEN = {
     "paired_routing_every": "no mini-batch is forwarded with both routes",
     "clipped_tokens_every": "no masked tokens are listed",
 }
+
+
+def idle_remarks(config: Config) -> list[str]:
+    """Return a note on the settings that do nothing, because another setting turns them off."""
+    found = [f"{key} (it needs {needs.text})" for key, needs in idle_settings(config)]
+    return [f"these settings do nothing: {', '.join(found)}"] if found else []
 
 
 def period_remarks(config: Config) -> list[str]:

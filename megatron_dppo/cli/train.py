@@ -15,6 +15,7 @@ from megatron_dppo.checks import (
     doubts,
     folder_remarks,
     gather_facts,
+    idle_remarks,
     not_checked,
     period_remarks,
     problems_of,
@@ -151,8 +152,9 @@ def check(
         typer.echo(f"not checked: {note}", err=True)
     for note in version_notes(config):
         typer.echo(f"untested version: {note}", err=True)
-    noted = [*remarks(config), *period_remarks(config), *doubts(config, facts), *folder_remarks(config)]
-    noted += [*stop_remarks(config, facts), *offload_remarks(config, facts), *retraction_remarks(config, facts)]
+    noted = [*remarks(config), *idle_remarks(config), *period_remarks(config), *doubts(config, facts)]
+    noted += [*folder_remarks(config), *stop_remarks(config, facts), *offload_remarks(config, facts)]
+    noted += retraction_remarks(config, facts)
     for remark in noted:
         typer.echo(f"note: {remark}", err=True)
     if problems:

@@ -5,13 +5,14 @@ Rules that need several fields or the disk are in `megatron_dppo.checks`.
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_dppo.config.sections import (
     DataConfig,
     EvaluationConfig,
+    Needs,
     OptimizerConfig,
     Section,
     TrackingConfig,
@@ -20,6 +21,9 @@ from megatron_dppo.types import RoutingReplay
 
 EnginePrecision = Literal["float32", "bfloat16", "bfloat16_fp8", "modelopt_fp8", "modelopt_nvfp4"]
 """Precision of the embedded engine's weights and arithmetic."""
+
+
+_OF_TRANSFORMERS, _OF_SGLANG = Needs("rollout.engine", on="transformers"), Needs("rollout.engine", on="sglang")
 
 
 class RunConfig(Section):
@@ -57,9 +61,12 @@ class LoraConfig(Section):
 
     rank: NonNegativeInt = 0
     """Rank of the adapters; 0 trains the full weights. The paper's LoRA run uses 32."""
-    alpha: PositiveInt = 64
+    alpha: Annotated[PositiveInt, Needs("lora.rank")] = 64
     """Scale of the adapters: their output is multiplied by alpha / rank."""
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    targets: Annotated[tuple[str, ...], Needs("lora.rank")] = (
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    )
     """Linear layers with an adapter, by their Hugging Face names. Every expert has its own adapter."""
 
 
@@ -200,15 +207,15 @@ class RolloutConfig(Section):
     weights that train on a token are at most S versions newer than those that sampled it. 0: synchronous."""
     refill_zero_variance: bool = False
     """Dynamic sampling (DAPO): replace groups with equal rewards by groups of new prompts."""
-    max_refills: PositiveInt = 3
+    max_refills: Annotated[PositiveInt, Needs("rollout.refill_zero_variance")] = 3
     """Times that dynamic sampling replaces a group. A group with equal rewards that remains is kept."""
     release_trainer: bool = False
     """transformers: trainer and engine use the device in turn. For SGLang see `rollout.sglang.colocated`."""
-    agent: AgentConfig = AgentConfig()
+    agent: Annotated[AgentConfig, Needs("rollout.agent.is_set")] = AgentConfig()
     """Agent that calls the policy. It replaces the environment."""
-    transformers: TransformersEngineConfig = TransformersEngineConfig()
+    transformers: Annotated[TransformersEngineConfig, _OF_TRANSFORMERS] = TransformersEngineConfig()
     """Options of the embedded engine."""
-    sglang: SglangEngineConfig = SglangEngineConfig()
+    sglang: Annotated[SglangEngineConfig, _OF_SGLANG] = SglangEngineConfig()
     """Options of the SGLang engine."""
 
     @property
@@ -332,9 +339,9 @@ class CheckpointConfig(Section):
     """Keep one checkpoint between rollouts at every multiple of this many finished rollouts; 0 is off."""
     keep_best: NonNegativeInt = 0
     """Number of checkpoints with the best `best_metric` to keep."""
-    best_metric: str = "reward/mean"
+    best_metric: Annotated[str, Needs("checkpoint.keep_best")] = "reward/mean"
     """Metric for `keep_best`, from the last finished rollout or the evaluation after it."""
-    best_is: Literal["highest", "lowest"] = "highest"
+    best_is: Annotated[Literal["highest", "lowest"], Needs("checkpoint.keep_best")] = "highest"
     """Best value of `best_metric`."""
     reserve_gib: NonNegativeFloat = 1.0
     """Disk space in GiB that a save must leave free."""
@@ -358,7 +365,7 @@ class Config(Section):
     tracking: TrackingConfig = TrackingConfig()
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Fields of megatron.core's TransformerConfig, passed through."""
-    sglang: dict[str, Any] = Field(default_factory=dict)
+    sglang: Annotated[dict[str, Any], _OF_SGLANG] = Field(default_factory=dict)
     """Arguments of the SGLang servers, passed through. `python` is the interpreter with SGLang. `model_path`
     names a folder of 8-bit weights, in whose form servers get the weights of `model.load`."""
 

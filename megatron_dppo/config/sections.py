@@ -2,8 +2,10 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -26,6 +28,50 @@ class Section(BaseModel):
     """Base of all sections: frozen, and a misspelt key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Marks a setting, or a section, that has an effect only with certain values of another setting.
+
+    Attributes:
+        key: The other setting, or a property of its section.
+        on: Value that it needs, also as one of several; `None`: any but false, 0 and empty.
+        off: Value that turns the setting off.
+    """
+
+    key: str
+    on: Any = None
+    off: Any = None
+
+    def are_met(self, config: BaseModel) -> bool:
+        """Return whether the setting has an effect in a config."""
+        value = attrgetter(self.key)(config)
+        if self.on is not None:
+            return value == self.on or (isinstance(value, tuple) and self.on in value)
+        return bool(value) and value != self.off
+
+    @property
+    def text(self) -> str:
+        """What turns the setting on."""
+        key = self.key.replace(".is_set", ".harness or command")
+        return f"{key} = {self.on!r}" if self.on is not None else key
+
+
+def idle_settings(config: BaseModel) -> Iterator[tuple[str, Needs]]:
+    """Yield the settings that differ from their defaults and have no effect, with what they need."""
+
+    def walk(section: BaseModel, prefix: str, needs: Needs | None) -> Iterator[tuple[str, Needs]]:
+        for name, info in type(section).model_fields.items():
+            value, own = getattr(section, name), next((m for m in info.metadata if isinstance(m, Needs)), needs)
+            if isinstance(value, Section):
+                yield from walk(value, f"{prefix}{name}.", own)
+                continue
+            is_set = value != info.get_default(call_default_factory=True)
+            if is_set and own is not None and not own.are_met(config):
+                yield f"{prefix}{name}", own
+
+    yield from walk(config, "", None)
 
 
 def num_over_sampled(factor: float, count: int) -> int:
@@ -107,7 +153,7 @@ class DataConfig(Section):
     overlong_buffer_tokens: NonNegativeInt = 0
     """Overlong buffer (DAPO): last tokens before `rollout.max_response_tokens`, which cost a penalty; 0 is off.
     Only tokens that the policy sampled count."""
-    overlong_penalty: PositiveFloat = 1.0
+    overlong_penalty: Annotated[PositiveFloat, Needs("data.overlong_buffer_tokens")] = 1.0
     """Penalty of a response that uses the complete overlong buffer."""
     reward_workers: PositiveInt = 1
     """Worker processes per trainer process, for rewards and environments."""
@@ -145,7 +191,7 @@ class OptimizerConfig(Section):
 
     lr: float = Field(default=1e-6, gt=0, le=1)
     """Peak learning rate."""
-    min_lr: NonNegativeFloat = 0.0
+    min_lr: Annotated[NonNegativeFloat, Needs("optimizer.schedule", off="constant")] = 0.0
     """Final learning rate of a decaying schedule."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay after warm-up. It reaches `min_lr` at the run's last gradient step."""
@@ -230,13 +276,13 @@ class TrackingConfig(Section):
 
     "roll_back" resumes from the newest checkpoint before the fault began, with the next prompts. The URL in
     MEGATRON_DPPO_ALARM_WEBHOOK, if it is set, gets each alarm, unless this is "off"."""
-    max_roll_backs: PositiveInt = 3
+    max_roll_backs: Annotated[PositiveInt, Needs("tracking.alarms", on="roll_back")] = 3
     """Maximum roll-backs. The next alarm ends the run."""
     clipped_tokens_every: NonNegativeInt = 0
     """Rollouts between lists of the masked tokens with their context: N, 2N, 3N, ... (from 1); 0 never."""
     shadow: bool = True
     """Evaluate other presets at each gradient step: the tokens that they would have masked."""
-    shadow_presets: tuple[str, ...] = ()
+    shadow_presets: Annotated[tuple[str, ...], Needs("tracking.shadow")] = ()
     """Names in megatron_dppo.algorithms.PRESETS, or custom rules. Default: the paper's presets, if the batch
     has their inputs."""
     shadow_options: dict[str, dict[str, ShadowOption]] = Field(default_factory=dict)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.config import Config, dump_config, load_config
+from megatron_dppo.config.sections import idle_settings
 from megatron_dppo.errors import ConfigError, Problem
 
 
@@ -203,3 +204,35 @@ def test_malformed_override(override: str) -> None:
 
 def test_a_value_cannot_smuggle_in_another_key() -> None:
     assert "run.seed" in _problems([], ("run.seed=1\nx=2",))
+
+
+# A setting, what turns it on, and the keys that are named without it.
+IDLE: list[tuple[str, str, list[str]]] = [
+    ("data.overlong_penalty=3.0", "data.overlong_buffer_tokens=2", ["data.overlong_penalty"]),
+    ("lora.alpha=16", "lora.rank=4", ["lora.alpha"]),
+    ('lora.targets=["q_proj"]', "lora.rank=4", ["lora.targets"]),
+    ("optimizer.min_lr=1e-7", 'optimizer.schedule="linear"', ["optimizer.min_lr"]),
+    ("rollout.max_refills=9", "rollout.refill_zero_variance=true", ["rollout.max_refills"]),
+    ("checkpoint.best_metric=eval/a", "checkpoint.keep_best=1", ["checkpoint.best_metric"]),
+    ("checkpoint.best_is=lowest", "checkpoint.keep_best=1", ["checkpoint.best_is"]),
+    ("tracking.max_roll_backs=7", "tracking.alarms=roll_back", ["tracking.max_roll_backs"]),
+    ("rollout.agent={max_calls=3, thinking='template'}", "rollout.agent.harness=a:b",
+     ["rollout.agent.thinking", "rollout.agent.max_calls"]),
+    ("rollout.agent.call_timeout_s=3.0", 'rollout.agent.command=["a"]', ["rollout.agent.call_timeout_s"]),
+    ("rollout.sglang.num_own_servers=2", "rollout.engine=sglang", ["rollout.sglang.num_own_servers"]),
+    ("sglang.tp_size=2", "rollout.engine=sglang", ["sglang"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("setting", "switch", "keys"), IDLE, ids=lambda each: str(each)[:30])
+def test_settings_without_effect_are_named(setting: str, switch: str, keys: list[str]) -> None:
+    assert [key for key, _ in idle_settings(load_config([], [setting]))] == keys
+    assert [key for key, _ in idle_settings(load_config([], [setting, switch]))] == []
+    for key, needs in idle_settings(load_config([], [setting])):
+        assert needs.text.partition(" ")[0].rpartition(".")[0] in switch, key
+
+
+def test_a_default_that_is_written_out_is_no_setting_without_effect() -> None:
+    assert list(idle_settings(Config())) == []
+    written = tomllib.loads(dump_config(Config()))
+    assert list(idle_settings(Config.model_validate(written))) == []

@@ -1,4 +1,4 @@
-r"""One spelling for each notation of an answer, and its tokens.
+r"""One spelling for each notation of an answer, its tokens, and the tree that they are parsed into.
 
 A token is a command, a number, letters, a sign, or a word: `tokens(r"5\text{ cm}")` is `["5", '"cm']`.
 """

@@ -16,7 +16,6 @@ from megatron_dppo.data.prompts.templates import (
     prompt_tokens,
     require_chat_template,
     unwritten,
-    unwritten_messages,
 )
 from megatron_dppo.errors import DataError, Problem
 
@@ -55,13 +54,9 @@ class Rendering:
         """Return the token ids of a complete chat, up to the beginning of the response.
 
         Raises:
-            DataError: The chat template refuses the chat, or omits a message, a tool or a tool call.
+            DataError: The chat template refuses the chat.
         """
-        chat: Any = self.placed(messages)
-        if missing := unwritten(self._tokenizer, chat, tools, arguments):
-            found = f"the chat template of the policy's tokenizer writes {'; '.join(missing)}"
-            raise DataError(f"{found}; expected all of the chat. Use a model whose template does.")
-        return prompt_tokens(self._tokenizer, None, chat, tools, arguments)
+        return prompt_tokens(self._tokenizer, None, cast(Any, self.placed(messages)), tools, arguments)
 
     def continuation(
         self,
@@ -98,8 +93,6 @@ class Rendering:
         (head, *ends), (new_head, *rests) = before.split(_MARK), after.split(_MARK)
         if len(ends) != 1 or len(rests) != 1 or self._kept(head) != self._kept(new_head):
             return None
-        if any(unwritten_messages(rests[0], cast(Any, self.placed([*answered, *new])[-len(new) :]))):
-            return None
         ids = cast("list[int]", self._tokenizer.encode(rests[0], add_special_tokens=False))
         if ids and [ids[0]] == list(response[-1:]):
             ids = ids[1:]
@@ -118,11 +111,11 @@ class Rendering:
         call = {"id": "call_0_0", "type": "function", "function": {"name": "look_up", "arguments": {}}}
         asked, called = _TRIAL[-1], {"role": "assistant", "content": "", "tool_calls": [call]}
         result = {"role": "tool", "content": "a result", "tool_call_id": "call_0_0"}
+        tools, chat = [{"type": "function", "function": function}], cast(Any, [asked, called, result])
         try:
-            self.opening([asked, called, result], [{"type": "function", "function": function}], {})
+            return not unwritten(self._tokenizer, chat, tools, {})
         except DataError:
             return False
-        return True
 
     def read(
         self,

@@ -134,8 +134,8 @@ def agent_doubts(config: Config, facts: Facts) -> Iterator[str]:
         return  # a rule is about it
     if not writes_tools:
         yield (
-            "the chat template does not write tools, calls of them, or their results, so an agent with tools "
-            "will be refused. Use a model whose template writes them, or an agent without tools."
+            "the chat template does not write tools, calls of them, or their results, so the policy does not "
+            "see the tools of an agent. Use a model whose template writes them, or an agent without tools."
         )
     if not appends:
         yield (

@@ -254,8 +254,10 @@ def test_a_template_that_does_not_append_is_noted_for_agents() -> None:
     tokenizer = tools_tokenizer()
     assert noted(tokenizer, [{}], *AGENT) == []
     tokenizer.chat_template = LATEST_TEMPLATE
-    (note,) = noted(tokenizer, [{}], *AGENT)
-    assert note.startswith("the chat template does not append messages") and "rollout.agent.renderer" in note
+    tools, appends = noted(tokenizer, [{}], *AGENT)
+    assert tools.startswith("the chat template does not write tools")
+    assert appends.startswith("the chat template does not append messages")
+    assert "rollout.agent.renderer" in appends
     assert noted(tokenizer, [{}]) == [], "only agents continue a conversation"
 
 

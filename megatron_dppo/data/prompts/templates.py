@@ -243,14 +243,13 @@ def unwritten(
     """
     text = cast(str, apply_chat_template(tokenizer, messages, tools, template_arguments))
     return [
-        *unwritten_messages(text, messages),
+        *_unwritten_messages(text, messages),
         *_missing_tools(tokenizer, text, messages, tools, template_arguments),
         *_unread_arguments(tokenizer, tools, template_arguments),
     ]
 
 
-def unwritten_messages(text: str, messages: Sequence[Message]) -> Iterator[str]:
-    """Yield the messages and tool calls that a rendered chat omits."""
+def _unwritten_messages(text: str, messages: Sequence[Message]) -> Iterator[str]:
     for message in messages:
         calls = cast(Mapping[str, Any], message).get("tool_calls", ())
         content = message["content"].strip()

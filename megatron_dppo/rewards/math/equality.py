@@ -43,7 +43,7 @@ class Comparison:
 
     Args:
         are_known: Whether words occur in the problem or may stand anywhere.
-        are_compatible: Whether what stands around two values is equal, or may be left out.
+        are_compatible: Whether what is around two values is equal, or may be left out.
     """
 
     are_known: Callable[[Sequence[str]], bool]

@@ -1,7 +1,7 @@
 r"""Parses an answer into a tree. It is strict: text that it does not understand is an error.
 
 A parser that skips or guesses would accept wrong answers. A list without brackets is a `Tree("list", ...)`.
-What stands around a value (words, a unit, a per cent sign) is kept in a `Quantity`.
+What is around a value (words, a unit, a per cent sign) is kept in a `Quantity`.
 """
 
 import re

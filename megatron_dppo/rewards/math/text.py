@@ -48,7 +48,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A value with what stands around it: the words behind it, in order, and a mark.
+    """A value with what is around it: the words behind it, in order, and a mark.
 
     The mark is a per cent sign, a currency, degrees, or the base of a number.
     """

@@ -222,7 +222,7 @@ def test_parts_keep_their_shares_from_any_place(weights: list[float], length: in
     counts, after = shares.counts(start), shares.counts(start + length)
     assert sum(counts) == start and sum(after) == start + length
     for weight, before, then in zip(weights, counts, after, strict=True):
-        assert abs(before - start * Fraction(weight) / total) < len(weights) / 2 + 1
+        assert abs(before - start * Fraction(weight) / total) < 256
         assert then >= before
     for place in range(start, start + min(length, 20)):  # one after the other is the same as at once
         part, item = shares.at(place)
@@ -231,12 +231,30 @@ def test_parts_keep_their_shares_from_any_place(weights: list[float], length: in
         assert counts == shares.counts(place + 1)
 
 
-def test_every_window_of_a_period_has_exact_shares() -> None:
-    drawn = [Shares([1, 4, 2]).at(place)[0] for place in range(70)]
-    assert drawn[:7] == [1, 2, 1, 0, 1, 2, 1]
-    for start in range(63):
-        window = drawn[start : start + 7]
-        assert [window.count(part) for part in range(3)] == [1, 4, 2]
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 3.0, 2.0), (7473.0, 12000.0)])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 16])
+def test_each_rank_draws_each_part_in_its_share(weights: tuple[float, ...], num_ranks: int) -> None:
+    drawn = [part for part, _ in map(Shares(weights, seed=1).at, range(200 * num_ranks))]
+    for rank in range(num_ranks):
+        of_rank = drawn[rank::num_ranks]
+        for part, weight in enumerate(weights):  # within 4 standard deviations of independent draws
+            share = weight / sum(weights)
+            assert abs(of_rank.count(part) / 200 - share) < 4 * (share * (1 - share) / 200) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("weights", "period"), [((1, 4, 2), 7), ((0.5, 0.5), 2), ((30, 20), 5), ((173, 450), 623)]
+)
+def test_every_period_has_exact_shares(weights: tuple[float, ...], period: int) -> None:
+    drawn = [Shares(weights).at(place)[0] for place in range(4 * period)]
+    expected = [period * weight / sum(weights) for weight in weights]
+    for start in range(0, 4 * period, period):
+        assert [drawn[start : start + period].count(part) for part in range(len(weights))] == expected
+
+
+def test_the_order_of_parts_depends_on_the_seed() -> None:
+    first, again, other = ([Shares([1, 1], seed).at(place) for place in range(64)] for seed in (5, 5, 6))
+    assert first == again != other
 
 
 def of_files(*sizes: int, weights: tuple[float | None, ...], shuffle: bool = True) -> PromptStream:
@@ -262,7 +280,8 @@ def test_a_file_that_is_exhausted_starts_again_in_another_order() -> None:
         of_files(3, 50, weights=(5, 1)).at(place) for place in range(60, 30, -1)
     ]
     plain = first(of_files(2, 4, weights=(1, 2), shuffle=False), 9)
-    assert plain == ["b0", "a0", "b1", "b2", "a1", "b3", "b0", "a0", "b1"]
+    assert [name for name in plain if name[0] == "a"] == ["a0", "a1", "a0"]
+    assert [name for name in plain if name[0] == "b"] == ["b0", "b1", "b2", "b3", "b0", "b1"]
 
 
 def test_files_without_weights_end_their_epochs_together() -> None:

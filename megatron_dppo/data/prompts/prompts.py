@@ -252,8 +252,8 @@ class Drawn:
 class PromptStream:
     """Endless sequence of prompts, epoch after epoch, by index; the same on every rank.
 
-    Prompts of several files are spread evenly, in proportion to their weights (`Shares`). Each file has epochs
-    of its own: when all its prompts were drawn, it starts again in another order. An epoch's order depends only
+    Prompts of several files are mixed at random, in proportion to their weights (`Shares`). Each file has its
+    own epochs: when all its prompts were drawn, it starts again in another order. An epoch's order depends only
     on (seed, epoch), and on the file's name if there are several. `rollout.staleness.Places` chooses the
     indices of a rank.
 
@@ -278,7 +278,7 @@ class PromptStream:
             raise fault("prompts", "none", "at least one prompt", "Check data.prompts.")
         self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
         self._parts = parts or [Part("", 0, len(prompts), 1.0)]
-        self._shares = Shares([part.weight for part in self._parts])
+        self._shares = Shares([part.weight for part in self._parts], seed)
         self.upcoming = _read_cursor(cursor, len(prompts))
         self._orders: dict[tuple[int, int], Sequence[int]] = {}
 

@@ -17,6 +17,7 @@ import pytest
 from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.data.batches.exchange import DataParallel
 from megatron_dppo.data.prompts.prompts import PromptStream
+from megatron_dppo.data.prompts.shares import Part
 from megatron_dppo.engines.base import Completion, EngineCounts, Request, SamplingParams, Session
 from megatron_dppo.rewards import Reward, RewardResult
 from megatron_dppo.rollout.groups import GroupMaker
@@ -40,7 +41,7 @@ WHOLE, HALF = "w3 # 1 0 0 0 <eos>", "w3 # 1"
 
 
 class Halting(InSessions, Session):
-    """Answers all requests of prompts that are not slow at once, and those of `last` after them.
+    """Answers the requests of prompts that are not slow at once, and the last prompt's after them.
 
     The first response waits until all groups that are open on the rank are at the engine, as threads make them.
     Requests of slow prompts keep three tokens when they are held.
@@ -107,6 +108,7 @@ class Run:
         cursor: Any = None,
         prompts: Sequence[Prompt] = PROMPTS,
         equal: Callable[[str], bool] = lambda prompt: False,
+        parts: Sequence[Part] = (),
         **options: Any,
     ) -> None:
         config = RolloutConfig.model_validate({"prompts_per_rollout": 4, "samples_per_prompt": 2} | options)
@@ -114,7 +116,7 @@ class Run:
         maker = GroupMaker(TOKENIZER, config.samples_per_prompt, max_prompt_tokens=7, seed=0)
         scorer = Scorer(TOKENIZER, InProcessScorer(_by_prompt(equal)), False, None)
         params = SamplingParams(20)
-        stream = PromptStream(prompts, 0, shuffle=False, cursor=cursor)
+        stream = PromptStream(prompts, 0, shuffle=False, cursor=cursor, parts=parts)
         bound = StalenessBound(config.prompts_per_rollout, 0, config.over_sampling)
         refills = config.max_refills if config.refill_zero_variance else 0
         self.ranks = list[Scheduler]()
@@ -173,6 +175,16 @@ def test_without_either_prompts_come_in_turn() -> None:
     run = Run(size=2)
     assert [_ids(run.next()), _ids(run.next())] == [["0", "2", "1", "3"], ["4", "6", "5", "7"]]
     assert run.cursors == [{"epoch": 0, "index": 8}] * 2
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_rank_samples_from_each_file(size: int) -> None:
+    run = Run(size, parts=[Part("low", 0, 20, 1.0), Part("high", 20, 20, 1.0)])
+    rollouts = [run.next() for _ in range(10)]  # 40 prompts: both files once
+    for rank in range(size):
+        drawn = [int(prompt) for batches in rollouts for prompt in _ids([batches[rank]])]
+        assert len(drawn) == 40 // size and 0.2 < sum(number < 20 for number in drawn) / len(drawn) < 0.8
+    assert sorted(int(prompt) for batches in rollouts for prompt in _ids(batches)) == list(range(40))
 
 
 def test_over_sampling_ends_with_the_groups_that_are_whole_first_and_drops_the_others() -> None:

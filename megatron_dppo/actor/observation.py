@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_dppo.actor.forward import packed_responses
 from megatron_dppo.algorithms import Objective, PolicyLossInputs, TopKLogProbs, preset, shadow_masks
-from megatron_dppo.algorithms.presets import PAPER
+from megatron_dppo.algorithms.paper_rules import PAPER
 from megatron_dppo.algorithms.shadow import rule_values, with_inputs
 from megatron_dppo.algorithms.trial import names_of_values
 from megatron_dppo.config.sections import TrackingConfig

@@ -20,10 +20,10 @@ from megatron_dppo.algorithms.divergence import (
 from megatron_dppo.algorithms.inputs import PolicyLossInputs, TrustRegionTokens
 from megatron_dppo.algorithms.loss import PolicyLossOutput, policy_loss
 from megatron_dppo.algorithms.objective import Objective
-from megatron_dppo.algorithms.presets import PRESETS, preset
-from megatron_dppo.algorithms.rules import RULES, trust_region_weight
+from megatron_dppo.algorithms.own_rule import rule_options
+from megatron_dppo.algorithms.presets import PRESETS, RULES, preset
+from megatron_dppo.algorithms.responses import Responses
 from megatron_dppo.algorithms.shadow import shadow_masks, shadow_weights
-from megatron_dppo.algorithms.trust_region import Responses, TrustRegionRule, rule_options
 
 __all__ = [
     "AGGREGATIONS",
@@ -36,7 +36,6 @@ __all__ = [
     "PolicyLossOutput",
     "Responses",
     "TopKLogProbs",
-    "TrustRegionRule",
     "TrustRegionTokens",
     "binary_kl",
     "binary_tv",
@@ -52,5 +51,4 @@ __all__ = [
     "topk_kl",
     "topk_partition",
     "topk_tv",
-    "trust_region_weight",
 ]

@@ -7,11 +7,12 @@ from jaxtyping import Bool, Float, Int32, Int64, Integer
 from torch import Tensor
 
 from megatron_dppo.algorithms.divergence import TopKLogProbs
-from megatron_dppo.algorithms.objective import Objective
-from megatron_dppo.algorithms.trust_region import RULE_DIVERGENCE, RULE_OVER, Responses
+from megatron_dppo.algorithms.responses import Responses
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.types import ROLLOUT_TOKENS, RolloutTokens
 
+RULE_DIVERGENCE, RULE_OVER = "algorithm.rule_divergence", "algorithm.rule_over"
+"""Settings of a custom rule that give it log-masses or responses."""
 # Log-probs between 0 and this are rounding and not worth a count.
 CLAMP_COUNTED_FROM = 1e-3
 
@@ -82,6 +83,11 @@ class TrustRegionTokens:
     outcomes: tuple[Tensor, Tensor] | None = None  # log-masses of a Top-K divergence; None for others
     responses: Responses | None = None  # for rules over complete responses
     places: tuple[Tensor, Tensor] | None = None  # `positions` and `lengths`, if they are known
+
+    @property
+    def anchor_ratio(self) -> Float[Tensor, " T"]:
+        """pi(a) over the anchor's; the importance weight is pi/mu."""
+        return (self.log_probs - self.anchor_log_probs).exp()
 
     @property
     def is_above(self) -> Bool[Tensor, " T"]:
@@ -197,52 +203,7 @@ def place_of_tokens(
     return (places * loss_mask).int(), (loss_mask.sum() * loss_mask).int()
 
 
-def required_inputs(objective: Objective, inputs: PolicyLossInputs) -> dict[str, Tensor]:
-    """Return the tensors that `objective` reads, by name.
-
-    Raises:
-        ConfigError: One is missing, or has the wrong shape or type.
-    """
-    topk = inputs.topk
-    needed: dict[str, Tensor | None] = {
-        "log_probs": inputs.log_probs,
-        "rollout_log_probs": inputs.rollout_log_probs,
-        "advantages": inputs.advantages,
-    }
-    if objective.anchor == "recomputed":
-        needed["old_log_probs"] = inputs.old_log_probs
-    needed |= {name: getattr(inputs, name) for name in objective.inputs_of_terms}
-    if objective.needs_topk:
-        needed["targets"] = inputs.targets
-        needed["topk.ids"] = None if topk is None else topk.ids
-        needed["topk.rollout_log_probs"] = None if topk is None else topk.rollout_log_probs
-        needed["topk.log_probs"] = None if topk is None else topk.log_probs
-    if objective.entropy_coef != 0:
-        needed["entropy"] = inputs.entropy
-    missing = dict.fromkeys(name.split(".")[0] for name, tensor in needed.items() if tensor is None)
-    if objective.needs_responses and inputs.response_lengths is None:
-        missing["response_lengths"] = None
-    if missing:
-        raise ConfigError([_missing(objective, name) for name in missing])
-    optional = {name: getattr(inputs, name) for name in ("loss_mask", "token_weights", "positions", "lengths")}
-    present = {name: tensor for name, tensor in (needed | optional).items() if tensor is not None}
-    _check_shapes(present)
-    return present
-
-
-def _missing(objective: Objective, name: str) -> Problem:
-    expected = {
-        "old_log_probs": "a [T] tensor, because anchor = 'recomputed'",
-        **{read: f"a [T] tensor, because {coef} is not 0" for read, coef in objective.inputs_of_terms.items()},
-        "topk": f"a TopKLogProbs, because the divergence is {objective.divergence}",
-        "targets": f"a [T] tensor of sampled ids, because the divergence is {objective.divergence}",
-        "entropy": "a [T] tensor with gradient, because entropy_coef is not 0",
-        "response_lengths": "a [B] tensor of integers, because the rule reads complete responses",
-    }.get(name, "a [T] tensor")
-    return Problem(f"PolicyLossInputs.{name} of {objective.name}", "none", expected, f"Pass {name}=...")
-
-
-def _check_shapes(present: dict[str, Tensor]) -> None:
+def check_shapes(present: dict[str, Tensor]) -> None:
     """Every tensor is [T], or [T, K'] for Top-K, and of a kind that fits; all faults at once."""
     real, mask, integer = ("floating", "integer"), ("bool", "integer"), ("integer",)
     kinds = {

@@ -15,13 +15,13 @@ from megatron_dppo.algorithms.inputs import (
     CLAMP_COUNTED_FROM,
     LearningTokens,
     PolicyLossInputs,
+    check_shapes,
     check_values,
-    required_inputs,
 )
 from megatron_dppo.algorithms.loss_terms import added_terms
 from megatron_dppo.algorithms.objective import Objective
-from megatron_dppo.algorithms.rules import trust_region_weight
-from megatron_dppo.algorithms.trust_region import Responses, require_lengths
+from megatron_dppo.algorithms.responses import Responses, require_lengths
+from megatron_dppo.errors import ConfigError, Problem
 
 BAD_UPDATE = 0.5  # mu - pi of a negative token from which its update is bad (section 5.3, the formula: >=)
 
@@ -83,6 +83,51 @@ def policy_loss(objective: Objective, inputs: PolicyLossInputs) -> PolicyLossOut
             num_clamped=tokens.num_clamped,
         ),
     )
+
+
+def required_inputs(objective: Objective, inputs: PolicyLossInputs) -> dict[str, Tensor]:
+    """Return the tensors that `objective` reads, by name.
+
+    Raises:
+        ConfigError: One is missing, or has the wrong shape or type.
+    """
+    topk = inputs.topk
+    needed: dict[str, Tensor | None] = {
+        "log_probs": inputs.log_probs,
+        "rollout_log_probs": inputs.rollout_log_probs,
+        "advantages": inputs.advantages,
+    }
+    if objective.anchor == "recomputed":
+        needed["old_log_probs"] = inputs.old_log_probs
+    needed |= {name: getattr(inputs, name) for name in objective.inputs_of_terms}
+    if objective.needs_topk:
+        needed["targets"] = inputs.targets
+        needed["topk.ids"] = None if topk is None else topk.ids
+        needed["topk.rollout_log_probs"] = None if topk is None else topk.rollout_log_probs
+        needed["topk.log_probs"] = None if topk is None else topk.log_probs
+    if objective.entropy_coef != 0:
+        needed["entropy"] = inputs.entropy
+    missing = dict.fromkeys(name.split(".")[0] for name, tensor in needed.items() if tensor is None)
+    if objective.needs_responses and inputs.response_lengths is None:
+        missing["response_lengths"] = None
+    if missing:
+        raise ConfigError([_missing(objective, name) for name in missing])
+    optional = {name: getattr(inputs, name) for name in ("loss_mask", "token_weights", "positions", "lengths")}
+    present = {name: tensor for name, tensor in (needed | optional).items() if tensor is not None}
+    check_shapes(present)
+    return present
+
+
+def _missing(objective: Objective, name: str) -> Problem:
+    expected = {
+        "old_log_probs": "a [T] tensor, because anchor = 'recomputed'",
+        **{read: f"a [T] tensor, because {coef} is not 0" for read, coef in objective.inputs_of_terms.items()},
+        "topk": f"a TopKLogProbs, because the divergence is {objective.divergence}",
+        "targets": f"a [T] tensor of sampled ids, because the divergence is {objective.divergence}",
+        "entropy": "a [T] tensor with gradient, because entropy_coef is not 0",
+        "response_lengths": "a [B] tensor of integers, because the rule reads complete responses",
+    }.get(name, "a [T] tensor")
+    return Problem(f"PolicyLossInputs.{name} of {objective.name}", "none", expected, f"Pass {name}=...")
 
 
 def learning_tokens(
@@ -177,7 +222,7 @@ def learning_weight(
         divergence: What it finds.
     """
     seen = as_a_rule_reads(objective, tokens, log_masses, divergence)
-    weight = torch.where(tokens.advantages == 0, 1.0, trust_region_weight(objective, seen))
+    weight = torch.where(tokens.advantages == 0, 1.0, objective.weigh(seen))
     return torch.where(tokens.loss_mask, weight, 0.0)
 
 

@@ -1,27 +1,23 @@
 """Terms of the loss in addition to the policy gradient: elementwise over learning tokens, masked ones included.
 
 `LOSS_TERMS` lists them. The losses, their kernels, the checks of inputs and the metrics read this table, and
-`Objective` has the coefficients, so that a term is a coefficient, a function and an entry here.
+every objective has the coefficients, so that a term is a coefficient, a function and an entry here.
 
 Estimators of the KL are of http://joschu.net/blog/kl-approx.html; k3 in the loss is Eq. 4 of arXiv 2402.03300.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from megatron_dppo.algorithms.fields import choice, number
+from megatron_dppo.algorithms.inputs import LearningTokens
 from megatron_dppo.types import RolloutTokens
-
-if TYPE_CHECKING:  # an objective has the coefficients
-    from megatron_dppo.algorithms.inputs import LearningTokens
-    from megatron_dppo.algorithms.objective import Objective
 
 TermOfTokens: TypeAlias = tuple[Float[Tensor, " T"], Float[Tensor, " T"]]
 """Each token's loss, and its gradient by log pi."""
@@ -35,12 +31,25 @@ class TermCoefficients:
     """Weights of the terms; with a weight of 0 a term is neither computed nor measured.
 
     Attributes:
+        ratio_cap: C, the cap on the importance weight pi/mu.
         log_ratio_coef: Weight of (log pi/mu)^2.
         ref_kl_coef: Weight of the KL from the reference policy.
+        ref_kl: Estimator of that KL, and with it its gradient; see `ref_kl_term`.
     """
 
-    log_ratio_coef: float = 0.0
-    ref_kl_coef: float = 0.0
+    ratio_cap: float = number("Cap C on the importance weight pi/mu.", above_0=True)
+    log_ratio_coef: float = number(
+        "Weight of (log pi/mu)^2 in the loss of every trained token.", 0.0, is_finite=True
+    )
+    ref_kl_coef: float = number(
+        "Weight of the KL to the reference policy `model.reference`, over all trained tokens; 0 is off.",
+        0.0,
+        is_finite=True,
+    )
+    ref_kl: RefKl = choice(
+        "k3: GRPO's estimator, in the loss. k1: log pi/ref, weighted by pi/mu, as a penalty on the advantage.",
+        "k3",
+    )
 
     @property
     def inputs_of_terms(self) -> dict[str, str]:
@@ -52,7 +61,7 @@ class TermCoefficients:
 class LossTerm:
     """One term of the loss. Its functions take and return tensors with T rows."""
 
-    function: Callable[[Objective, LearningTokens, Float[Tensor, " T"]], TermOfTokens]
+    function: Callable[["TermCoefficients", LearningTokens, Float[Tensor, " T"]], TermOfTokens]
     """Returns each token's loss and its gradient by log pi, times coefficient and `token_weights`, given pi/mu.
 
     Rows that do not learn have log-probs and weight 0, and must get 0.
@@ -64,14 +73,16 @@ class LossTerm:
     )
 
 
-def log_ratio_term(objective: Objective, tokens: LearningTokens, ratio: Float[Tensor, " T"]) -> TermOfTokens:
+def log_ratio_term(
+    weights: TermCoefficients, tokens: LearningTokens, ratio: Float[Tensor, " T"]
+) -> TermOfTokens:
     """Return the term coef (log pi/mu)^2, and its gradient."""
-    scale = objective.log_ratio_coef * tokens.token_weights
+    scale = weights.log_ratio_coef * tokens.token_weights
     log_ratio = torch.where(scale != 0, tokens.trained_log_probs.detach() - tokens.rollout_log_probs, 0.0)
     return scale * log_ratio.square(), 2 * scale * log_ratio
 
 
-def ref_kl_term(objective: Objective, tokens: LearningTokens, ratio: Float[Tensor, " T"]) -> TermOfTokens:
+def ref_kl_term(weights: TermCoefficients, tokens: LearningTokens, ratio: Float[Tensor, " T"]) -> TermOfTokens:
     """Return the KL from the reference policy, and its gradient.
 
     `ref_kl` chooses the estimator, with d = log ref - log pi:
@@ -84,15 +95,15 @@ def ref_kl_term(objective: Objective, tokens: LearningTokens, ratio: Float[Tenso
       Differentiating -d itself would give only the score, and the mean of the score is 0.
     """
     assert tokens.ref_log_probs is not None, "required inputs are checked first"
-    log_probs, weights = tokens.trained_log_probs.detach(), tokens.token_weights
+    log_probs, of_tokens = tokens.trained_log_probs.detach(), tokens.token_weights
     d = _log_ratio(log_probs, tokens.ref_log_probs)  # 0 of rows that do not learn
-    if objective.ref_kl == "k3":
+    if weights.ref_kl == "k3":
         value, by_log_prob = d.expm1() - d, -d.expm1()
     else:
-        value = by_log_prob = -d * ratio.clamp(max=objective.ratio_cap)
-    coef = objective.ref_kl_coef
+        value = by_log_prob = -d * ratio.clamp(max=weights.ratio_cap)
+    coef = weights.ref_kl_coef
     by_log_prob = torch.where(log_probs == -torch.inf, 0.0, coef * by_log_prob)
-    return weights * (coef * value), weights * by_log_prob
+    return of_tokens * (coef * value), of_tokens * by_log_prob
 
 
 def ref_kl_k3(log_probs: Float[Tensor, " T"], tokens: RolloutTokens) -> Float[Tensor, " T"]:
@@ -124,17 +135,19 @@ def terms_in_use(coefficients: TermCoefficients) -> dict[str, LossTerm]:
 
 
 @torch.no_grad()
-def added_terms(objective: Objective, tokens: LearningTokens, ratio: Float[Tensor, " T"]) -> list[TermOfTokens]:
+def added_terms(
+    weights: TermCoefficients, tokens: LearningTokens, ratio: Float[Tensor, " T"]
+) -> list[TermOfTokens]:
     """Return loss and gradient of each term in use; 0 for a token of weight 0.
 
     Args:
-        objective: Objective with the coefficients.
+        weights: Coefficients of the terms.
         tokens: T tokens.
         ratio: pi/mu of the token.
     """
     has_weight = tokens.token_weights != 0
     added: list[TermOfTokens] = []
-    for term in terms_in_use(objective).values():
-        loss, by_log_prob = term.function(objective, tokens, ratio)
+    for term in terms_in_use(weights).values():
+        loss, by_log_prob = term.function(weights, tokens, ratio)
         added.append((torch.where(has_weight, loss, 0.0), torch.where(has_weight, by_log_prob, 0.0)))
     return added

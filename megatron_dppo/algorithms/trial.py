@@ -10,8 +10,8 @@ from megatron_dppo.algorithms.divergence import TopKLogProbs
 from megatron_dppo.algorithms.inputs import PolicyLossInputs, place_of_tokens
 from megatron_dppo.algorithms.loss import PolicyLossOutput, policy_loss
 from megatron_dppo.algorithms.objective import Objective
+from megatron_dppo.algorithms.own_rule import Option, Own, RuleAnswer
 from megatron_dppo.algorithms.shadow import rule_values
-from megatron_dppo.algorithms.trust_region import Option, RuleAnswer
 
 RESPONSES = (7, 1, 12)  # tokens of each
 VOCABULARY = 128
@@ -103,14 +103,14 @@ def doubts(objective: Objective) -> list[str]:
     Raises:
         ConfigError: The rule fails, as in `try_objective`.
     """
-    if objective.own is None:
+    if not isinstance(objective, Own):
         return []
-    own, options = objective.own, _Watched(dict(objective.own.options))
+    own, options = objective.function, _Watched(objective.rule_options)
 
     def watching(tokens: Any, _: Mapping[str, Option]) -> RuleAnswer:
         return own.function(tokens, options)
 
-    watched = replace(objective, own=replace(own, function=watching))
+    watched = replace(objective, function=replace(own, function=watching))
     keeps = {farthest: _keeps_any(try_objective(watched, farthest)) for farthest in (1.5, 0.0)}
     found: list[str] = []
     if options.unread:

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_dppo.algorithms import DIVERGENCES, PRESETS, Objective, preset
+from megatron_dppo.algorithms import PRESETS, Objective, preset
+from megatron_dppo.algorithms.inputs import RULE_DIVERGENCE, RULE_OVER
 from megatron_dppo.algorithms.presets import overrides_in
 from megatron_dppo.algorithms.trial import try_objective
-from megatron_dppo.algorithms.trust_region import RULE_DIVERGENCE, RULE_OVER
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.checks.facts import Facts, rule
 from megatron_dppo.config.schema import Config
@@ -84,9 +84,6 @@ def _of_shadow(name: str) -> Callable[[str, str], str]:
     return lambda field, value: f"Set tracking.shadow_options.{name!r}.{field} = {value!r}.".replace("'", '"')
 
 
-_MAY_BE_0 = ("prefix_delta",)  # then the budget is the response's own 90th percentile
-
-
 @rule("thresholds")
 def _thresholds(config: Config, facts: Facts) -> Iterator[Problem]:
     """Each threshold of the trust region can act, and does not drop all updates; infinity turns it off."""
@@ -95,9 +92,11 @@ def _thresholds(config: Config, facts: Facts) -> Iterator[Problem]:
         return
     written = overrides_in(config.algorithm.model_dump())
     found: list[Problem] = []
-    for field, limit in _reached(objective).items():
-        value = getattr(objective, field)
-        if (value == 0 and field not in _MAY_BE_0) or limit <= value < math.inf:
+    for field, known in objective.numbers.items():
+        limit, value = objective.bound_of(field), getattr(objective, field)
+        if limit is None:
+            continue
+        if (value == 0 and not known.may_be_0) or limit <= value < math.inf:
             effect = "drops whatever moved at all" if value == 0 else "never acts"
             expected = f"above 0 and below {limit:g}" if limit < math.inf else "above 0"
             usual = getattr(PRESETS[objective.name], field)
@@ -109,38 +108,13 @@ def _thresholds(config: Config, facts: Facts) -> Iterator[Problem]:
 
 def _bands_without_1(objective: Objective) -> Iterator[Problem]:
     """Yield a problem for bounds of pi'/mu that drop tokens on which trainer and engine agree."""
-    for field, is_beyond, expected in (
-        ("rho_low", objective.rho_low > 1, "at most 1"),
-        ("rho_high", 0 < objective.rho_high < 1, "at least 1"),
-    ):
-        if is_beyond:
-            found = f"{getattr(objective, field):g}, which drops tokens on which trainer and engine agree"
+    for field in (field for field, known in objective.numbers.items() if known.around_1):
+        is_low, value = field.endswith("_low"), getattr(objective, field)
+        expected = "at most 1" if is_low else "at least 1"
+        if value > 1 if is_low else 0 < value < 1:
+            found = f"{value:g}, which drops tokens on which trainer and engine agree"
             action = f"Choose such a value; {objective.name} has {getattr(PRESETS[objective.name], field):g}."
             yield Problem(f"algorithm.{field}", found, expected, action)
-
-
-def _reached(objective: Objective) -> dict[str, float]:
-    """Return the thresholds that the objective's rule reads, each with the bound of the compared value."""
-    limit = DIVERGENCES[objective.divergence].at_most
-    if objective.rule in ("divergence", "distance", "prediction"):
-        return {"delta_low": limit, "delta_high": limit}
-    if objective.rule == "prefix":
-        return {"delta_low": limit, "delta_high": limit, "prefix_delta": limit}
-    if objective.rule == "linear":
-        return {"delta_low": math.inf, "delta_high": math.inf}
-    if objective.rule == "entropy":
-        return {"delta_low": math.inf, "delta_high": math.inf, "eps_low": 1.0, "eps_high": math.inf}
-    if objective.rule == "geometric":
-        return {"eps_low": math.inf, "eps_high": math.inf}  # of log pi/anchor
-    if objective.rule == "response_divergence":
-        return {"token_kl": limit, "response_kl": min(limit, objective.token_kl)}  # a mean is below its largest
-    if objective.rule == "negative":
-        return {"delta_low": 1.0}  # mu - pi
-    if objective.rule in ("ratio", "response_ratio", "band", "response_mismatch", "staleness"):
-        band = {"rho_high": math.inf} if objective.rule in ("band", "response_mismatch") else {}
-        relaxed = {} if objective.relax == "none" else {"alpha": 1.0}  # mu
-        return {"eps_low": 1.0, "eps_high": math.inf} | band | relaxed  # 1 - pi/mu
-    return {}
 
 
 @rule("topk_log_probs")

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.algorithms import Objective, preset, trial
-from megatron_dppo.algorithms.presets import PAPER, overrides_in
+from megatron_dppo.algorithms.paper_rules import PAPER, Negative
+from megatron_dppo.algorithms.presets import overrides_in
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.megatron_options import may_use_transformer_engine, shares_prefixes
 from megatron_dppo.architectures.parameters import model_shape
@@ -275,7 +276,6 @@ def _own_rule_remarks(config: Config) -> Iterator[str]:
 
 # The mean over responses of the means over their tokens, in the papers of these presets.
 _OF_RESPONSE_MEANS = ("gspo", "icepop", "sapo", "gmpo")
-_WITHOUT_ANCHOR = ("none", "gamma", "lowest_prefix")  # rules that compare with mu alone, or with nothing
 _SMALLEST_CAP = 5.0  # Appendix F has it in all runs
 _SAFE_NEGATIVE_DELTA = 0.5  # of section 5.3's minimal mask; the run with 0.8 collapsed
 _LR_OF_FULL_WEIGHTS = 1e-6  # Table 1; its LoRA run has 1e-5
@@ -313,7 +313,7 @@ def findings_against(config: Config, objective: Objective) -> Iterator[str]:
 def _about_the_trust_region(config: Config, objective: Objective) -> Iterator[str]:
     name = config.algorithm.preset
     num_steps = config.algorithm.steps_per_rollout
-    bounds_negative, bounds_positive = _bounded_signs(objective)
+    bounds_negative, bounds_positive = objective.bounded_signs()
     if bounds_negative and num_steps == 1 and _compares_with_itself(objective):
         yield (
             f"algorithm.preset {name!r} has no trust region here: with one gradient step per rollout the "
@@ -330,7 +330,7 @@ def _about_the_trust_region(config: Config, objective: Objective) -> Iterator[st
             "updates of such tokens, far outside the trust region, cause the collapse (section 5.3, "
             "Takeaway 3)."
         )
-    if objective.rule == "negative" and _SAFE_NEGATIVE_DELTA < objective.delta_low < math.inf:
+    if isinstance(objective, Negative) and _SAFE_NEGATIVE_DELTA < objective.delta_low < math.inf:
         yield (
             f"algorithm.delta is {objective.delta_low:g}. The paper's run with this mask was stable with 0.5 "
             "and collapsed with 0.8 (section 5.3)."
@@ -338,7 +338,7 @@ def _about_the_trust_region(config: Config, objective: Objective) -> Iterator[st
 
 
 def _about_the_anchor(objective: Objective) -> Iterator[str]:
-    if objective.rule in _WITHOUT_ANCHOR and objective.anchor == "recomputed":
+    if not objective.reads_anchor and objective.anchor == "recomputed":
         yield (
             "algorithm.anchor is 'recomputed', and no mask reads it here. It costs one more forward over each "
             "rollout, about 25 % of the training cost in the paper (section 5.2, Takeaway 2)."
@@ -369,31 +369,4 @@ def _about_costs(config: Config, objective: Objective) -> Iterator[str]:
 
 def _compares_with_itself(objective: Objective) -> bool:
     """Return whether the rule compares the policy only with its own log-probs before the step."""
-    of_mu = ("band", "response_mismatch", "own", *_WITHOUT_ANCHOR)
-    return objective.anchor == "recomputed" and objective.rule not in of_mu
-
-
-def _bounded_signs(objective: Objective) -> tuple[bool, bool]:
-    """Return whether the trust region bounds updates with negative advantages, and with positive ones."""
-    rule, inf = objective.rule, math.inf
-    if rule in ("none", "lowest_prefix"):
-        return False, False
-    if rule in ("ratio", "response_ratio", "band", "response_mismatch", "staleness", "geometric"):
-        is_lifted = objective.alpha == inf  # for all tokens: each has mu < inf
-        low = objective.eps_low < inf and not (is_lifted and objective.relax in ("low", "both"))
-        high = objective.eps_high < inf and not (is_lifted and objective.relax in ("high", "both"))
-        is_band = rule in ("band", "response_mismatch") and (objective.rho_low > 0 or objective.rho_high < inf)
-        return low or is_band, high or is_band
-    if rule in ("divergence", "distance", "linear", "prediction", "prefix"):
-        return objective.delta_low < inf, objective.delta_high < inf
-    if rule == "negative":
-        return objective.delta_low < inf, False
-    if rule == "response_divergence":
-        is_bound = min(objective.token_kl, objective.response_kl) < inf
-        return is_bound, is_bound
-    if rule == "sigmoid":
-        return objective.tau_low > 0, objective.tau_high > 0
-    if rule == "entropy":
-        low, high = (objective.delta_low, objective.eps_low), (objective.delta_high, objective.eps_high)
-        return min(low) < inf, min(high) < inf
-    return True, True  # a rule of the user's own
+    return objective.anchor == "recomputed" and objective.reads_anchor and not objective.reads_mu

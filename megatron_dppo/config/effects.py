@@ -7,6 +7,8 @@ accident. An option of the pass-through tables [megatron] and [sglang] without a
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+from megatron_dppo.algorithms.presets import OVERRIDABLE
+
 Evaluated = Literal["no", "all sets", "own set", "weights"]
 
 
@@ -112,39 +114,8 @@ EFFECTS: Mapping[str, Effect] = {
     "rollout.sglang.probe_every": _SERVERS,
     "rollout.sglang.colocated": _SERVERS,
     "algorithm.preset": _EXPERIMENT,
-    "algorithm.rule_options": _EXPERIMENT,
-    "algorithm.rule_divergence": _EXPERIMENT,
-    "algorithm.rule_over": _EXPERIMENT,
-    "algorithm.delta": _EXPERIMENT,
-    "algorithm.delta_low": _EXPERIMENT,
-    "algorithm.delta_high": _EXPERIMENT,
-    "algorithm.eps_low": _EXPERIMENT,
-    "algorithm.eps_high": _EXPERIMENT,
-    "algorithm.ratio_cap": _EXPERIMENT,
-    "algorithm.alpha": _EXPERIMENT,
-    "algorithm.anchor": _EXPERIMENT,
+    **{f"algorithm.{field}": _EXPERIMENT for field in OVERRIDABLE},
     "algorithm.replay_recomputed_routes": _EXPERIMENT,
-    "algorithm.top_k": _EXPERIMENT,
-    "algorithm.include_other": _EXPERIMENT,
-    "algorithm.sampled_token": _EXPERIMENT,
-    "algorithm.rho_low": _EXPERIMENT,
-    "algorithm.rho_high": _EXPERIMENT,
-    "algorithm.token_kl": _EXPERIMENT,
-    "algorithm.response_kl": _EXPERIMENT,
-    "algorithm.prefix_delta": _EXPERIMENT,
-    "algorithm.prefix_delta_max": _EXPERIMENT,
-    "algorithm.late_weight": _EXPERIMENT,
-    "algorithm.tau_low": _EXPERIMENT,
-    "algorithm.tau_high": _EXPERIMENT,
-    "algorithm.stale_share": _EXPERIMENT,
-    "algorithm.power_low": _EXPERIMENT,
-    "algorithm.power_high": _EXPERIMENT,
-    "algorithm.decay_low": _EXPERIMENT,
-    "algorithm.decay_high": _EXPERIMENT,
-    "algorithm.entropy_coef": _EXPERIMENT,
-    "algorithm.log_ratio_coef": _EXPERIMENT,
-    "algorithm.ref_kl_coef": _EXPERIMENT,
-    "algorithm.ref_kl": _EXPERIMENT,
     "algorithm.aggregation": _EXPERIMENT,
     "algorithm.normalize_advantage_std": _EXPERIMENT,
     "algorithm.minibatches_per_rollout": _EXPERIMENT,

@@ -5,10 +5,13 @@ Rules that need several fields or the disk are in `megatron_dppo.checks`.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, create_model
 
+from megatron_dppo.algorithms.loss_terms import RefKl
+from megatron_dppo.algorithms.objective import Anchor
+from megatron_dppo.algorithms.presets import SETTINGS
 from megatron_dppo.config.sections import (
     DataConfig,
     EvaluationConfig,
@@ -224,11 +227,21 @@ class RolloutConfig(Section):
         return self.sglang.colocated if self.engine == "sglang" else self.release_trainer
 
 
-class AlgorithmConfig(Section):
-    """[algorithm]: a preset, overrides, and training settings.
+def _overrides() -> type[Section]:
+    """Return a section with the fields of the package's rules; None keeps the preset's value."""
+    found: dict[str, Any] = {
+        name: (kind | None, Field(default=None, description=doc)) for name, (kind, doc) in SETTINGS.items()
+    }
+    return create_model("Overrides", __base__=Section, **found)
 
-    A field that is None keeps the preset's value. `algorithms.presets.OVERRIDABLE` lists the preset's fields.
-    """
+
+class AlgorithmConfig(_overrides()):
+    """[algorithm]: a preset, overrides of its fields (see `algorithms.presets.SETTINGS`), and training."""
+
+    if TYPE_CHECKING:  # of all presets
+        anchor: Anchor | None = None
+        ref_kl_coef: float | None = None
+        ref_kl: RefKl | None = None
 
     preset: str = "dppo_binary_tv"
     """Name in megatron_dppo.algorithms.PRESETS, or your own rule: "package.module:function"."""
@@ -238,67 +251,8 @@ class AlgorithmConfig(Section):
     """Custom rules: divergence to compute for the function, a name in megatron_dppo.algorithms.DIVERGENCES."""
     rule_over: Literal["tokens", "responses"] | None = None
     """Custom rules: "responses" passes complete responses to the function and computes the logits twice."""
-    delta: float | None = None
-    """Divergence threshold for both signs of the advantage."""
-    delta_low: float | None = None
-    """Divergence threshold for negative advantages."""
-    delta_high: float | None = None
-    """Divergence threshold for positive advantages."""
-    eps_low: float | None = None
-    """Ratio clip below 1, for negative advantages."""
-    eps_high: float | None = None
-    """Ratio clip above 1, for positive advantages."""
-    ratio_cap: float | None = None
-    """Cap C on the importance weight pi/mu."""
-    alpha: float | None = None
-    """relax_*: tokens with mu below this are not clipped on the relaxed side."""
-    anchor: Literal["rollout", "recomputed"] | None = None
-    """Policy that the mask compares with: the rollout policy, or the trainer's recomputed log-probs."""
     replay_recomputed_routes: bool = False
     """R2: train on the experts that the forward of a recomputed anchor chose (R3: rollout.routing_replay)."""
-    top_k: int | None = Field(default=None, ge=1, le=64)
-    """K of topk_* divergences: most probable tokens of mu."""
-    include_other: bool | None = None
-    """topk_*: count the mass outside the K tokens as one more outcome."""
-    sampled_token: Literal["union", "replace"] | None = None
-    """topk_*: "union" adds the sampled token to the K tokens, "replace" replaces the last of them."""
-    rho_low: float | None = None
-    """icepop, mis: smallest ratio of trainer to engine, per token or per response."""
-    rho_high: float | None = None
-    """icepop, mis: largest ratio of trainer to engine, per token or per response."""
-    token_kl: float | None = None
-    """trm: maximum divergence of a token. A response with a larger one is masked."""
-    response_kl: float | None = None
-    """trm: maximum mean divergence of a response. A response above it is masked."""
-    prefix_delta: float | None = None
-    """cppo: lower bound of a response's budget, the mean divergence allowed up to any token. The budget is the
-    90th percentile of the response's divergences, within both bounds."""
-    prefix_delta_max: float | None = None
-    """cppo: upper bound of a response's budget."""
-    late_weight: float | None = None
-    """cppo: weight of a response's last token in the mean divergence. The first token has weight 1."""
-    tau_low: float | None = None
-    """sapo: steepness of the weight for negative advantages."""
-    tau_high: float | None = None
-    """sapo: steepness of the weight for positive advantages."""
-    stale_share: float | None = None
-    """sat: share of a response's tokens, those nearest to the anchor, whose clip is not tightened."""
-    power_low: float | None = None
-    """vespo: exponent of the response's ratio in the weight, for negative advantages."""
-    power_high: float | None = None
-    """vespo: exponent of the response's ratio in the weight, for positive advantages."""
-    decay_low: float | None = None
-    """vespo: rate at which the weight falls with the response's ratio, for negative advantages."""
-    decay_high: float | None = None
-    """vespo: rate at which the weight falls with the response's ratio, for positive advantages."""
-    entropy_coef: float | None = None
-    """Weight of the entropy bonus."""
-    log_ratio_coef: float | None = None
-    """Weight of (log pi/mu)^2 in the loss of every trained token."""
-    ref_kl_coef: float | None = None
-    """Weight of the KL to the reference policy `model.reference`, over all trained tokens; 0 is off."""
-    ref_kl: Literal["k3", "k1"] | None = None
-    """k3: GRPO's estimator, in the loss. k1: log pi/ref, weighted by pi/mu, as a penalty on the advantage."""
     aggregation: Literal[
         "token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"
     ] = "token_mean"

@@ -4,6 +4,8 @@ Every number is written down, here or with its divergence or rule, and none depe
 that the compiled kernels read are equal to the numbers in `csrc/capi.h`.
 """
 
+import dataclasses
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
@@ -50,7 +52,17 @@ OF_EVERY_COMPILED: Mapping[str, Any] = MappingProxyType(
 
 
 CHOICES = ("rule", "divergence", *IDS)
-NUMBERS = ("delta_low", "delta_high", "eps_low", "eps_high", "alpha", "ratio_cap", "entropy_coef", "top_k")
+NUMBERS: Mapping[str, float] = MappingProxyType(
+    {
+        **dict.fromkeys(("delta_low", "delta_high", "eps_low", "eps_high"), math.inf),
+        "alpha": 0.0,
+        "ratio_cap": math.inf,
+        "entropy_coef": 0.0,
+        "top_k": 20,
+    }
+)
+"""The numbers that the compiled kernels take, each with the value that has no effect."""
+NO_RELAX = "none"
 
 
 def ids_of(field: str) -> Mapping[Any, int]:
@@ -69,8 +81,13 @@ def encode(objective: Objective) -> list[float]:
         ConfigError: The compiled kernels do not support the objective.
     """
     require_compiled(objective)
-    choices = [float(ids_of(field)[getattr(objective, field)]) for field in CHOICES]
-    return choices + [float(getattr(objective, field)) for field in NUMBERS]
+    choices = [float(ids_of(field)[getattr(objective, field, NO_RELAX)]) for field in CHOICES]
+    return choices + [number_of(objective, field) for field in NUMBERS]
+
+
+def number_of(objective: Objective, field: str) -> float:
+    """Return one of NUMBERS; a field that the rule lacks has no effect."""
+    return float(getattr(objective, field, NUMBERS[field]))
 
 
 def decode(code: list[float]) -> Objective:
@@ -85,7 +102,9 @@ def _decode(code: tuple[float, ...]) -> Objective:
         fields[field] = {id: value for value, id in ids_of(field).items()}[int(number)]
     fields |= dict(zip(NUMBERS, code[len(CHOICES) :], strict=True))
     fields["top_k"] = int(fields["top_k"])
-    return Objective("decoded", **fields)
+    rule = RULES[fields.pop("rule")]
+    known = {each.name for each in dataclasses.fields(rule)}
+    return rule(name="decoded", **{name: value for name, value in fields.items() if name in known})
 
 
 def flags_of(objective: Objective) -> int:

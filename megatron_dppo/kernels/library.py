@@ -4,6 +4,7 @@ Shapes and dtypes are checked, because the C side trusts its pointers. Values ar
 """
 
 import ctypes
+import math
 from collections.abc import Callable
 from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
@@ -19,7 +20,10 @@ from megatron_dppo.kernels.encoding import (
     IDS,
     LOGITS_DTYPES,
     MAX_TOP_K,
+    NO_RELAX,
+    NUMBERS,
     flags_of,
+    number_of,
     require_compiled,
 )
 from megatron_dppo.kernels.reference import ROWS, STATISTICS
@@ -115,15 +119,10 @@ class _Objective(ctypes.Structure):
         return cls(
             rule=COMPILED["rule"][objective.rule],
             divergence=COMPILED["divergence"][objective.divergence],
-            relax=IDS["relax"][objective.relax],
+            relax=IDS["relax"][getattr(objective, "relax", NO_RELAX)],
             flags=flags_of(objective),
-            delta_low=objective.delta_low,
-            delta_high=objective.delta_high,
-            eps_low=objective.eps_low,
-            eps_high=objective.eps_high,
-            log_alpha=objective.log_alpha,
-            ratio_cap=objective.ratio_cap,
-            entropy_coef=objective.entropy_coef,
+            log_alpha=getattr(objective, "log_alpha", -math.inf),
+            **{field: number_of(objective, field) for field in NUMBERS if field not in ("alpha", "top_k")},
         )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_dppo.algorithms import Objective
 from megatron_dppo.algorithms.inputs import CLAMP_COUNTED_FROM
 from megatron_dppo.algorithms.loss import TokenUpdates, update_metrics
-from megatron_dppo.algorithms.trust_region import require_lengths
+from megatron_dppo.algorithms.responses import require_lengths
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels import ops
 from megatron_dppo.kernels.combine import check_values, checked_tokens, combine_statistics, given_topk

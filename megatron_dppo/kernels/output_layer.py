@@ -13,7 +13,7 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
-from megatron_dppo.algorithms import Objective
+from megatron_dppo.algorithms.paper_rules import Unmasked
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels import ops
 from megatron_dppo.kernels.combine import combine_statistics
@@ -28,7 +28,7 @@ CHUNK_BYTES = 2**30
 
 
 ROW_MULTIPLE = 128  # number of tokens in a chunk is a multiple of this, the tile size of matrix products
-_ANY = Objective("any")  # whose rows hold the normaliser of the softmax, as every objective's do
+_ANY = Unmasked(name="any")  # whose rows hold the normaliser of the softmax, as every objective's do
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from megatron_dppo.algorithms import (
     topk_kl,
     topk_partition,
     topk_tv,
-    trust_region_weight,
 )
 
 ROUNDOFF = 1e-12
@@ -392,7 +391,7 @@ def test_direction_survives_where_probabilities_round_to_one():
     for sign in (1.0, -1.0):
         one = torch.ones(1)
         tokens = TrustRegionTokens(pi, mu, mu, sign * one, divergence=one, loss_mask=one.bool())
-        assert trust_region_weight(preset("dppo_binary_kl"), tokens).item() == (sign < 0)
+        assert preset("dppo_binary_kl").weigh(tokens).item() == (sign < 0)
 
 
 # Gradients

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_dppo.algorithms import Objective, preset
+from megatron_dppo.kernels.encoding import number_of
 from megatron_dppo.kernels.library import KernelLibrary
 from tests.support.kernel_host import (
     PADDING,
@@ -36,11 +37,11 @@ def decided(tokens: Tokens, objective: Objective, exact: Exact) -> torch.Tensor:
         return torch.ones_like(tokens.is_learning)
     if objective.rule == "ratio":
         ratio = (log_probs - anchor.double()).exp()
-        bounds = (1 + objective.eps_high, 1 - objective.eps_low)
+        bounds = (1 + number_of(objective, "eps_high"), 1 - number_of(objective, "eps_low"))
         return torch.stack([(ratio - bound).abs() > NEAR_DELTA for bound in bounds]).all(0)
     if objective.rule == "negative":
-        return (anchor.double().exp() - log_probs.exp() - objective.delta_low).abs() > NEAR_DELTA
-    deltas = (objective.delta_low, objective.delta_high)
+        return (anchor.double().exp() - log_probs.exp() - number_of(objective, "delta_low")).abs() > NEAR_DELTA
+    deltas = [number_of(objective, side) for side in ("delta_low", "delta_high")]
     is_far = torch.stack([(exact.loss.divergence - delta).abs() > NEAR_DELTA for delta in deltas]).all(0)
     return is_far & ((log_probs - anchor.double()).abs() > 1e-5)
 

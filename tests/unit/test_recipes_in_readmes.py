@@ -117,7 +117,8 @@ def test_the_divergence_masks_tokens_on_a_cpu(tmp_path: Path) -> None:
     package = _copy_of_package(tmp_path)
     _insert(package / "algorithms" / "divergence.py", "DIVERGENCES: Mapping", functions, is_after=False)
     _insert(package / "algorithms" / "divergence.py", '    "DIVERGENCES",\n    {\n', entries)
-    _insert(package / "algorithms" / "presets.py", "FIELD: tuple[Objective, ...] = (\n", presets)
+    rules = package / "algorithms" / "paper_rules.py"
+    rules.write_text(rules.read_text() + presets)
     properties = ROOT / "tests" / "unit" / "test_algorithms_properties.py"
     Path(tmp_path, "pytest.ini").write_text("[pytest]\n")
     tests = ["-m", "pytest", "-q", "-c", str(tmp_path / "pytest.ini"), "-p", "no:cacheprovider"]
@@ -161,14 +162,11 @@ assert count == int(learns.sum()) and abs(total - float(gaps.sum())) < 1e-9
 
 def test_the_loss_term_trains_and_is_measured(tmp_path: Path) -> None:
     functions, lines = blocks("algorithms", "Adding a loss term")
-    field, entry, setting, effect = lines.split("\n\n")
-    package = _copy_of_package(tmp_path)
-    terms, config = package / "algorithms" / "loss_terms.py", package / "config"
+    field, entry = lines.split("\n\n")
+    terms = _copy_of_package(tmp_path) / "algorithms" / "loss_terms.py"
     _insert(terms, "LOSS_TERMS: Mapping", functions, is_after=False)
-    _insert(terms, "    ref_kl_coef: float = 0.0\n", field + "\n")
+    _insert(terms, "    ratio_cap: float = number(", field, is_after=False)
     _insert(terms, "LOSS_TERMS: Mapping[str, LossTerm] = MappingProxyType(\n    {\n", entry + "\n")
-    _insert(config / "schema.py", "class AlgorithmConfig(Section):\n", setting + "\n")
-    _insert(config / "effects.py", "EFFECTS: Mapping[str, Effect] = {\n", effect)
     _run(tmp_path, ["-c", USE_TERM])
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from megatron_dppo.algorithms import Objective
+from megatron_dppo.algorithms.paper_rules import Ratio
 from megatron_dppo.analysis.figures.canvas import Drawing
 from megatron_dppo.analysis.figures.curves import (
     MOST_BANDS,
@@ -23,6 +24,7 @@ from megatron_dppo.analysis.figures.curves import (
     six,
 )
 from megatron_dppo.analysis.figures.material import AlgorithmLine, Experiment, Kind, Lacking, Material
+from megatron_dppo.analysis.figures.style import relaxed
 
 _NO_PAIR = Lacking(
     "no algorithm was trained with R3 and without it",
@@ -214,13 +216,13 @@ def draw_tasks(kind: Kind, material: Material) -> list[Drawing] | Lacking:
 
 def _has_clip(experiment: Experiment, *, is_symmetric: bool = False) -> bool:
     """Whether some lines clip the ratio and some do not; with `is_symmetric`, one clip must be symmetric."""
-    of_clip = [line.objective for line in experiment.lines if line.objective.rule == "ratio"]
+    of_clip = [own for line in experiment.lines if isinstance(own := line.objective, Ratio)]
     is_there = any(own.eps_low == own.eps_high or not is_symmetric for own in of_clip)
     return is_there and len(of_clip) < len(experiment.lines)
 
 
 def _is_plain_clip(own: Objective) -> bool:
-    return own.rule == "ratio" and own.relax == "none" and own.anchor == "rollout"
+    return own.rule == "ratio" and relaxed(own) == "none" and own.anchor == "rollout"
 
 
 def _is_clip_or_binary_tv(line: AlgorithmLine) -> bool:
@@ -236,7 +238,7 @@ def draw_sensitivity(kind: Kind, material: Material) -> list[Drawing] | Lacking:
         families: dict[tuple[object, ...], list[AlgorithmLine]] = {}
         for line in experiment.lines:
             own = line.objective
-            if own.rule in ("ratio", "divergence", "own") and own.relax == "none":
+            if own.rule in ("ratio", "divergence", "own") and relaxed(own) == "none":
                 name = own.name if own.own is not None else ""
                 family = (own.rule, name, own.divergence, own.anchor, line.is_replayed)
                 families.setdefault(family, []).append(line)
@@ -257,7 +259,8 @@ def draw_sensitivity(kind: Kind, material: Material) -> list[Drawing] | Lacking:
 
 def _thresholds(line: AlgorithmLine) -> tuple[object, ...]:
     own = line.objective
-    return (own.delta_low, own.delta_high, own.eps_low, own.eps_high, *own.rule_options.items())
+    numbers = ((name, getattr(own, name)) for name, known in own.numbers.items() if known.is_main)
+    return (*numbers, *own.rule_options.items())
 
 
 def _family(lines: Sequence[AlgorithmLine]) -> str:

@@ -12,9 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from megatron_dppo.algorithms import Objective, preset
-from megatron_dppo.algorithms.objective import OWN_FIELDS
+from megatron_dppo.algorithms.own_rule import OWN_FIELDS, Own, OwnRule
 from megatron_dppo.algorithms.presets import OVERRIDABLE
-from megatron_dppo.algorithms.trust_region import OwnRule
 from megatron_dppo.analysis.figures.canvas import Drawing
 from megatron_dppo.analysis.figures.style import LOOKS, labels_of, objective_label
 from megatron_dppo.analysis.lines import (
@@ -196,7 +195,7 @@ def objective_of(run: Run) -> Objective:
     options = tuple(sorted(overrides.get("rule_options", {}).items()))
     rule = OwnRule(name, _not_imported, options, overrides.get("rule_over", "tokens"))
     divergence = overrides.get("rule_divergence", "binary_tv")
-    return Objective(name, rule="own", divergence=divergence, own=rule, **fields)
+    return Own(name=name, divergence=divergence, function=rule, **fields)
 
 
 def _not_imported(*_: object) -> Tensor:
@@ -229,7 +228,7 @@ def _settings(run: RunCurves) -> dict[str, str]:
 
 def _place(objective: Objective, is_replayed: bool) -> tuple[object, ...]:
     """Return a legend's sort key: the order of the looks, whatever the order of the folders."""
-    numbers = [v for f in fields(Objective) if isinstance(v := getattr(objective, f.name), float)]
+    numbers = [v for f in fields(objective) if isinstance(v := getattr(objective, f.name), float)]
     place = list(LOOKS).index(objective.name) if objective.name in LOOKS else len(LOOKS)
     options = [(name, isinstance(value, str), value) for name, value in objective.rule_options.items()]
     return (place, objective.name, is_replayed, numbers, objective.divergence, options)

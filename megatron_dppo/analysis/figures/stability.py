@@ -20,6 +20,7 @@ from megatron_dppo.analysis.figures.curves import (
     score_of_paper,
 )
 from megatron_dppo.analysis.figures.material import AlgorithmLine, Experiment, Kind, Lacking, Material, has
+from megatron_dppo.analysis.figures.style import alpha_of, relaxed
 
 CLIPPED_MU = ("μ of clipped tokens", "clipped/mu_mean")
 CLIPPED_ENTROPY = ("entropy at clipped tokens, nats", "clipped/entropy_mean")
@@ -59,7 +60,7 @@ def draw_stability(kind: Kind, material: Material) -> list[Drawing] | Lacking:
 def _is_compared(line: AlgorithmLine) -> bool:
     own = line.objective
     is_decoupled = own.rule == "divergence" and own.anchor == "recomputed"
-    return own.rule != "negative" and own.relax == "none" and not is_decoupled
+    return own.rule != "negative" and relaxed(own) == "none" and not is_decoupled
 
 
 def draw_anchor(kind: Kind, material: Material) -> list[Drawing] | Lacking:
@@ -131,7 +132,7 @@ def _is_minimal_or_unmasked(line: AlgorithmLine) -> bool:
 def draw_relaxation_threshold(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     """Draw Figure 6: both sides of the clip lifted for ever more tokens, and the tokens still clipped."""
     experiments = keep_lines(
-        material.experiments, _is_clip_or_relaxed_both, lambda line: line.objective.relax == "both"
+        material.experiments, _is_clip_or_relaxed_both, lambda line: relaxed(line.objective) == "both"
     )
     if not experiments:
         return Lacking(
@@ -160,7 +161,7 @@ def draw_relaxation_threshold(kind: Kind, material: Material) -> list[Drawing] |
 
 def _is_clip_or_relaxed_both(line: AlgorithmLine) -> bool:
     own = line.objective
-    return own.rule == "ratio" and own.anchor == "rollout" and own.relax in ("none", "both")
+    return own.rule == "ratio" and own.anchor == "rollout" and relaxed(own) in ("none", "both")
 
 
 def draw_relaxation_side(kind: Kind, material: Material) -> list[Drawing] | Lacking:
@@ -170,7 +171,7 @@ def draw_relaxation_side(kind: Kind, material: Material) -> list[Drawing] | Lack
         return line.objective.rule == "ratio" and line.objective.anchor == "rollout"
 
     def is_one_sided(line: AlgorithmLine) -> bool:
-        return line.objective.relax in ("high", "low")
+        return relaxed(line.objective) in ("high", "low")
 
     experiments = [_of_equal_alpha(e) for e in keep_lines(material.experiments, is_clip, is_one_sided)]
     if not experiments:
@@ -188,6 +189,8 @@ def draw_relaxation_side(kind: Kind, material: Material) -> list[Drawing] | Lack
 
 def _of_equal_alpha(experiment: Experiment) -> Experiment:
     """Leave out lines that relax both sides with an alpha that no line of one side has."""
-    alphas = {line.objective.alpha for line in experiment.lines if line.objective.relax in ("high", "low")}
-    kept = [e for e in experiment.lines if e.objective.relax != "both" or e.objective.alpha in alphas]
+    alphas = {
+        alpha_of(line.objective) for line in experiment.lines if relaxed(line.objective) in ("high", "low")
+    }
+    kept = [e for e in experiment.lines if relaxed(e.objective) != "both" or alpha_of(e.objective) in alphas]
     return replace(experiment, lines=tuple(kept))

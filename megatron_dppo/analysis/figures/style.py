@@ -16,6 +16,8 @@ from matplotlib.ticker import NullLocator, StrMethodFormatter
 from matplotlib.typing import RcKeyType
 
 from megatron_dppo.algorithms import Objective
+from megatron_dppo.algorithms.own_rule import Own
+from megatron_dppo.algorithms.paper_rules import Negative, Ratio, Relax
 from megatron_dppo.analysis.lines import differing_keys
 from megatron_dppo.config.load import shown
 
@@ -140,7 +142,7 @@ def objective_label(objective: Objective, alike: Sequence[Objective]) -> str:
     if values.keys() >= {"delta_low", "delta_high"} and objective.delta is not None:
         values = {"δ": objective.delta} | {k: v for k, v in values.items() if not k.startswith("delta")}
     name = NAMES.get(objective.name, objective.name)
-    if objective.rule == "negative":  # the paper names these masks by their threshold
+    if isinstance(objective, Negative):  # the paper names these masks by their threshold
         name = name.replace("Mask", f"Mask-{_number(objective.delta_low)}")
         values = {key: value for key, value in values.items() if key not in ("δ", "delta_low", "delta_high")}
     parts = [f"{_SYMBOLS.get(key, key)} {_number(value)}" for key, value in values.items()]
@@ -149,8 +151,19 @@ def objective_label(objective: Objective, alike: Sequence[Objective]) -> str:
 
 def _settings(objective: Objective) -> dict[str, Any]:
     """Return the fields of an objective, with each option of an own rule by its name."""
-    found = {f.name: getattr(objective, f.name) for f in fields(Objective) if f.name != "own"}
-    return found | {"over": objective.rule_over} | objective.rule_options
+    found = {f.name: getattr(objective, f.name) for f in fields(objective) if f.name != "function"}
+    over = {"over": objective.rule_over} if isinstance(objective, Own) else {}
+    return found | over | objective.rule_options
+
+
+def relaxed(objective: Objective) -> Relax:
+    """Return the side of the clip that is lifted for rare tokens."""
+    return objective.relax if isinstance(objective, Ratio) else "none"
+
+
+def alpha_of(objective: Objective) -> float:
+    """Return the mu below which tokens are rare; 0 if the rule does not read it."""
+    return objective.alpha if isinstance(objective, Ratio) else 0.0
 
 
 def plain_log_ticks(*axes: Axis) -> None:

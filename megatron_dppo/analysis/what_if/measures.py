@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,9 @@ from torch import Tensor
 from megatron_dppo.algorithms import Objective, PolicyLossInputs, policy_loss, preset, shadow_weights
 from megatron_dppo.algorithms.loss import learning_tokens
 from megatron_dppo.algorithms.loss_terms import added_terms
-from megatron_dppo.algorithms.objective import Rule
+from megatron_dppo.algorithms.objective import DELTAS
+from megatron_dppo.algorithms.own_rule import Own
+from megatron_dppo.algorithms.paper_rules import Unmasked
 from megatron_dppo.algorithms.shadow import rule_values
 from megatron_dppo.analysis.what_if.question import Variant
 from megatron_dppo.metrics.engine_comparison import Routes
@@ -26,31 +27,6 @@ REFERENCES = ("dppo_topk_tv", "dppo_topk_kl")
 """Presets that, with the saved columns, come nearest to DPPO with the full vocabulary's divergence."""
 FACTORS = (0.5, 1.0, 2.0)
 """Factors that scale the main threshold."""
-_DELTAS = ("delta_low", "delta_high")
-_EPS = ("eps_low", "eps_high")
-_RHOS = ("rho_low", "rho_high")  # bounds of a ratio around 1: their logarithms are scaled
-MAIN: Mapping[Rule, tuple[str, ...]] = MappingProxyType(
-    {
-        "ratio": _EPS,
-        "divergence": _DELTAS,
-        "negative": ("delta_low",),
-        "distance": _DELTAS,
-        "linear": _DELTAS,
-        "prediction": _DELTAS,
-        "band": _RHOS,
-        "sigmoid": ("tau_low", "tau_high"),
-        "response_ratio": _EPS,
-        "response_mismatch": _RHOS,
-        "response_divergence": ("token_kl", "response_kl"),
-        "prefix": (*_DELTAS, "prefix_delta", "prefix_delta_max"),
-        "entropy": _DELTAS,
-        "staleness": _EPS,
-        "gamma": ("decay_low", "decay_high"),
-        "geometric": _EPS,
-        "lowest_prefix": _EPS,
-    }
-)
-"""Fields of each rule's main threshold. "none" has no threshold. `main_thresholds` handles "own"."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,14 +63,7 @@ def updates_of(objective: Objective, inputs: PolicyLossInputs) -> Updates:
     """
     out = policy_loss(objective, inputs)
     importance = "token" if objective.importance == "rule" else objective.importance
-    free = replace(
-        objective,
-        rule="none",
-        own=None,
-        divergence="binary_tv",
-        anchor="rollout",
-        importance=importance,
-    )
+    free = Unmasked(name=objective.name, importance=importance, ratio_cap=objective.ratio_cap)
     gradient = out.coefficient.double()
     if inputs.token_weights is not None:
         gradient = gradient * inputs.token_weights.double()
@@ -315,13 +284,13 @@ def main_thresholds(objective: Objective) -> dict[str, float]:
 
     A custom rule's main threshold is its option `delta`, else its only numeric option.
     """
-    if objective.own is not None:
-        options = dict(objective.own.options)
+    if isinstance(objective, Own):
+        options = objective.rule_options
         numbers = {name: float(x) for name, x in options.items() if type(x) in (int, float)}
         if "delta" in numbers:
             return {"delta": numbers["delta"]}
         return numbers if len(numbers) == 1 else {}
-    found = {name: float(getattr(objective, name)) for name in MAIN.get(objective.rule, ())}
+    found = {name: float(getattr(objective, name)) for name, each in objective.numbers.items() if each.is_main}
     return found if any(math.isfinite(value) for value in found.values()) else {}
 
 
@@ -330,16 +299,17 @@ def scale_threshold(objective: Objective, factor: float) -> Objective | None:
     found = main_thresholds(objective)
     if not found:
         return None
-    scaled = {name: value**factor if name in _RHOS else value * factor for name, value in found.items()}
-    if objective.own is None:
+    if not isinstance(objective, Own):
+        numbers = objective.numbers
+        scaled = {x: v**factor if numbers[x].around_1 else v * factor for x, v in found.items()}
         return replace(objective, **scaled)
-    options = tuple((name, scaled.get(name, value)) for name, value in objective.own.options)
-    return replace(objective, own=replace(objective.own, options=options))
+    options = {name: found[name] * factor if name in found else v for name, v in objective.rule_options.items()}
+    return replace(objective, function=replace(objective.function, options=tuple(options.items())))
 
 
 def describe_threshold(objective: Objective) -> str:
     """Return the main threshold in words: "delta 0.2", "eps_low 0.2, eps_high 0.28", or nothing."""
     found = main_thresholds(objective)
-    if len(found) == 2 and found.keys() == set(_DELTAS) and len(set(found.values())) == 1:
+    if len(found) == 2 and found.keys() == set(DELTAS[1:]) and len(set(found.values())) == 1:
         found = {"delta": next(iter(found.values()))}
     return ", ".join(f"{name} {value:g}" for name, value in found.items())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_dppo.algorithms import PRESETS, Objective, preset
-from megatron_dppo.algorithms.objective import OWN_FIELDS
+from megatron_dppo.algorithms.own_rule import OWN_FIELDS
 from megatron_dppo.algorithms.presets import overrides_in
 from megatron_dppo.algorithms.trial import doubts
 from megatron_dppo.architectures.sizes import config_file

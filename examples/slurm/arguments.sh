@@ -3,6 +3,7 @@
 
 . examples/slurm/containers.sh
 . examples/slurm/failure.sh
+. examples/slurm/limits.sh
 . examples/slurm/network.sh
 . examples/slurm/queue.sh
 . examples/slurm/steps.sh
@@ -35,9 +36,12 @@ require_job() { # EXPERIMENT ...
     local limit config submit="Submit it in the repository's root: sbatch --account=NAME --time=24:00:00"
     submit+=" examples/$1/train.sbatch ALGORITHM.toml; or set SBATCH_ACCOUNT and SBATCH_TIMELIMIT once."
     [[ -n ${SLURM_JOB_ID:-} ]] || explain "no SLURM job" "to be started by one" "$submit"
+    [[ -z ${SLURM_HET_SIZE:-} ]] || explain "a heterogeneous job of $SLURM_HET_SIZE components, of which one would train" \
+        "one job for all nodes" "Submit it without ':'. NUM_ENGINE_NODES=N gives the last nodes to SGLang's servers."
     limit=$(time_limit)
     [[ $limit != UNLIMITED ]] ||
         explain "a job without a time limit" "one, before which the run is saved and requeued" "$submit"
+    require_time "$1" "$limit"
     [[ -n ${SLURM_JOB_ACCOUNT:-} ]] || config=$(ask scontrol show config)
     [[ -n ${SLURM_JOB_ACCOUNT:-} ]] || ! grep -q '^AccountingStorageType.*slurmdbd' <<<"$config" ||
         explain "a job without an account" "one, on a cluster that keeps accounts" "$submit"

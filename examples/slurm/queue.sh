@@ -41,6 +41,24 @@ requeue() { # REASON [node to leave out from now on]: does not return
     exit 143
 }
 
+begin_attempt() { # run folder: sets logs, this attempt's folder in it, where the newest checkpoint is written down
+    logs=$1/slurm/$SLURM_JOB_ID-attempt_$attempt
+    newest=$1/checkpoints/latest
+    mkdir -p "$logs"
+    rm -f "$logs"/{stopped,stalled,status,failed_on} # of a job of the same number, before the controller lost its state
+    cat "$newest" >"$logs/began_at" 2>/dev/null || true # there is none yet
+}
+
+come_back() { # REASON: requeues, unless the newest checkpoint is older than the attempt before. Does not return
+    local before=${logs%_*}_$((attempt - 1))/began_at
+    [[ -n $logs && -e $before && $(cat "$newest" 2>/dev/null) == "$(<"$before")" ]] || requeue "$1"
+    echo "attempt $attempt: $1. found two attempts in a row without a new training step that is saved; expected one in" \
+        "each. Give the job more time with --time, or find in $logs what takes so long, and submit it again" >&2
+    touch "$logs/stalled"
+    [[ -z $trainer ]] || kill -KILL "$trainer" 2>/dev/null || true # a timer cannot end the job by itself
+    exit 1
+}
+
 exclude() { # NODE: SLURM allows it only for a job in the queue, and before this script has ended
     local others
     others=$(trap '' TERM && scontrol show job --oneliner "$own_job" | sed -nE 's/.* ExcNodeList=([^ (]+).*/\1/p') || true

@@ -40,6 +40,7 @@ def main() -> int:
             of_seed = [f"run.seed={options.seed}", f"run.folder={folder}"]
             config = load_config(options.configs, [*options.set, *of_seed])
         require_valid(config, options.world_size, accepts_changes=options.accept_changes)
+        print(engine_place(config), config.sglang.get("tp_size", 1), config.run.folder, flush=True)
         with locked(config.run.folder):  # waits for an attempt before, while no rank waits for this one
             pass
     except InUseError as error:
@@ -48,7 +49,6 @@ def main() -> int:
     except ConfigError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    print(engine_place(config), config.sglang.get("tp_size", 1), config.run.folder)
     return 0
 
 

@@ -1,14 +1,15 @@
 # shellcheck shell=bash
 # Waits for a job's steps, and ends them. Sourced by arguments.sh.
 
-trainer='' timer='' is_interrupted=0
+trainer='' timer='' logs='' is_interrupted=0 is_stopping=0
 
-# shellcheck disable=SC2317,SC2329 # a trap calls it
+# shellcheck disable=SC2034,SC2317,SC2329 # a trap calls it, and train.sh reads is_stopping
 on_stop() { # the time limit is near, or a preemption
-    is_interrupted=1
-    [[ -n $trainer ]] || requeue "asked to stop before training began"
-    kill -USR1 "$trainer" 2>/dev/null || return 0 # it has just ended
-    (sleep "${SAVE_SECONDS:-480}" && requeue "asked to stop, and not saved in ${SAVE_SECONDS:-480} s") &
+    is_interrupted=1 is_stopping=1
+    [[ -z $logs || -n $trainer ]] || come_back "asked to stop before training began"
+    # Without logs the run folder is not known yet, where it is seen if the attempt before came further.
+    [[ -z $trainer ]] || kill -USR1 "$trainer" 2>/dev/null || return 0 # it has just ended
+    (sleep "${SAVE_SECONDS:-480}" && come_back "asked to stop, and not saved in ${SAVE_SECONDS:-480} s") &
     timer=$!
 }
 

@@ -8,7 +8,6 @@ require_job "$@"
 require_algorithm "$@"
 require_containers
 require_count RETRIES "says how often a job starts again that failed otherwise than by an error of yours."
-require_count SAVE_SECONDS "is the time limit for saving."
 engine=''
 require_engine_nodes "${NUM_ENGINE_NODES:=0}" "$SLURM_JOB_NUM_NODES"
 num_trainer_nodes=$((SLURM_JOB_NUM_NODES - NUM_ENGINE_NODES))
@@ -27,17 +26,16 @@ exec {settings}< <("${step[@]}" "${on_trainer[@]}" --nodes=1 --ntasks=1 "${in_tr
     "${arguments[@]}" "${of_trainer[@]}" "${of_seed[@]}" --world-size $((num_trainer_nodes * PROCESSES_PER_NODE)))
 status=0
 outlast $! || status=$?
-((status != 75)) || requeue "its run folder is in use"
-((status == 0)) || exit "$status"
-read -r engine_on gpus_per_server folder <&"$settings"
+((status == 0 || status == 75)) || exit "$status"
+read -r engine_on gpus_per_server folder <&"$settings" || ((status))
 require_place "$engine_on" "$NUM_ENGINE_NODES"
 require_mounted "$folder"
 if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
     arguments+=(--set "run.seed=$SLURM_ARRAY_TASK_ID" --set "run.folder=$(toml_string "$folder")")
 fi
-logs=$folder/slurm/$SLURM_JOB_ID-attempt_$attempt
-mkdir -p "$logs"
-rm -f "$logs"/{stopped,status,failed_on} # of a job of the same number, before the controller lost its state
+begin_attempt "$folder"
+((status == 0)) || come_back "its run folder is in use"
+((is_stopping == 0)) || come_back "asked to stop before training began"
 # Another port in each attempt: a node that was lost may still run the attempt before.
 export LOGS=$logs MASTER_PORT=${MASTER_PORT:-$((15000 + (SLURM_JOB_ID + 101 * attempt) % 10000))}
 mapfile -t trainer_nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n "$num_trainer_nodes")
@@ -66,7 +64,8 @@ status=0
 outlast "$trainer" || status=$?
 end_timer
 [[ -z $engine ]] || end_engine "$engine" "$own_job.1" # step 0 looked at the config
-[[ ! -e $logs/stopped ]] || requeue "stopped and saved"
+[[ ! -e $logs/stalled ]] || exit 1
+[[ ! -e $logs/stopped ]] || come_back "stopped and saved"
 ((status != 0)) || exit 0
 status=$(own_status "$status" "$logs")
 show_error "$status" "$logs"

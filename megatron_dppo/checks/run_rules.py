@@ -333,8 +333,8 @@ def stop_remarks(config: Config, facts: Facts) -> list[str]:
         f"SAVE_SECONDS: a SLURM job that is asked to stop has {limit_s} s for a gradient step and a checkpoint "
         f"of at least {num_bytes / _GIB:.1f} GiB, which takes {needed_s} s at 1 GB/s. This speed is assumed: "
         "that of the disk is not known. If the disk is not faster, submit with "
-        f"SAVE_SECONDS={enough_s} and --signal=B:USR1@{enough_s + 120}, or the work since the checkpoint "
-        "before is repeated."
+        f"SAVE_SECONDS={enough_s} and --signal=B:USR1@{enough_s + 120}, both in the environment (the signal as "
+        f"SBATCH_SIGNAL=B:USR1@{enough_s + 120}), or the work since the checkpoint before is repeated."
     ]
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # In the place of a job's Python: servers that only register, and a trainer that only says what it was given, then
-# waits in the first attempt, deaf to USR1, or until there is a file "end". With STAND_IN_STATUS, the rank of the first
+# waits in the first attempt (STAND_IN_ATTEMPTS of them), deaf to USR1, or until there is a file "end". With STAND_IN_STATUS, the rank of the first
 # node ends with it in the first attempt, and others wait for their end.
 case "$*" in
     *settings.py*) exec "$STAND_IN_PYTHON" "$@" ;;
@@ -18,7 +18,7 @@ case "$*" in
         echo "$SLURMD_NODENAME: $*"
         mkdir -p "$STAND_IN_FOLDER"
         touch "$STAND_IN_FOLDER/begun"
-        [[ -z ${SLURM_RESTART_COUNT:-} ]] || exit 0
+        ((${SLURM_RESTART_COUNT:-0} < ${STAND_IN_ATTEMPTS:-1})) || exit 0
         if [[ -n ${STAND_IN_STATUS:-} ]]; then
             RANK=$SLURM_NODEID exec bash examples/slurm/rank.sh
         fi

@@ -89,6 +89,53 @@ def test_a_cluster_that_forbids_requeueing_ends_the_job_with_75(calls: Path) -> 
     assert "goes back" not in ended.stdout and "Submit the job again" in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("newest", "is_back"),
+    [
+        (["", "step_00000004", "step_00000004", "step_00000006"], [True, True, True]),
+        (["", "", "step_00000001"], [True, True]),
+        (["", "", ""], [True, False]),
+        (["step_00000002", "step_00000002", "step_00000002"], [True, False]),
+        (["", "step_00000003", "step_00000003", "step_00000003"], [True, True, False]),
+    ],
+)
+@pytest.mark.parametrize("reason", ["stopped and saved", "asked to stop before training began"])
+def test_a_job_goes_back_to_the_queue_unless_two_attempts_in_a_row_saved_no_new_step(
+    calls: Path, newest: list[str], is_back: list[bool], reason: str
+) -> None:
+    """The newest checkpoint before the first attempt, then after each."""
+    run = calls.parent / "a run"
+    (run / "checkpoints").mkdir(parents=True)
+
+    def attempt(number: int, after: str) -> subprocess.CompletedProcess[str]:
+        save = f'printf %s "{after}" >"{run}/checkpoints/latest"'
+        words = f'begin_attempt "{run}"; {save}; come_back "{reason}"'
+        return in_a_job(calls, words, SLURM_RESTART_COUNT=str(number), SLURM_ARRAY_TASK_ID="4")
+
+    if newest[0]:
+        (run / "checkpoints/latest").write_text(newest[0])
+    for number, (after, goes_back) in enumerate(zip(newest[1:], is_back, strict=True)):
+        ended = attempt(number, after)
+        assert ended.returncode == (143 if goes_back else 1), ended.stderr
+        assert ("the job goes back to the queue" in ended.stdout) == goes_back
+        assert ("found two attempts in a row without a new training step" in ended.stderr) != goes_back
+    assert calls.read_text().splitlines() == ["requeue 7_4"] * sum(is_back)
+
+
+def test_a_save_that_takes_too_long_twice_ends_the_job(calls: Path) -> None:
+    """The timer cannot end the job; the trainer's step is killed, and what waits for it sees why."""
+    run = calls.parent / "run"
+    (run / "slurm/7-attempt_0").mkdir(parents=True)
+    (run / "slurm/7-attempt_0/began_at").touch()
+    words = f'begin_attempt "{run}"; trap on_stop USR1; bash -c "trap : USR1; /bin/sleep 60" & trainer=$!; '
+    words += "/bin/sleep 0.5; kill -USR1 $$; status=0; outlast $trainer || status=$?; "
+    words += 'echo "$status $(ls "$logs")"'
+    ended = in_a_job(calls, words, SLURM_RESTART_COUNT="1", SAVE_SECONDS="9")
+    assert ended.stdout == "137 began_at\nstalled\n"
+    assert "asked to stop, and not saved in 9 s. found two attempts" in ended.stderr
+    assert not calls.read_text()
+
+
 def test_a_question_is_asked_until_the_controller_answers(calls: Path) -> None:
     ended = in_a_job(calls, 'limit=$(time_limit); echo "limit $limit"', AWAY="4", SLURM_ARRAY_TASK_ID="3")
     assert ended.stdout == "limit 1-00:00:00\n"

@@ -68,6 +68,45 @@ def test_a_job_without_time_or_account_is_explained(
     assert ("--account=NAME --time=24:00:00" in said) == (found != "no algorithm")
 
 
+def test_a_heterogeneous_job_is_refused(commands: Path) -> None:
+    """Its scripts run on the first component alone."""
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_ACCOUNT": "us", "LIMIT": "1-00:00:00", "SLURM_HET_SIZE": "2"}
+    for script in ("moe_base/train", "moe_base_lora/train", "moe_base/r3_compare"):
+        status, said = run(f"examples/{script}.sbatch", "cispo.toml", path=commands, **job)
+        assert status == 2 and "found a heterogeneous job of 2 components" in said
+        assert "NUM_ENGINE_NODES=N" in said
+
+
+@pytest.mark.parametrize(
+    ("limit", "variables", "found"),
+    [
+        ("19:59", {}, "a time limit of 19:59, and SAVE_SECONDS=480; expected 20 minutes or more"),
+        ("20:00", {}, None),
+        ("3:00", {}, "SAVE_SECONDS=36 in the environment and --signal=B:USR1@46; SBATCH_SIGNAL=B:USR1@46"),
+        ("3:00", {"SAVE_SECONDS": "36", "SBATCH_SIGNAL": "B:USR1@46"}, None),
+        ("3:00", {"SAVE_SECONDS": "36"}, None),  # --signal, which a job does not see
+        ("3:00", {"SAVE_SECONDS": "36", "SBATCH_SIGNAL": "B:USR1@91"}, "4 minutes or more"),
+        ("2:00", {"SAVE_SECONDS": "49"}, "3 minutes or more"),
+        ("1-00:00:00", {"SAVE_SECONDS": "600"}, "SAVE_SECONDS=600, and a signal 600 s before the time limit"),
+        ("1-00:00:00", {"SAVE_SECONDS": "599"}, None),
+        ("1-00:00:00", {"SAVE_SECONDS": "1200", "SBATCH_SIGNAL": "B:USR1@1260"}, None),
+        ("41:59", {"SAVE_SECONDS": "1200", "SBATCH_SIGNAL": "B:USR1@1260"}, "50 minutes or more"),
+        ("1-00:00:00", {"SBATCH_SIGNAL": "USR1@900"}, "SBATCH_SIGNAL=USR1@900; expected B:USR1@SECONDS"),
+        ("1-00:00:00", {"SAVE_SECONDS": "1e3"}, "SAVE_SECONDS='1e3'; expected a number"),
+        ("soon", {}, "the time limit 'soon'"),
+    ],
+)
+def test_a_time_limit_leaves_time_to_train_and_to_save(
+    commands: Path, limit: str, variables: dict[str, str], found: str | None
+) -> None:
+    """What passes is refused for its algorithm, which is looked at next."""
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_ACCOUNT": "us", "LIMIT": limit, **variables}
+    for script in ("dense_base/train", "moe_base/train"):
+        status, said = run(f"examples/{script}.sbatch", path=commands, **job)
+        assert status == 2
+        assert (found or "found no algorithm") in said
+
+
 @pytest.mark.parametrize("name", ["nothing.toml", "base.toml", "../moe_base/cispo.toml"])
 def test_an_unknown_algorithm_is_answered_with_those_that_exist(commands: Path, name: str) -> None:
     known = {"SLURM_JOB_ID": "1", "SLURM_JOB_ACCOUNT": "us", "LIMIT": "60"}
@@ -141,6 +180,7 @@ case "$*" in
             exec "$REAL_PYTHON" "$@"
         fi
         echo "${PLACE:-elsewhere} 4 $RUN"
+        exit "${SETTINGS_STATUS:-0}"
         ;;
     *node.sh*) printf '%s\\0' "$@" >"$CALLS.trainer" ;;
     *server.sh*)
@@ -184,6 +224,18 @@ def test_nodes_that_servers_cannot_have_are_refused_before_a_server_starts(
     assert status == 2
     assert f"found {found}" in said
     assert not [call for call in calls if "settings.py" not in call]
+
+
+def test_a_run_folder_that_stays_in_use_ends_the_job_at_its_second_attempt(commands: Path) -> None:
+    """A live owner would keep the nodes waiting for ever. The stand-in for scontrol forbids requeueing."""
+    (commands / "scontrol").write_text("#!/bin/sh\necho disabled\nexit 1\n")
+    job = {"SLURM_JOB_NUM_NODES": "1", "PLACE": "nowhere", "SETTINGS_STATUS": "75", "RUN": str(commands / "r")}
+    for attempt, expected in ((0, 75), (1, 1), (2, 1)):
+        variables = job | {"SLURM_RESTART_COUNT": str(attempt)}
+        status, said, calls = run_steps(commands, "moe_base", "cispo.toml", **variables)
+        assert status == expected
+        assert f"attempt {attempt}: its run folder is in use" in said
+        assert all("settings.py" in call for call in calls)
 
 
 def test_an_asynchronous_job_has_nodes_for_servers_unless_it_is_told(commands: Path) -> None:

@@ -155,3 +155,32 @@ def test_a_preempted_job_that_saves_too_slowly_makes_room_and_comes_back(
     said = job.wait_for_state("COMPLETED", timeout_s=_LIMIT_S)
     assert "attempt 0: asked to stop, and not saved in 1 s; the job goes back to the queue" in said
     assert "attempt 1: 2 x 1 processes" in said
+
+
+def test_a_job_that_stops_twice_without_a_step_fails(
+    cluster: Cluster, tiny: tuple[str, ...], run: Path
+) -> None:
+    job = start(cluster, run, tiny, SAVE_SECONDS="1", STAND_IN_SECONDS="1000", STAND_IN_ATTEMPTS="9")
+    for attempt in range(2):
+        log = run / "slurm" / f"{job.id}-attempt_{attempt}" / "trainer.log"
+        cluster.wait_until(log.exists, _LIMIT_S, f"attempt {attempt} trains; it said:\n{job.output}")
+        cluster.ask(["scancel", "--batch", "--signal=USR1", job.id])
+    said = job.wait_for_state("FAILED", timeout_s=_LIMIT_S)
+    assert job.exit_codes == ["1:0"]
+    assert said.count("the job goes back to the queue") == 1
+    assert "attempt 1: asked to stop, and not saved in 1 s. found two attempts in a row" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        (("--time=19",), "found a time limit of 19:00, and SAVE_SECONDS=480; expected 20 minutes or more"),
+        (("--nodes=1", ":", "--nodes=1"), "found a heterogeneous job of 2 components"),
+    ],
+)
+def test_a_job_that_could_not_train_ends_before_a_step_starts(
+    cluster: Cluster, tiny: tuple[str, ...], run: Path, options: tuple[str, ...], found: str
+) -> None:
+    said = start(cluster, run, tiny, *options).wait_for_state("FAILED", "CANCELLED", timeout_s=_LIMIT_S)
+    assert found in said
+    assert not run.exists()

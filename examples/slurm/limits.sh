@@ -31,3 +31,15 @@ require_time() { # EXPERIMENT, time limit: time to train, and after the signal t
     action+=" --signal=B:USR1@$((limit / 4 + 1)); SBATCH_SIGNAL=B:USR1@$((limit / 4 + 1)) is the same."
     ((limit >= needed)) || explain "a time limit of $2, and SAVE_SECONDS=$save" "$(((needed + 59) / 60)) minutes or more" "$action"
 }
+
+require_limit() { # EXPERIMENT: SBATCH_TIMELIMIT, if it is set, fits its jobs, and the partition that SBATCH_PARTITION names
+    local longest
+    [[ -n ${SBATCH_TIMELIMIT:-} ]] || return 0
+    require_time "$1" "$SBATCH_TIMELIMIT"
+    [[ -n ${SBATCH_PARTITION:-} && $SBATCH_PARTITION != *,* ]] || return 0
+    longest=$(sinfo --noheader "--partition=$SBATCH_PARTITION" --format=%l 2>/dev/null | head -n 1) || return 0
+    longest=${longest// /}
+    [[ -z $(seconds_of "$longest") ]] || (($(seconds_of "$SBATCH_TIMELIMIT") <= $(seconds_of "$longest"))) ||
+        explain "a time limit of $SBATCH_TIMELIMIT" "$longest at most, the limit of partition $SBATCH_PARTITION" \
+            "Set SBATCH_TIMELIMIT=$longest: a run goes back to the queue at its limit, and resumes."
+}

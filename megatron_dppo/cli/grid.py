@@ -7,7 +7,7 @@ import shlex
 import signal
 import subprocess
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
@@ -279,6 +279,7 @@ def _submit(script: Path, cells: Sequence[Cell], seeds: Sequence[int], out: Path
         files = (folder / "base.toml", *(folder / name for name in cell.configs[:1]), *cell.configs[1:])
         runs = [(seed, _run_of(replace(cell, configs=files), seed, out, 1)) for seed in seeds]
         waiting.append((cell, [seed for seed, run in runs if not run.is_finished]))
+    environment = _environment_of_jobs(script)
     out.mkdir(parents=True, exist_ok=True)
     jobs: list[str] = []
     for cell, left in waiting:
@@ -288,11 +289,14 @@ def _submit(script: Path, cells: Sequence[Cell], seeds: Sequence[int], out: Path
         options = [f"--array={','.join(map(str, left))}", f"--job-name={cell.name}"]
         sets = [*cell.overrides, f"run.folder={_as_toml(str(out / cell.name))}"]
         arguments = [*map(str, cell.configs), *(part for text in sets for part in ("--set", text))]
-        jobs.append(_sbatch([*options, f"--output={out}/slurm-%x-%A_%a.out", str(script), *arguments]))
+        jobs.append(
+            _sbatch([*options, f"--output={out}/slurm-%x-%A_%a.out", str(script), *arguments], environment)
+        )
         typer.echo(f"{cell.name}: job {jobs[-1]}, seeds {', '.join(map(str, left))}")
     after = [f"--dependency=afterany:{':'.join(jobs)}"] if jobs else []
     folders = [str(out / cell.name) for cell in cells]
-    job = _sbatch([*after, f"--output={out}/slurm-%x-%j.out", str(report), str(out / "report.html"), *folders])
+    arguments = [*after, f"--output={out}/slurm-%x-%j.out", str(report), str(out / "report.html"), *folders]
+    job = _sbatch(arguments, {name: value for name, value in environment.items() if name not in _OF_GPUS})
     typer.echo(f"then job {job} writes {out / 'report.html'}")
 
 
@@ -302,16 +306,34 @@ def _algorithm_first(cell: Cell, folder: Path) -> Cell:
     return replace(cell, configs=(*own, *(file for file in cell.configs if file not in own)))
 
 
-def _outside_of_a_job() -> dict[str, str]:
-    """Return the environment without the variables of a job that `grid` runs in, which would shape its jobs."""
-    return {name: v for name, v in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
+_OF_GPUS = ("SBATCH_GPUS_PER_NODE", "SBATCH_GPUS", "SBATCH_GRES")  # not for the report
+_PREPARE = """. examples/slurm/pair.sh; prepare_to_submit "$1"
+for name in ${!SBATCH_@}; do printf '%s=%s\\0' "$name" "${!name}"; done"""
 
 
-def _sbatch(arguments: Sequence[str]) -> str:
+def _environment_of_jobs(script: Path) -> dict[str, str]:
+    """Return the environment of sbatch: of a job that `grid` runs in, what its jobs share, and not its shape.
+
+    Raises:
+        ConfigError: The time limit is too short for the script, or too long for the partition.
+    """
+    command = ["/bin/bash", "-euc", _PREPARE, "bash", script.parent.name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=script.parents[2])
+    if done.returncode:
+        said = re.search("found (.*); expected (.*?)[.] (.*)", done.stderr)
+        found, expected, action = said.groups() if said else (done.stderr, "the scripts of examples/slurm", "")
+        raise ConfigError(Problem("--sbatch", found, expected, action))
+    typer.echo(done.stderr, nl=False, err=True)
+    inherited = dict(line.split("=", 1) for line in done.stdout.split("\0")[:-1])
+    own = {name: v for name, v in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
+    return own | inherited
+
+
+def _sbatch(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
     """Return the job's number."""
     command = ["sbatch", "--parsable", *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=_outside_of_a_job())
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     except FileNotFoundError:
         problem = Problem("--sbatch", "no sbatch on PATH", "SLURM's commands", "Run this on a login node.")
         raise ConfigError(problem) from None

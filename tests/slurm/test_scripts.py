@@ -169,6 +169,35 @@ def test_a_comparison_submits_its_runs_and_a_report_on_them(
     assert len(submitted) == 3
 
 
+def test_a_comparison_gives_its_runs_what_the_job_has(commands: Path, tmp_path: Path) -> None:
+    """Options of sbatch may have replaced what the environment says: the job counts. A report needs no GPUs."""
+    seen = tmp_path / "seen"
+    (commands / "sbatch").write_text(f"#!/bin/sh\nenv | grep ^SBATCH_ | sort >>{seen}; echo end >>{seen}\n")
+    (commands / "sbatch").chmod(0o755)
+    (commands / "scontrol").write_text('#!/bin/sh\necho "JobId=1 QOS=x Features=ib|eth DelayBoot=0"\n')
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_ACCOUNT": "us", "SLURM_JOB_PARTITION": "big", "LIMIT": "2:00:00"}
+    job |= {"SLURM_JOB_QOS": "high", "SLURM_JOB_RESERVATION": "week", "SBATCH_GRES": "gpu:h100:8"}
+    before = {"SBATCH_QOS": "low", "SBATCH_PARTITION": "debug", "SBATCH_TIMELIMIT": "15"}
+    variables = {**job, **before, "STALENESS_FOLDER": str(tmp_path / "out")}
+    script = "examples/moe_base_async/staleness_compare.sbatch"
+    status, said = run(script, "dppo_binary_tv.toml", path=commands, **variables)
+    assert status == 0, said
+    shared = ["SBATCH_ACCOUNT=us", "SBATCH_CONSTRAINT=ib|eth", "SBATCH_PARTITION=big", "SBATCH_QOS=high"]
+    shared += ["SBATCH_RESERVATION=week", "SBATCH_TIMELIMIT=2:00:00"]
+    gpus = ["SBATCH_GPUS_PER_NODE=h100:8", "SBATCH_GRES=gpu:h100:8"]
+    jobs = [job.split() for job in seen.read_text().split("end\n")[:-1]]
+    assert jobs == [sorted(shared + gpus)] * 2 + [shared]
+
+
+def test_a_comparison_that_is_run_by_hand_has_a_time_limit_that_fits(commands: Path) -> None:
+    (commands / "sinfo").write_text("#!/bin/sh\necho 2:00:00\n")
+    (commands / "sinfo").chmod(0o755)
+    for limit, found in {"10": "20 minutes or more", "2:00:01": "2:00:00 at most"}.items():
+        given = {"SBATCH_TIMELIMIT": limit, "SBATCH_PARTITION": "short"}
+        status, said = run("examples/moe_base/r3_compare.sbatch", "cispo.toml", path=commands, **given)
+        assert status == 2 and found in said
+
+
 JOB = {"SLURM_JOB_ID": "1", "SLURM_JOB_ACCOUNT": "us", "LIMIT": "60"}
 SRUN = """#!/bin/sh
 echo "$PYTHON: $*" >>"$CALLS"

@@ -184,3 +184,20 @@ def test_a_job_that_could_not_train_ends_before_a_step_starts(
     said = start(cluster, run, tiny, *options).wait_for_state("FAILED", "CANCELLED", timeout_s=_LIMIT_S)
     assert found in said
     assert not run.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "variables"),
+    [
+        (("--gpus-per-node=h100:8",), {}),
+        (("--gres=gpu:h100:8", "--gpus-per-node=h100:8"), {}),
+        ((), {"SBATCH_GPUS_PER_NODE": "h100:8"}),
+    ],
+)
+def test_gpus_may_be_requested_by_their_type(
+    cluster: Cluster, tiny: tuple[str, ...], run: Path, options: tuple[str, ...], variables: dict[str, str]
+) -> None:
+    job = start(cluster, run, tiny, "--nodes=1", *options, sets=("parallel.expert=1",), **variables)
+    job.wait_for_state("COMPLETED", timeout_s=_LIMIT_S)
+    shown = cluster.ask(["scontrol", "show", "job", "--oneliner", job.id])
+    assert "gpu:h100:8" in shown

@@ -186,7 +186,7 @@ class Cluster:
             communication = "CommunicationParameters=NoCtldInAddrAny,NoInAddrAny"
             for node, port in zip(self.nodes, ports[1:], strict=True):
                 places[node] = f"NodeHostname={host} NodeAddr=127.0.0.1 Port={port}"
-        lines = [f"NodeName={node} {place} CPUs=8 Gres=gpu:8" for node, place in places.items()]
+        lines = [f"NodeName={node} {place} CPUs=8 Gres=gpu:h100:8" for node, place in places.items()]
         for name in ("state", *(f"spool.{node}" for node in self.nodes)):
             (self.folder / name).mkdir()
         values = {"head": head, "communication": communication, "port": ports[0], "nodes": "\n".join(lines)}
@@ -196,7 +196,9 @@ class Cluster:
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         for index in range(8):
             (self.folder / f"gpu{index}").symlink_to("/dev/null")
-        (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-7] Flags=no_gpu_env\n")
+        (self.folder / "gres.conf").write_text(
+            f"Name=gpu Type=h100 File={self.folder}/gpu[0-7] Flags=no_gpu_env\n"
+        )
 
 
 def require_programs() -> None:

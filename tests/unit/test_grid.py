@@ -1,6 +1,7 @@
 """`megatron-dppo grid`: what it would run, what it refuses, and what it submits."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,89 @@ def test_jobs_of_a_grid_in_an_allocation_do_not_get_its_variables(
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     assert set((tmp_path / "seen").read_text().split()) == {"SLURM_CONF=/etc/slurm.conf"}
+
+
+def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **variables: str) -> list[dict[str, str]]:
+    """Submit one array and the report, and return the SBATCH_ variables of each."""
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    seen = tmp_path / "seen"
+    record = f"env | grep ^SBATCH_ >> {seen}; echo end >> {seen}"
+    (tmp_path / "bin/sbatch").write_text(f"#!/bin/sh\n{record}\n{SBATCH}")
+    job = "JobId=1 Account=them QOS=low Partition=p Features=${FEATURES:-(null)} DelayBoot=0"
+    for name, text in {"scontrol": f'echo "{job}"', "sinfo": "echo 4:00:00"}.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    command = [*ON_CLUSTER, "--variant", "grpo_clip_higher.toml", "-o", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    jobs = seen.read_text().split("end\n")[:-1]
+    return [dict(line.split("=", 1) for line in job.splitlines()) for job in jobs]
+
+
+def test_jobs_of_a_grid_in_an_allocation_go_where_it_runs(
+    tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its account, partition, QOS, reservation and constraint, unless the environment has others."""
+    job = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_ACCOUNT": "us",
+        "SLURM_JOB_PARTITION": "big",
+        "SLURM_JOB_QOS": "high",
+    }
+    job |= {"SLURM_JOB_RESERVATION": "week", "FEATURES": "ib&h100", "SLURM_NTASKS": "3"}
+    has = {"ACCOUNT": "us", "PARTITION": "big", "QOS": "high", "RESERVATION": "week", "CONSTRAINT": "ib&h100"}
+    expected = {f"SBATCH_{name}": value for name, value in has.items()}
+    assert submitted(tmp_path, monkeypatch, **job) == [expected] * 2
+    (tmp_path / "seen").unlink()
+    given = {"SBATCH_PARTITION": "small", "SBATCH_CONSTRAINT": "eth", "SBATCH_TIMELIMIT": "4:00:00"}
+    assert submitted(tmp_path, monkeypatch, **job, **given) == [expected | given] * 2
+    (tmp_path / "seen").unlink()
+    few = {"SLURM_JOB_ID": "1", "SLURM_JOB_PARTITION": "big", "FEATURES": "(null)"}
+    assert submitted(tmp_path, monkeypatch, **few) == [{"SBATCH_PARTITION": "big"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "of_runs"),
+    [
+        ({"SBATCH_GPUS_PER_NODE": "h100:8"}, {"SBATCH_GPUS_PER_NODE": "h100:8"}),
+        (
+            {"SBATCH_GRES": "gpu:a100_80g:4"},
+            {"SBATCH_GRES": "gpu:a100_80g:4", "SBATCH_GPUS_PER_NODE": "a100_80g:4"},
+        ),
+        (
+            {"SBATCH_GRES": "lustre:1,gpu:h200:8(S:0-1)"},
+            {"SBATCH_GRES": "lustre:1,gpu:h200:8(S:0-1)", "SBATCH_GPUS_PER_NODE": "h200:8"},
+        ),
+        ({"SBATCH_GRES": "lustre:1,gpu:8"}, {"SBATCH_GRES": "lustre:1,gpu:8"}),
+    ],
+)
+def test_gpus_of_a_type_are_requested_in_both_forms_and_not_for_the_report(
+    given: dict[str, str], of_runs: dict[str, str], tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scripts request GPUs per node without a type, which SLURM refuses next to --gres with one."""
+    assert submitted(tmp_path, monkeypatch, **given) == [of_runs, {}]
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"SBATCH_TIMELIMIT": "15"}, "a time limit of 15, and SAVE_SECONDS=480; expected 20 minutes or more"),
+        ({"SBATCH_TIMELIMIT": "1:00:00", "SAVE_SECONDS": "700"}, "SAVE_SECONDS=700, and a signal 600 s"),
+        (
+            {"SBATCH_TIMELIMIT": "1-0", "SBATCH_PARTITION": "big"},
+            "a time limit of 1-0; expected 4:00:00 at most, the limit of partition big",
+        ),
+    ],
+)
+def test_a_grid_submits_nothing_with_a_time_limit_that_cannot_be(
+    given: dict[str, str], found: str, tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(AssertionError, match=re.escape(found)):
+        submitted(tmp_path, monkeypatch, **given)
+    assert list(calls.iterdir()) == []
 
 
 def test_a_cluster_gets_an_array_of_the_unfinished_seeds_and_a_report(tmp_path: Path, calls: Path) -> None:

@@ -157,6 +157,28 @@ def test_a_preempted_job_that_saves_too_slowly_makes_room_and_comes_back(
     assert "attempt 1: 2 x 1 processes" in said
 
 
+@pytest.mark.parametrize(("requeues", "state"), [(False, "FAILED"), (True, "CANCELLED")])
+def test_a_job_saves_and_stays_stopped(
+    cluster: Cluster, tiny: tuple[str, ...], run: Path, requeues: bool, state: str
+) -> None:
+    """As the page on stopping has it: without requeueing, or cancelled once it is in the queue again."""
+    job = start(cluster, run, tiny, STAND_IN_SECONDS="1000", STAND_IN_ATTEMPTS="9")
+    logs = run / "slurm" / f"{job.id}-attempt_0"
+    cluster.wait_until((logs / "trainer.log").exists, _LIMIT_S, f"it trains; it said:\n{job.output}")
+    if not requeues:
+        cluster.ask(["scontrol", "update", f"JobId={job.id}", "Requeue=0"])
+    cluster.ask(["scancel", "--signal=USR1", "--batch", job.id])
+    for file in (logs / "stopped", run / "end"):  # the stand-in saves
+        file.touch()
+    if requeues:
+        cluster.wait_until(lambda: job.states == ["PENDING"], _LIMIT_S, f"it is requeued:\n{job.output}")
+        cluster.ask(["scancel", job.id])
+    said = job.wait_for_state(state, timeout_s=_LIMIT_S)
+    assert ("Submit the job again" in said) != requeues
+    assert job.exit_codes == ["0:0" if requeues else "75:0"]
+    assert [path.name for path in (run / "slurm").iterdir()] == [logs.name]
+
+
 def test_a_job_that_stops_twice_without_a_step_fails(
     cluster: Cluster, tiny: tuple[str, ...], run: Path
 ) -> None:

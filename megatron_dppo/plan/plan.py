@@ -152,7 +152,11 @@ def _not_counted(job: Job) -> Iterator[str]:
 def advise(job: Job, memory: Memory, found: Found) -> list[Advice]:
     """Return the advice for a layout that `train` accepts."""
     if fits(job, memory):
-        return [*_unneeded_offload(job), _when_it_fits(job, memory, found)]
+        unneeded = list(_unneeded_offload(job))
+        return [
+            *unneeded,
+            _when_it_fits(job, memory, found, "Keep the layout" if unneeded else "Nothing to change"),
+        ]
     remedy = _remedy(job)
     if remedy is not None:
         return [remedy]
@@ -210,7 +214,7 @@ def fewest_with_other_engine(job: Job) -> Fewest | None:
     return min(enough, key=lambda each: each.num_gpus) if enough else None
 
 
-def _when_it_fits(job: Job, memory: Memory, found: Found) -> Advice:
+def _when_it_fits(job: Job, memory: Memory, found: Found, otherwise: str) -> Advice:
     own = step_time(job, memory.layout).total
     if job.options.recompute.granularity != "none":
         table = {key: value for key, value in job.config.megatron.items() if key not in _RECOMPUTE_KEYS}
@@ -224,7 +228,7 @@ def _when_it_fits(job: Job, memory: Memory, found: Found) -> Advice:
             )
     better = [each for each in found.proposals if each.time.total * WORTH_SAYING <= own]
     if not better:
-        return Advice("Nothing to change: no layout here is estimated to be clearly faster.")
+        return Advice(f"{otherwise}: no layout here is estimated to be clearly faster.")
     faster = own / better[0].time.total
     return Advice(f"Layout 1 is estimated to be {faster:.2f} times as fast.", better[0].settings)
 

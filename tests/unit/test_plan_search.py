@@ -317,6 +317,14 @@ def test_an_engine_without_a_cache_gets_a_larger_share(fraction: float) -> None:
     assert isinstance(share, float) and share > fraction
 
 
+def test_nothing_to_change_is_said_once_nothing_is_left_to_change() -> None:
+    job = job_of(SMALL, settings={"optimizer.offload": True}, num_gpus=1)
+    offload, layout = advise(job, memory_of(job, job.layout), propose(job))
+    assert offload.settings == {"optimizer.offload": False}
+    assert layout.text.startswith("Keep the layout: ")
+    assert _advice(job.having(offload.settings)).text.startswith("Nothing to change: ")
+
+
 def test_advice_where_it_fits() -> None:
     lazy = _advice(job_of(SMALL, RECOMPUTED, num_gpus=1))
     assert "fits without recompute too" in lazy.text

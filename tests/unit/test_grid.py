@@ -1,7 +1,9 @@
 """`megatron-dppo grid`: what it would run, what it refuses, and what it submits."""
 
+import itertools
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +138,28 @@ def test_jobs_of_a_grid_in_an_allocation_do_not_get_its_variables(
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     assert set((tmp_path / "seen").read_text().split()) == {"SLURM_CONF=/etc/slurm.conf"}
+
+
+@pytest.mark.parametrize("experiment", ["glm_air", "moe_base_async", "qwen3_235b"])
+def test_replay_is_compared_in_any_experiment_with_experts(
+    experiment: str, tmp_path: Path, calls: Path
+) -> None:
+    """The command of the guide on R3."""
+    guide = (ROOT / "examples/guides/r3_or_not.md").read_text()
+    (found,) = re.findall(r"^megatron-dppo (grid --sbatch [^\n]+\\\n[^\n]+)$", guide, re.MULTILINE)
+    words = shlex.split(found.replace("\\\n", " ").replace("EXPERIMENT", experiment))
+    words[words.index("-o") + 1] = str(tmp_path / "out")
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    runs = [(calls / str(n)).read_text().splitlines() for n in range(2)]
+    for run, mode in zip(runs, ("measure", "replay"), strict=True):
+        start = run.index(f"examples/{experiment}/train.sbatch")
+        assert "--array=0,1,2" in run[:start] and run[start + 1] == "dppo_binary_tv.toml"
+        files = [Path(f"examples/{experiment}/{name}") for name in ("base.toml", run[start + 1])]
+        sets = [value for option, value in itertools.pairwise(run) if option == "--set"]
+        config = load_config(files, sets)
+        assert (config.rollout.routing_replay, config.tracking.paired_routing_every) == (mode, 10)
+    assert len(list(calls.iterdir())) == 3
 
 
 def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **variables: str) -> list[dict[str, str]]:

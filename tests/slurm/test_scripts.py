@@ -4,8 +4,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from itertools import pairwise
 from pathlib import Path
@@ -208,6 +210,7 @@ case "$*" in
             shift
             exec "$REAL_PYTHON" "$@"
         fi
+        while [ -n "$WAITS_FOR" ] && [ ! -e "$WAITS_FOR" ]; do sleep 0.1; done
         echo "${PLACE:-elsewhere} 4 $RUN"
         exit "${SETTINGS_STATUS:-0}"
         ;;
@@ -265,6 +268,30 @@ def test_a_run_folder_that_stays_in_use_ends_the_job_at_its_second_attempt(comma
         assert status == expected
         assert f"attempt {attempt}: its run folder is in use" in said
         assert all("settings.py" in call for call in calls)
+
+
+def test_a_signal_while_the_config_is_checked_counts_as_an_attempt(commands: Path) -> None:
+    """The run folder, where attempts are counted, is known after the check, and SLURM may signal before."""
+    for name, text in {"srun": SRUN, "scontrol": "#!/bin/sh\necho disabled\nexit 1\n"}.items():
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    checked, calls = commands / "checked", commands / "calls"
+    job = {"SLURM_JOB_NUM_NODES": "1", "PLACE": "nowhere", "RUN": str(commands / "r"), "CALLS": str(calls)}
+    for attempt, expected in ((0, 75), (1, 1)):
+        variables = os.environ | JOB | job | {"SLURM_RESTART_COUNT": str(attempt), "WAITS_FOR": str(checked)}
+        variables |= {"PATH": f"{commands}:{os.environ['PATH']}", "SAVE_SECONDS": "3"}
+        script = ["bash", "examples/moe_base/train.sbatch", "cispo.toml"]
+        started = subprocess.Popen(script, cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True)
+        while not calls.exists():
+            time.sleep(0.1)
+        started.send_signal(signal.SIGUSR1)
+        checked.touch()
+        said = started.communicate(timeout=60)[1]
+        assert started.returncode == expected, said
+        assert f"attempt {attempt}: asked to stop before training began" in said
+        assert calls.read_text().count("\n") == 1, "nothing but the check started"
+        checked.unlink()
+        calls.unlink()
 
 
 def test_an_asynchronous_job_has_nodes_for_servers_unless_it_is_told(commands: Path) -> None:

@@ -223,3 +223,17 @@ def test_gpus_may_be_requested_by_their_type(
     job.wait_for_state("COMPLETED", timeout_s=_LIMIT_S)
     shown = cluster.ask(["scontrol", "show", "job", "--oneliner", job.id])
     assert "gpu:h100:8" in shown
+
+
+@pytest.mark.parametrize("options", [("--constraint=ib&fast",), ("--constraint=fast", "--array=3")])
+def test_what_a_job_submits_has_its_constraint_and_partition(
+    cluster: Cluster, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """The real scheduler says what the job has, as an array's element, too."""
+    words = (
+        "bash -euc '. examples/slurm/pair.sh; prepare_to_submit moe_base; env | grep -E ^SBATCH_[CP] | sort'"
+    )
+    job = submit(cluster, tmp_path, *options, f"--wrap={words}", "--partition=main", SBATCH_PARTITION="")
+    said = job.wait_for_state("COMPLETED", timeout_s=_LIMIT_S).split()
+    constraint = options[0].partition("=")[2]
+    assert said == [f"SBATCH_CONSTRAINT={constraint}", "SBATCH_PARTITION=main"]

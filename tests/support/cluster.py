@@ -186,7 +186,9 @@ class Cluster:
             communication = "CommunicationParameters=NoCtldInAddrAny,NoInAddrAny"
             for node, port in zip(self.nodes, ports[1:], strict=True):
                 places[node] = f"NodeHostname={host} NodeAddr=127.0.0.1 Port={port}"
-        lines = [f"NodeName={node} {place} CPUs=8 Gres=gpu:h100:8" for node, place in places.items()]
+        lines = [
+            f"NodeName={node} {place} CPUs=8 Gres=gpu:h100:8 Feature=ib,fast" for node, place in places.items()
+        ]
         for name in ("state", *(f"spool.{node}" for node in self.nodes)):
             (self.folder / name).mkdir()
         values = {"head": head, "communication": communication, "port": ports[0], "nodes": "\n".join(lines)}

@@ -18,7 +18,7 @@ prepare_to_submit() { # EXPERIMENT: jobs get what SBATCH_ variables say, or else
             [[ -z ${!value:-} || -n ${!name:-} ]] || export "$name=${!value}"
         done
         if [[ -z ${SBATCH_CONSTRAINT:-} ]]; then # no variable of a job has it
-            shown=$(scontrol show job --oneliner "$own_job" 2>&1) ||
+            shown=$(timeout 20 scontrol show job --oneliner "$own_job" 2>&1) ||
                 echo "this job's --constraint is not known. If it has one, set SBATCH_CONSTRAINT: $shown" >&2
         fi
         if [[ $shown =~ \ Features=([^ ]+) && ${BASH_REMATCH[1]} != '(null)' ]]; then

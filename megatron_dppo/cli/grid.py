@@ -317,7 +317,7 @@ def _environment_of_jobs(script: Path) -> dict[str, str]:
     Raises:
         ConfigError: The time limit is too short for the script, or too long for the partition.
     """
-    command = ["/bin/bash", "-euc", _PREPARE, "bash", script.parent.name]
+    command = ["/bin/bash", "-peuc", _PREPARE, "bash", script.parent.name]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=script.parents[2])
     if done.returncode:
         said = re.search("found (.*); expected (.*?)[.] (.*)", done.stderr)

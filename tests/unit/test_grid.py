@@ -134,9 +134,11 @@ def test_jobs_of_a_grid_in_an_allocation_do_not_get_its_variables(
     for name in ("SLURM_JOB_ID", "SLURM_NTASKS_PER_NODE", "SLURM_GPUS", "SLURM_EXPORT_ENV"):
         monkeypatch.setenv(name, "1")
     (tmp_path / "bin/sbatch").write_text(f"#!/bin/sh\nenv | grep ^SLURM_ >> {tmp_path}/seen\n{SBATCH}")
+    (tmp_path / "bin/scontrol").symlink_to("/bin/false")
     command = [*ON_CLUSTER, "--variant", "grpo_clip_higher.toml", "-o", str(tmp_path / "out")]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
+    assert "this job's --constraint is not known" in done.output
     assert set((tmp_path / "seen").read_text().split()) == {"SLURM_CONF=/etc/slurm.conf"}
 
 

@@ -1,4 +1,4 @@
-"""Keeps the rows and masked tokens of a run. Alarms and advice from the rows are the same after a resume."""
+"""Keeps the rows and masked tokens of a run. Alarms from the rows are the same after a resume."""
 
 import math
 import re
@@ -13,7 +13,6 @@ from megatron_dppo.checkpoints.megatron_folder import hf_files
 from megatron_dppo.config.schema import Config
 from megatron_dppo.metrics.alarms import AlarmWatch, NoiseWatch
 from megatron_dppo.metrics.masked_tokens import ClippedTokens, TokenLists
-from megatron_dppo.metrics.sampling_advice import LONGEST, AdviceWatch, Limits
 from megatron_dppo.run_folder.reader import Run
 from megatron_dppo.runtime.files import write_jsonl
 
@@ -31,13 +30,13 @@ class PastRows:
 
     Attributes:
         rollouts: Finished rollouts, in order.
-        steps: Gradient steps of each finished rollout; only the last rollout's are complete.
+        last_steps: Gradient steps of the last finished rollout.
         open_steps: Gradient steps taken on the open rollout.
         evaluated: Metrics of the evaluation after the last finished rollout; empty if there was none.
     """
 
     rollouts: Sequence[Row] = ()
-    steps: Sequence[Sequence[Row]] = ()
+    last_steps: Sequence[Row] = ()
     open_steps: Sequence[Row] = ()
     evaluated: Row = field(default_factory=dict[str, float])
 
@@ -47,22 +46,20 @@ class PastRows:
         last = run.rollouts[-1].rollout if run.rollouts else -1
         steps: dict[int, list[Row]] = {}
         for row in run.steps:
-            is_complete = row.rollout >= last
-            kept = {name: value for name, value in row.values.items() if is_complete or name == LONGEST}
-            steps.setdefault(row.rollout, []).append(kept)
+            if row.rollout >= last:
+                steps.setdefault(row.rollout, []).append(dict(row.values))
         evaluated: dict[str, float] = {}
         for row in run.evaluations:
             evaluated |= row.values if row.rollout == last + 1 else {}
         rollouts = [dict(row.values) for row in run.rollouts]
-        of_rollouts = [steps.get(row.rollout, []) for row in run.rollouts]
-        return cls(rollouts, of_rollouts, steps.get(last + 1, []), evaluated)
+        return cls(rollouts, steps.get(last, []), steps.get(last + 1, []), evaluated)
 
 
 class RunHistory:
-    """Finds alarms, warnings and advice in the rows of a run; the same on every rank.
+    """Finds alarms and warnings in the rows of a run; the same on every rank.
 
-    After `resume`, it finds the same as in an uninterrupted run. Alarms and advice that were already raised or
-    logged are not repeated.
+    After `resume`, it finds the same as in an uninterrupted run. Alarms that were already raised are not
+    repeated.
     """
 
     def __init__(self, config: Config) -> None:
@@ -70,7 +67,7 @@ class RunHistory:
         self._config = config
         self._is_watched = config.tracking.alarms != "off"
         self._latest: dict[str, float] = {}
-        self._alarms, self._noise, self._advice = AlarmWatch(), NoiseWatch(), _advice_watch(config)
+        self._alarms, self._noise = AlarmWatch(), NoiseWatch()
         self._is_cost_known = False
 
     def resume(self, past: PastRows, opened: Row, *, raised_alarms: bool) -> None:
@@ -81,15 +78,10 @@ class RunHistory:
             opened: Metrics of the open rollout so far; empty if none is open.
             raised_alarms: Whether the alarms of these rows were raised; False if tracking.alarms was off.
         """
-        last_steps = past.steps[-1] if past.steps else ()
-        self._alarms = AlarmWatch(past.rollouts, last_steps, is_raised=raised_alarms)
-        self._advice, self._noise = _advice_watch(self._config), self._noise.restarted()
-        for row, steps in zip(past.rollouts, past.steps, strict=True):
+        self._alarms = AlarmWatch(past.rollouts, past.last_steps, is_raised=raised_alarms)
+        self._noise = self._noise.restarted()
+        for row in past.rollouts:
             self._noise.check(of_the_rollout(row))
-            if self._advice is not None:
-                for values in steps:
-                    self._advice.add_step(values)
-                self._advice.check(row)
             self.paired_cost(row)
         self._latest = {**(past.rollouts[-1] if past.rollouts else {}), **past.evaluated}
         for number, values in enumerate(past.open_steps):
@@ -109,8 +101,6 @@ class RunHistory:
         """Add a gradient step of the current rollout, and return a warning of the engines' noise, if any."""
         if self._is_watched:
             self._alarms.add_step(values)
-        if self._advice is not None:
-            self._advice.add_step(values)
         return self._noise.check(of_the_rollout(values))
 
     def add_evaluation(self, values: Row) -> None:
@@ -121,10 +111,6 @@ class RunHistory:
         """Add the row of a finished rollout, and return its new alarms; empty if tracking.alarms is off."""
         self._latest = dict(row)
         return self._alarms.check(row) if self._is_watched else {}
-
-    def advice(self, row: Row) -> str | None:
-        """Return advice on sampling after a finished rollout, if any is due."""
-        return None if self._advice is None else self._advice.check(row)
 
     def paired_cost(self, row: Row) -> float | None:
         """Return the seconds of the run's first paired forward once, and None for every other row."""
@@ -141,16 +127,6 @@ class RunHistory:
 def of_the_rollout(values: Row) -> dict[str, float]:
     """Return the metrics that a gradient step measures for its rollout's row."""
     return {name: value for name, value in values.items() if name.startswith(_OF_THE_ROLLOUT)}
-
-
-def _advice_watch(config: Config) -> AdviceWatch | None:
-    """Return the watch that advises on sampling ahead; None if sampling takes turns with training."""
-    own = config.rollout
-    if not own.max_staleness:
-        return None
-    return AdviceWatch(
-        Limits(own.prompts_per_rollout, own.max_staleness, own.over_sampling, own.max_response_tokens)
-    )
 
 
 class OpenTokenLists:

@@ -287,7 +287,6 @@ class RunLogger:
         self._lists.restore({})
         self._on_main(lambda folder: folder.write_rollout(rollout, row, num_rollouts=num_rollouts))
         self._log_cost_of_paired_forward(row)
-        self._log_advice(rollout, row)
         return self._raise_alarms(rollout, row)
 
     def _log_cost_of_paired_forward(self, row: Mapping[str, float]) -> None:
@@ -302,12 +301,6 @@ class RunLogger:
                 seconds,
                 100 * of_rollout,
             )
-
-    def _log_advice(self, rollout: int, row: Mapping[str, float]) -> None:
-        """Log advice for balancing the speed of sampling and training; every rank finds the same."""
-        text = self._history.advice(row)
-        if text is not None and self._runtime.is_main:
-            log.info("rollout %d: %s", rollout + 1, text)
 
     def _raise_alarms(self, rollout: int, row: Mapping[str, float]) -> Alarm | None:
         """Log alarms and keep the rows that raised them; every rank finds the same."""

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from megatron_dppo.analysis.lines import experiment_of, places_of_equal
 from megatron_dppo.config.load import shown
 from megatron_dppo.metrics.alarms import AlarmWatch, noise_warning
-from megatron_dppo.metrics.sampling_advice import WINDOW, Limits, advice, means_of
 from megatron_dppo.run_folder.reader import Run
 
 MIN_REPEATS = 6  # runs of each setting, as many as seeds that decide
 _ANCHOR = ("time/anchor_s", "time/train_s", "time/total_s")
-_KEYS = ("prompts_per_rollout", "max_staleness", "over_sampling", "max_response_tokens")
 
 
 @dataclass(frozen=True)
@@ -117,17 +115,3 @@ def why_not_comparable(runs: Sequence[Run]) -> str:
         few = f"fewer than {MIN_REPEATS} runs of a setting"
         return f"{few} cannot tell it from what else the machine did meanwhile"
     return ""
-
-
-def sampling_advice(run: Run) -> str | None:
-    """Return advice on the run's last rollouts, or `None` if there is none or the run is synchronous."""
-    values = [run.option(f"rollout.{key}") for key in _KEYS]
-    rows = [row.values for row in run.rollouts[-WINDOW:]]
-    if not values[1] or None in values or len(rows) < WINDOW:
-        return None
-    first = run.rollouts[-len(rows)].rollout
-    lengths = [row.values.get("theory/longest_response", 0.0) for row in run.steps if row.rollout >= first]
-    limits = Limits(*values)
-    means = means_of(rows, limits, max(lengths, default=0.0) or None)
-    found = None if means is None else advice(means, limits)
-    return None if found is None else found.text

@@ -32,7 +32,6 @@ from megatron_dppo.analysis.report.diagnostics import (
     describe_unfinished,
     num_roll_backs,
     num_skipped_steps,
-    sampling_advice,
     warnings_of,
     why_not_comparable,
 )
@@ -297,8 +296,8 @@ def _warnings(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]:
 
 def _speed(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]:
     for run, name in zip(runs, names, strict=True):
-        texts = (sampling_advice(run), anchor_cost(run))
-        yield from (Finding("speed", f"{name}: {text}", "note") for text in texts if text)
+        if text := anchor_cost(run):
+            yield Finding("speed", f"{name}: {text}", "note")
 
 
 def _places(raised: Sequence[Alarm]) -> str:

@@ -22,6 +22,7 @@ TV_FACTOR, TV_FLOOR = 3.0, 0.01  # alarm if above usual by this factor and above
 IN_A_ROW = 3  # rollouts with a larger tail: a single one depends on its two or three largest tokens
 AGREEMENT_DROP = 0.05  # alarm if below usual by this share of experts
 LOST_OF_GAIN, STANDARD_ERRORS = 0.5, 3.0  # fall of the mean reward: share of the gain, and standard errors
+AGE = "rollout/staleness_max"  # of a rollout's oldest token, in versions
 SHOWN = 3  # maximum names of metrics in a message
 NOISE_LIMIT = 0.01
 """Share of the tokens with A != 0 that may be masked before any update, while pi and mu have the same weights.
@@ -59,7 +60,7 @@ class AlarmWatch:
             last_steps: Metrics of the last rollout's gradient steps.
             is_raised: Whether the last rollout's alarms were raised already, and are not raised again.
         """
-        self.rows: list[Row] = list(history)
+        self.rows: list[Row] = [*map(_of_rules, history[: -WINDOW - 1]), *history[-WINDOW - 1 :]]
         self._steps: list[Row] = []
         is_known = bool(self.rows) and is_raised
         found = alarms(self.rows[:-1], self.rows[-1], last_steps) if is_known else {}
@@ -74,6 +75,8 @@ class AlarmWatch:
         found = alarms(self.rows, row, self._steps)
         new = {name: text for name, text in found.items() if name not in self._last}
         self.rows.append(row)
+        if len(self.rows) > WINDOW + 1:
+            self.rows[-WINDOW - 2] = _of_rules(self.rows[-WINDOW - 2])
         self._steps, self._last = [], frozenset(found)
         return new
 
@@ -145,6 +148,8 @@ def agreement_drop(history: Sequence[Row], row: Row) -> str | None:
     return f"{name}: found {value:.3f}; usual was {usual:.3f}"
 
 
+READ = ("reward/mean", "mismatch/tv_p999", "routing/agreement_mean", AGE)
+"""Metrics that the rules read of rollouts before the last WINDOW."""
 RULES: Mapping[str, Callable[[Sequence[Row], Row], str | None]] = MappingProxyType(
     {
         "reward_collapse": reward_collapse,
@@ -195,7 +200,7 @@ class NoiseWatch:
         """Add the metrics before a rollout's first update. Return the warning if it is due."""
         if not of_rollout or self._is_raised:
             return None
-        self._rollouts.append(of_rollout)
+        self._rollouts = [*self._rollouts[1 - ENOUGH :], of_rollout]
         warning = noise_warning(self._rollouts)
         self._is_raised = warning is not None
         return warning
@@ -221,6 +226,11 @@ def _running_means(rewards: Sequence[float | None]) -> dict[int, float]:
     return {window[-1][0]: fmean(value for _, value in window) for window in windows}
 
 
+def _of_rules(row: Row) -> Row:
+    """Return the metrics of an old row that the rules read: all of them would grow by 10 kB per rollout."""
+    return {name: row[name] for name in READ if name in row}
+
+
 def _value(row: Row, name: str) -> float | None:
     """Return a metric of the row, or `None` if it is absent or not finite."""
     value = row.get(name, math.nan)
@@ -239,7 +249,7 @@ def _as_old(history: Sequence[Row], row: Row) -> list[Row]:
 
 def _age(row: Row) -> float:
     """Return the age of a rollout's oldest token, in versions."""
-    return row.get("rollout/staleness_max", 0.0)
+    return row.get(AGE, 0.0)
 
 
 def _jsonable(value: float) -> float | str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.metrics.alarms import ENOUGH, RULES, AlarmWatch, _running_means, alarms, write_alarms
+from megatron_dppo.metrics.alarms import ENOUGH, RULES, WINDOW, AlarmWatch, _running_means, alarms, write_alarms
 
 NUM_ROLLOUTS = 40
 
@@ -44,6 +44,32 @@ def test_a_reward_that_falls_is_found_within_a_few_rollouts(seed: int) -> None:
     assert not any(found[:22])
     first = next(n for n, names in enumerate(found) if "reward_collapse" in names)
     assert first <= 30
+
+
+@pytest.mark.parametrize("resumed_after", [0, 1, 30, 55])
+def test_a_watch_keeps_of_old_rows_what_the_rules_read(resumed_after: int) -> None:
+    """It raises what the complete rows raise, and its memory does not grow by complete rows."""
+    rows = _healthy(3, 70)
+    for n, row in enumerate(rows):
+        row |= {"rollout/staleness_max": float(n % 3 == 0), **{f"other/{k}": 1.0 * k for k in range(50)}}
+    for n, names in ((40, ("routing/agreement_mean",)), (45, ("rollout/response_length_mean",))):
+        rows[n] |= {name: rows[n][name] / 3 for name in names}
+    for row in rows[48:60]:
+        row["mismatch/tv_p999"] *= 9
+    for row in rows[60:]:
+        row["reward/mean"] = 0.0
+    found = [frozenset(alarms(rows[:n], row)) for n, row in enumerate(rows)]
+    assert {name for names in found for name in names} == set(RULES)
+    watch = AlarmWatch(rows[:resumed_after])
+    for n, row in enumerate(rows[resumed_after:], start=resumed_after):
+        new = found[n] - (found[n - 1] if n else frozenset())
+        assert watch.check(row).keys() == new
+        if new:
+            whole = AlarmWatch()
+            whole.rows = rows[: n + 1]
+            assert watch.good_until(dict.fromkeys(new, "")) == whole.good_until(dict.fromkeys(new, ""))
+    assert all(len(row) > 50 for row in watch.rows[-WINDOW - 1 :])
+    assert all(len(row) <= 4 for row in watch.rows[: -WINDOW - 1])
 
 
 def test_rounding_is_no_fall_of_a_constant_reward() -> None:

@@ -190,6 +190,29 @@ class ModelFamily:
                 found |= zip(entry.hf_names(expert), shapes, strict=True)
         return found
 
+    def float32_parts(
+        self, hf: HFConfig, dtypes: Mapping[str, object], float32: object
+    ) -> dict[str, list[str]]:
+        """Return the parts that a checkpoint keeps in float32 among weights of another dtype.
+
+        They are parameters whose rules allow it, if they are float32 in all layers. The result has their names
+        without layers, and the names of all their tensors.
+
+        Args:
+            hf: config.json.
+            dtypes: Dtype of each tensor by Hugging Face name, in any notation.
+            float32: float32 in this notation.
+        """
+        found: dict[str, list[str]] = {}
+        if set(dtypes.values()) <= {float32}:
+            return found
+        entries = [entry for entry in self.entries(self.sizes_of(hf)) if entry.rule.may_be_float32]
+        others = {entry.rule for entry in entries if {*map(dtypes.get, entry.hf_names())} != {float32}}
+        for entry in [entry for entry in entries if entry.rule not in others]:
+            for pattern, name in zip(entry.rule.hf, entry.hf_names(), strict=True):
+                found.setdefault(pattern.rpartition("{layer}.")[2], []).append(name)
+        return found
+
     def travelling_together(self, hf: HFConfig) -> dict[str, str]:
         """Map each tensor that weight sync must send in one bucket with others to its group's name."""
         return {

@@ -44,6 +44,8 @@ class WeightRule:
         is_expert: Whether the parameter stacks experts along a leading dimension.
         only_with: Option of `ModelSizes.options` that a model needs to have the parameter. None means always.
         is_buffer: Whether it is a buffer: no gradient, and float32 whatever the model's dtype is.
+        may_be_float32: Whether publishers may store it in float32 among weights of another dtype.
+            Conversions keep this.
         travels_with: Name of a group. Weight sync sends a group's tensors of one layer in one bucket, because
             engines fuse them within one load, and drop them if they arrive in two.
     """
@@ -61,6 +63,7 @@ class WeightRule:
     transformer_engine: str | None = None
     only_with: str | None = None
     is_buffer: bool = False
+    may_be_float32: bool = False
     travels_with: str | None = None
 
     def is_of(self, sizes: ModelSizes) -> bool:
@@ -180,9 +183,11 @@ DELTA_NET = (
         tensor_parallel_dim=0,
         mixers="linear",
     ),
-    WeightRule(_A + "A_log", (_L + "A_log",), ("N",), tensor_parallel_dim=0, mixers="linear"),
+    WeightRule(
+        _A + "A_log", (_L + "A_log",), ("N",), tensor_parallel_dim=0, mixers="linear", may_be_float32=True
+    ),
     WeightRule(_A + "dt_bias", (_L + "dt_bias",), ("N",), tensor_parallel_dim=0, mixers="linear"),
-    WeightRule(_A + "norm_weight", (_L + "norm.weight",), ("P",), mixers="linear"),
+    WeightRule(_A + "norm_weight", (_L + "norm.weight",), ("P",), mixers="linear", may_be_float32=True),
     WeightRule(
         _A + "out_proj.weight", (_L + "out_proj.weight",), ("HZ",), tensor_parallel_dim=1, mixers="linear"
     ),

@@ -5,16 +5,23 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
+from typer.testing import CliRunner
 
 from megatron_dppo.architectures.registry import FAMILIES
+from megatron_dppo.checkpoints.convert.sources import StoredWeights
 from megatron_dppo.checkpoints.hf_folder import HFWeights
+from megatron_dppo.cli import app
+from megatron_dppo.runtime.process import Runtime
 from tests.support.converting import convert, differences
+from tests.support.converting import converted as converts
 from tests.support.tiny import write_model
 from tests.support.tiny_families import write_family
 
@@ -119,6 +126,75 @@ def test_experts_as_transformers_stacks_them_are_one_by_one_here(tmp_path: Path,
     assert done.exit_code == 0, done.output
     assert differences(tmp_path / "apart", tmp_path / "stacked") == []
     assert convert("verify", tmp_path / "apart", tmp_path / "megatron").exit_code == 0
+
+
+@pytest.fixture(
+    params=[name for name, family in FAMILIES.items() if any(r.may_be_float32 for r in family.rules)]
+)
+def in_two_types(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A bfloat16 model with float32 parts whose digits bfloat16 does not have, as Qwen3.5 is published."""
+    folder = write_family(tmp_path / "hf", request.param, torch.bfloat16)
+    exact = ("linear_attn.A_log", "linear_attn.norm.weight")
+    change_tensors(folder, lambda name, x: x.float() * 1.001 if name.endswith(exact) else x)
+    return folder
+
+
+def change_tensors(folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    """Replace the tensors of a folder with one file."""
+    changed = {name: change(name, x) for name, x in load_file(folder / "model.safetensors").items()}
+    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_parts_that_publishers_keep_in_float32_stay_so(
+    in_two_types: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    converts("to-megatron", "--hf", in_two_types, "--out", tmp_path / "megatron")
+    converts("to-hf", "--megatron", tmp_path / "megatron", "--out", tmp_path / "back")
+    assert differences(in_two_types, tmp_path / "back") == []
+    assert Counter(HFWeights(tmp_path / "back").dtypes().values())["F32"] == 4
+    for folder in (tmp_path / "megatron" / "hf", tmp_path / "back"):
+        assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    with caplog.at_level("INFO"):
+        converts("to-hf", "--megatron", tmp_path / "megatron", "--out", tmp_path / "a", "--dtype", "bfloat16")
+        converts("to-megatron", "--hf", in_two_types, "--out", tmp_path / "b", "--dtype", "bfloat16")
+    named = "--dtype bfloat16 rounds 2 x linear_attn.A_log, 2 x linear_attn.norm.weight, which"
+    assert caplog.text.count(named) == 2
+    assert set(HFWeights(tmp_path / "a").dtypes().values()) == {"BF16"}
+    assert convert("verify", tmp_path / "a", tmp_path / "b").exit_code == 0
+
+
+def test_a_quantised_folder_and_weights_for_an_engine_keep_them_too(in_two_types: Path, tmp_path: Path) -> None:
+    arguments = [
+        "--hf",
+        str(in_two_types),
+        "--out",
+        str(tmp_path / "8"),
+        "--format",
+        "fp8_block",
+        "--no-measure",
+    ]
+    done = CliRunner().invoke(app, ["quantize", *arguments])
+    assert done.exit_code == 0, done.output
+    source, here = HFWeights(in_two_types), Runtime(torch.device("cpu"), 0, 1)
+    exact = {name: source.tensor(name) for name, dtype in source.dtypes().items() if dtype == "F32"}
+    engine = dict(StoredWeights(in_two_types, torch.bfloat16, here).weights())
+    for found in (engine, {name: HFWeights(tmp_path / "8").tensor(name) for name in exact}):
+        assert all(torch.equal(found[name], tensor) for name, tensor in exact.items()) and len(exact) == 4
+    assert {name for name, tensor in engine.items() if tensor.dtype != torch.bfloat16} == exact.keys()
+
+
+@pytest.mark.parametrize("odd", ["0.linear_attn.dt_bias", "1.self_attn.q_norm.weight", "2.linear_attn.A_log"])
+def test_other_tensors_of_a_second_type_are_refused_by_name(
+    in_two_types: Path, tmp_path: Path, odd: str
+) -> None:
+    """A part of all layers may be float32, but not a part of some layers."""
+    name = f"model.layers.{odd}"
+    change_tensors(in_two_types, lambda n, x: x.float() if n == name else x)
+    if odd.endswith("A_log"):
+        change_tensors(in_two_types, lambda n, x: x.bfloat16() if n.endswith("A_log") and n != name else x)
+    done = convert("to-megatron", "--hf", in_two_types, "--out", tmp_path / "out")
+    assert done.exit_code == 2 and f"1 x torch.float32 ({name}, " in done.stderr, done.output
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_existing_output_is_refused(converted: Path) -> None:

@@ -5,6 +5,7 @@ An output appears completely or not at all, and a repeated command resumes it.
 
 import hashlib
 import json
+import logging
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from megatron_dppo.errors import ConversionError
 from megatron_dppo.runtime.files import byte_count, free_bytes
 from megatron_dppo.runtime.process import Runtime
 
+logger = logging.getLogger(__name__)
 _ELEMENTS = 1 << 22
 """Elements that are compared at a time, so that temporary tensors stay small."""
 T = TypeVar("T")
@@ -132,6 +134,19 @@ class WriteOptions:
     def dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
         """Return the dtype that a tensor is written in."""
         return tensor.dtype if self.dtype is None or stays_float32(name) else self.dtype
+
+    def log_rounded(self, float32_parts: Mapping[str, Sequence[str]]) -> None:
+        """Log the parts that the dtype rounds though the source keeps them in float32 among other weights."""
+        if self.dtype == torch.bfloat16 and float32_parts:
+            logger.info(
+                "--dtype bfloat16 rounds %s, which the checkpoint keeps in float32; without --dtype they stay",
+                listed_parts(float32_parts),
+            )
+
+
+def listed_parts(float32_parts: Mapping[str, Sequence[str]]) -> str:
+    """Return the parts for a message: "3 x linear_attn.A_log"."""
+    return ", ".join(f"{len(names)} x {part}" for part, names in float32_parts.items())
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

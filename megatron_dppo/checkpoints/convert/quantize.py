@@ -351,7 +351,9 @@ def _write_blocks(hf: Path, output: UnfinishedOutput, form: BlockFP8, device: to
     expected = family_of(config).hf_shapes(config).keys()
     _require_complete(hf, expected - weights.names, weights.names - expected)
     tensors = ((name, weights.tensor(name).to(device)) for name in sorted(weights.names))
-    in_bfloat16 = ((name, t if stays_float32(name) else t.bfloat16()) for name, t in tensors)
+    parts = family_of(config).float32_parts(config, weights.dtypes(), "F32")
+    kept = {name for names in parts.values() for name in names} | set(filter(stays_float32, weights.names))
+    in_bfloat16 = ((name, t if name in kept else t.bfloat16()) for name, t in tensors)
     shutil.rmtree(written, ignore_errors=True)
     with disk_errors(output.folder):
         write_hf_checkpoint(form.quantized(in_bfloat16), written, hf)

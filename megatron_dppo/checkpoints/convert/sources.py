@@ -231,6 +231,23 @@ def as_published(source: WeightSource, template: Path) -> WeightSource:
     return StackedSource(source, family.sizes_of(hf).num_experts or 0)
 
 
+def float32_parts(source: WeightSource, folder: Path) -> dict[str, list[str]]:
+    """Return the names of the parts that a source keeps in float32 among weights of another dtype.
+
+    Args:
+        source: Weights by the names of the weight table.
+        folder: Folder with the model's config.json, of either kind; without one the result is empty.
+    """
+    if config_file(folder) is None:
+        return {}
+    _, hf = read_model_config(folder)
+    family = FAMILIES.get(architecture_of(hf))
+    if family is None or not any(rule.may_be_float32 for rule in family.rules):
+        return {}
+    dtypes = {name: tensor.dtype for name, tensor in source.outline().items()}
+    return family.float32_parts(hf, dtypes, torch.float32)
+
+
 def source_of(folder: Path) -> WeightSource:
     """Return the source for a folder: a Megatron checkpoint or a Hugging Face folder, by its contents."""
     return MegatronSource(folder) if is_megatron_checkpoint(folder) else HuggingFaceSource(HFWeights(folder))
@@ -296,6 +313,8 @@ class StoredWeights:
         """
         self._hf, self._dtype, self._runtime = read_hf_config(folder), dtype, runtime
         self._source = source_of(folder)
+        parts = float32_parts(self._source, folder)
+        self._kept = {name for names in parts.values() for name in names}
 
     @property
     def identity(self) -> str:
@@ -323,7 +342,7 @@ class StoredWeights:
         }
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        return torch.float32 if stays_float32(name) else self._dtype
+        return torch.float32 if stays_float32(name) or name in self._kept else self._dtype
 
     @property
     def pipeline_place(self) -> tuple[int, int, bool]:

@@ -19,7 +19,7 @@ from megatron_dppo.checkpoints.convert.output import (
     fingerprint,
     run_jobs,
 )
-from megatron_dppo.checkpoints.convert.sources import WeightSource, as_published
+from megatron_dppo.checkpoints.convert.sources import WeightSource, as_published, float32_parts
 from megatron_dppo.checkpoints.model_files import INDEX, main_dtype, name_dtype, write_description
 from megatron_dppo.runtime.files import save_tensors
 from megatron_dppo.runtime.process import Runtime
@@ -76,6 +76,8 @@ def write_hf(
     source = as_published(source, template)
     if options.rounding.base is not None:
         options.rounding.base = as_published(options.rounding.base, template)
+    parts = float32_parts(source, template)
+    runtime.on_main(lambda: options.log_rounded(parts))
     outline = source.outline().items()
     sizes = {name: tensor.numel() * options.dtype_of(name, tensor).itemsize for name, tensor in outline}
     written = [(name, options.dtype_of(name, tensor), tensor.numel()) for name, tensor in outline]

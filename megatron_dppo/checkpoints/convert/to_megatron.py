@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from megatron_dppo.checkpoints.convert.output import (
     fingerprint,
     run_jobs,
 )
-from megatron_dppo.checkpoints.convert.sources import WeightSource
+from megatron_dppo.checkpoints.convert.sources import WeightSource, float32_parts
 from megatron_dppo.checkpoints.convert.stored_tensors import pieces_of
 from megatron_dppo.checkpoints.megatron_folder import HF
 from megatron_dppo.checkpoints.megatron_save import Block, Places, StreamedFile, StreamedSave
@@ -72,15 +72,15 @@ def _require_tied(source: WeightSource) -> None:
         )
 
 
-def one_dtype(outline: Mapping[str, Tensor], folder: Path) -> torch.dtype:
-    """Return the common dtype of all tensors, ignoring tensors that always stay float32.
+def one_dtype(outline: Mapping[str, Tensor], folder: Path, kept: Collection[str]) -> torch.dtype:
+    """Return the common dtype of all tensors, ignoring tensors that always stay float32, and `kept`.
 
     Raises:
         ConversionError: The tensors have several dtypes.
     """
     by_dtype: dict[torch.dtype, list[str]] = {}
     for name, tensor in outline.items():
-        if not stays_float32(name):
+        if not stays_float32(name) and name not in kept:
             by_dtype.setdefault(tensor.dtype, []).append(name)
     if len(by_dtype) != 1:
         found = ", ".join(f"{len(names)} x {dtype} ({names[0]}, …)" for dtype, names in by_dtype.items())
@@ -102,9 +102,15 @@ def write_megatron(
     cpu.install()
     fixes.apply()
     outline = require_fit(source, hf)
-    dtype = options.dtype or one_dtype(outline, source.folder)
+    parts = float32_parts(source, source.folder)
+    kept = set[str]() if options.dtype is not None else {name for names in parts.values() for name in names}
+    dtype = options.dtype or one_dtype(outline, source.folder, kept)
+    runtime.on_main(lambda: options.log_rounded(parts))
     pieces = {(piece.key, piece.offset): piece for piece in pieces_of(hf, _BLOCK_ELEMENTS)}
-    dtype_of = {key: torch.float32 if piece.rule.is_buffer else dtype for key, piece in pieces.items()}
+    dtype_of = {
+        key: torch.float32 if piece.rule.is_buffer or kept.issuperset(piece.hf) else dtype
+        for key, piece in pieces.items()
+    }
     total = sum(piece.num_elements * dtype_of[key].itemsize for key, piece in pieces.items())
     plan = {
         "from": fingerprint(source.files),

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 
 from megatron_dppo.architectures.layout import layout_problems
 from megatron_dppo.architectures.megatron_options import (
@@ -332,5 +332,5 @@ def _reference_model(config: Config, facts: Facts) -> Iterator[Problem]:
 
 def _differing(found: ModelSizes, expected: ModelSizes) -> dict[str, tuple[object, object]]:
     """Return the sizes that differ, by name: found and expected."""
-    pairs = ((name, (value, getattr(expected, name))) for name, value in asdict(found).items())
+    pairs = ((each.name, (getattr(found, each.name), getattr(expected, each.name))) for each in fields(found))
     return {name: pair for name, pair in pairs if pair[0] != pair[1] and name not in _MAY_DIFFER}

@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 
 import megatron_dppo
 from megatron_dppo.algorithms import PRESETS
+from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.checkpoints.block_fp8 import BlockFP8
 from megatron_dppo.checkpoints.checkpoint_folder import sums_of, write_sums
 from megatron_dppo.checks import (
@@ -54,6 +55,7 @@ from megatron_dppo.run.state import TrainingState
 from megatron_dppo.run_folder.lock import LOCK
 from megatron_dppo.runtime.process import Runtime
 from tests.support.refusals import refused
+from tests.support.tiny_families import config_of
 from tests.unit.test_architectures import LLAMA3
 
 MODEL: dict[str, Any] = {
@@ -1100,6 +1102,19 @@ def test_blocks_of_an_architecture_that_drops_their_scales_are_refused(world: Pa
     _dense("LlamaForCausalLM", quantization_config=BlockFP8().described(), intermediate_size=128)()
     problems = check(_config(_SERVED), 1)
     assert problems[0].where == "sglang.model_path"
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_reference_of_the_models_sizes_is_taken(world: Path, architecture: str) -> None:
+    """Of every family, also if its sizes have parts: latents, linear attention."""
+    for folder in ("model", "before"):
+        config_of(architecture, architectures=[architecture]).save_pretrained(folder)
+        Path(folder, "model.safetensors").touch()
+    rules = {"reference_model": RULES["reference_model"]}
+    assert check(_config(_KL), 1, rules) == []
+    config_of(architecture, architectures=[architecture], hidden_size=64).save_pretrained("before")
+    (problem,) = check(_config(_KL), 1, rules)
+    assert problem.found == "before of hidden_size 64"
 
 
 def test_a_megatron_checkpoint_is_a_model(world: Path) -> None:

@@ -1,8 +1,12 @@
 """Rules about the model, its layers and adapters, the parallel layout, and the reference policy."""
 
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields, replace
+
+import torch
 
 from megatron_dppo.architectures.layout import layout_problems
 from megatron_dppo.architectures.megatron_options import (
@@ -10,6 +14,7 @@ from megatron_dppo.architectures.megatron_options import (
     shares_prefixes,
     transformer_engine_limits,
 )
+from megatron_dppo.architectures.published_names import stays_float32
 from megatron_dppo.architectures.registry import (
     FAMILIES,
     architecture_problem,
@@ -20,15 +25,18 @@ from megatron_dppo.architectures.registry import (
 )
 from megatron_dppo.architectures.sizes import ModelSizes, config_file
 from megatron_dppo.architectures.weight_map import linears_of
+from megatron_dppo.checkpoints.convert.sources import source_of
 from megatron_dppo.checkpoints.hf_folder import require_one_set
 from megatron_dppo.checkpoints.model_files import WeightFilesError
 from megatron_dppo.checks.facts import Facts, rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.memory import rollout_bytes_bound
-from megatron_dppo.errors import ConfigError, ConversionError, Problem, did_you_mean
+from megatron_dppo.errors import CheckpointError, ConfigError, ConversionError, Problem, did_you_mean
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _REFERENCE = "model.reference"
+_LAYER = re.compile(r"model\.layers\.\d+\.|(?<=\.experts\.)\d+\.")
+_SHOWN = 3  # parts in a sentence
 _MAY_DIFFER = ("max_position_embeddings",)
 
 
@@ -171,6 +179,26 @@ def _model_weights(config: Config, facts: Facts) -> Iterator[Problem]:
     except ConversionError as error:
         action = "Download the index again."
         yield Problem("model.load", str(error), "an index of the weight files", action)
+
+
+def rounded_part_doubts(config: Config) -> Iterator[str]:
+    """Name the float32 tensors among bfloat16 weights that a trainer in bfloat16 rounds."""
+    folders = (config.model.load, config.model.reference) if config.model.dtype == "bfloat16" else ()
+    for folder in filter(None, folders):
+        try:
+            dtypes = {
+                name: x.dtype for name, x in source_of(folder).outline().items() if not stays_float32(name)
+            }
+        except (ConfigError, ConversionError, CheckpointError):  # which rules, or the loading, report
+            continue
+        parts = Counter(_LAYER.sub("", name) for name, dtype in dtypes.items() if dtype == torch.float32)
+        if 0 < parts.total() < len(dtypes):
+            rest = f", and {len(parts) - _SHOWN} others" if len(parts) > _SHOWN else ""
+            shown = ", ".join(f"{count} x {part}" for part, count in parts.most_common(_SHOWN)) + rest
+            yield (
+                f"{folder} has {shown} in float32 among other weights. model.dtype = 'bfloat16' rounds them: "
+                "in the trainer, in pushes and in checkpoints. model.dtype = 'float32' keeps every bit."
+            )
 
 
 @rule("model_tokenizer", needs="machine")

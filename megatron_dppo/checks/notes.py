@@ -20,6 +20,7 @@ from megatron_dppo.architectures.sizes import config_file, end_tokens
 from megatron_dppo.checks.algorithm_rules import objective_of, problems_with_own_rule, shadow_of
 from megatron_dppo.checks.data_rules import THINKING_ENDS, find_misread, iterate_surveys, rewards_of
 from megatron_dppo.checks.facts import TRAINING, Facts, prompt_files, section_of
+from megatron_dppo.checks.model_rules import rounded_part_doubts
 from megatron_dppo.checks.run_rules import checkpoint_bytes
 from megatron_dppo.checks.sampling_rules import agent_doubts, rounding_remarks
 from megatron_dppo.config.load import shown
@@ -180,11 +181,11 @@ _MAY_EARN_NOTHING = "a response with only the right answer may be scored as wron
 
 
 def doubts(config: Config, facts: Facts) -> list[str]:
-    """Return doubts about the files of prompts and the tokenizer, as sentences."""
+    """Return doubts about the files of prompts, the tokenizer and the weights, as sentences."""
     found = [doubt for _, path, each in iterate_surveys(config, facts) for doubt in _of_prompts(path, each)]
-    for key, path, each in iterate_surveys(config, facts, is_once=False):
-        found += _of_answers(config, key, path, each)
-    return list(dict.fromkeys([*found, *_of_turn_ends(config, facts), *agent_doubts(config, facts)]))
+    found += [x for each in iterate_surveys(config, facts, is_once=False) for x in _of_answers(config, *each)]
+    found += [*_of_turn_ends(config, facts), *agent_doubts(config, facts), *rounded_part_doubts(config)]
+    return list(dict.fromkeys(found))
 
 
 def _of_prompts(path: Path, found: Survey) -> Iterator[str]:

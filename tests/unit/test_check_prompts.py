@@ -1,10 +1,13 @@
 """`megatron-dppo check` on files of prompts and tokenizers of several behaviours: refusals and notes."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
@@ -14,6 +17,7 @@ from megatron_dppo.config import load_config
 from megatron_dppo.data.prompts.prompts import Drawn, load_prompts
 from megatron_dppo.rollout.groups import GroupMaker
 from tests.support.byte_tokenizers import llama_tokenizer, save, tools_tokenizer
+from tests.support.tiny_families import write_family
 from tests.unit.test_agent_renderers import BY_NAME, tokenizer_of
 from tests.unit.test_checks import MODEL
 from tests.unit.test_episodes import LATEST_TEMPLATE
@@ -145,6 +149,37 @@ def test_training_logs_the_doubts(caplog: pytest.LogCaptureFixture) -> None:
     (note,) = noted(tools_tokenizer(), [{"prompt": "1?"}])
     require_valid(load_config([Path("base.toml")]), 1, needs=BEFORE_LOADING)
     assert note in caplog.messages
+
+
+@pytest.mark.parametrize("is_reference", [False, True])
+def test_float32_parts_that_a_bfloat16_run_rounds_are_named(is_reference: bool) -> None:
+    """Not the parts of a folder that is float32 as a whole."""
+    source = write_family(Path("hybrid"), "Qwen3_5MoeForCausalLM", vocab_size=320, max_position_embeddings=1024)
+    tensors = load_file(source / "model.safetensors")
+    options = ["algorithm.ref_kl_coef=0.1", "model.reference=hybrid"] if is_reference else []
+    shutil.copy(source / "config.json", "model/config.json")
+
+    def about_rounding(exact: tuple[str, ...], dtype: str = "bfloat16") -> list[str]:
+        narrow = {name: x.bfloat16() for name, x in tensors.items()}
+        mixed = {name: x if name.endswith(exact) else narrow[name] for name, x in tensors.items()}
+        save_file(mixed, source / "model.safetensors")
+        save_file(narrow if is_reference else mixed, "model/model.safetensors")
+        notes = noted(tools_tokenizer(), [{}], *options, f"model.dtype={dtype}")
+        return [note for note in notes if "in float32 among other weights" in note]
+
+    (note,) = about_rounding(("linear_attn.A_log", "linear_attn.norm.weight"))
+    assert note.startswith(f"{'hybrid' if is_reference else 'model'} has 2 x linear_attn.")
+    assert {"2 x linear_attn.A_log", "2 x linear_attn.norm.weight"} <= set(re.findall(r"\d x [\w.]*\w", note))
+    (note,) = about_rounding(("mlp.gate.weight", "experts.2.down_proj.weight"))
+    assert {"3 x mlp.gate.weight", "3 x mlp.experts.down_proj.weight"} <= set(
+        re.findall(r"\d x [\w.]*\w", note)
+    )
+    assert (
+        about_rounding(("linear_attn.A_log",), "float32")
+        == about_rounding(("",))
+        == about_rounding(("?",))
+        == []
+    )
 
 
 def test_columns_that_nothing_reads_are_noted() -> None:

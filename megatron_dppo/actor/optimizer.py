@@ -12,11 +12,12 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import ParamKey, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
+from megatron_dppo.architectures.weight_map import VECTOR
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.sections import OptimizerConfig
 from megatron_dppo.mcore import fixes
@@ -99,7 +100,11 @@ def bad_gradients(chunks: Sequence[DistributedDataParallel]) -> list[str]:
 def build_optimizer(
     chunks: Sequence[DistributedDataParallel], config: OptimizerConfig, dtype: torch.dtype
 ) -> Any:
-    """Build Megatron's optimizer over the model's parameters, with float32 master weights for bfloat16."""
+    """Build Megatron's optimizer over the model's parameters, with float32 master weights for bfloat16.
+
+    Norms and biases do not decay. Megatron would find them by their number of dimensions, and experts' stacked
+    biases have two.
+    """
     settings = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -113,7 +118,8 @@ def build_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=config.distributed,
     )
-    optimizer = get_megatron_optimizer(settings, list(chunks))
+    without_decay: Any = {ParamKey(attr=VECTOR): {"wd_mult": 0.0}}  # annotated as tables with all keys
+    optimizer = get_megatron_optimizer(settings, list(chunks), without_decay)
     fixes.detach_shards(optimizer)
     return optimizer
 

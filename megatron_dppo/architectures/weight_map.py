@@ -83,6 +83,11 @@ class WeightRule:
         return self.is_in_layers and is_of_kind and is_mixed_so and self.is_of(sizes)
 
     @property
+    def is_vector(self) -> bool:
+        """Whether it is a vector, or a stack of experts' vectors: norms and biases, which do not decay."""
+        return all(len(shape) == 1 for shape in self.shapes)
+
+    @property
     def is_interleaved(self) -> bool:
         """Whether rows of several Hugging Face tensors, or of their sections, alternate in the parameter."""
         return self.fusion in ("qkv", "key heads")
@@ -330,6 +335,8 @@ LATENT_BACKBONE = (
 """Replacement of BACKBONE for models with multi-head latent attention."""
 
 
+VECTOR = "is_vector"
+"""Mark of a model's parameters: `WeightRule.is_vector`."""
 ADAPTER_SUFFIX = "_lora"
 """Suffix of the names of modules with LoRA parameters, which have no rules."""
 

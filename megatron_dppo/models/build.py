@@ -27,6 +27,7 @@ from megatron_dppo.architectures.sizes import (
     rope_scaling_factor,
     yarn_table,
 )
+from megatron_dppo.architectures.weight_map import VECTOR
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.mcore.layer_functions import share_rotary_table
@@ -159,18 +160,21 @@ def build_model(hf: HFConfig, config: TransformerConfig, layer_spec: LayerSpecNa
     stages = [None] if num_chunks is None else range(num_chunks)
     chunks = [_chunk(hf, config, stage, BLOCK_SPECS[layer_spec]) for stage in stages]
     for chunk in chunks:
-        _mark_split_parameters(chunk, hf)
+        _mark_parameters(chunk, hf)
     return chunks
 
 
-def _mark_split_parameters(chunk: GPTModel, hf: HFConfig) -> None:
-    """Mark parameters split over tensor-parallel ranks, for the gradient norm; others count once.
+def _mark_parameters(chunk: GPTModel, hf: HFConfig) -> None:
+    """Mark vectors, for weight decay, and parameters split over tensor-parallel ranks, for the gradient norm.
 
-    Megatron marks them when it initialises weights, but a model that loads weights is not initialised.
+    Megatron marks split parameters when it initialises weights, but a model that loads weights is not
+    initialised.
     """
     table = family_of(hf).weight_table(hf)
     for name, parameter in chunk.named_parameters():
-        dim = table.entry(name).rule.tensor_parallel_dim
+        rule = table.entry(name).rule
+        setattr(parameter, VECTOR, rule.is_vector)
+        dim = rule.tensor_parallel_dim
         if dim is not None and not getattr(parameter, "tensor_model_parallel", False):
             set_tensor_model_parallel_attributes(parameter, True, dim, stride=1)
 

@@ -167,6 +167,35 @@ def _generation_error(actor: Any, reference: Reference) -> Error:
     return Error.of(float((found - double).abs().max()), float((single - double).abs().max()), OF_FLOAT64)
 
 
+def decay_all(runtime: Runtime, folder: str) -> dict[str, list[str]]:
+    """Tensors of each family whose shapes do not say whether a step without gradients shrinks them."""
+    from megatron_dppo.actor.actor import Actor
+    from megatron_dppo.actor.optimizer import take_step
+    from megatron_dppo.config.schema import Config
+
+    wrong: dict[str, list[str]] = {}
+    for family in FAMILIES:
+        tables = {
+            "model": {"load": f"{folder}/{family}", "dtype": "float32"},
+            "optimizer": {"lr": 0.1, "weight_decay": 0.5, "distributed": family != "GptOssForCausalLM"},
+        }
+        actor = Actor(Config.model_validate(tables), runtime)
+        before = {name: tensor.clone() for name, tensor in actor.weights() if "correction_bias" not in name}
+        assert take_step(actor.optimizer)[0] == 0.0
+        after = dict(actor.weights())
+        expected = {name: x * 0.95 if x.dim() > 1 else x for name, x in before.items()}
+        wrong[family] = [name for name, x in expected.items() if not torch.allclose(after[name], x, rtol=1e-6)]
+    return wrong
+
+
+def test_matrices_decay_and_norms_and_biases_do_not(tmp_path: Path) -> None:
+    """Also if experts' biases are stacked, and then have two dimensions."""
+    for family in FAMILIES:
+        write_family(tmp_path / family, family)
+    (wrong,) = run_ranks(decay_all, 1, tmp_path, str(tmp_path))
+    assert wrong == {family: [] for family in FAMILIES}
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("families")

@@ -22,6 +22,7 @@ from megatron_dppo.cli import app
 from megatron_dppo.runtime.process import Runtime
 from tests.support.converting import convert, differences
 from tests.support.converting import converted as converts
+from tests.support.ranks import run_ranks
 from tests.support.tiny import write_model
 from tests.support.tiny_families import write_family
 
@@ -181,6 +182,28 @@ def test_a_quantised_folder_and_weights_for_an_engine_keep_them_too(in_two_types
     for found in (engine, {name: HFWeights(tmp_path / "8").tensor(name) for name in exact}):
         assert all(torch.equal(found[name], tensor) for name, tensor in exact.items()) and len(exact) == 4
     assert {name for name, tensor in engine.items() if tensor.dtype != torch.bfloat16} == exact.keys()
+
+
+def trained_values(runtime: Runtime, folder: str, dtype: str) -> list[dict[str, torch.Tensor]]:
+    """What an actor pushes, of the published folder and of the converted one."""
+    from megatron_dppo.actor.actor import Actor
+    from megatron_dppo.config.schema import Config
+
+    paths = f"{folder}/hf", f"{folder}/megatron"
+    configs = [Config.model_validate({"model": {"load": path, "dtype": dtype}}) for path in paths]
+    return [{name: x.clone() for name, x in Actor(config, runtime).weights()} for config in configs]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_trainer_has_every_bit_in_float32_and_one_type_in_bfloat16(
+    in_two_types: Path, tmp_path: Path, dtype: str
+) -> None:
+    converts("to-megatron", "--hf", in_two_types, "--out", tmp_path / "megatron")
+    source, wanted = HFWeights(in_two_types), getattr(torch, dtype)
+    for pushed in run_ranks(trained_values, 1, tmp_path, str(tmp_path), dtype)[0]:
+        assert pushed.keys() == source.names
+        assert [name for name, x in pushed.items() if not torch.equal(x, source.tensor(name).to(wanted))] == []
+        assert {x.dtype for x in pushed.values()} == {wanted}
 
 
 @pytest.mark.parametrize("odd", ["0.linear_attn.dt_bias", "1.self_attn.q_norm.weight", "2.linear_attn.A_log"])

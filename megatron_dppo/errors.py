@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+_MAX_SUGGESTED = 8  # names that begin with a found word; more of them are no suggestion
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -32,7 +34,10 @@ class Problem:
 
 
 def did_you_mean(word: str, choices: Iterable[str], otherwise: str, spelt: Callable[[str], str] = repr) -> str:
-    """Return an action: suggest the choice that `word` resembles, or return `otherwise`.
+    """Return an action: suggest the choices that `word` may stand for, or return `otherwise`.
+
+    It suggests the choice that differs in case alone, or else a few that begin with `word`, or else the most
+    similar one. Case never matters.
 
     Args:
         word: Found word.
@@ -40,8 +45,17 @@ def did_you_mean(word: str, choices: Iterable[str], otherwise: str, spelt: Calla
         otherwise: Action if no choice is similar.
         spelt: Function that formats a choice as the user would write it.
     """
-    close = difflib.get_close_matches(word, list(choices), n=1)
-    return f"Did you mean {spelt(close[0])}?" if close else otherwise
+    folded, by_folded = word.casefold(), {choice.casefold(): choice for choice in choices}
+    begun = [name for name in by_folded if folded and name.startswith(folded)]
+    likely = [folded] if folded in by_folded else begun
+    if not 0 < len(likely) <= _MAX_SUGGESTED:
+        likely = difflib.get_close_matches(folded, by_folded, n=1)
+    return suggested([spelt(by_folded[name]) for name in likely]) if likely else otherwise
+
+
+def suggested(spellings: Sequence[str]) -> str:
+    """Return the question whether the user meant one of `spellings`."""
+    return f"Did you mean {' or '.join(filter(None, (', '.join(spellings[:-1]), spellings[-1])))}?"
 
 
 class MegatronDppoError(Exception):

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import ConfigError, Problem, did_you_mean
+from megatron_dppo.errors import ConfigError, Problem, did_you_mean, suggested
 
 Table = dict[str, Any]
 KeyPath = tuple[str, ...]
@@ -249,9 +249,9 @@ def _unknown_key(where: str, keys: KeyPath, found: str) -> Problem:
     known = sorted(section.model_fields) if section is not None else []
     table = f"[{'.'.join(parents)}]" if parents else "a config"
     expected = f"a key of {table}: {', '.join(known)}"
-    owners = [f"{owner}.{name}" for owner in Config.model_fields if _has_field(owner, name)]
-    if owners:
-        return Problem(where, found, expected, f"Did you mean {' or '.join(owners)}?")
+    field = name.casefold()
+    if owners := [f"{owner}.{field}" for owner in Config.model_fields if _has_field(owner, field)]:
+        return Problem(where, found, expected, suggested(owners))
     otherwise = "Remove it, or use one of these keys."
     action = did_you_mean(name, known, otherwise, lambda key: ".".join((*parents, key)))
     return Problem(where, found, expected, action)

@@ -158,6 +158,9 @@ def test_every_field_in_use_can_be_overridden(name: str):
 
 REFUSED = {
     "unknown preset": ("dppo_binary_tw", {}, "Did you mean 'dppo_binary_tv'"),
+    "another case": ("GRPO", {}, r"Did you mean 'grpo'\?"),
+    "the begin of two": ("Grp", {}, "Did you mean 'grpo' or 'grpo_clip_higher'?"),
+    "the begin of three": ("relax_", {}, "Did you mean 'relax_high', 'relax_low' or 'relax_both'?"),
     "far from any": ("xyzzy", {}, "one of pg_is, pg_tis"),
     "unknown field": ("dppo_binary_tv", {"delta_hihg": 0.1}, "Did you mean 'delta_high'"),
     "rule": ("pg_is", {"rule": "ratio"}, "pg_is.rule"),

@@ -3,7 +3,6 @@
 Every error names its row.
 """
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -30,9 +29,8 @@ def read_columns(path: Path) -> list[str]:
         DataError: The file is missing, neither .jsonl nor .parquet, without a valid line, or empty.
     """
     if path.suffix not in SUFFIXES:
-        close = difflib.get_close_matches(path.suffix, SUFFIXES, n=1)
         advice = "megatron-dppo prepare-data converts data sets."
-        hint = f"Is it {path.with_suffix(close[0])}?" if close else advice
+        hint = did_you_mean(path.suffix, SUFFIXES, advice, lambda suffix: str(path.with_suffix(suffix)))
         raise fault(str(path), f"suffix {path.suffix!r}", "a .jsonl or .parquet file", hint)
     if not path.is_file():
         found = "a folder" if path.is_dir() else "no such file"

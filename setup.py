@@ -160,5 +160,5 @@ setup(
         # Only where CUDA and cuDNN are: without them its import raises instead of being absent.
         "te": ["transformer-engine[pytorch]>=2.9"],
     },
-    entry_points={"console_scripts": ["megatron-dppo = megatron_dppo.cli:main"]},
+    entry_points={"console_scripts": ["megatron-dppo = megatron_dppo.__main__:main"]},
 )

@@ -239,16 +239,18 @@ def gpus_for(jobs: int, processes: int) -> list[str]:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Make SIGTERM end the body as Ctrl-C does."""
+    """Make SIGTERM and a closed terminal end the body as Ctrl-C does; `nohup` keeps SIGHUP ignored."""
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _read(folder: Path) -> Run | None:

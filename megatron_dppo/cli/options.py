@@ -1,6 +1,7 @@
 """Common arguments and error handling of the commands of `megatron-dppo`."""
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,7 +66,7 @@ Assumptions = Annotated[
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Print errors of this package and a full disk as a message, and exit with `errors.exit_status`.
+    """Print errors of this package, a full disk and Ctrl-C as a message, and exit with `errors.exit_status`.
 
     Only rank 0 prints config errors, because every rank finds the same ones.
     """
@@ -78,6 +79,10 @@ def user_errors() -> Iterator[None]:
             prefix = "" if rank == "0" else f"rank {rank}: "
             typer.echo(f"{prefix}{type(error).__name__}: {error}", err=True)
         raise typer.Exit(exit_status(error)) from None
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            typer.echo("SIGINT: ended", err=True)
+        raise typer.Exit(128 + signal.SIGINT) from None
 
 
 def program(command: Callable[..., None]) -> typer.Typer:

@@ -85,9 +85,10 @@ def train(
 
     A run folder that contains a checkpoint is resumed, unless checkpoint.resume is false. Settings that would
     make it another experiment (algorithm, data, reward, model, sampling, learning rate) are then refused unless
-    you add --accept-changes. SIGTERM and SIGUSR1 save the run and end it with status 75: start the same
-    command again. Exit code 1: processes, servers or the network failed; the same command may succeed. 2: an
-    error of yours, such as invalid arguments or config.
+    you add --accept-changes. SIGTERM, SIGUSR1, Ctrl-C and a closed terminal save the run and end it with
+    status 75: start the same command again. A second Ctrl-C ends it at once, without saving. Exit code 1:
+    processes, servers or the network failed; the same command may succeed. 2: an error of yours, such as
+    invalid arguments or config.
 
     --rollout-only and --train-only run one half of the loop, to isolate a fault. Use a separate run.folder for
     each.

@@ -1,4 +1,4 @@
-"""Handles SIGTERM and SIGUSR1: saves a checkpoint and exits with status 75.
+"""Handles SIGTERM, SIGUSR1, Ctrl-C and a closed terminal: saves a checkpoint and exits with status 75.
 
 The first signal only sets a flag, which the loop reads between gradient steps. Sampling is interrupted at once,
 because it can take minutes and writes nothing before it is complete, and so is the start of a run, which has
@@ -24,7 +24,8 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 EXIT_CODE = 75  # EX_TEMPFAIL: start the same command again
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+_OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)  # ignored if they were at the start: nohup, or & in a script
 _SAME_REQUEST_S = 1.0  # a launcher forwards signals that its process group has already received
 
 
@@ -47,7 +48,9 @@ class StopRequests:
     @contextlib.contextmanager
     def handle_signals(self) -> Iterator["StopRequests"]:
         """Handle the signals while the body runs; only in the main thread."""
-        before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        ignored = {number for number in _OF_TERMINALS if signal.getsignal(number) is signal.SIG_IGN}
+        handled = [number for number in _SIGNALS if number not in ignored]
+        before = {number: signal.signal(number, self._on_signal) for number in handled}
         try:
             yield self
         finally:
@@ -89,10 +92,9 @@ class StopRequests:
         self.is_received, self._received_at = True, now
         name = signal.Signals(number).name
         if not self._has_begun:
-            os.write(2, f"{name}: exit {EXIT_CODE} before training has begun\n".encode())
+            _say(f"{name}: exit {EXIT_CODE} before training has begun")
             raise Preempted
-        # Not through logging: the signal may have come while the main thread was writing a log line.
-        os.write(2, f"{name}: saving, then exit {EXIT_CODE}; a second signal ends at once\n".encode())
+        _say(f"{name}: saving, then exit {EXIT_CODE}; a second signal ends at once")
         if self._is_interruptible:
             self._is_interruptible, self._is_interrupted = False, True
             _cancel_tasks()
@@ -153,6 +155,12 @@ class Preemption:
 
 class _Interruption(BaseException):
     """Unwinds interruptible work; a BaseException, so that no `except Exception` catches it."""
+
+
+def _say(line: str) -> None:
+    """Write a line, not through logging: the main thread may be writing a log line itself."""
+    with contextlib.suppress(OSError):  # the terminal, or the program behind the pipe, has ended too
+        os.write(2, f"{line}\n".encode())
 
 
 def _cancel_tasks() -> None:

@@ -52,7 +52,7 @@ def run_worker(key: str, load: Callable[[str], Answer], name: str, memory_mb: in
     trainer = os.getppid()
     if os.getpgrp() != os.getpid():
         os.setsid()  # started by hand: never kill another process group
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
         # Signals go to all processes of a job, and the trainer decides. User programs would inherit SIG_IGN.
         signal.signal(number, _pass_over)
     child = os.fork()

@@ -119,9 +119,12 @@ def _signals() -> list[Case]:
         ("SIGTERM", "in a gradient step", "gradient", 3, 2, "all"),
         ("SIGTERM", "while sampling, rank 1 alone", "rollout", 12, 2, 1),
         ("SIGUSR1", "in a gradient step, rank 1 alone", "gradient", 3, 2, 1),
+        ("SIGINT", "in a gradient step", "gradient", 3, 2, "all"),
+        ("SIGINT", "while a checkpoint is written", "save", 3, 1, "all"),
+        ("SIGHUP", "while sampling", "rollout", 12, 1, "all"),
     ):
         fault = at(kind, moment, number, rank=rank)
-        is_short = (moment, num_processes) in (("gradient", 2), ("rollout", 2)) and kind == "SIGTERM"
+        is_short = (moment, num_processes) in (("gradient", 2), ("rollout", 2)) and kind != "SIGUSR1"
         exits, log = frozenset({75}), ("then exit 75", "asked to stop: saved after")
         cases.append(Case(kind, words, num_processes, fault, exits=exits, log=log, is_short=is_short))
     twice = at("SIGTERM twice", "gradient", 3)

@@ -54,7 +54,7 @@ def strike(kind: str, arguments: tuple[Any, ...]) -> None:
     os.write(2, f"FAULT {time.monotonic()} {kind}\n".encode())
     if kind == "SIGKILL":
         os.kill(me, signal.SIGKILL)
-    elif kind in ("SIGTERM", "SIGUSR1"):
+    elif kind in ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"):
         os.kill(me, getattr(signal, kind))
     elif kind == "SIGTERM twice":
         os.kill(me, signal.SIGTERM)

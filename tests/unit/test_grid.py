@@ -4,13 +4,15 @@ import itertools
 import os
 import re
 import shlex
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from megatron_dppo.cli import app
+from megatron_dppo.cli import app, grid
 from megatron_dppo.cli.grid import cells_of, gpus_for, parse_seeds
 from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
@@ -22,6 +24,21 @@ SBATCH = """#!/bin/sh
 printf '%s\\n' "$@" > "$CALLS/$(ls "$CALLS" | wc -l)"
 echo "7$(ls "$CALLS" | wc -l);cluster"
 """
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_grid_as_ctrl_c_does_unless_it_was_ignored(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with grid._interruptible():
+            os.kill(os.getpid(), number)
+        signal.signal(number, signal.SIG_DFL)
+        with pytest.raises(KeyboardInterrupt), grid._interruptible():
+            os.kill(os.getpid(), number)
+            time.sleep(600)
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
 
 
 def test_seeds_are_numbers_and_ranges_in_their_order() -> None:

@@ -261,7 +261,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 def _run_child(parent: int, requests: SharedMemory, answers: SharedMemory) -> None:
     """Decode responses until stdin ends or the trainer, process `parent`, is gone."""
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # sent to all processes of the job; the trainer decides
     gc.disable()  # JSON has no reference cycles, and the search for them took a third of the time
     stdin, stdout = open(0, "rb", closefd=False), open(os.dup(1), "wb")  # noqa: PTH123, SIM115

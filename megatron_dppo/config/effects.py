@@ -70,7 +70,7 @@ EFFECTS: Mapping[str, Effect] = {
     "data.reward_timeout_s": Effect("A time limit.", "all sets"),
     "data.reward_retries": Effect("Retries of a failed reward.", "all sets"),
     "data.reward_memory_mb": Effect("A memory limit.", "all sets"),
-    "data.worker_environment": Effect("Secrets of workers; scores do not depend on them."),
+    "data.worker_environment": Effect("Further variables of workers; scores do not depend on them."),
     "data.max_prompt_tokens": _ALL_SETS,
     "rollout.engine": _ALL_SETS,
     "rollout.prompts_per_rollout": _EXPERIMENT,

@@ -167,8 +167,8 @@ class DataConfig(Section):
     """MiB for a worker of rewards, environments or agents; 0 is no limit. Samples above it are dropped and
     counted."""
     worker_environment: tuple[str, ...] = ()
-    """Environment variables that workers of rewards, environments and agents get although they look like
-    secrets, such as ["JUDGE_API_KEY"]. Workers get no other secrets, nor the launcher's variables."""
+    """Environment variables that workers of rewards, environments and agents get in addition to common ones
+    (PATH, HOME, LANG, PYTHONPATH, HF_HOME, ...), such as ["JUDGE_API_KEY", "JUDGE_URL"]."""
     max_prompt_tokens: PositiveInt = 1024
     """Maximum prompt length. Longer prompts are dropped and counted."""
 

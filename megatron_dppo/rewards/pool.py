@@ -6,7 +6,7 @@ from dataclasses import replace
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.base import RewardFault, RewardFaultKind, RewardRequest, RewardResult
 from megatron_dppo.rewards.choice import RewardChoice
-from megatron_dppo.runtime.user_code import advice_on_secrets
+from megatron_dppo.runtime.user_code import advice_on_variables
 from megatron_dppo.types import Prompt
 from megatron_dppo.workers.pool import WorkerPool
 from megatron_dppo.workers.service import Fields, Service, WorkerFault, WorkerFaultKind, require_keys
@@ -136,7 +136,7 @@ class RewardPool(WorkerPool[Requests, Scores]):
         return [self._with_advice(score) if isinstance(score, RewardFault) else score for score in found]
 
     def _with_advice(self, fault: RewardFault) -> RewardFault:
-        return replace(fault, message=fault.message + advice_on_secrets(fault.message, self._environment))
+        return replace(fault, message=fault.message + advice_on_variables(fault.message, self._environment))
 
     def __enter__(self) -> "RewardPool":
         return self

@@ -17,11 +17,28 @@ from megatron_dppo.errors import ConfigError, Problem, did_you_mean
 
 _SECRET_NAME = re.compile(
     r"SECRET|PASSWO?R?D|PASSPHRASE|CREDENTIAL|API_?KEY|WEBHOOK|JWT|TOKENS?(_|$)|_PWD$"
-    r"|(^|_)(ACCESS|AUTH|CONNECTION_STRING|COOKIE|DSN|KEYS?|PASS|PAT)(_|$)",
+    r"|(^|_)(ACCESS|AUTH|CONNECTION_STRING|COOKIE|DSN|KEYS?|PASS|PAT|SAS)(_|$)",
     re.IGNORECASE,
 )
-_SECRET_VALUE = re.compile(r"://[^/\s@]*:[^/\s@]+@")  # a URL with a password
-_LAUNCHERS = re.compile(r"MASTER_(ADDR|PORT)|TORCHELASTIC_.*|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME")
+_SECRET_VALUE = re.compile(r"://[^/\s]*@|[?&](sig|token|\w*key|password)=", re.IGNORECASE)  # of a URL
+_PASSED = re.compile(
+    # the user, the machine, the shell
+    r"PATH|HOME|USER|LOGNAME|SHELL|PWD|HOSTNAME|TERM|NO_COLOR|LANG|LANGUAGE|LC_[A-Z]+|TZ|TMPDIR|TMP|TEMP"
+    r"|XDG_(CACHE|CONFIG|DATA|STATE|RUNTIME)_(HOME|DIR)"
+    # programs and libraries
+    r"|PYTHON[A-Z0-9]+|VIRTUAL_ENV|CONDA_(PREFIX|DEFAULT_ENV)|NODE_PATH|JAVA_HOME"
+    r"|LD_LIBRARY_PATH|LD_PRELOAD|MALLOC_ARENA_MAX|MALLOC_CONF"
+    # devices and threads
+    r"|CUDA_(VISIBLE_DEVICES|DEVICE_ORDER|HOME|PATH)|NVIDIA_VISIBLE_DEVICES"
+    r"|(OMP|MKL|OPENBLAS|NUMEXPR|BLIS)_(NUM|MAX)_THREADS|TOKENIZERS_PARALLELISM"
+    r"|OMP_(PROC_BIND|PLACES|DYNAMIC|SCHEDULE|STACKSIZE|THREAD_LIMIT|WAIT_POLICY)|MKL_(DYNAMIC|THREADING_LAYER)"
+    # the network
+    r"|((HTTPS?|ALL|NO)_PROXY|(https?|all|no)_proxy)|SSL_CERT_(FILE|DIR)|(REQUESTS|CURL)_CA_BUNDLE"
+    r"|NODE_EXTRA_CA_CERTS"
+    # folders of models and data, and whether they are the only ones
+    r"|HF_(HOME|ENDPOINT|(HUB|DATASETS|ASSETS|XET)_CACHE|(HUB|DATASETS|EVALUATE)_OFFLINE)|HUGGINGFACE_HUB_CACHE"
+    r"|TRANSFORMERS_(CACHE|OFFLINE)|TORCH_(HOME|EXTENSIONS_DIR)|TRITON_CACHE_DIR|NLTK_DATA|MPLCONFIGDIR"
+)
 _ABOUT_KEYS = re.compile(r"api[ _-]?key|authenticat|unauthori[sz]ed|credential|\b401\b", re.IGNORECASE)
 
 
@@ -73,41 +90,37 @@ def import_named(key: str, name: str) -> Any:
 
 
 def user_environment(passed: Collection[str]) -> dict[str, str]:
-    """Return this process's environment for user code: without secrets and without the launcher's variables.
+    """Return the variables of this process that user code gets: common ones without secrets, and `passed`.
 
     Args:
-        passed: Names of variables that are kept nevertheless (data.worker_environment).
+        passed: Names of further variables (data.worker_environment).
     """
-    withheld = {*_secrets(passed), *filter(_LAUNCHERS.fullmatch, os.environ)} - {*passed}
-    return {name: value for name, value in os.environ.items() if name not in withheld}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in passed or (_PASSED.fullmatch(name) and not _SECRET_VALUE.search(value))
+    }
 
 
-def advice_on_secrets(text: str, passed: Collection[str]) -> str:
-    """Return how to pass on the secrets that an error of user code is about; "" if it is about none.
+def advice_on_variables(text: str, passed: Collection[str]) -> str:
+    """Return how to pass on the variables that an error of user code is about; "" if it is about none.
 
     Args:
         text: Error and output of the user's code.
         passed: See `user_environment`.
     """
-    withheld = [name for name in _secrets(passed) if not name.startswith("MEGATRON_DPPO_")]
-    named = [name for name in withheld if re.search(rf"\b{re.escape(name)}\b", text)]
-    names = named or (withheld if _ABOUT_KEYS.search(text) else [])
+    got = user_environment(passed)
+    withheld = [name for name in os.environ if name not in got and not name.startswith("MEGATRON_DPPO_")]
+    words = {*re.findall(r"\w{3,}", text)}
+    named = [name for name in withheld if name in words]
+    names = named or [name for name in withheld if _ABOUT_KEYS.search(text) and _SECRET_NAME.search(name)]
     if not names:
         return ""
     listed = ", ".join(f'"{name}"' for name in names)
     return (
-        f"\nWorkers do not get the trainer's secrets, such as {', '.join(names)}. To pass one on, name it: "
+        f"\nWorkers get only common variables of the trainer, not {', '.join(names)}. To pass one on, name it: "
         f"data.worker_environment = [{listed}]"
     )
-
-
-def _secrets(passed: Collection[str]) -> list[str]:
-    """Return the names of variables of this process that look like secrets, except those in `passed`."""
-    return [
-        name
-        for name, value in os.environ.items()
-        if name not in passed and (_SECRET_NAME.search(name) or _SECRET_VALUE.search(value))
-    ]
 
 
 def source_file(name: str) -> Path | None:

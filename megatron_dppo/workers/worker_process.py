@@ -16,7 +16,7 @@ from typing import IO, Generic
 
 from megatron_dppo.errors import Problem
 from megatron_dppo.runtime.framing import FrameReader, json_frame
-from megatron_dppo.runtime.user_code import advice_on_secrets, user_environment
+from megatron_dppo.runtime.user_code import advice_on_variables, user_environment
 from megatron_dppo.workers.service import A, Q, Service, WorkerFault, WorkerFaultKind, read_answer, require_keys
 
 _START_TIMEOUT_S = 300.0  # a user's module may import many others, from a slow disk
@@ -117,7 +117,7 @@ class WorkerProcess(Generic[Q, A]):
         try:
             answer = read_answer(message, number)
             if isinstance(answer, WorkerFault):
-                advice = advice_on_secrets(answer.message, self._environment)
+                advice = advice_on_variables(answer.message, self._environment)
                 return replace(answer, message=answer.message + advice)
             return self._service.decode_answer(answer)
         except ValueError as error:
@@ -206,7 +206,7 @@ class WorkerProcess(Generic[Q, A]):
 
     def _last_printed(self, problem: str = "") -> str:
         text = self._printed.decode(errors="replace").strip()
-        advice = advice_on_secrets(f"{problem}\n{text}", self._environment)
+        advice = advice_on_variables(f"{problem}\n{text}", self._environment)
         return (f"\nIts last output:\n{text}" if text else "") + advice
 
     def _how_it_ended(self) -> str:

@@ -78,7 +78,7 @@ unit/test_reward_pool.py::test_no_more_workers_start_than_there_is_work_for
     data.reward_workers  num_workers
 unit/test_trackers.py::test_prometheus_reads_the_latest_values
     tracking.prometheus_address  "prometheus_address": address
-unit/test_workers.py::test_user_code_gets_no_secret_that_the_config_does_not_name
+unit/test_workers.py::test_user_code_gets_common_variables_and_what_the_config_names
     data.worker_environment  environment=
 unit/test_run_folder.py::test_folders_that_cannot_be_used
     checkpoint.resume  resume=False

@@ -136,7 +136,7 @@ def has_ended(process: psutil.Process) -> bool:
 )
 def test_a_fault_costs_its_own_sample_and_no_other(response: str, kind: str, words: str) -> None:
     timeout_s = 10.0 if kind == "reward_timed_out" else LIMIT_S
-    with RewardPool(NAME, num_workers=1, timeout_s=timeout_s, memory_mb=128) as pool:
+    with RewardPool(NAME, num_workers=1, timeout_s=timeout_s, memory_mb=128, environment=("SLEEP_S",)) as pool:
         results = pool.score(ask("a", "ab", response, "bcd", "ef"))
     assert values(results) == [1.0, 2.0, None, 3.0, 2.0]
     fault = results[2]
@@ -285,7 +285,9 @@ def test_an_interruption_leaves_at_once_and_the_pool_usable(
     (tmp_path / "slow.py").write_text(waits + "from tests.unit.bad_rewards import told\n")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "go").touch()
-    with RewardPool("slow:told", num_workers=2, timeout_s=LIMIT_S, memory_mb=0) as pool:
+    with RewardPool(
+        "slow:told", num_workers=2, timeout_s=LIMIT_S, memory_mb=0, environment=("SLEEPERS",)
+    ) as pool:
         if moment == "at work":
             pool.score(ask("a", "b"))
         else:
@@ -316,7 +318,7 @@ def test_an_interruption_while_requests_are_queued_leaves_none_of_them(
             if is_this_one:
                 raise KeyboardInterrupt
 
-    with RewardPool(NAME, num_workers=2, timeout_s=LIMIT_S, memory_mb=0) as pool:
+    with RewardPool(NAME, num_workers=2, timeout_s=LIMIT_S, memory_mb=0, environment=("SLEEPERS",)) as pool:
         with monkeypatch.context() as patch:
             patch.setattr("megatron_dppo.workers.pool.Thread", Interrupted)
             with pytest.raises(KeyboardInterrupt):
@@ -333,7 +335,7 @@ def test_a_hung_reward_does_not_outlive_a_killed_trainer(response: str) -> None:
     program = f"""
 from megatron_dppo.rewards import RewardPool, RewardRequest
 from megatron_dppo.types import Prompt
-pool = RewardPool({NAME!r}, num_workers=1, timeout_s={LIMIT_S}, memory_mb=0)
+pool = RewardPool({NAME!r}, num_workers=1, timeout_s={LIMIT_S}, memory_mb=0, environment=("SLEEP_S",))
 pool.start()
 print("ready", flush=True)
 pool.score([RewardRequest(Prompt("p", "", "", text="x"), {response!r}, "stop")])
@@ -436,7 +438,7 @@ def test_closing_cancels_what_is_asked_while_it_waits(monkeypatch: pytest.Monkey
             late.extend(pool.submit(*alone("sleep", "sleep")))
             wait_until(lambda: len([*sleepers.iterdir()]) == 2, LIMIT_S)
 
-    with RewardPool(NAME, num_workers=2, timeout_s=LIMIT_S, memory_mb=0) as pool:
+    with RewardPool(NAME, num_workers=2, timeout_s=LIMIT_S, memory_mb=0, environment=("SLEEPERS",)) as pool:
         with monkeypatch.context() as patch:
             patch.setattr(WorkerPool, "_cancel_all", cancel_then_ask)
             pool.close()
@@ -459,7 +461,7 @@ def test_requests_that_time_out_count_over_all_calls() -> None:
 
 
 def test_an_interruption_leaves_the_requests_of_others(sleepers: Path) -> None:
-    with RewardPool(NAME, num_workers=2, timeout_s=LIMIT_S, memory_mb=0) as pool:
+    with RewardPool(NAME, num_workers=2, timeout_s=LIMIT_S, memory_mb=0, environment=("SLEEPERS",)) as pool:
         (other,) = pool.submit(ask("sleep"))
         with interrupted_once(lambda: len(list(sleepers.iterdir())) == 2):
             pool.score(ask(*["sleep"] * 5))

@@ -64,7 +64,7 @@ def test_a_fault_names_its_request_and_the_options_of_its_service(filters: Any) 
 
 
 SECRETS = {
-    "MEGATRON_DPPO_SGLANG_API_KEY": "s1",
+    "MEGATRON_DPPO_SGLANG_API_KEY": "s0 first",
     "WANDB_API_KEY": "s2",
     "HF_TOKEN": "s3",
     "JUDGE_API_KEY": "s4 long",
@@ -76,13 +76,28 @@ SECRETS = {
     "MEGATRON_DPPO_ALARM_WEBHOOK": "s10",
     "npm_config__authToken": "s11",
     "HTTPS_PROXY": "http://me:s12@proxy:3128",
+    "ALL_PROXY": "http://s13@proxy",
+    "AZURE_STORAGE_SAS": "s14",
+    "HF_ENDPOINT": "https://mirror.example/?sv=2&sig=s15",
+    "OMP_API_KEY": "s16",
+    "PYTHON_KEYRING_PASSPHRASE": "s17",
+    "SSH_AUTH_SOCK": "s18",
+    "KUBECONFIG": "s19",
+    "MY_SITE": "s20",
+    "PATH_TO_IT": "s21",
 }
 LAUNCHERS = ("RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID")
-HARMLESS = {
+COMMON = {
     "TOKENIZERS_PARALLELISM": "false",
-    "MONKEY": "m",
     "HTTP_PROXY": "http://proxy:3128",
-    "MY_SITE": "x@y",
+    "no_proxy": "localhost",
+    "LC_COLLATE": "C",
+    "TMPDIR": "/tmp",
+    "PYTHONUTF8": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "XDG_RUNTIME_DIR": "/run/user/7",
 }
 PROMPT = Prompt("p", "4", "test", text="2 * 2 =")
 
@@ -90,13 +105,13 @@ PROMPT = Prompt("p", "4", "test", text="2 * 2 =")
 @pytest.fixture
 def variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer's environment."""
-    for name, value in (SECRETS | HARMLESS | dict.fromkeys(LAUNCHERS, "7")).items():
+    for name, value in (SECRETS | COMMON | dict.fromkeys(LAUNCHERS, "7")).items():
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.parametrize("passed", [(), ("JUDGE_API_KEY", "MASTER_ADDR")])
+@pytest.mark.parametrize("passed", [(), ("JUDGE_API_KEY", "MASTER_ADDR", "ALL_PROXY")])
 @pytest.mark.parametrize("kind", ["reward", "environment"])
-def test_user_code_gets_no_secret_that_the_config_does_not_name(
+def test_user_code_gets_common_variables_and_what_the_config_names(
     tmp_path: Path, variables: None, kind: str, passed: tuple[str, ...]
 ) -> None:
     """In programs that it starts, such as a model's."""
@@ -110,7 +125,7 @@ def test_user_code_gets_no_secret_that_the_config_does_not_name(
     pool.close()
     found = json.loads(told.read_text())
     assert {name for name in (*SECRETS, *LAUNCHERS) if name in found} == set(passed)
-    assert found.items() >= HARMLESS.items()
+    assert found.items() >= COMMON.items()
     values = "\n".join(found.values())
     assert [name for name, value in SECRETS.items() if value in values and name not in passed] == []
 
@@ -119,7 +134,8 @@ def test_user_code_gets_no_secret_that_the_config_does_not_name(
     ("says", "names"),
     [
         ("KeyError: 'JUDGE_API_KEY'", ["JUDGE_API_KEY"]),
-        ("status 401: log in", ["JUDGE_API_KEY", "HF_TOKEN"]),
+        ("set $MY_SITE, or JUDGE_API_KEY_FILE", ["MY_SITE"]),
+        ("status 401: log in", ["JUDGE_API_KEY", "HF_TOKEN", "AZURE_STORAGE_SAS"]),
         ("Could not resolve authentication method", ["JUDGE_API_KEY", "HF_TOKEN"]),
         ("no more tokens", []),
     ],
@@ -133,7 +149,7 @@ def test_a_judge_without_its_key_says_how_to_pass_it_on(variables: None, says: s
     assert bool(advice) is bool(names)
     assert all(f'"{name}"' in advice for name in names)
     assert "MEGATRON_DPPO" not in fault.message
-    assert (len(names) == 1) is (advice == '["JUDGE_API_KEY"]')
+    assert (len(names) == 1) is (advice == f'["{names[0] if names else ""}"]')
     with RewardPool("tests.unit.own_environment:judge", environment=("JUDGE_API_KEY",), **limits) as pool:
         (score,) = pool.score([RewardRequest(PROMPT, says, "stop")])
     assert isinstance(score, RewardResult) and score.value == len(SECRETS["JUDGE_API_KEY"])

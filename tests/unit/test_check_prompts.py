@@ -282,6 +282,14 @@ def test_answers_that_math_can_match_as_text_only_are_noted(
         assert note.startswith("2 of 5 bare answers of p.jsonl that were sampled from 9 have no value")
 
 
+def test_three_different_answers_that_math_can_match_as_text_only_are_shown() -> None:
+    feet, root, miles, pounds = r"3\text{ ft }2\text{ in}", r"\sqrt[2", r"4\text{ to }9", r"1\text{ lb }2"
+    cells = ["5", feet, feet, root, "7", feet, miles, root, pounds]
+    (note,) = noted(tools_tokenizer(), [{"answer": cell} for cell in cells], "data.reward=math")
+    assert note.startswith("7 of 9 bare answers")
+    assert f"such as {feet!r} in row 2, {root!r} in row 4, {miles!r} in row 7. Only" in note
+
+
 AGENT = ('rollout.agent.command=["python"]', "rollout.engine=sglang")
 
 

@@ -19,6 +19,7 @@ KINDS: dict[AnswerKind, str] = {
 """Predicate that describes each kind in a message."""
 
 _DOZEN, _FEW = 12, 3  # words
+_NUM_SHOWN = 3  # answers of a message
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace does not count as a brace
 _GSM8K = re.compile(r"^[ \t]*####[ \t]*(.+?)\s*\Z", re.MULTILINE)
@@ -92,10 +93,14 @@ def text_only_doubt(answers: Sequence[tuple[int, str]], num_answers: int, where:
     if not rows:
         return None
     sampled = "" if len(answers) == num_answers else f" that were sampled from {num_answers}"
-    number, answer = rows[0]
+    first = dict[str, int]()
+    for number, answer in rows:
+        first.setdefault(answer, number)
+    shown = list(first.items())[:_NUM_SHOWN]
+    examples = ", ".join(f"{excerpt(answer)} in row {number}" for answer, number in shown)
     return (
         f"{len(rows)} of {len(answers)} bare answers{where}{sampled} have no value that reward 'math' can "
-        f"parse, such as {excerpt(answer)} in row {number}. Only the same text counts as right, and the same "
+        f"parse, such as {examples}. Only the same text counts as right, and the same "
         "value in another spelling counts as wrong. Write such answers as one value that 'math' can parse "
         "(see rewards/README.md), or leave these rows out."
     )

@@ -184,10 +184,17 @@ def word_tokenizer(*names: str) -> PreTrainedTokenizerFast:
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
-    """Digits and `####` are tokens, and all other words are one; every message ends with `<eos>`."""
+    """Digits and `####` are tokens, and all other words are one; every message ends with `<eos>`.
+
+    The template writes the names of the tools first, and calls after the text of their message.
+    """
     chat = word_tokenizer("####", *"0123456789")
     chat.chat_template = (
-        "{% for message in messages %}{{ message['content'] }} <eos> {% endfor %}"
+        "{% for tool in tools or [] %}{{ tool['function']['name'] }} {% endfor %}"
+        "{% for message in messages %}{{ message['content'] }} "
+        "{% for call in message['tool_calls'] or [] %}"
+        "<tool_call>{{ call['function'] | tojson(separators=(',', ':')) }}</tool_call> {% endfor %}"
+        "<eos> {% endfor %}"
         "{% if add_generation_prompt %}<bos>{% endif %}"
     )
     return chat

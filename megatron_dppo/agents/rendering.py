@@ -15,6 +15,7 @@ from megatron_dppo.data.prompts.templates import (
     apply_chat_template,
     prompt_tokens,
     require_chat_template,
+    require_whole,
     unwritten,
 )
 from megatron_dppo.errors import DataError, Problem
@@ -24,6 +25,10 @@ _MARK = "the-response-stands-here"
 _THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _NUM_LAST = 16  # tokens of a prompt, of which the last may open a thought
 KEY = "rollout.agent.renderer"
+_ACTION = (
+    "Use a model or a tokenizer whose chat template writes it, since the policy does not see it otherwise, or "
+    "let the agent send its request without it."
+)
 _TRIAL: tuple[ChatMessage, ...] = (
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "What is 2 + 3?"},
@@ -54,9 +59,12 @@ class Rendering:
         """Return the token ids of a complete chat, up to the beginning of the response.
 
         Raises:
-            DataError: The chat template refuses the chat.
+            DataError: The chat template refuses the chat, or omits a part of it.
         """
-        return prompt_tokens(self._tokenizer, None, cast(Any, self.placed(messages)), tools, arguments)
+        placed = cast(Any, self.placed(messages))
+        tokens = prompt_tokens(self._tokenizer, None, placed, tools, arguments)
+        require_whole(self._tokenizer, placed, tools, arguments, _ACTION)
+        return tokens
 
     def continuation(
         self,
@@ -82,12 +90,16 @@ class Rendering:
             arguments: Arguments of the chat template.
 
         Returns:
-            None if the template does not append: the new messages change how it writes the earlier ones.
+            None if the template does not append: the new messages change how it writes the earlier ones, or
+            it omits a part of them.
         """
         answered = [*path, {"role": "assistant", "content": f"{_MARK}{added}"}]
         try:
             before = self._write(answered, tools, arguments, asks=False)
             after = self._write([*answered, *new], tools, arguments, asks=True)
+            placed = cast(Any, self.placed([*answered, *new]))
+            if unwritten(self._tokenizer, placed, tools, arguments, len(new)):
+                return None  # the opening has the sentence for the client
         except DataError:
             return None
         (head, *ends), (new_head, *rests) = before.split(_MARK), after.split(_MARK)
@@ -294,7 +306,7 @@ class LibraryRendering(Rendering):
     def writes_as_the_template(self) -> bool:
         """Return whether the renderer writes a chat as the tokenizer's chat template does."""
         own = self._renderer({}).render_ids(list(_TRIAL), add_generation_prompt=True)
-        return own == list(self.opening(_TRIAL, (), {}))
+        return own == list(prompt_tokens(self._tokenizer, None, cast(Any, _TRIAL)))
 
 
 def problem_with_renderer(tokenizer: Any, name: str) -> Problem | None:

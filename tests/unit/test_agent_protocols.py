@@ -23,7 +23,7 @@ from megatron_dppo.agents.rendering import Rendering
 from megatron_dppo.agents.responses import read_responses
 from megatron_dppo.engines.base import Completion, Request, SamplingParams, mask_of
 from megatron_dppo.runtime.concurrency import run_loop
-from tests.support.byte_tokenizers import QWEN3_TEMPLATE, byte_tokenizer, tools_tokenizer
+from tests.support.byte_tokenizers import QWEN3_TEMPLATE, TOOLS_TEMPLATE, byte_tokenizer, tools_tokenizer
 from tests.unit.test_episodes import CALL, Played
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
@@ -367,6 +367,78 @@ UNKNOWN: list[tuple[str, dict[str, Any], str]] = [
 def test_messages_that_no_template_writes_are_refused(name: str, body: dict[str, Any], said: str) -> None:
     each, ((status, text),) = post([(name, body)], "never")
     assert status == 400 and said in text and not each.asked
+
+
+FUNCTION = {"type": "function", "function": TOOL}
+FIRST: dict[str, dict[str, Any]] = {
+    "chat": {"messages": [_ASKED], "tools": [FUNCTION]},
+    "messages": {"messages": [_ASKED], "tools": [{"name": "add", "input_schema": PARAMETERS}], "max_tokens": 9},
+    "responses": {"input": [_ASKED], "tools": [{"type": "function", **TOOL}]},
+}
+"""A first request with a tool by each protocol."""
+
+
+def omitting(*parts: str) -> Any:
+    """Return a tokenizer whose chat template lacks parts of one that writes tools."""
+    template = TOOLS_TEMPLATE
+    for part in parts:
+        assert part in template
+        template = template.replace(part, "")
+    return byte_tokenizer(("<|im_start|>", "<|im_end|>"), template)
+
+
+NO_TOOLS, NO_SCHEMAS = "{{ '<|im_start|>tool\n' + (t | tojson) + '<|im_end|>\n' }}", "(t | tojson) + "
+NO_CALLS, NO_RESULTS = "{{ '<tool_call>' + (c.function | tojson) }}", ", 'tool'"
+
+
+@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize(("part", "found"), [(NO_TOOLS, "no tools"), (NO_SCHEMAS, "no tool 'add'")])
+def test_a_first_call_with_tools_that_the_template_omits_is_refused(name: str, part: str, found: str) -> None:
+    tokenizer = omitting(part)
+    each, ((status, text),) = post([(name, FIRST[name])], "never", tokenizer=tokenizer)
+    assert status == 400 and found in text and "a tokenizer whose chat template writes it" in text
+    assert not each.asked
+    _, ((status, _),) = post([(name, FIRST[name] | {"tools": []})], "so", tokenizer=tokenizer)
+    assert status == 200
+
+
+@pytest.mark.parametrize(
+    ("part", "found"), [(NO_CALLS, "no call of 'add'"), (NO_RESULTS, "no message of 'tool'")]
+)
+@pytest.mark.parametrize("result", ["2 + 3", ""])
+def test_a_history_that_the_template_omits_is_refused(part: str, found: str, result: str) -> None:
+    """Although the schemas name the tool, and the question has the result's text."""
+    call = {"id": "t9", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    history = [
+        {"role": "user", "content": "add: 2 + 3?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "t9", "content": result},
+    ]
+    body = {"messages": history, "tools": [FUNCTION]}
+    each, ((status, text),) = post([("chat", body)], "never", tokenizer=omitting(part))
+    assert status == 400 and found in text and not each.asked
+    _, ((status, _),) = post([("chat", body)], "so")
+    assert status == 200
+
+
+def test_a_result_that_the_template_omits_is_refused_after_a_response_too() -> None:
+    asked, said = {"role": "user", "content": "5?"}, {"role": "assistant", "content": "I add."}
+    later = [asked, said, {"role": "tool", "content": "5", "tool_call_id": "t9"}, asked]
+    bodies = [("chat", {"messages": chat}) for chat in ([asked], later)]
+    each, ((first, _), (second, text)) = post(bodies, "I add.", "never", tokenizer=omitting(NO_RESULTS))
+    assert (first, second, len(each.asked)) == (200, 400, 1) and "no message of 'tool'" in text
+
+
+@pytest.mark.parametrize(("condition", "status"), [("loop.last", 400), ("loop.index > 2", 200)])
+def test_thoughts_of_this_turn_have_to_be_written(condition: str, status: int) -> None:
+    """A template may omit the earlier ones."""
+    written = f"{{%- if m.reasoning_content and {condition} %}}{{{{ m.reasoning_content }}}}{{%- endif %}}"
+    template = TOOLS_TEMPLATE.replace("{%- for c in", written + "{%- for c in")
+    tokenizer = byte_tokenizer(("<|im_start|>", "<|im_end|>"), template)
+    thinks = {"role": "assistant", "content": "I add.", "reasoning_content": "2 + 3?"}
+    history = [_ASKED, thinks, _ASKED, thinks, {"role": "tool", "content": "5", "tool_call_id": "t9"}]
+    _, ((found, text),) = post([("chat", {"messages": history})], "so", tokenizer=tokenizer)
+    assert found == status and ("no 'reasoning_content' of 'assistant'" in text) == (status == 400)
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity"])

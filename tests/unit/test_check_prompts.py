@@ -136,7 +136,12 @@ def test_rows_whose_prompt_would_be_another_are_refused_at_once(
 
 
 @pytest.mark.parametrize(
-    ("row", "fault"), [({"tools": [ADD]}, "found no tools"), ({"prompt": CALLED}, "found no call of 'add'")]
+    ("row", "fault"),
+    [
+        ({"tools": [ADD]}, "found no tools"),
+        ({"prompt": CALLED}, "found no call of 'add'"),
+        ({"prompt": [{"role": "user", "content": "Please add."}, *CALLED[1:]]}, "found no call of 'add'"),
+    ],
 )
 def test_a_chat_template_without_tools_is_named(row: dict[str, Any], fault: str) -> None:
     status, text = checked(

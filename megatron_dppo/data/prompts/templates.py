@@ -1,6 +1,5 @@
 """Prompt templates by name, the tokenisation of prompts, and a check that chat templates write all of them."""
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -209,24 +208,37 @@ def whole_tokens(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
     """
     options = (prompt.tools, prompt.template_arguments)
     tokens = prompt_tokens(tokenizer, prompt.text, prompt.messages, *options)
-    require_whole(tokenizer, prompt)
+    if prompt.messages is not None:
+        action = "Correct or remove the row, or use the chat template that the row was made for."
+        require_whole(tokenizer, prompt.messages, *options, action)
     return tokens
 
 
-def require_whole(tokenizer: Any, prompt: Prompt) -> None:
-    """Check that the chat template writes every message, tool and tool call, and reads every argument.
+def require_whole(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_arguments: Mapping[str, Any] | None,
+    action: str,
+) -> None:
+    """Check that the chat template writes all of a chat, see `unwritten`.
 
-    The template may omit an assistant's thoughts, and its text in a message with tool calls. Many templates do.
+    Args:
+        tokenizer: Tokenizer with the chat template.
+        messages: Messages of the chat.
+        tools: Tools of the chat.
+        template_arguments: Arguments of the chat template.
+        action: What to do if it does not.
 
     Raises:
-        DataError: The template omits a message, tool, tool call or argument.
+        DataError: The template omits a part.
     """
-    if prompt.messages is None:
-        return
-    missing = unwritten(tokenizer, prompt.messages, prompt.tools, prompt.template_arguments)
+    missing = [
+        *unwritten(tokenizer, messages, tools, template_arguments),
+        *_unread_arguments(tokenizer, tools, template_arguments),
+    ]
     if missing:
         where = f"the chat template in {tokenizer.name_or_path}"
-        action = "Correct or remove the row, or use the chat template that the row was made for."
         raise fault(where, "; ".join(missing), "one that writes all of the prompt", action)
 
 
@@ -235,31 +247,66 @@ def unwritten(
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None,
     template_arguments: Mapping[str, Any] | None,
+    num_last: int | None = None,
 ) -> list[str]:
-    """Return which messages, tools, tool calls and arguments of a chat the chat template omits.
+    """Return which messages, tool calls, thoughts and tools of a chat the chat template omits.
+
+    The chat is written with a mark in place of each text, so that no text is found in another message. The
+    template may omit an assistant's text next to tool calls. It may omit thoughts unless it reads
+    `reasoning_content` and they come after the last message of a user.
+
+    Args:
+        tokenizer: Tokenizer with the chat template.
+        messages: Messages of the chat.
+        tools: Tools of the chat.
+        template_arguments: Arguments of the chat template.
+        num_last: Number of messages at the end that are searched for; by default all of them and the tools.
 
     Raises:
         DataError: The chat template refuses the chat.
     """
-    text = cast(str, apply_chat_template(tokenizer, messages, tools, template_arguments))
-    return [
-        *_unwritten_messages(text, messages),
-        *_missing_tools(tokenizer, text, messages, tools, template_arguments),
-        *_unread_arguments(tokenizer, tools, template_arguments),
-    ]
+    marked = [_marked(message, number) for number, message in enumerate(messages)]
+    text = cast(str, apply_chat_template(tokenizer, marked, tools, template_arguments))
+    first = 0 if num_last is None else len(messages) - num_last
+    users = (number for number, message in enumerate(messages) if message["role"] == "user")
+    turn = max(users, default=-1) if "reasoning_content" in _source(tokenizer, tools) else len(messages)
+    found = list(dict.fromkeys(_unwritten_messages(text, messages, marked, first, turn)))
+    if num_last is None:
+        found += _missing_tools(tokenizer, text, marked, tools, template_arguments)
+    return found
 
 
-def _unwritten_messages(text: str, messages: Sequence[Message]) -> Iterator[str]:
-    for message in messages:
-        calls = cast(Mapping[str, Any], message).get("tool_calls", ())
-        content = message["content"].strip()
-        if message["role"] == "assistant":
-            content = "" if calls else content.rpartition("</think>")[2].strip()
-        as_json = json.dumps(content, ensure_ascii=False)[1:-1]
-        if content not in text and as_json not in text:
+def _marked(message: Message, number: int) -> Message:
+    """Return a message with marks in place of its text, its thoughts, and the names in its tool calls."""
+    fields: dict[str, Any] = dict(message)
+    if message["content"].strip() or message["role"] == "tool":
+        fields["content"] = f"text-{number}-of-the-chat"
+    if fields.get("reasoning_content"):
+        fields["reasoning_content"] = f"thought-{number}-of-the-chat"
+    calls = list[Mapping[str, Any]]()
+    for place, call in enumerate(_calls_of(message)):
+        function = {**call.get("function", call), "name": f"call-{number}-{place}-of-the-chat"}
+        calls.append({**call, "function": function} if "function" in call else function)
+    return cast(Message, fields | ({"tool_calls": calls} if calls else {}))
+
+
+def _calls_of(message: Message) -> Sequence[Mapping[str, Any]]:
+    return cast(Mapping[str, Any], message).get("tool_calls") or ()
+
+
+def _unwritten_messages(
+    text: str, messages: Sequence[Message], marked: Sequence[Message], first: int, turn: int
+) -> Iterator[str]:
+    for number in range(first, len(messages)):
+        message, marks = messages[number], cast(Mapping[str, Any], marked[number])
+        calls, thought = _calls_of(message), marks.get("reasoning_content", "")
+        if marks["content"].strip() not in text and not (calls and message["role"] == "assistant"):
             yield f"no message of {message['role']!r}"
-        names = [cast(str, call.get("function", call)["name"]) for call in calls]
-        yield from (f"no call of {name!r}" for name in names if name not in text)
+        if number > turn and thought not in text:
+            yield f"no 'reasoning_content' of {message['role']!r}"
+        for call, written in zip(calls, _calls_of(marked[number]), strict=True):
+            if written.get("function", written)["name"] not in text:
+                yield f"no call of {call.get('function', call)['name']!r}"
 
 
 def _missing_tools(
@@ -285,10 +332,14 @@ def _unread_arguments(
 ) -> Iterator[str]:
     if not template_arguments:
         return
-    source = str(tokenizer.get_chat_template(tools=list(tools) if tools else None))
+    source = _source(tokenizer, tools)
     for name in template_arguments:
         if re.search(rf"\b{re.escape(name)}\b", source) is None:
             yield f"nothing that reads {name!r} of chat_template_kwargs"
+
+
+def _source(tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None) -> str:
+    return str(tokenizer.get_chat_template(tools=list(tools) if tools else None))
 
 
 def turn_ends(tokenizer: Any) -> list[int]:

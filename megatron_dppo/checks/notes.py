@@ -31,6 +31,7 @@ from megatron_dppo.data.prompts.survey import Survey
 from megatron_dppo.data.prompts.templates import turn_ends
 from megatron_dppo.errors import ConfigError, DataError, Problem
 from megatron_dppo.rewards import RewardChoice
+from megatron_dppo.runtime.files import binary_count
 
 
 def summary(config: Config, facts: Facts) -> str:
@@ -152,7 +153,7 @@ def _checkpoints(config: Config, facts: Facts) -> str:
     num_bytes = checkpoint_bytes(config, facts)
     if num_bytes is None:
         return ""
-    each = f"at least {_bytes(num_bytes)} each, {_bytes(facts.free_bytes)} free"
+    each = f"at least {binary_count(num_bytes)} each, {binary_count(facts.free_bytes)} free"
     kept = config.checkpoint.keep_last
     return f"{each}; the last {kept} stay" if kept else f"{each}; all stay"
 
@@ -162,13 +163,6 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return f"{number:,}"
-
-
-def _bytes(number: int) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if number >= size:
-            return f"{number / size:.4g} {unit}"
-    return f"{number / 1024:.3g} KiB"
 
 
 def lines_of(problems: Sequence[Problem]) -> Iterator[str]:

@@ -26,6 +26,8 @@ from megatron_dppo.rewards import RewardChoice
 from megatron_dppo.rollout.evaluation import evaluation_sets
 from megatron_dppo.run_folder.folder import SUBFOLDERS
 from megatron_dppo.run_folder.lock import LOCK, holder
+from megatron_dppo.run_folder.trackers import NO_URL, WEBHOOK, is_url
+from megatron_dppo.runtime.files import binary_count
 from megatron_dppo.runtime.process import host_bytes
 
 _GIB = 1 << 30
@@ -48,9 +50,9 @@ def idle_remarks(config: Config) -> list[str]:
 
 
 def period_remarks(config: Config) -> list[str]:
-    """Return the periods of [tracking] that are longer than the run and never act, as sentences."""
-    last = config.run.num_rollouts
-    periods = {name: getattr(config.tracking, name) for name in _WRITTEN}
+    """Return the periods of [tracking] that were set, are longer than the run and never act, as sentences."""
+    last, tracking = config.run.num_rollouts, config.tracking
+    periods = {name: getattr(tracking, name) for name in _WRITTEN if name in tracking.model_fields_set}
     return [
         f"tracking.{name} is {every} and run.num_rollouts {last}: it acts in rollouts {every}, {2 * every}, "
         f"{3 * every}, ..., so {_WRITTEN[name]}. Set it to at most {last}, or to 0."
@@ -178,6 +180,13 @@ def _tracking_backends(config: Config, facts: Facts) -> Iterator[Problem]:
             yield Problem("tracking.backends", found, "an installed tracker", action)
 
 
+@rule("tracking_webhook", needs="machine")
+def _tracking_webhook(config: Config, facts: Facts) -> Iterator[Problem]:
+    """The URL for alarms is one."""
+    if (url := os.environ.get(WEBHOOK)) and not is_url(url):
+        yield NO_URL
+
+
 @rule("run_folder", needs="machine")
 def _run_folder(config: Config, facts: Facts) -> Iterator[Problem]:
     """The run folder is, or can become, a separate folder for the run that can be written."""
@@ -186,6 +195,12 @@ def _run_folder(config: Config, facts: Facts) -> Iterator[Problem]:
         found = "'', the working directory" if folder == Path() else f"{folder}, which has many other files"
         yield Problem("run.folder", found, expected, "Name a folder.")
         return
+    for path in (folder, *folder.parents):
+        if path.is_symlink() and not path.exists():
+            found = f"{folder}, but {path} is a link to {path.readlink()}, which is not there"
+            action = "Mount its disk, remove the link, or choose another folder."
+            yield Problem("run.folder", found, "a folder, or a new name", action)
+            return
     in_the_way = next((path for path in (folder, *folder.parents) if path.exists()), folder)
     if in_the_way.exists() and not in_the_way.is_dir():
         found = f"{folder}, but {in_the_way} is a file"
@@ -269,12 +284,12 @@ def _checkpoint_disk(config: Config, facts: Facts) -> Iterator[Problem]:
     num_bytes = checkpoint_bytes(config, facts)
     if num_bytes is None or facts.free_bytes == 0:  # /proc and its like, which another rule refuses
         return
-    needed = num_bytes / _GIB + config.checkpoint.reserve_gib
-    if facts.free_bytes / _GIB < needed:
+    needed = num_bytes + config.checkpoint.reserve_gib * _GIB
+    if facts.free_bytes < needed:
         yield Problem(
             "run.folder",
-            f"{facts.free_bytes / _GIB:.1f} GiB free where {config.run.folder} is",
-            f"at least {needed:.1f} GiB: a checkpoint takes {num_bytes / _GIB:.1f} GiB, and "
+            f"{binary_count(facts.free_bytes)} free where {config.run.folder} is",
+            f"at least {binary_count(needed)}: a checkpoint takes {binary_count(num_bytes)}, and "
             f"checkpoint.reserve_gib = {config.checkpoint.reserve_gib:g} stays free",
             "Choose a folder on a larger disk, or free some space.",
         )
@@ -290,9 +305,9 @@ def _checkpoint_memory(config: Config, facts: Facts) -> Iterator[Problem]:
     if here > own:
         yield Problem(
             "checkpoint.asynchronous",
-            f"true, with {here / _GIB:.1f} of a checkpoint's {num_bytes / _GIB:.1f} GiB copied by {local} "
+            f"true, with {binary_count(here)} of a checkpoint's {binary_count(num_bytes)} copied by {local} "
             "processes on this host",
-            f"at most its {own / _GIB:.1f} GiB of memory",
+            f"at most its {binary_count(own)} of memory",
             "Set it to false, which writes without a copy and lets training wait, or use more hosts.",
         )
 
@@ -331,7 +346,7 @@ def stop_remarks(config: Config, facts: Facts) -> list[str]:
     enough_s = 60 * math.ceil(1.25 * needed_s / 60)
     return [
         f"SAVE_SECONDS: a SLURM job that is asked to stop has {limit_s} s for a gradient step and a checkpoint "
-        f"of at least {num_bytes / _GIB:.1f} GiB, which takes {needed_s} s at 1 GB/s. This speed is assumed: "
+        f"of at least {binary_count(num_bytes)}, which takes {needed_s} s at 1 GB/s. This speed is assumed: "
         "that of the disk is not known. If the disk is not faster, submit with "
         f"SAVE_SECONDS={enough_s} and --signal=B:USR1@{enough_s + 120}, both in the environment (the signal as "
         f"SBATCH_SIGNAL=B:USR1@{enough_s + 120}), or the work since the checkpoint before is repeated."

@@ -17,6 +17,7 @@ from megatron_dppo.config.sections import (
     EvaluationConfig,
     Needs,
     OptimizerConfig,
+    PlainPath,
     Section,
     TrackingConfig,
 )
@@ -32,10 +33,10 @@ _OF_TRANSFORMERS, _OF_SGLANG = Needs("rollout.engine", on="transformers"), Needs
 class RunConfig(Section):
     """[run]: run folder, length and seed."""
 
-    folder: Path = Path("runs/run")
+    folder: PlainPath = Path("runs/run")
     """Run folder, which receives all output of the run."""
-    seed: NonNegativeInt = 0
-    """Seed of sampling, prompt order and mini-batch order."""
+    seed: int = Field(default=0, ge=0, lt=1 << 32)
+    """Seed of sampling, prompt order and mini-batch order, below 2^32: SGLang's NumPy takes no larger one."""
     num_rollouts: PositiveInt = 100
     """Rollouts to train on. Each one gives `algorithm.minibatches_per_rollout` gradient steps per epoch."""
     num_threads: PositiveInt = 1
@@ -49,9 +50,9 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """[model]: the model to train."""
 
-    load: Path = Path("model")
+    load: PlainPath = Path("model")
     """Hugging Face folder, or Megatron checkpoint made by `megatron-dppo convert`."""
-    reference: Path | None = None
+    reference: PlainPath | None = None
     """Folder of the reference policy for `algorithm.ref_kl_coef`. Default: the weights of `load`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the trainer's parameters and activations. Gradients and optimizer stay in float32."""

@@ -1,6 +1,7 @@
 """The base class of all config sections, and the sections [data], [optimizer], [evaluation] and [tracking]."""
 
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -92,10 +94,27 @@ RewardSetting = Annotated[str | dict[str, float], PlainValidator(_parse_reward)]
 """One reward by name, or weights by name."""
 
 
+def _plain_path(path: Path) -> Path:
+    """Refuse a path that a shell would have changed, or that file systems or log lines do not take."""
+    text = str(path)
+    if text.startswith("~") or re.search(r"\$[\w{]", text):
+        raise PydanticCustomError("path", "a path without ~ and $, which only a shell expands")
+    if re.search(r"[\x00-\x1f\x7f]", text):
+        raise PydanticCustomError("path", "a path without line breaks and other control characters")
+    if any(len(os.fsencode(name)) > _LONGEST_NAME for name in path.parts):
+        raise PydanticCustomError("path", "a path of names of at most {bytes} bytes", {"bytes": _LONGEST_NAME})
+    return path
+
+
+_LONGEST_NAME = 255  # bytes, of Linux's file systems
+PlainPath = Annotated[Path, AfterValidator(_plain_path)]
+"""A path as it is: nothing in it is expanded."""
+
+
 class PromptFile(Section):
     """A table of `data.prompts`: one of several files of prompts."""
 
-    path: Path
+    path: PlainPath
     """Path of a .jsonl or .parquet file with one prompt per row."""
     weight: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Share of the prompts from this file, relative to the other weights. Default: its number of prompts."""

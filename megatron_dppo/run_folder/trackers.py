@@ -139,12 +139,30 @@ class Prometheus(Backend):
         self._server.server_close()
 
 
+NO_URL = Problem(WEBHOOK, "a text that is none", "an http or https URL", "Correct or unset it.")
+"""A problem that does not show the text, which may be a secret."""
+
+
+def is_url(text: str) -> bool:
+    """Return whether a text is an http or https URL with a host, and a port if it names one."""
+    try:
+        parts = urlsplit(text)
+        return (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and not re.search(r"\s", text)
+        )
+    except ValueError:
+        return False
+
+
 class Webhook(Backend):
     """Posts alarms to a URL, as JSON with a "text" and the same as "content". A failure is only a warning."""
 
     def __init__(self, url: str, folder: Path) -> None:
-        if not re.match(r"https?://[^/\s]", url):
-            raise ConfigError(Problem(WEBHOOK, "another text", "an http or https URL", "Correct or unset it."))
+        if not is_url(url):
+            raise ConfigError(NO_URL)
         self._url, self._folder, self._posts = url, folder, list[threading.Thread]()
 
     def alarm(self, rollout: int, found: Mapping[str, str]) -> None:

@@ -257,6 +257,14 @@ def byte_count(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
+def binary_count(num_bytes: float) -> str:
+    """Return a count of bytes in GiB, MiB or KiB, the largest that leaves at least one: "754 KiB"."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.4g} {unit}"
+    return f"{num_bytes / 1024:.3g} KiB"
+
+
 OF_THIS_MACHINE = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS, errno.EADDRNOTAVAIL}
 )

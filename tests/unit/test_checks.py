@@ -53,6 +53,7 @@ from megatron_dppo.errors import ConfigError
 from megatron_dppo.rollout.evaluation import evaluation_sets
 from megatron_dppo.run.state import TrainingState
 from megatron_dppo.run_folder.lock import LOCK
+from megatron_dppo.run_folder.trackers import WEBHOOK
 from megatron_dppo.runtime.process import Runtime
 from tests.support.refusals import refused
 from tests.support.tiny_families import config_of
@@ -830,6 +831,18 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("run.folder", {"run.folder": "prompts.jsonl"}),
         Example("run.folder", {"run.folder": "prompts.jsonl/run"}),
         Example("run.folder", {"run.folder": "/proc/run"}),
+        Example("run.folder", on_disk=partial(os.symlink, "unmounted", "runs")),
+        Example("run.folder", {"run.folder": "a_link"}, on_disk=partial(os.symlink, "unmounted/a", "a_link")),
+    ],
+    "tracking_webhook": [
+        Example(WEBHOOK, on_disk=partial(os.environ.__setitem__, WEBHOOK, text))
+        for text in (
+            "hooks.example.com/a",
+            "https:///a",
+            "http://host:99999/a",
+            "http://two words/a",
+            "http://[::1/a",
+        )
     ],
     "run_folder_models": [
         Example("run.folder", {"run.folder": "model"}),
@@ -995,7 +1008,8 @@ def _no_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _restored_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Examples set these variables."""
-    for name in ("SGLANG_RETURN_ORIGINAL_LOGPROB", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+    of_sglang = ("SGLANG_RETURN_ORIGINAL_LOGPROB", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    for name in (*of_sglang, WEBHOOK):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "")
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
@@ -1042,6 +1056,7 @@ def test_a_period_acts_in_its_multiples_and_one_beyond_the_run_is_remarked_on(wo
     assert period_remarks(_config({**off, f"tracking.{name}": 4})) == []
     (remark,) = period_remarks(_config({**off, f"tracking.{name}": 5}))
     assert remark.startswith(f"tracking.{name} is 5 and run.num_rollouts 4: it acts in rollouts 5, 10, 15, ...")
+    assert period_remarks(_config({"run.num_rollouts": 4})) == [], "a default that nobody set"
     Path("config.toml").write_text(dump_config(_config({"run.num_rollouts": 9})))
     shown = CliRunner().invoke(app, ["check", "config.toml"])
     assert "note: tracking.samples_every is 10 and run.num_rollouts 9: it acts in rollouts 10" in shown.output
@@ -1201,6 +1216,14 @@ def test_what_plan_does_not_ask_has_no_say_about_layouts(world: Path, id: str, e
     if id in ("checkpoint_disk", "checkpoint_memory"):  # the disk and the memory are the machine's
         read -= {"sizes", "model_sizes", "world_size"}
     assert not read & {"parallel", "world_size", "sizes", "model_sizes"}
+
+
+def test_the_disk_for_a_small_checkpoint_is_named_in_small_units(world: Path) -> None:
+    too_much = _config({"checkpoint.reserve_gib": 1e9})
+    (problem,) = check(too_much, 1)
+    num_bytes = checkpoint_bytes(too_much, gather_facts(too_much, 1))
+    assert num_bytes is not None and 1 << 20 < num_bytes < 1 << 23
+    assert f"a checkpoint takes {num_bytes / 2**20:.4g} MiB" in problem.expected
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,16 @@ def test_all_faults_are_reported_at_once_with_the_file_that_set_them(tmp_path: P
         ("[tracking]\nbackends = ['tb']", "tracking.backends[0]", "'tensorboard'", "Trackers"),
         ("[tracking]\nbackends = 'wandb'", "tracking.backends", "a", "Trackers"),
         ("megatron = 1", "megatron", "a table", "megatron"),
+        ("[run]\nseed = 4294967296", "run.seed", "less than 4294967296", "Seed of"),
+        ("[run]\nseed = 98765432109876543210", "run.seed", "less than 4294967296", "Seed of"),
+        ("[run]\nfolder = '~/runs'", "run.folder", "without ~ and $", "Run folder"),
+        ("[model]\nload = '$MODELS/a'", "model.load", "without ~ and $", "Hugging Face"),
+        ("[model]\nreference = 'a/${NAME}'", "model.reference", "without ~ and $", "reference"),
+        ("[data]\nprompts = '~me/a.jsonl'", "data.prompts[0].path", "without ~ and $", "Path of"),
+        ('[run]\nfolder = "a\\nb"', "run.folder", "control characters", "Run folder"),
+        ('[model]\nload = "a/\\u0000"', "model.load", "control characters", "Hugging Face"),
+        (f"[run]\nfolder = 'a/{'b' * 256}/c'", "run.folder", "at most 255 bytes", "Run folder"),
+        (f"[run]\nfolder = '{'ä' * 128}'", "run.folder", "at most 255 bytes", "Run folder"),
     ],
 )
 def test_each_kind_of_fault(tmp_path: Path, text: str, where: str, expected: str, action: str) -> None:
@@ -175,6 +185,13 @@ def test_each_kind_of_fault(tmp_path: Path, text: str, where: str, expected: str
     assert problem.where == where
     assert expected in problem.expected
     assert action in problem.action
+
+
+@pytest.mark.parametrize("path", ["runs/a~", "a$", "a $ b", "5$/c", "ä" * 127, "b" * 255, "two words"])
+def test_a_path_that_is_odd_and_plain_is_taken(path: str) -> None:
+    seed = (1 << 32) - 1
+    config = load_config([], [f"run.folder={path!r}", f"run.seed={seed}"])
+    assert config.run.folder == Path(path) and config.run.seed == seed
 
 
 def test_torn_toml_names_its_line(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import typer
 
 from megatron_dppo import __version__
 from megatron_dppo.cli import analysis, checkpoints, data, grid, train
+from megatron_dppo.cli.options import keep_examples
 
 app = typer.Typer(
     name="megatron-dppo",
@@ -18,6 +19,7 @@ app = typer.Typer(
 )
 for commands in (train.app, grid.app, analysis.app, checkpoints.app, data.app):
     app.add_typer(commands)
+keep_examples(app)
 
 
 def main() -> None:

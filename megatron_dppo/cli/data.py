@@ -63,8 +63,9 @@ def prepare_data(
 
     The chat template writes one user message, with your own instruction:
 
-        megatron-dppo prepare-data custom --source a.jsonl --tokenizer MODEL --template chat --out b.jsonl
-        --instruction "Put your final answer within \boxed{}."
+        megatron-dppo prepare-data custom --source a.jsonl --tokenizer MODEL \
+            --template chat --out b.jsonl \
+            --instruction "Put your final answer within \boxed{}."
 
     The template decides which reward can read the responses: "dapo" needs data.reward = "dapo", and "base",
     "thinking" and "r1_distill" need "math". For "chat" and "none" it depends on the prompts' text. OUT with

@@ -35,6 +35,7 @@ class Cell:
     name: str  # of its folder
     configs: tuple[Path, ...]
     overrides: tuple[str, ...]
+    varied: tuple[str, ...] = ()  # of the overrides, what --vary gave
 
 
 @app.command()
@@ -63,17 +64,17 @@ def grid(
         bool, typer.Option("--compare-only", help="Compare what has been run, and run nothing.")
     ] = False,
 ) -> None:
-    """Run every combination of files, settings and seeds, and compare the runs.
+    r"""Run every combination of files, settings and seeds, and compare the runs.
 
     Three algorithms with three seeds each, two runs at a time:
 
-        megatron-dppo grid base.toml --variant grpo.toml --variant dppo.toml --variant mine.toml --seeds 0-2
-        --jobs 2 -o runs/study
+        megatron-dppo grid base.toml --variant grpo.toml --variant dppo.toml \
+            --variant mine.toml --seeds 0-2 --jobs 2 -o runs/study
 
     Two files, three thresholds:
 
-        megatron-dppo grid base.toml --variant tv.toml --variant kl.toml --vary algorithm.delta=0.05,0.1,0.2
-        -o runs/deltas
+        megatron-dppo grid base.toml --variant tv.toml --variant kl.toml \
+            --vary algorithm.delta=0.05,0.1,0.2 -o runs/deltas
 
     The runs are DIR/COMBINATION/seed_N, each with a log DIR/COMBINATION/logs/seed_N.log. All combinations are
     checked before the first run starts. The same command skips runs that are finished, resumes the others, and
@@ -83,8 +84,9 @@ def grid(
     On a cluster each combination becomes a job array for unfinished seeds, and a last job writes the report.
     The script gets the arguments: first a file of its folder, the algorithm, then the others:
 
-        megatron-dppo grid my_cluster.toml --variant grpo.toml --variant dppo_binary_tv.toml --seeds 0-2
-        --sbatch examples/moe_base/train.sbatch -o runs/study
+        megatron-dppo grid my_cluster.toml --variant grpo.toml \
+            --variant dppo_binary_tv.toml --seeds 0-2 \
+            --sbatch examples/moe_base/train.sbatch -o runs/study
 
     Exit code 1: a run failed. 2: invalid arguments or config. 75: interrupted; start the same command again.
     """
@@ -146,7 +148,8 @@ def cells_of(
     cells: list[Cell] = []
     for (stem, own), values in product(files or [("", ())], product(*map(_values_of, varied))):
         name = "-".join(filter(None, [stem, *(label for label, _ in values)])) or configs[-1].stem
-        cells.append(Cell(name, (*configs, *own), (*overrides, *(override for _, override in values))))
+        given = tuple(override for _, override in values)
+        cells.append(Cell(name, (*configs, *own), (*overrides, *given), given))
     names = [cell.name for cell in cells]
     for name in names:
         if names.count(name) > 1:
@@ -204,7 +207,12 @@ def _train(cells: Sequence[Cell], seeds: Sequence[int], out: Path, jobs: int, pr
 def _run_of(cell: Cell, seed: int, out: Path, processes: int) -> GridRun:
     folder = (out / cell.name / f"seed_{seed}").absolute()
     overrides = (*cell.overrides, f"run.seed={seed}")
-    config = load_config(cell.configs, [*overrides, f"run.folder={str(folder)!r}"])
+    try:
+        config = load_config(cell.configs, [*overrides, f"run.folder={str(folder)!r}"])
+    except ConfigError as error:
+        given = {override: f"--vary {override}" for override in cell.varied}
+        given |= {f"run.seed={seed}": f"--seeds {seed}", f"run.folder={str(folder)!r}": f"-o {out}"}
+        raise ConfigError([_as_given(problem, given) for problem in error.problems]) from None
     run = GridRun(folder, cell.configs, overrides, config.run.num_rollouts, processes)
     if run.is_finished and (read := _read(folder)) is not None:
         changes = experiment_changes(read.config, config.model_dump(mode="json"))
@@ -213,6 +221,14 @@ def _run_of(cell: Cell, seed: int, out: Path, processes: int) -> GridRun:
             action = "Choose another folder, or remove that run."
             raise ConfigError(Problem("--out", found, "runs of this grid", action, change_table(changes)))
     return run
+
+
+def _as_given(problem: Problem, given: Mapping[str, str]) -> Problem:
+    """Return a problem that names the option of `grid` instead of the --set that a run gets."""
+    for override, option in given.items():
+        found = problem.found.replace(f"(set by --set {override})", f"(set by {option})")
+        problem = replace(problem, found=found)
+    return problem
 
 
 def _config_of(run: GridRun) -> Any:

@@ -22,7 +22,7 @@ from megatron_dppo.errors import DataError
 from megatron_dppo.run_folder.reader import read_run
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["megatron_dppo.train"])
+_FORKS.set_forkserver_preload(["megatron_dppo.cli.forked"])
 _LOOK_S = 10.0  # between two looks at the runs' metrics
 
 

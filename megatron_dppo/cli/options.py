@@ -1,6 +1,9 @@
 """Common arguments and error handling of the commands of `megatron-dppo`."""
 
+import errno
+import inspect
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_dppo.errors import ConfigError, MegatronDppoError, exit_status
+from megatron_dppo.errors import ConfigError, MegatronDppoError, Problem, exit_status
 from megatron_dppo.plan.gpu_rates import RATES_FILE
 from megatron_dppo.runtime.files import full_disk_explained
 
@@ -71,7 +74,7 @@ def user_errors() -> Iterator[None]:
     Only rank 0 prints config errors, because every rank finds the same ones.
     """
     try:
-        with full_disk_explained():
+        with full_disk_explained(), _long_name_explained():
             yield
     except MegatronDppoError as error:
         rank = os.environ.get("RANK", "0")
@@ -85,8 +88,30 @@ def user_errors() -> Iterator[None]:
         raise typer.Exit(128 + signal.SIGINT) from None
 
 
+@contextmanager
+def _long_name_explained() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        found, expected = str(error.filename), "a path of names that the file system takes"
+        raise ConfigError(Problem("a path", found, expected, "Choose a shorter name.")) from error
+
+
+def keep_examples(app: typer.Typer) -> None:
+    """Keep the line breaks of the indented examples in the help of an app's commands."""
+    for command in app.registered_commands:
+        assert command.callback is not None, "each command is a function"
+        command.help = re.sub(r"\n\n(?= {4})", "\n\n\b\n", inspect.getdoc(command.callback) or "")
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            keep_examples(group.typer_instance)
+
+
 def program(command: Callable[..., None]) -> typer.Typer:
     """Return an app with only this command, its options and its help, for a program in tools/."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command()(command)
+    keep_examples(app)
     return app

@@ -71,6 +71,9 @@ def test_combinations_are_named_by_what_they_vary(tmp_path: Path) -> None:
     assert [load_config(cell.configs, cell.overrides).checkpoint.resume for cell in flags] == [True, False]
 
 
+LR = "(set by --set optimizer.lr=-1)"
+
+
 @pytest.mark.parametrize(
     ("arguments", "where"),
     [
@@ -82,6 +85,9 @@ def test_combinations_are_named_by_what_they_vary(tmp_path: Path) -> None:
         (["{base}", "--seeds", "2-1", "-o", "{folder}"], "--seeds"),
         (["{base}", "--vary", "algorithm.dleta=0.1,0.2", "-o", "{folder}"], "algorithm.dleta"),
         (["{base}", "--sbatch", "{base}", "-o", "{folder}"], "--sbatch"),
+        (["{base}", "--vary", "run.num_threads=0", "-o", "{folder}"], "(set by --vary run.num_threads=0)"),
+        (["{base}", "--vary", "data.shuffle='no','yes'", "--set", "optimizer.lr=-1", "-o", "{folder}"], LR),
+        (["{base}", "--seeds", "3,4294967296", "-o", "{folder}"], "(set by --seeds 4294967296)"),
         (["{base}", "--vary", "run.seed=1,2", "-o", "{folder}"], "Use --seeds instead"),
         (["{base}", "--set", "run.seed = 5", "-o", "{folder}"], "Use --seeds instead"),
         (["{base}", "--set", "run.folder=there", "-o", "{folder}"], "Use -o instead"),

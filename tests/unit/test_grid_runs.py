@@ -1,5 +1,7 @@
 """Tests for the processes of a grid's runs."""
 
+import subprocess
+import sys
 import time
 from multiprocessing import forkserver
 from pathlib import Path
@@ -38,3 +40,10 @@ def test_each_run_has_its_own_status(
     assert sorted(run.folder.name for run in failed) == ["1", "3", "5", "7"]
     printed = capsys.readouterr().err
     assert printed.count("ended with status 7;") == 4 and printed.count("ended with status") == 4
+
+
+def test_what_runs_are_forked_from_says_nothing() -> None:
+    """It shares the terminal with the progress bar."""
+    code = "import sys, megatron_dppo.cli.forked; print('megatron.core.optimizer' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("True\n", "")

@@ -52,9 +52,33 @@ def said(result: Result) -> str:
     return " ".join(result.output.split())
 
 
+LONG = "n" * 300
+PREPARE = "prepare-data custom --source prompts.jsonl --tokenizer model --template none --out"
+
+
+def test_examples_of_the_help_keep_their_lines() -> None:
+    """So that they can be copied: each line of an example that is not its last one continues."""
+    pages = [["grid"], ["prepare-data"], ["check"], ["plan"], ["convert", "to-hf"]]
+    lines = [line for page in pages for line in CliRunner().invoke(app, [*page, "--help"]).output.splitlines()]
+    begun = [number for number, line in enumerate(lines) if line.startswith("      megatron-dppo")]
+    assert len(begun) > 8
+    for number in begun:
+        while lines[number].endswith(" \\"):
+            number += 1
+            assert lines[number].startswith(10 * " ")
+        assert lines[number + 1] == ""
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [
+        (f"{PREPARE} {NOWHERE}/a.jsonl", "--out: found /proc/nowhere/a.jsonl"),
+        (f"{PREPARE} base.toml/a.jsonl", "expected a place that can be written"),
+        (
+            f"{PREPARE} {LONG}.jsonl",
+            "expected a path of names that the file system takes. Choose a shorter name",
+        ),
+        (f"compare {LONG} -o report.html", "Choose a shorter name"),
         ("compare run -o a_folder", "--out: found a_folder, a folder; expected the file to write. Name a file"),
         (f"compare run -o {NOWHERE}/report.html", "expected a place that can be written"),
         (f"figures run -o {NOWHERE}", "expected a place that can be written"),

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from tqdm import tqdm
@@ -14,7 +15,7 @@ from megatron_dppo.architectures.sizes import config_file
 from megatron_dppo.data.prompts.final_answer import excerpt
 from megatron_dppo.data.prompts.prepare import Prepared, PrepareOptions, prepare
 from megatron_dppo.data.prompts.rows import DataSource, open_source
-from megatron_dppo.errors import DataError, Problem
+from megatron_dppo.errors import DataError, Problem, writing_to
 from megatron_dppo.runtime.files import write_jsonl, write_whole
 
 
@@ -67,6 +68,7 @@ def refuse_unusable(
     Raises:
         DataError: There is no source, the output has another suffix or exists, only one of the two columns is
             named, or an instruction is given for a template that does not use it.
+        ConfigError: The output cannot be written.
     """
     if source is None:
         raise _problem("--source", "nothing", "a file, a folder or a name on the hub", "Name the data set.")
@@ -80,6 +82,10 @@ def refuse_unusable(
     if (question is None) != (answer is None):
         found = "one of --question-column and --answer-column"
         raise _problem("columns", found, "both or none", "Name both columns.")
+    with writing_to("--out", out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=out.parent):
+            pass
 
 
 def open_data_set(

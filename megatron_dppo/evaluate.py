@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
@@ -13,18 +14,17 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from megatron_dppo import __version__
 from megatron_dppo.checkpoints.checkpoint_folder import STATE
 from megatron_dppo.checkpoints.convert.sources import StoredWeights
 from megatron_dppo.checkpoints.megatron_folder import hf_files
 from megatron_dppo.checks import BEFORE_LOADING, require_evaluable
 from megatron_dppo.config.effects import effect_on_evaluation
 from megatron_dppo.config.load import flat
-from megatron_dppo.config.schema import Config, RolloutConfig
+from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang.server import own_servers
 from megatron_dppo.engines.weight_sync.factory import build_sync
 from megatron_dppo.errors import CheckpointError, ConfigError, Problem
-from megatron_dppo.rewards import RewardChoice
-from megatron_dppo.rewards.base import function_path
 from megatron_dppo.rollout.evaluation import Evaluation, EvaluationSet, evaluation_sets, merge_responses
 from megatron_dppo.rollout.rollouts import build_engine
 from megatron_dppo.rollout.scores import over_ranks
@@ -34,19 +34,21 @@ from megatron_dppo.run.session import join_processes
 from megatron_dppo.run_folder.lock import locked
 from megatron_dppo.runtime.files import full_disk_explained, write_whole
 from megatron_dppo.runtime.process import Runtime
-from megatron_dppo.runtime.user_code import source_file
+from megatron_dppo.runtime.user_code import digest_of
 
+logger = logging.getLogger(__name__)
 METRICS = "metrics.json"
 _TEXT = (".json", ".jinja", ".model", ".txt")  # tokenizer, chat template and config.json, but no weights
-Results = dict[str, dict[str, Any]]  # by set: "of", all that the metrics depend on, and "metrics"
+Results = dict[str, dict[str, Any]]
+"""By set: `of` and `files` are what the metrics depend on, `metrics` are the numbers."""
 
 
 def evaluate(config: Config, folder: Path, rollout: int = 0) -> Results:
     """Evaluate model.load on every set, in this process of the job.
 
-    A set is not sampled again if `folder` has its results for the same weights, tokenizer, settings and
-    prompts, and the modules of its reward, environment and agent are unchanged. Modules that they import
-    are not compared.
+    A set is not sampled again if `folder` has its results for the same weights, tokenizer, settings, prompts
+    and version of this package, and if all files are unchanged that its reward, environment and agent have
+    read: modules and tables; see `FilesRead`. A log line names the results that are kept.
 
     Args:
         config: Config of the run; settings that are only for training are neither used nor checked.
@@ -122,6 +124,7 @@ def _describe_sets(config: Config, weights: str, rollout: int) -> Results:
     unused = f"{other}.", f"rollout.{other}."
     of_model = [file for file in hf_files(config.model.load).iterdir() if file.suffix in _TEXT]
     of_all = {
+        "version": __version__,
         "weights": weights,
         "model_files": _digest(sorted(file for file in of_model if file.name != METRICS)),
         "rollouts_finished": rollout,
@@ -132,19 +135,12 @@ def _describe_sets(config: Config, weights: str, rollout: int) -> Results:
         },
     }
     sets = evaluation_sets(config)
-    return {each.name: {"of": of_all | {"set": _describe(each, config.rollout)}} for each in sets}
+    return {each.name: {"of": of_all | {"set": _describe(each)}} for each in sets}
 
 
-def _describe(each: EvaluationSet, options: RolloutConfig) -> dict[str, Any]:
-    names = [
-        *map(function_path, RewardChoice.read(each.reward).weights),
-        options.environment,
-        options.generate or "",
-        options.agent.harness or "",
-    ]
-    code = [source_file(name) for name in names if ":" in name]
-    digests = {"prompts_digest": _digest(each.prompts), "code_digest": _digest(filter(None, code))}
-    return json.loads(json.dumps(asdict(each) | {"prompts": ", ".join(map(str, each.prompts))} | digests))
+def _describe(each: EvaluationSet) -> dict[str, Any]:
+    prompts = {"prompts": ", ".join(map(str, each.prompts)), "prompts_digest": _digest(each.prompts)}
+    return json.loads(json.dumps(asdict(each) | prompts))
 
 
 def _digest(files: Iterable[Path]) -> str:
@@ -166,13 +162,19 @@ def _keep_unchanged(folder: Path, wanted: Results) -> Results:
         kept = {
             name: result
             for name, result in found.items()
-            if result["of"] == wanted.get(name, {}).get("of") and (folder / f"{name}.jsonl").is_file()
+            if result["of"] == wanted.get(name, {}).get("of")
+            and (folder / f"{name}.jsonl").is_file()
+            and all(digest == digest_of(path) for path, digest in result["files"])
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         expected = "a new folder, or one that evaluate has written"
         action = "Name another folder with --out."
         raise ConfigError(Problem("--out", f"{file}, which no evaluation wrote", expected, action)) from error
     _write(folder, kept)
+    for name in kept:
+        logger.info(
+            "evaluation.sets.%s: kept from %s, because nothing has changed that it depends on", name, file
+        )
     return kept
 
 
@@ -207,10 +209,13 @@ def _evaluate_rest(
             file = folder / f"{each.name}.jsonl"
             before = Counter(engine.refusals)
             own = {each.name: evaluation.run(each, rollout, file)}
-            of_ranks = runtime.all_gather((own, Counter(engine.refusals) - before))
-            scores = over_ranks([scores for scores, _ in of_ranks])[each.name]
-            refusals = sum((refused for _, refused in of_ranks), Counter[str]())
+            files = rewards.files(each.reward) | sampler.files
+            of_ranks = runtime.all_gather((own, Counter(engine.refusals) - before, files))
+            scores = over_ranks([scores for scores, *_ in of_ranks])[each.name]
+            refusals = sum((refused for _, refused, _ in of_ranks), Counter[str]())
+            files = sorted(set[tuple[str, str]]().union(*(files for *_, files in of_ranks)))
             runtime.on_main(lambda file=file: merge_responses(file, runtime.world_size))
             each.refuse_if_too_many_dropped(scores, config.rollout.max_dropped_fraction, refusals)
-            done[each.name] = wanted[each.name] | {"metrics": each.metrics(scores, config.run.seed)}
+            metrics = each.metrics(scores, config.run.seed)
+            done[each.name] = wanted[each.name] | {"files": files, "metrics": metrics}
             runtime.on_main(lambda: _write(folder, done))

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, TypeVar
 
@@ -27,7 +28,8 @@ from megatron_dppo.config.schema import AgentConfig, RolloutConfig
 from megatron_dppo.config.sections import DataConfig
 from megatron_dppo.engines.base import Ask, Completion, Request, SamplingParams
 from megatron_dppo.runtime.concurrency import LoopThread
-from megatron_dppo.workers.service import WorkerFault
+from megatron_dppo.runtime.user_code import digest_of
+from megatron_dppo.workers.service import FileDigests, WorkerFault
 
 T = TypeVar("T")
 _HOST = "127.0.0.1"
@@ -260,6 +262,12 @@ class Agents:
         """
         self._server.start()
         self._pool.start()
+
+    @property
+    def files(self) -> FileDigests:
+        """Path and digest of each file that the harnesses have read, and of files that the command names."""
+        words = [word for word in self._agent.command if Path(word).is_file()]
+        return self._pool.files | {(word, digest_of(word)) for word in words}
 
     def close(self) -> None:
         """End the workers and the endpoint."""

@@ -293,7 +293,8 @@ def evaluate(
 
     It needs the config's [model], [rollout], [data] and [evaluation], but no data.prompts. Under torchrun the
     prompts are divided among the processes. The random draws for a checkpoint equal the run's own evaluation
-    after the same number of rollouts. Started again, it skips finished sets, unless weights or settings differ.
+    after the same number of rollouts. Started again, it keeps the results of finished sets, and logs it, unless
+    weights, settings, the package's version or a file that the reward, environment or agent has read differ.
     """
     with user_errors():
         if checkpoint is not None and model is not None:

@@ -20,6 +20,7 @@ from megatron_dppo.errors import RewardError, RoutingReplayError
 from megatron_dppo.rewards import RewardChoice, RewardFault, RewardPool, RewardRequest, RewardResult
 from megatron_dppo.rollout.counts import DropReason
 from megatron_dppo.types import Prompt, Sample
+from megatron_dppo.workers.service import FileDigests
 
 _TRIED_GROUP = 2  # responses to try a reward of groups on: one alone has nothing to compare with
 
@@ -275,6 +276,10 @@ class RewardPools:
     def of(self, reward: str) -> RewardScorer:
         """Return the scorer of a named reward."""
         return EnvironmentAlone() if RewardChoice.read(reward).is_environment else self._pools[reward]
+
+    def files(self, reward: str) -> FileDigests:
+        """Return path and digest of each file that the workers of a named reward have read."""
+        return self._pools[reward].files if reward in self._pools else set()
 
     def score(self, reward: str, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
         """Return the results of requests with a named reward, in order."""

@@ -28,8 +28,9 @@ from megatron_dppo.errors import EnvironmentFailedError, RolloutError
 from megatron_dppo.rollout.conversations import Conversations, TurnLimits
 from megatron_dppo.rollout.sampler import GroupSampler
 from megatron_dppo.rollout.scoring import Scorer
-from megatron_dppo.runtime.user_code import describe_error, import_named
+from megatron_dppo.runtime.user_code import describe_error, digest_of, import_named, module_files
 from megatron_dppo.types import FinishReason, Prompt
+from megatron_dppo.workers.service import FileDigests
 
 Generate = Callable[[RolloutEngine, Sequence[Request], SamplingParams], Sequence[Completion]]
 """Returns a completion for each request, in order; may call the engine any number of times.
@@ -163,6 +164,13 @@ class TrajectorySampler:
         else:
             converse = Conversations(self._pool, tokenizer, self._limits).run
         return GroupSampler(self._open_session, converse, scorer, params)
+
+    @property
+    def files(self) -> FileDigests:
+        """Path and digest of each file of the user's code: what workers have read, commands, and modules."""
+        pools = [each.files for each in (self._pool, self._agents) if each is not None]
+        modules = module_files() if self._is_users else []
+        return {(path, digest_of(path)) for path in modules}.union(*pools)
 
     def start(self, first: Prompt) -> None:
         """Step the environment once, or load the agent, so that a faulty one stops the run early.

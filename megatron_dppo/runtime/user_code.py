@@ -1,12 +1,15 @@
-"""Imports a user's functions and classes on demand, selects their environment, and describes their errors."""
+"""Imports a user's functions on demand, selects their environment, notes their files, and describes errors."""
 
+import hashlib
 import importlib
 import importlib.util
 import os
 import re
+import site
 import subprocess
 import sys
 import traceback
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
@@ -39,6 +42,14 @@ _PASSED = re.compile(
     r"|HF_(HOME|ENDPOINT|(HUB|DATASETS|ASSETS|XET)_CACHE|(HUB|DATASETS|EVALUATE)_OFFLINE)|HUGGINGFACE_HUB_CACHE"
     r"|TRANSFORMERS_(CACHE|OFFLINE)|TORCH_(HOME|EXTENSIONS_DIR)|TRITON_CACHE_DIR|NLTK_DATA|MPLCONFIGDIR"
 )
+_PACKAGES = (str(Path(os.__file__).parent), *site.getsitepackages(), site.getusersitepackages())
+_INSTALLED = tuple(
+    f"{folder}/"
+    for place in (*_PACKAGES, "/dev", "/proc", "/sys")
+    for folder in {place, os.path.realpath(place)}
+)
+_MOST_FILES = 2000  # of one process
+_LARGE_FILE = 64 << 20  # bytes
 _ABOUT_KEYS = re.compile(r"api[ _-]?key|authenticat|unauthori[sz]ed|credential|\b401\b", re.IGNORECASE)
 
 
@@ -123,12 +134,70 @@ def advice_on_variables(text: str, passed: Collection[str]) -> str:
     )
 
 
-def source_file(name: str) -> Path | None:
-    """Return the file of the module in "package.module:name", or None if it is not found. Imports nothing."""
-    path = name.partition(":")[0].replace(".", "/")
-    places = [Path(place, path) for place in (*sys.path, Path.cwd())]
-    files = (file for place in places for file in (place / "__init__.py", place.with_suffix(".py")))
-    return next((file for file in files if file.is_file()), None)
+class FilesRead:
+    """Notes which files Python opens in this process from now on to read them, such as modules and tables.
+
+    Files of installed packages, files that the process writes itself, and files that C code or other programs
+    open are left out.
+    """
+
+    def __init__(self) -> None:
+        """Begin with the modules that are loaded."""
+        self._due, self._seen, self._written = deque[str](), set[str](), set[str]()
+        for path in module_files():
+            self._note("open", (path, "r", os.O_RDONLY))
+        sys.addaudithook(self._note)
+
+    def take(self) -> set[tuple[str, str]]:
+        """Return path and `digest_of` of all files that were noted since the last call."""
+        found = set[tuple[str, str]]()
+        while self._due:
+            path = self._due.popleft()
+            if path not in self._written:
+                found.add((path, digest_of(path)))
+        if len(self._seen) > _MOST_FILES:
+            found.add(("", f"more than {_MOST_FILES} files"))  # equals no digest
+        return found
+
+    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """See `sys.addaudithook`; extension modules are not opened, but imported by their path."""
+        flags: int = arguments[2] if event == "open" else os.O_RDONLY
+        path = arguments[0] if event == "open" else arguments[1] if event == "import" else None
+        if not isinstance(path, str | bytes | os.PathLike):
+            return
+        path = _source_of(os.path.abspath(os.fsdecode(path)))  # noqa: PTH100 - links are kept
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            self._written.add(path)
+        elif path not in self._seen and len(self._seen) <= _MOST_FILES and not path.startswith(_INSTALLED):
+            self._seen.add(path)
+            self._due.append(path)
+
+
+def module_files() -> list[str]:
+    """Return the files of all modules that are loaded in this process, outside of installed packages."""
+    files = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
+    paths = [os.path.abspath(file) for file in files if file]  # noqa: PTH100 - links are kept
+    return [path for path in paths if not path.startswith(_INSTALLED)]
+
+
+def digest_of(path: str) -> str:
+    """Return a digest of a file; of a large one, its size and time of writing; "" if it cannot be read."""
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - the path need not be one that pathlib keeps
+            status = os.fstat(file.fileno())
+            if status.st_size > _LARGE_FILE:
+                return f"{status.st_size} {status.st_mtime_ns}"
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except (OSError, ValueError):  # a null byte in a path is a ValueError
+        return ""
+
+
+def _source_of(path: str) -> str:
+    """Return the source of a compiled module, or the path itself."""
+    try:
+        return importlib.util.source_from_cache(path) if path.endswith(".pyc") else path
+    except ValueError:  # a module without source
+        return path
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Generic
 
 from megatron_dppo.runtime.concurrency import Gathered
-from megatron_dppo.workers.service import A, Q, Service, WorkerFault, WorkerFaultKind
+from megatron_dppo.workers.service import A, FileDigests, Q, Service, WorkerFault, WorkerFaultKind
 from megatron_dppo.workers.worker_process import CallCancelledError, IsCancelled, WorkerLostError, WorkerProcess
 
 _AHEAD_S = 0.02  # seconds of work sent to a worker in advance, so that cheap code need not wait for the trainer
@@ -53,7 +53,7 @@ class WorkerPool(Generic[Q, A]):
         """
         self._service, self._environment = service, environment
         self._name, self._timeout_s, self._memory_mb = name, timeout_s, memory_mb
-        self._num_workers = num_workers
+        self._num_workers, self._files = num_workers, FileDigests()
         self._idle: LifoQueue[WorkerProcess[Q, A] | None] = LifoQueue()  # `None`: a worker to start
         for _ in range(num_workers):
             self._idle.put(None)
@@ -64,6 +64,11 @@ class WorkerPool(Generic[Q, A]):
         self._asked, self._arrived = Gathered(self._queue), Gathered(_end_waits, _PASSED_ON_EVERY_S)
         self._num_late = 0  # number of requests in a row that timed out
         self._slow_s = _AHEAD_S  # recent time of a slow request
+
+    @property
+    def files(self) -> FileDigests:
+        """Path and digest of each file that the workers have read so far; see `user_code.FilesRead`."""
+        return self._files.copy()
 
     def start(self) -> None:
         """Load the code in one worker now, so that code that cannot be loaded stops a run before it samples.
@@ -248,7 +253,8 @@ class WorkerPool(Generic[Q, A]):
         return max(1, min(_MAX_AHEAD, int(_AHEAD_S / self._slow_s)))
 
     def _start_worker(self, is_cancelled: IsCancelled) -> WorkerProcess[Q, A]:
-        return WorkerProcess(self._service, self._name, self._memory_mb, is_cancelled, self._environment)
+        limits = self._memory_mb, is_cancelled, self._environment
+        return WorkerProcess(self._service, self._name, *limits, self._files)
 
     def _answer(self, worker: WorkerProcess[Q, A], line: "deque[_Call[Q, A]]") -> tuple[A | WorkerFault, bool]:
         """Return the reply to the oldest request of a line, and whether the worker must be replaced."""

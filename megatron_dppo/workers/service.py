@@ -2,7 +2,8 @@
 
 Messages are frames of JSON. A worker first sends `{"problem": ...}`: why it could not load the user's code, or
 null. Requests are `{"number": ..., "request": ...}`. Replies repeat the number and have `"answer"` or
-`"failed"`, so that a stray message never becomes the reply to another request.
+`"failed"`, so that a stray message never becomes the reply to another request. Both kinds of message have
+`"files"`: path and digest of each file that the worker has read since its last message.
 """
 
 import json
@@ -60,8 +61,12 @@ OUT_OF_MEMORY = json_frame({"out_of_memory": True})
 """The last message of a worker, encoded in advance, because nothing can be allocated when it is needed."""
 
 
-def read_answer(content: bytes, number: int) -> Fields | WorkerFault:
-    """Return the fields of the reply to request `number`, or its fault.
+FileDigests = set[tuple[str, str]]
+"""Path and `user_code.digest_of` of files that workers have read."""
+
+
+def read_answer(content: bytes, number: int, files: FileDigests) -> Fields | WorkerFault:
+    """Return the fields of the reply to request `number`, or its fault; add its files to `files`.
 
     Raises:
         ValueError: The message is not a reply to this request.
@@ -71,9 +76,19 @@ def read_answer(content: bytes, number: int) -> Fields | WorkerFault:
         return WorkerFault("out_of_memory", "")
     if require_keys(message, "number")["number"] != number:
         raise ValueError(f"a reply to request {message['number']} instead of {number}")
+    add_files(message, files)
     if "failed" in message:
         return WorkerFault("failed", message["failed"])
     return require_keys(require_keys(message, "answer")["answer"])
+
+
+def add_files(message: Fields, files: FileDigests) -> None:
+    """Add the files that a message names to `files`.
+
+    Raises:
+        ValueError: The message names none.
+    """
+    files.update((str(path), str(digest)) for path, digest in require_keys(message, "files")["files"])
 
 
 def require_keys(content: Any, *keys: str) -> Fields:

@@ -25,7 +25,7 @@ from typing import BinaryIO
 
 from megatron_dppo.errors import MegatronDppoError
 from megatron_dppo.runtime.framing import json_frame, read_message, write_frame
-from megatron_dppo.runtime.user_code import describe_error
+from megatron_dppo.runtime.user_code import FilesRead, describe_error
 from megatron_dppo.workers.service import OUT_OF_MEMORY, Fields
 
 _MAX_MESSAGE = 2000  # characters of a fault's message
@@ -60,7 +60,7 @@ def run_worker(key: str, load: Callable[[str], Answer], name: str, memory_mb: in
         _guard(child, trainer)
     requests, replies = _take_pipes()
     faulthandler.enable(all_threads=False)  # a crash prints its stack to stderr
-    answer = problem = None
+    answer, problem, files = None, None, FilesRead()
     try:
         answer = load(name)
     except MegatronDppoError as error:
@@ -70,9 +70,9 @@ def run_worker(key: str, load: Callable[[str], Answer], name: str, memory_mb: in
         problem = f"{key}: {name!r} cannot be imported: it raised {describe_error(error)}"
     if answer is not None:
         _limit_memory(memory_mb)
-    write_frame(replies, json_frame({"problem": problem}))
+    write_frame(replies, json_frame({"problem": problem, "files": [*files.take()]}))
     if answer is not None:
-        _serve(answer, requests, replies)
+        _serve(answer, files, requests, replies)
 
 
 def _pass_over(number: int, frame: FrameType | None) -> None:
@@ -117,13 +117,13 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     return open(requests, "rb"), open(replies, "wb")  # noqa: PTH123 - for the life of the process
 
 
-def _serve(answer: Answer, requests: BinaryIO, replies: BinaryIO) -> None:
+def _serve(answer: Answer, files: FilesRead, requests: BinaryIO, replies: BinaryIO) -> None:
     while True:
         try:
             message = read_message(requests)
             if message is None:
                 return
-            reply = _reply(answer, message)
+            reply = _reply(answer, files, message)
         except MemoryError:
             reply = OUT_OF_MEMORY
         # The exception is gone here, so the memory of the user's frames is free again.
@@ -134,13 +134,14 @@ def _serve(answer: Answer, requests: BinaryIO, replies: BinaryIO) -> None:
             return  # memory that is still in use would fail the next request too
 
 
-def _reply(answer: Answer, message: bytes) -> bytes:
+def _reply(answer: Answer, files: FilesRead, message: bytes) -> bytes:
     request = json.loads(message)
     reply: Fields = {"number": request["number"]}
     try:
-        return json_frame(reply | {"answer": answer(request["request"])})
+        reply["answer"] = answer(request["request"])
     except MegatronDppoError as error:
-        return json_frame(reply | {"failed": str(error)[:_MAX_MESSAGE]})
+        reply["failed"] = str(error)[:_MAX_MESSAGE]
+    return json_frame(reply | {"files": [*files.take()]})
 
 
 def _limit_memory(memory_mb: int) -> None:

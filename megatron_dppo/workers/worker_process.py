@@ -17,7 +17,17 @@ from typing import IO, Generic
 from megatron_dppo.errors import Problem
 from megatron_dppo.runtime.framing import FrameReader, json_frame
 from megatron_dppo.runtime.user_code import advice_on_variables, user_environment
-from megatron_dppo.workers.service import A, Q, Service, WorkerFault, WorkerFaultKind, read_answer, require_keys
+from megatron_dppo.workers.service import (
+    A,
+    FileDigests,
+    Q,
+    Service,
+    WorkerFault,
+    WorkerFaultKind,
+    add_files,
+    read_answer,
+    require_keys,
+)
 
 _START_TIMEOUT_S = 300.0  # a user's module may import many others, from a slow disk
 _END_TIMEOUT_S = 10.0  # between closing its pipes and the end of the process, on a busy machine
@@ -51,16 +61,17 @@ class WorkerProcess(Generic[Q, A]):
         name: str,
         memory_mb: int,
         is_cancelled: IsCancelled,
-        environment: Collection[str] = (),
+        environment: Collection[str],
+        files: FileDigests,
     ) -> None:
-        """Start the process, and wait until it has loaded `name`.
+        """Start the process, and wait until it has loaded `name`; add the files that it reads to `files`.
 
         Raises:
             MegatronDppoError: The process could not load `name`, or a variable of `environment` is not set; the
                 type is the service's `error`.
             CallCancelledError: `is_cancelled` returned True first.
         """
-        self._service, self._environment = service, environment
+        self._service, self._environment, self._files = service, environment, files
         if absent := [variable for variable in environment if variable not in os.environ]:
             found, action = f"{', '.join(absent)}, not set here", "Export it on every node, or remove the name."
             expected = "environment variables of the trainer"
@@ -115,7 +126,7 @@ class WorkerProcess(Generic[Q, A]):
         """
         message = self._message(timeout_s, is_cancelled)
         try:
-            answer = read_answer(message, number)
+            answer = read_answer(message, number, self._files)
             if isinstance(answer, WorkerFault):
                 advice = advice_on_variables(answer.message, self._environment)
                 return replace(answer, message=answer.message + advice)
@@ -146,6 +157,7 @@ class WorkerProcess(Generic[Q, A]):
     def _hello(self, name: str, is_cancelled: IsCancelled) -> str | None:
         try:
             hello = json.loads(self._message(_START_TIMEOUT_S, is_cancelled))
+            add_files(hello, self._files)
             return require_keys(hello, "problem")["problem"]
         except (WorkerLostError, ValueError) as error:
             self.kill()

@@ -175,6 +175,51 @@ def test_evaluated_alone_a_model_scores_as_in_the_run_and_finished_sets_are_kept
     assert not (task / "nowhere").exists(), "the run folder is not touched"
 
 
+OWN_REWARD = """
+import graders.limits
+from pathlib import Path
+
+def score(prompt, response, finish_reason):
+    return graders.limits.VALUE + float(Path(__file__).with_name("bonus.txt").read_text())
+"""
+
+
+def scores_after_changes(runtime: Runtime, tables: dict[str, Any], out: Path) -> list[tuple[float, int]]:
+    """Score of "few" and time of writing of its responses: first, again, and after each kind of change."""
+    found = list[tuple[float, int]]()
+
+    def score() -> None:
+        results = evaluation.evaluate(Config.model_validate(tables), out)
+        found.append((results["few"]["metrics"]["eval/few/avg_at_2"], (out / "few.jsonl").stat().st_mtime_ns))
+
+    for name, content in ((None, ""), (None, ""), ("graders/limits.py", "VALUE = 0.5"), ("bonus.txt", "0.125")):
+        if name is not None:
+            Path(name).write_text(content)
+        score()
+    with mock.patch.object(evaluation, "__version__", "0.0.0"):
+        score()
+    return found
+
+
+def test_results_are_kept_until_a_file_of_the_reward_changes(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A helper module, a table that is read with the first response, or this package."""
+    (tmp_path / "graders").mkdir()
+    (tmp_path / "graders/limits.py").write_text("VALUE = 0")
+    (tmp_path / "own.py").write_text(OWN_REWARD)
+    (tmp_path / "bonus.txt").write_text("0.25")
+    monkeypatch.chdir(tmp_path)
+    tables = tables_of(task, "kept")
+    tables["evaluation"]["sets"]["few"]["reward"] = "own:score"
+    ((first, again, *others),) = run_ranks(
+        scores_after_changes, 1, tmp_path, tables, tmp_path / "out", is_fresh=True
+    )
+    assert first[0] == 0.25 and again == first
+    assert [score for score, _ in others] == [0.75, 0.625, 0.625]
+    assert len({time for _, time in (first, *others)}) == 4
+
+
 def drop_too_many(runtime: Runtime, tables: dict[str, Any], out: Path | None) -> str:
     """Evaluate with a reward that fails, alone if there is a folder for it, else in a run; the message."""
     from megatron_dppo.config.schema import Config

@@ -369,11 +369,12 @@ def test_the_worker_speaks_frames_of_json() -> None:
     )
     command = [sys.executable, "-m", "megatron_dppo.rewards.worker", NAME, "64"]
     done = subprocess.run(command, input=requests, stdout=subprocess.PIPE, check=True)
-    hello, first, last = FrameReader(max_bytes=1000).feed(done.stdout)
-    assert json.loads(hello) == {"problem": None}
-    answer = read_answer(first, 0)
+    hello, first, last = FrameReader(max_bytes=100_000).feed(done.stdout)
+    files = set[tuple[str, str]]()
+    assert json.loads(hello)["problem"] is None
+    answer = read_answer(first, 0, files)
     assert isinstance(answer, dict) and values(decode_scores(answer)) == [1.0]
-    assert frame_of(last) == OUT_OF_MEMORY and isinstance(read_answer(last, 1), WorkerFault)
+    assert frame_of(last) == OUT_OF_MEMORY and isinstance(read_answer(last, 1, files), WorkerFault)
 
 
 def test_a_reward_that_answers_nothing_is_not_waited_for() -> None:

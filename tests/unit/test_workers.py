@@ -13,7 +13,9 @@ from megatron_dppo.environments.base import Response, Trajectory
 from megatron_dppo.environments.pool import EnvironmentPool
 from megatron_dppo.errors import DataError, RewardError
 from megatron_dppo.rewards import RewardFault, RewardPool, RewardRequest, RewardResult
+from megatron_dppo.runtime import user_code
 from megatron_dppo.runtime.framing import FrameReader, frame_of, json_frame, read_message
+from megatron_dppo.runtime.user_code import digest_of
 from megatron_dppo.types import Prompt
 from megatron_dppo.workers.service import WorkerFault, read_answer
 
@@ -187,4 +189,64 @@ def test_a_message_that_is_too_long_is_refused_after_those_before_it() -> None:
 )
 def test_an_answer_to_no_request_is_none(message: str) -> None:
     with pytest.raises(ValueError):
-        read_answer(message.encode(errors="surrogateescape"), 0)
+        read_answer(message.encode(errors="surrogateescape"), 0, set())
+
+
+OWN_CODE = {
+    "points/__init__.py": "",
+    "points/scale.py": "FACTOR = 2.0",
+    "rules.py": """
+import json, os, pathlib, tempfile
+import tomli_w
+from points.scale import FACTOR
+HERE = pathlib.Path(__file__).parent
+BASE = json.loads(open("base.json").read())
+
+def score(prompt, response, finish_reason):
+    tables = {name: json.loads((HERE / "tables" / f"{name}.json").read_text()) for name in response.split()}
+    with tempfile.NamedTemporaryFile("w+") as file:
+        file.write("1")
+        file.flush()
+        assert open(file.name).read() == "1"
+    os.path.exists("absent") or os.open(HERE / "seen.log", os.O_WRONLY | os.O_CREAT)
+    return BASE + FACTOR * sum(tables.values())
+""",
+    "base.json": "1",
+    "tables/a.json": "3",
+    "tables/b.json": "4",
+    "tables/c.json": "5",
+}
+
+
+def test_workers_name_the_files_that_their_code_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without compiled modules; neither installed packages nor what the code writes."""
+    for name, content in OWN_CODE.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    monkeypatch.chdir(tmp_path)
+    expected = {str(tmp_path / name) for name in OWN_CODE if name != "tables/c.json"}
+    for _ in range(2):
+        with RewardPool("rules:score", num_workers=2, timeout_s=300.0, memory_mb=0) as pool:
+            pool.start()
+            loaded = {path for path, _ in pool.files}
+            results = pool.score([RewardRequest(PROMPT, response, "stop") for response in ("a", "b", "a b")])
+            files = pool.files
+        assert [result.value for result in results if isinstance(result, RewardResult)] == [7.0, 9.0, 15.0]
+        assert {path for path in loaded if path.startswith(str(tmp_path))} == {
+            path for path in expected if "tables" not in path
+        }
+        assert {path for path, _ in files if path.startswith(str(tmp_path))} == expected
+        assert not [path for path, _ in files if "tomli_w" in path or path.startswith(("/proc/", "/dev/"))]
+        assert all(digest and digest == digest_of(path) for path, digest in files)
+    (tmp_path / "tables/a.json").write_text("4")
+    (tmp_path / "points/scale.py").unlink()
+    changed = {path for path, digest in files if digest != digest_of(path)}
+    assert changed == {str(tmp_path / "tables/a.json"), str(tmp_path / "points/scale.py")}
+
+
+def test_files_without_number_never_count_as_unchanged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(user_code, "_MOST_FILES", 1)
+    files = user_code.FilesRead()
+    (tmp_path / "table").write_text("1")
+    assert (tmp_path / "table").read_text() == "1"
+    assert any(digest != digest_of(path) for path, digest in files.take())

@@ -22,6 +22,7 @@ from megatron_dppo.agents.harness import AgentOutcome
 from megatron_dppo.agents.rendering import Rendering
 from megatron_dppo.agents.tree import Node, Said, Trees, conversation, leaves_of, num_forks_of, with_call_ids
 from megatron_dppo.engines.base import (
+    KEYS_APART,
     Ask,
     Completion,
     Request,
@@ -39,7 +40,6 @@ from megatron_dppo.errors import DataError
 from megatron_dppo.types import CallKind
 
 _WHILE_CALLING_S = 1.0  # between two looks at the clock while a call is sampled
-_KEYS_APART = 1 << 40  # noise keys of forks: above the number of any sample of a rollout
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class Episode:
         """Return the parent's noise key for its first child, and a new one for a fork."""
         seed, rollout, sample = (parent.request if parent is not None else self.request).noise_key
         is_fork = any(node.parent is parent for node in self._nodes)
-        return seed, rollout, sample % _KEYS_APART + _KEYS_APART * len(self._nodes) if is_fork else sample
+        return seed, rollout, sample % KEYS_APART + KEYS_APART * len(self._nodes) if is_fork else sample
 
     def _opening(self, chat: Chat) -> tuple[int, ...]:
         try:

@@ -23,6 +23,8 @@ from megatron_dppo.errors import DataError, Problem
 Thinking = Literal["keep", "template"]
 _MARK = "the-response-stands-here"
 _THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+_THOUGHT_ENDS = "</think>"
+_THOUGHT_OF = f"<think>\n{{}}\n{_THOUGHT_ENDS}\n\n"
 _NUM_LAST = 16  # tokens of a prompt, of which the last may open a thought
 KEY = "rollout.agent.renderer"
 _ACTION = (
@@ -93,7 +95,10 @@ class Rendering:
             None if the template does not append: the new messages change how it writes the earlier ones, or
             it omits a part of them.
         """
-        answered = [*path, {"role": "assistant", "content": f"{_MARK}{added}"}]
+        thought = ""
+        if self._thinking == "template" and _THOUGHT_ENDS in self._tokenizer.decode(list(response)):
+            thought = _THOUGHT_OF.format("well")
+        answered = [*path, {"role": "assistant", "content": f"{thought}{_MARK}{added}"}]
         try:
             before = self._write(answered, tools, arguments, asks=False)
             after = self._write([*answered, *new], tools, arguments, asks=True)
@@ -116,6 +121,12 @@ class Rendering:
         prompt, response = self.opening([asked], (), {}), self._tokenizer.encode("5", add_special_tokens=False)
         added = (self.continuation(prompt, response, [asked], "", [new], (), {}) for new in (asked, said))
         return all(each is not None for each in added)
+
+    def keeps_thoughts(self) -> bool:
+        """Return whether the chat template keeps the thought of a response if a message of a user follows."""
+        asked, thought = _TRIAL[-1], _THOUGHT_OF.format(_MARK)
+        answered: ChatMessage = {"role": "assistant", "content": f"{thought}5"}
+        return _MARK in self._write([asked, answered, asked], (), {}, asks=True)
 
     def writes_tools(self) -> bool:
         """Return whether the chat template writes tools, calls of them, and their results."""

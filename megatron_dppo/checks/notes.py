@@ -22,7 +22,7 @@ from megatron_dppo.checks.data_rules import THINKING_ENDS, find_misread, iterate
 from megatron_dppo.checks.facts import TRAINING, Facts, prompt_files, section_of
 from megatron_dppo.checks.model_rules import rounded_part_doubts
 from megatron_dppo.checks.run_rules import checkpoint_bytes
-from megatron_dppo.checks.sampling_rules import agent_doubts, rounding_remarks
+from megatron_dppo.checks.sampling_rules import conversation_doubts, rounding_remarks
 from megatron_dppo.config.load import shown
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts.final_answer import KINDS, excerpt, final_answer, number_of, text_only_doubt
@@ -178,7 +178,7 @@ def doubts(config: Config, facts: Facts) -> list[str]:
     """Return doubts about the files of prompts, the tokenizer and the weights, as sentences."""
     found = [doubt for _, path, each in iterate_surveys(config, facts) for doubt in _of_prompts(path, each)]
     found += [x for each in iterate_surveys(config, facts, is_once=False) for x in _of_answers(config, *each)]
-    found += [*_of_turn_ends(config, facts), *agent_doubts(config, facts), *rounded_part_doubts(config)]
+    found += [*_of_turn_ends(config, facts), *conversation_doubts(config, facts), *rounded_part_doubts(config)]
     return list(dict.fromkeys(found))
 
 

@@ -6,7 +6,7 @@ from contextlib import closing
 
 from megatron_dppo.agents.agents import harness_pool, rendering_of
 from megatron_dppo.agents.harness import problem_with_harness
-from megatron_dppo.agents.rendering import problem_with_renderer
+from megatron_dppo.agents.rendering import Rendering, problem_with_renderer
 from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.architectures.sizes import read_model_config
 from megatron_dppo.checkpoints.block_fp8 import FP8_BLOCK
@@ -122,10 +122,13 @@ def _agent(config: Config, facts: Facts) -> Iterator[Problem]:
             yield problem
 
 
-def agent_doubts(config: Config, facts: Facts) -> Iterator[str]:
-    """Yield doubts if calls of the agent cannot continue a conversation, or cannot have tools."""
+def conversation_doubts(config: Config, facts: Facts) -> Iterator[str]:
+    """Yield doubts if the chat template does not write the turns of an environment or an agent one by one."""
     tokenizer, agent = facts.tokenizer, config.rollout.agent
-    if not agent.is_set or tokenizer is None or isinstance(tokenizer, Problem):
+    if tokenizer is None or isinstance(tokenizer, Problem):
+        return
+    if not agent.is_set:
+        yield from _thinking_doubts(config, facts)
         return
     try:
         rendering = rendering_of(tokenizer, agent)
@@ -143,6 +146,24 @@ def agent_doubts(config: Config, facts: Facts) -> Iterator[str]:
             "begin new conversations, whose earlier responses are prompts. Name the family's renderer in "
             "rollout.agent.renderer, or set rollout.agent.train = 'tools' so that all of them train."
         )
+
+
+def _thinking_doubts(config: Config, facts: Facts) -> Iterator[str]:
+    """Yield a doubt if an environment's conversations keep thinking that the chat template leaves out."""
+    options, is_chat = config.rollout, any(found.num_chats for found in facts.surveys.values())
+    has_turns = options.environment != "single_turn" and options.max_turns > 1
+    if not has_turns or not is_chat or "thinking" in options.model_fields_set:
+        return
+    try:
+        if Rendering(facts.tokenizer, "template").keeps_thoughts():
+            return
+    except DataError:
+        return  # a rule is about it
+    yield (
+        "the chat template leaves out the thinking of earlier responses, but conversations of the environment "
+        "keep it: the policy trains on histories that no server writes. Set rollout.thinking = 'template' to "
+        "train on the template's, or 'keep' if this is meant."
+    )
 
 
 @rule("agent_trial", needs="trial")

@@ -80,6 +80,7 @@ EFFECTS: Mapping[str, Effect] = {
     "rollout.generate": _ALL_SETS,
     "rollout.max_turns": _ALL_SETS,
     "rollout.max_turn_tokens": _ALL_SETS,
+    "rollout.thinking": _ALL_SETS,
     "rollout.temperature": _EXPERIMENT,
     "rollout.top_p": _EXPERIMENT,
     "rollout.num_topk_log_probs": _EXPERIMENT,

@@ -189,6 +189,9 @@ class RolloutConfig(Section):
     """Maximum responses per conversation. An unfinished conversation is cut and counted as truncated."""
     max_turn_tokens: PositiveInt | None = None
     """Maximum tokens of one response in a conversation. Default: the rest of `max_response_tokens`."""
+    thinking: Annotated[Literal["keep", "template"], Needs("rollout.environment", off="single_turn")] = "keep"
+    """With an environment, as `agent.thinking` with an agent: keep earlier thinking in a conversation, or begin
+    a new one if the chat template leaves it out. All of them train."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature. The trainer divides its logits by it, too."""
     top_p: float = Field(default=1.0, gt=0, le=1)

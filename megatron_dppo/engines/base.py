@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_dppo.engines.growth import TokenIds, cut, joined
 from megatron_dppo.environments import Episode
 from megatron_dppo.errors import RolloutError
-from megatron_dppo.types import FinishReason, Prompt, RolloutTopK, RoutedExperts, WeightVersionSpan
+from megatron_dppo.types import FinishReason, Message, Prompt, RolloutTopK, RoutedExperts, WeightVersionSpan
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Completion:
     routes_fault: str | None = None  # why the requested routes are missing
     loss_mask: Tensor | None = None  # [R] bool: True for sampled tokens; None means that all were sampled
     episode: Episode | None = None  # result from its environment or agent; None without one
-    prompt_tokens: tuple[int, ...] | None = None  # of an agent's conversation; None: the request's
-    branches: tuple["Completion", ...] = ()  # further conversations of an agent's episode that train
+    prompt_tokens: tuple[int, ...] | None = None  # if they differ from the request's
+    branches: tuple["Completion", ...] = ()  # further conversations of an episode that train
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,12 @@ class Request:
     partial: Completion | None = None  # tokens sampled so far; sampling resumes after them
     # Engines do not read these two; environments do:
     prompt: Prompt | None = None  # the prompt of the conversation
-    is_chat: bool = False  # whether the prompt is a list of messages; later turns are messages then too
+    messages: tuple[Message, ...] | None = None  # that open it; later turns are messages then too
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the prompt is a list of messages."""
+        return self.messages is not None
 
     def prompt_of(self, completion: Completion) -> tuple[int, ...]:
         """Return the prompt that a completion follows: an agent writes its own."""
@@ -103,6 +108,8 @@ class EngineCounts:
 
 Ask = Callable[[Request, SamplingParams], Awaitable[Completion]]
 """Samples the response of one turn; returns an aborted completion if there is no response."""
+KEYS_APART = 1 << 40
+"""Distance of the noise keys of an episode's conversations: above the number of any sample of a rollout."""
 
 
 class RolloutEngine(Protocol):

@@ -12,7 +12,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from megatron_dppo.agents.chat import ChatMessage
+from megatron_dppo.agents.rendering import Rendering, Thinking
 from megatron_dppo.engines.base import (
+    KEYS_APART,
     Ask,
     Completion,
     Request,
@@ -32,6 +35,7 @@ class TurnLimits:
 
     max_turns: int = 1
     max_turn_tokens: int | None = None  # tokens sampled in one turn; `None` means max_response_tokens
+    thinking: Thinking = "keep"  # "template": a new conversation begins where the template leaves thinking out
 
 
 class Conversations:
@@ -42,13 +46,15 @@ class Conversations:
 
     def __init__(self, environments: Environments, tokenizer: Tokenizer, limits: TurnLimits) -> None:
         self._environments, self._limits = environments, limits
-        self._turn_tokenizer = TurnTokenizer(tokenizer)
+        self._tokenizer, self._turn_tokenizer = tokenizer, TurnTokenizer(tokenizer)
 
     async def run(self, request: Request, params: SamplingParams, ask: Ask) -> Completion:
         """Sample one trajectory, and return it with its `episode`.
 
-        If a limit ends the trajectory before its environment does, finish_reason is "length". An aborted
-        response ends the trajectory without an episode.
+        With `TurnLimits.thinking` "template" it may be several conversations. The last one is returned, with
+        the others as its `branches`; each sampled token is trained on once. If a limit ends the trajectory
+        before its environment does, finish_reason is "length". An aborted response ends the trajectory without
+        an episode.
 
         Args:
             request: Request that opens the trajectory.
@@ -64,8 +70,8 @@ class Conversations:
         assert request.prompt is not None, "requests of groups name their prompts"
         if params.max_turn_tokens != self._limits.max_turn_tokens:
             params = replace(params, max_turn_tokens=self._limits.max_turn_tokens)
-        state = _TrajectoryState(Trajectory(request.id, request.prompt))
-        completion, start = await ask(request, params), 0
+        state = _TrajectoryState(Trajectory(request.id, request.prompt), request)
+        most, completion, start = params.max_response_tokens, await ask(request, params), 0
         while completion.finish_reason != "abort":
             response = ids_of(completion.tokens)[start:]
             state.add(self._turn_tokenizer.text(response), completion.finish_reason)
@@ -74,6 +80,7 @@ class Conversations:
             if isinstance(after, Completion):
                 return after
             request, start = after, num_tokens_before(after)
+            params = replace(params, max_response_tokens=most - state.num_added(request.prompt_tokens))
             completion = await ask(request, params)
         return completion
 
@@ -90,23 +97,38 @@ class Conversations:
 
         `response` has the token ids of the response before the turn.
         """
+        whole = state.whole(completion, request)
         if isinstance(turn, EnvironmentFault):
-            return replace(completion, episode=state.episode(fault=turn.message))
+            return replace(whole, episode=state.episode(fault=turn.message))
         state.reward_turn(turn)
         if turn.done:
-            return replace(completion, episode=state.episode())
+            return replace(whole, episode=state.episode())
         assert turn.observation is not None, "a turn that does not end the trajectory has an observation"
-        arguments = request.prompt.template_arguments if request.prompt is not None else None
-        tokens = self._turn_tokenizer.observation(
-            turn.observation,
-            response[-1] if response else None,
-            is_chat=request.is_chat,
-            template_arguments=arguments,
-        )
-        num_tokens, num_turns = completion.tokens.numel() + tokens.numel(), len(state.trajectory.responses)
-        if num_turns == self._limits.max_turns or num_tokens >= params.max_response_tokens:
-            return replace(completion, finish_reason="length", episode=state.episode())
-        return replace(request, partial=with_observation(completion, tokens))
+        cut = replace(whole, finish_reason="length", episode=state.episode())
+        if len(state.trajectory.responses) == self._limits.max_turns:
+            return cut
+        tokens = self._between(state, request, turn.observation, response)
+        if isinstance(tokens, Tensor):
+            is_full = completion.tokens.numel() + tokens.numel() >= params.max_response_tokens
+            return cut if is_full else replace(request, partial=with_observation(completion, tokens))
+        is_full = state.num_added(tokens) >= params.max_response_tokens + state.num_added(request.prompt_tokens)
+        return cut if is_full else state.begin_again(whole, tokens)
+
+    def _between(
+        self, state: "_TrajectoryState", request: Request, observation: str, response: Sequence[int]
+    ) -> Tensor | tuple[int, ...]:
+        """Return the token ids `[N]` of an observation, or the prompt of a conversation that begins with it."""
+        arguments = (request.prompt.template_arguments if request.prompt is not None else None) or {}
+        if request.messages is None or self._limits.thinking == "keep":
+            last = response[-1] if response else None
+            given: Any = {"is_chat": request.is_chat, "template_arguments": arguments}
+            return self._turn_tokenizer.observation(observation, last, **given)
+        rendering = Rendering(self._tokenizer, self._limits.thinking)
+        path, new = state.messages, {"role": "user", "content": observation}
+        tools = (request.prompt.tools if request.prompt is not None else None) or ()
+        tokens = rendering.continuation(request.prompt_tokens, response, path, "", [new], tools, arguments)
+        state.messages += [{"role": "assistant", "content": state.trajectory.responses[-1].text}, new]
+        return rendering.opening(state.messages, tools, arguments) if tokens is None else tokens
 
 
 @dataclass
@@ -114,8 +136,29 @@ class _TrajectoryState:
     """Texts and rewards of one trajectory so far; its tokens are in its requests and completions."""
 
     trajectory: Trajectory
+    first: Request
     reward: float | None = None
     info: dict[str, float] = field(default_factory=dict[str, float])
+    done: list[Completion] = field(default_factory=list[Completion])  # conversations before the present one
+
+    def __post_init__(self) -> None:
+        self.messages: list[ChatMessage] = [cast(ChatMessage, each) for each in self.first.messages or ()]
+
+    def num_added(self, prompt: Sequence[int]) -> int:
+        """Return how many tokens a conversation's prompt has more than the first one's."""
+        return len(prompt) - len(self.first.prompt_tokens)
+
+    def begin_again(self, completion: Completion, prompt: tuple[int, ...]) -> Request:
+        """Return the request of a new conversation, after the one that ends with `completion`."""
+        self.done.append(replace(completion, branches=()))
+        seed, rollout, sample = self.first.noise_key
+        key = seed, rollout, sample + KEYS_APART * len(self.done)
+        return replace(self.first, prompt_tokens=prompt, noise_key=key, partial=None)
+
+    def whole(self, completion: Completion, request: Request) -> Completion:
+        """Return the completion of a request with its prompt, and the conversations before it."""
+        prompt = request.prompt_tokens if self.done else None
+        return replace(completion, prompt_tokens=prompt, branches=tuple(self.done))
 
     def add(self, text: str, finish_reason: FinishReason) -> None:
         """Add a response of the policy."""

@@ -31,7 +31,7 @@ from megatron_dppo.environments import (
 from megatron_dppo.rollout.counts import DROP_REASONS, RolloutCounts
 from megatron_dppo.rollout.scoring import Fault, Tokenizer, as_text, ids_of
 from megatron_dppo.runtime.files import write_jsonl
-from megatron_dppo.types import AgentCall, Prompt, Sample, SampleGroup
+from megatron_dppo.types import AgentCall, Message, Prompt, Sample, SampleGroup
 
 
 @dataclass(eq=False)
@@ -129,11 +129,9 @@ class GroupMaker:
             tokens = self._tokens(drawn.prompt, opening)
             if len(tokens) > self.max_prompt_tokens:
                 continue
-            is_chat = isinstance(opening, Observation) and opening.messages is not None
+            messages = opening.messages if isinstance(opening, Observation) else None
             first_key = (self.seed, rollout or 0, start)
-            requests = _requests(
-                name, drawn.prompt, tokens, first_key, self.samples_per_prompt, is_chat=is_chat
-            )
+            requests = _requests(name, drawn.prompt, tokens, first_key, self.samples_per_prompt, messages)
             fault = opening if isinstance(opening, EnvironmentFault) else None
             completions = [_lost(request, fault) if fault else None for request in requests]
             groups.append(PromptGroup(drawn, index, requests, completions, [None] * len(requests)))
@@ -281,8 +279,7 @@ def _requests(
     tokens: tuple[int, ...],
     first_key: tuple[int, int, int],
     count: int,
-    *,
-    is_chat: bool,
+    messages: tuple[Message, ...] | None,
 ) -> list[Request]:
     """Return the requests `<name>+0`, `<name>+1`, ... of one group.
 
@@ -291,4 +288,5 @@ def _requests(
     seed, rollout, start = first_key
     ids = [f"{name}+{k:0{len(str(count - 1))}d}" for k in range(count)]
     keys = [(seed, rollout, start + k) for k in range(count)]
-    return [Request(id, tokens, key, prompt=prompt, is_chat=is_chat) for id, key in zip(ids, keys, strict=True)]
+    pairs = zip(ids, keys, strict=True)
+    return [Request(id, tokens, key, prompt=prompt, messages=messages) for id, key in pairs]

@@ -142,7 +142,7 @@ class TrajectorySampler:
         self.environments: Environments = self._pool or InProcess(SingleTurn)
         self._agents = Agents(options, data) if options.agent.is_set else None
         self._open_session, self._is_users = engine.session, options.generate is not None
-        self._limits = TurnLimits(options.max_turns, options.max_turn_tokens)
+        self._limits = TurnLimits(options.max_turns, options.max_turn_tokens, options.thinking)
         if options.generate is not None:
             vocab_size = int(read_model_config(hf_folder)[1]["vocab_size"])
             function = import_named("rollout.generate", options.generate)

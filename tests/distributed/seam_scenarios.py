@@ -212,6 +212,7 @@ def turns(task: Path) -> dict[str, Any]:
         rollout={
             "environment": f"{OWN}:Nodding",
             "max_turns": 2,
+            "thinking": "template",
             "routing_replay": "replay",
             "max_turn_tokens": 4,
             "temperature": 1.5,

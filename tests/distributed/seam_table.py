@@ -240,6 +240,7 @@ _ROLLOUT = [
         "turns",
         fold=max,
     ),
+    Seam("rollout.thinking", "rollout.trajectories:Conversations.__init__", given("limits.thinking"), "turns"),
     Seam(
         "rollout.max_turn_tokens",
         "engines.embedded.continuous_batch:num_tokens_left",

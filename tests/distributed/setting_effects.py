@@ -80,6 +80,8 @@ unit/test_trackers.py::test_prometheus_reads_the_latest_values
     tracking.prometheus_address  "prometheus_address": address
 unit/test_workers.py::test_user_code_gets_common_variables_and_what_the_config_names
     data.worker_environment  environment=
+unit/test_conversations.py::test_conversations_follow_the_thinking_of_the_template
+    rollout.thinking  "template", texts
 unit/test_run_folder.py::test_folders_that_cannot_be_used
     checkpoint.resume  resume=False
 unit/test_scheduler.py::test_over_sampling_ends_with_the_groups_that_are_whole_first_and_drops_the_others

@@ -298,6 +298,21 @@ def test_three_different_answers_that_math_can_match_as_text_only_are_shown() ->
 AGENT = ('rollout.agent.command=["python"]', "rollout.engine=sglang")
 
 
+def test_an_environment_whose_template_leaves_out_thinking_is_noted() -> None:
+    """Not if the choice is set, without further turns or chats, or with a template that keeps it."""
+    turns = ("rollout.environment=tests.unit.own_environment:Teller", "rollout.max_turns=3")
+    chat = [{"prompt": [{"role": "user", "content": "1?"}]}]
+    tokenizer = tools_tokenizer()
+    assert noted(tokenizer, chat, *turns) == []
+    written = "{{ m.content.split('</think>')[-1] if m.role == 'assistant' and not loop.last else m.content }}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{written}<|im_end|>{{% endfor %}}"
+    (note,) = noted(tokenizer, chat, *turns)
+    assert note.startswith("the chat template leaves out the thinking of earlier responses")
+    for choice in ("keep", "template"):
+        assert noted(tokenizer, chat, *turns, f"rollout.thinking={choice}") == []
+    assert noted(tokenizer, chat, turns[0]) == noted(tokenizer, [{}], *turns) == []
+
+
 def test_a_template_that_does_not_append_is_noted_for_agents() -> None:
     tokenizer = tools_tokenizer()
     assert noted(tokenizer, [{}], *AGENT) == []

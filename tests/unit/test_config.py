@@ -232,6 +232,7 @@ IDLE: list[tuple[str, str, list[str]]] = [
     ("lora.alpha=16", "lora.rank=4", ["lora.alpha"]),
     ('lora.targets=["q_proj"]', "lora.rank=4", ["lora.targets"]),
     ("optimizer.min_lr=1e-7", 'optimizer.schedule="linear"', ["optimizer.min_lr"]),
+    ("rollout.thinking=template", "rollout.environment=sudoku", ["rollout.thinking"]),
     ("rollout.max_refills=9", "rollout.refill_zero_variance=true", ["rollout.max_refills"]),
     ("checkpoint.best_metric=eval/a", "checkpoint.keep_best=1", ["checkpoint.best_metric"]),
     ("checkpoint.best_is=lowest", "checkpoint.keep_best=1", ["checkpoint.best_is"]),

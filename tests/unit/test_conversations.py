@@ -11,19 +11,31 @@ import pytest
 import torch
 
 from megatron_dppo.data.prompts.prompts import Drawn
-from megatron_dppo.engines.base import Completion, Request, SamplingParams, give_up, resume_request
+from megatron_dppo.data.prompts.templates import prompt_tokens
+from megatron_dppo.engines.base import Completion, Request, SamplingParams, give_up, mask_of, resume_request
 from megatron_dppo.engines.embedded.engine import TransformersEngine
-from megatron_dppo.environments import EnvironmentFault, Environments, InProcess, SingleTurn, Trajectory, Turn
+from megatron_dppo.environments import (
+    EnvironmentFault,
+    Environments,
+    InProcess,
+    Observation,
+    SingleTurn,
+    Trajectory,
+    Turn,
+)
 from megatron_dppo.errors import RewardError, RolloutError, ServerError
 from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
 from megatron_dppo.rollout.conversations import Conversations, TurnLimits
 from megatron_dppo.rollout.groups import GroupMaker, PromptGroup
 from megatron_dppo.rollout.sampler import GroupSampler
 from megatron_dppo.rollout.scoring import Scorer
-from megatron_dppo.types import Prompt
+from megatron_dppo.types import Message, Prompt
+from tests.support.byte_tokenizers import byte_tokenizer
 from tests.support.collecting import MultiTurn
 from tests.support.concurrent_engines import OneByOne, interrupted
 from tests.support.samples import assert_same
+from tests.support.scripted_policy import ScriptedPolicy
+from tests.unit.test_episodes import THINKING_TEMPLATE
 from tests.unit.test_multi_turn import ENDS, PARAMS, TOKENIZER, Recorded, Scripted, asked, multi_turn_engine
 from tests.unit.test_transformers_engine import engine_of, moe_config, reference_model
 
@@ -396,3 +408,111 @@ def test_no_answer_at_all_is_the_servers_fault(ending: TransformersEngine) -> No
 
     with pytest.raises(ServerError, match="no answer to rollout2/0/0"):
         sampled(Lost(ending), Scorer(TOKENIZER, Rewards(until), True, None))
+
+
+OPENING: tuple[Message, ...] = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1?"},
+)
+
+
+class Asking:
+    """Asks three times, in a chat."""
+
+    def reset(self, prompt: Prompt, seed: int) -> Observation:
+        self.said = list[str]()
+        return Observation(
+            None, ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "1?"})
+        )
+
+    def step(self, response: str, finish_reason: Any) -> Turn:
+        self.said.append(response)
+        return Turn(None, 1.0, True) if len(self.said) == 3 else Turn(f"{len(self.said) + 1}?", 0.5, False)
+
+
+KEEPING = THINKING_TEMPLATE.replace("{{ '<think>\n\n</think>\n\n' }}", "{{ '' }}")
+WRITTEN = "m.content +"
+SHORT = "(m.content if {} else m.content.split('</think>')[-1].strip()) +"
+DROPPING = KEEPING.replace(WRITTEN, SHORT.format("loop.last"))
+AFTER_THE_USER = KEEPING.replace(WRITTEN, SHORT.format("loop.index0 > ns.last"))
+
+
+class Limited(ScriptedPolicy):
+    """Notes how many tokens each request may have after its prompt."""
+
+    def __init__(self, tokenizer: Any, *texts: str) -> None:
+        super().__init__(tokenizer, *texts)
+        self.limits = list[int]()
+
+    async def ask(self, request: Request, params: SamplingParams) -> Completion:
+        self.limits.append(params.max_response_tokens)
+        return await super().ask(request, params)
+
+
+def thought(number: int) -> str:
+    return f"<think>\nwell {number}\n</think>\n\n{number}."
+
+
+def played(template: str, thinking: Any, texts: Sequence[str], **limits: Any) -> tuple[Any, Completion, Any]:
+    """Return the policy, what it sampled, and the tokenizer, after a chat of three turns."""
+    tokenizer = byte_tokenizer(("<|im_start|>", "<|im_end|>"), template, eos="<|im_end|>")
+    policy, prompt = Limited(tokenizer, *texts), Prompt("0", "", "test", text="1")
+    tokens = prompt_tokens(tokenizer, None, OPENING)
+    request = Request("0+0", tokens, (1, 2, 3), prompt=prompt, messages=OPENING)
+    run = Conversations(InProcess(Asking), tokenizer, TurnLimits(max_turns=3, thinking=thinking)).run
+    params = SamplingParams(limits.get("max_response_tokens", 400))
+    return policy, asyncio.run(run(request, params, policy.ask)), tokenizer
+
+
+def history_of(tokenizer: Any, texts: Sequence[str], number: int) -> str:
+    """Return the prompt that a server writes for a client's chat, before a response."""
+    chat = [*OPENING]
+    for turn, text in enumerate(texts[:number], start=2):
+        chat += [{"role": "assistant", "content": text}, {"role": "user", "content": f"{turn}?"}]
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+
+
+@pytest.mark.parametrize("template", [DROPPING, AFTER_THE_USER, KEEPING], ids=["last", "after a user", "keeps"])
+def test_conversations_follow_the_thinking_of_the_template(template: str) -> None:
+    """Each response follows what a server would write, and trains once; each conversation has its noise."""
+    texts = [thought(number) for number in range(3)]
+    policy, last, tokenizer = played(template, "template", texts)
+    inputs = [policy.input_of(number) for number in range(3)]
+    assert inputs == [history_of(tokenizer, texts, number) for number in range(3)]
+    parts = [*last.branches, last]
+    assert len(parts) == (1 if template == KEEPING else 3)
+    assert len({request.noise_key for request in policy.asked}) == len(parts)
+    trained = [tokenizer.decode(part.tokens[mask_of(part)].tolist()) for part in parts]
+    assert "".join(trained) == "".join(f"{text}<|im_end|>" for text in texts)
+    first = policy.asked[0]
+    for part, text in zip(parts, inputs[-len(parts) :], strict=True):
+        whole = tokenizer.decode([*first.prompt_of(part), *part.tokens.tolist()])
+        assert whole.startswith(text) or len(parts) == 1
+    assert last.episode is not None and (last.episode.reward, last.episode.num_turns) == (2.0, 3)
+
+
+def test_conversations_that_keep_their_thinking_are_one() -> None:
+    texts = [thought(number) for number in range(3)]
+    policy, kept, tokenizer = played(DROPPING, "keep", texts)
+    assert kept.branches == () and kept.prompt_tokens is None
+    assert "well 0" in policy.input_of(2) and "well 0" not in history_of(tokenizer, texts, 2)
+    plain, one, tokenizer = played(DROPPING, "template", ["0.", "1.", "2."])
+    assert one.branches == () and plain.input_of(2) == history_of(tokenizer, ["0.", "1."], 2), (
+        "without thinking"
+    )
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("num_left", [0, 1])
+def test_a_conversation_that_begins_again_has_no_more_tokens_than_one(number: int, num_left: int) -> None:
+    """Its prompt counts beyond the first prompt."""
+    texts = [thought(number) for number in range(3)]
+    tokenizer = played(DROPPING, "template", texts)[-1]
+    lengths = [len(tokenizer.encode(history_of(tokenizer, texts, number))) for number in range(3)]
+    most = lengths[number] - lengths[0] + num_left
+    policy, last, _ = played(DROPPING, "template", texts, max_response_tokens=most)
+    assert len(policy.asked) == number + num_left
+    assert last.finish_reason == ("stop" if number + num_left == 3 else "length")
+    assert [policy.limits[n] for n in range(number + num_left)] == [
+        most - lengths[n] + lengths[0] for n in range(number + num_left)
+    ]

@@ -68,6 +68,7 @@ EFFECTS: Mapping[str, Effect] = {
     "data.overlong_penalty": _EXPERIMENT,
     "data.reward_workers": Effect("Processes."),
     "data.reward_timeout_s": Effect("A time limit.", "all sets"),
+    "data.reward_if_timed_out": _ALL_SETS,
     "data.reward_retries": Effect("Retries of a failed reward.", "all sets"),
     "data.reward_memory_mb": Effect("A memory limit.", "all sets"),
     "data.worker_environment": Effect("Further variables of workers; scores do not depend on them."),

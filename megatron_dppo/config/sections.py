@@ -178,7 +178,10 @@ class DataConfig(Section):
     """Worker processes per trainer process, for rewards and environments."""
     reward_timeout_s: PositiveFloat = 10.0
     """Seconds to score a response (with "batch:" a group) or to step an environment. Slower samples are dropped
-    and counted."""
+    and counted, unless `reward_if_timed_out` is set."""
+    reward_if_timed_out: float | None = Field(default=None, ge=-1e18, le=1e18, allow_inf_nan=False)
+    """Reward of a response that takes `reward_timeout_s` or longer to score, in training and evaluation. By
+    default it is dropped, and so costs less than a wrong one."""
     reward_retries: NonNegativeInt = 0
     """Further calls of your own reward if it raises, after 0.1 s, 0.2 s, 0.4 s, ... For rewards that call other
     machines. `reward_timeout_s` limits all calls together."""

@@ -256,11 +256,34 @@ class EnvironmentAlone:
         return RewardFault("reward_failed", f"prompt {request.prompt.id}: {message}")
 
 
+@dataclass(frozen=True)
+class ScoredTimeOuts:
+    """Scorer that rewards a time-out with `value`; implements `scoring.RewardScorer`."""
+
+    scorer: RewardScorer
+    value: float
+
+    async def score_group(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
+        """Return the results of all responses to a prompt, none of them a time-out."""
+        return [self.valued(result) for result in await self.scorer.score_group(requests)]
+
+    async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
+        """Return the result of a response, which is no time-out."""
+        return self.valued(await self.scorer.score_one(request))
+
+    def valued(self, result: RewardResult | RewardFault) -> RewardResult | RewardFault:
+        """Return a result that records whether it replaces a time-out; other faults stay faults."""
+        if isinstance(result, RewardResult):
+            return dataclasses.replace(result, info={**result.info, "timed_out": 0.0})
+        return RewardResult(self.value, {"timed_out": 1.0}) if result.kind == "reward_timed_out" else result
+
+
 class RewardPools:
     """Reward pools by name, for the life of a run; workers start with the first request."""
 
     def __init__(self, options: DataConfig, rewards: Iterable[str]) -> None:
         """Create a pool for each reward (a `RewardChoice.text`), with the limits of [data]."""
+        self._if_timed_out = options.reward_if_timed_out
         self._pools = {
             reward: RewardPool(
                 reward,
@@ -275,7 +298,10 @@ class RewardPools:
 
     def of(self, reward: str) -> RewardScorer:
         """Return the scorer of a named reward."""
-        return EnvironmentAlone() if RewardChoice.read(reward).is_environment else self._pools[reward]
+        if RewardChoice.read(reward).is_environment:
+            return EnvironmentAlone()
+        pool = self._pools[reward]
+        return pool if self._if_timed_out is None else ScoredTimeOuts(pool, self._if_timed_out)
 
     def files(self, reward: str) -> FileDigests:
         """Return path and digest of each file that the workers of a named reward have read."""

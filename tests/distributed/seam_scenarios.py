@@ -86,6 +86,7 @@ def whole(task: Path) -> dict[str, Any]:
             "overlong_penalty": 0.5,
             "reward_workers": 2,
             "reward_timeout_s": 330.0,
+            "reward_if_timed_out": -0.5,
             "reward_retries": 3,
             "reward_memory_mb": 1500,
             "worker_environment": ["PATH", "HOME"],

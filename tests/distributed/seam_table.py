@@ -54,6 +54,7 @@ _AS_IT_IS = {
         data.overlong_buffer_tokens  rollout.scoring:OverlongShaping.__call__  self.buffer_tokens
         data.overlong_penalty  rollout.scoring:OverlongShaping.__call__  self.penalty
         data.reward_timeout_s  workers.worker_process:WorkerProcess.receive  timeout_s
+        data.reward_if_timed_out  rollout.scoring:ScoredTimeOuts.valued  self.value
         data.reward_memory_mb  workers.worker_process:WorkerProcess.__init__  memory_mb
         data.worker_environment  workers.worker_process:WorkerProcess.__init__  environment
         data.max_prompt_tokens  rollout.groups:GroupMaker.begin  self.max_prompt_tokens

@@ -72,6 +72,8 @@ unit/test_agent_renderers.py::test_a_tool_call_is_read_and_its_result_written_as
     rollout.agent.renderer  LibraryRendering(tokenizer, thinking, family.name)
 unit/test_ahead.py::test_no_token_is_older_than_the_bound_and_each_place_is_trained_on_once
     rollout.max_staleness  bound.max_staleness
+unit/test_reward_choice.py::test_a_time_out_gets_the_value_that_is_set_and_is_dropped_else
+    data.reward_if_timed_out  reward_if_timed_out=value
 unit/test_reward_choice.py::test_a_function_of_the_users_has_no_rules
     data.thinking  thinking="require"
 unit/test_reward_pool.py::test_no_more_workers_start_than_there_is_work_for

@@ -51,7 +51,7 @@ run: seed
 model: load reference dtype layer_spec
 lora: rank alpha targets
 data: prompts prompt_column answer_column shuffle reward reward_values thinking overlong_buffer_tokens
-    overlong_penalty max_prompt_tokens
+    overlong_penalty reward_if_timed_out max_prompt_tokens
 rollout: engine prompts_per_rollout samples_per_prompt max_response_tokens environment generate max_turns
     max_turn_tokens temperature top_p num_topk_log_probs routing_replay lag
     over_sampling max_staleness refill_zero_variance max_refills
@@ -69,8 +69,8 @@ evaluation: sets samples_per_prompt temperature top_p max_response_tokens pass_a
 OF_AN_EVALUATION = """
 run: seed
 model: load dtype
-data: prompt_column answer_column reward thinking reward_timeout_s reward_retries reward_memory_mb
-    max_prompt_tokens
+data: prompt_column answer_column reward thinking reward_timeout_s reward_if_timed_out reward_retries
+    reward_memory_mb max_prompt_tokens
 rollout: engine max_response_tokens environment generate max_turns max_turn_tokens
 rollout.agent: harness command thinking renderer max_calls episode_timeout_s call_timeout_s
 rollout.transformers: weights

@@ -15,9 +15,17 @@ from megatron_dppo.config.load import dump_config, load_config
 from megatron_dppo.config.sections import DataConfig
 from megatron_dppo.environments import Episode
 from megatron_dppo.errors import ConfigError, RewardError
-from megatron_dppo.rewards import REWARDS, RewardChoice, RewardPool, RewardRequest, RewardResult, problems_with
+from megatron_dppo.rewards import (
+    REWARDS,
+    RewardChoice,
+    RewardFault,
+    RewardPool,
+    RewardRequest,
+    RewardResult,
+    problems_with,
+)
 from megatron_dppo.rewards.choice import after_thinking, build_reward
-from megatron_dppo.rollout.scoring import Fault, OverlongShaping, RewardPools, Scorer
+from megatron_dppo.rollout.scoring import Fault, OverlongShaping, RewardPools, ScoredTimeOuts, Scorer
 from megatron_dppo.runtime.concurrency import all_of
 from megatron_dppo.types import FinishReason, Prompt, Sample
 from tests.support.samples import InProcessScorer, make_sample
@@ -233,3 +241,52 @@ def test_long_responses_are_lowered_where_they_are_scored() -> None:
     assert rewarded(plain) == [(1.0, {"x": 2.0})] * 3
     shaped = rewarded(dataclasses.replace(plain, overlong=OverlongShaping(10, 4, 2.0)))
     assert shaped == [(1.0 + added, {"x": 2.0, "overlong_penalty": added}) for added in (0.0, -1.0, -2.0)]
+
+
+@pytest.mark.parametrize("value", [None, -0.25, 0.0])
+def test_a_time_out_gets_the_value_that_is_set_and_is_dropped_else(value: float | None) -> None:
+    """Other faults are dropped in any case, and so is a trial whose reward times out."""
+    name = "tests.unit.bad_rewards:told"
+    options = DataConfig(reward=name, reward_timeout_s=3.0, reward_if_timed_out=value)
+    with closing(RewardPools(options, [name])) as pools:
+
+        async def scored() -> list[RewardResult | RewardFault]:
+            responses = ("ab", "sleep", "raise")
+            return [await pools.of(name).score_one(RewardRequest(PROMPT, each, "stop")) for each in responses]
+
+        sound, late, failed = asyncio.run(scored())
+        with pytest.raises(RewardError, match="scores no response"):
+            pools.start({name: dataclasses.replace(PROMPT, answer="sleep")})
+    assert isinstance(failed, RewardFault) and failed.kind == "reward_failed"
+    parts = {"has_prompt": 1.0, "is_cut": 0.0}
+    if value is None:
+        assert isinstance(late, RewardFault) and late.kind == "reward_timed_out"
+        assert sound == RewardResult(2.0, parts)
+    else:
+        assert late == RewardResult(value, {"timed_out": 1.0})
+        assert sound == RewardResult(2.0, parts | {"timed_out": 0.0})
+
+
+def test_the_time_outs_of_a_group_get_the_value_and_pay_for_their_length() -> None:
+    class Late:
+        async def score_group(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
+            none, late = RewardFault("reward_out_of_memory", "full"), RewardFault("reward_timed_out", "late")
+            return [RewardResult(1.0, {"x": 2.0}), late, none, late]
+
+        async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
+            raise AssertionError("the reward gets groups")
+
+    overlong = OverlongShaping(10, 4, 2.0)
+    scorer = Scorer(TOKENIZER, ScoredTimeOuts(Late(), -0.5), False, None, overlong, scores_groups=True)
+    answers = [
+        (dataclasses.replace(make_sample([1] * length, 2), reward=None), None) for length in (4, 4, 4, 10)
+    ]
+    one, two, dropped, four = asyncio.run(scorer.score_group(PROMPT, answers))
+    assert isinstance(dropped, Fault) and dropped.reason == "reward_out_of_memory"
+    found = [(each.reward, dict(each.reward_info)) for each in (one, two, four) if isinstance(each, Sample)]
+    no_penalty, late = {"overlong_penalty": 0.0}, {"timed_out": 1.0}
+    assert found == [
+        (1.0, {"x": 2.0, "timed_out": 0.0} | no_penalty),
+        (-0.5, late | no_penalty),
+        (-1.5, late | {"overlong_penalty": -1.0}),
+    ]

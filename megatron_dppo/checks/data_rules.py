@@ -90,14 +90,13 @@ def _prompt_rows(config: Config, facts: Facts) -> Iterator[Problem]:
     if isinstance(facts.tokenizer, Problem):
         yield facts.tokenizer
     for key, path, found in iterate_surveys(config, facts):
-        if found.num_faulty:
-            shown = f", the first {len(found.faults)} below" if len(found.faults) < found.num_faulty else ""
+        if rows := found.num_faulty:
             yield Problem(
                 key,
-                f"{found.num_faulty} of {found.num_rows} rows of {path} that cannot be used{shown}",
+                f"{rows} of {found.num_rows} rows of {path} that cannot be used{found.faulty.shown}",
                 "a prompt that the model's tokenizer encodes, and an answer, in each row",
                 "Correct these rows, or leave them out.",
-                "\n".join(f"  {fault}" for fault in found.faults),
+                found.faulty.lines,
             )
 
 

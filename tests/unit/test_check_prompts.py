@@ -102,6 +102,7 @@ def test_sound_prompts_are_not_noted(tokenizer: Any, prompt: Any) -> None:
 
 
 FAULTS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": str(CHAT)}, "expected JSON of a list of messages, or text"),
     ({"images": ["a.png"]}, "a column images; expected only text"),
     ({"video": "a.mp4"}, "a column video"),
     ({"prompt": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part of type image_url"),
@@ -114,7 +115,6 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"tools": "add"}, "str 'add' as tools"),
     ({"system": "Be brief."}, "a column 'system', which is not read"),
     ({"prompt": [*CHAT, {"role": "assistant", "content": "2"}]}, "a last message of the assistant"),
-    ({"prompt": str(CHAT)}, "expected JSON of a list of messages, or text"),
     ({"prompt": json.dumps({"messages": CHAT})}, "expected JSON of a list of messages, or text"),
     ({"prompt": [{"from": "human", "value": "1?"}]}, "messages with text 'role' and 'content'"),
     ({"prompt": [{"role": "human", "content": "1?"}]}, "no message of 'human'"),

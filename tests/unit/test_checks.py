@@ -48,6 +48,7 @@ from megatron_dppo.checks.run_rules import checkpoint_bytes
 from megatron_dppo.cli import app
 from megatron_dppo.config import Config, dump_config, load_config
 from megatron_dppo.config.sections import is_due
+from megatron_dppo.data.prompts.survey import FaultyRows
 from megatron_dppo.engines.sglang import options
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.rollout.evaluation import evaluation_sets
@@ -1440,17 +1441,32 @@ def test_check_is_content_with_a_valid_config(world: Path) -> None:
     assert CliRunner().invoke(app, ["check", "config.toml"]).exit_code == 1
 
 
-def test_check_names_the_first_ten_bad_rows_and_counts_all(world: Path) -> None:
-    rows = [{"prompt": "1 + 1 =", "answer": str(n)} if n % 2 == 0 else {"prompt": ""} for n in range(40)]
+def test_check_names_each_cause_of_bad_rows_once_and_counts_all(world: Path) -> None:
+    bad = ({"prompt": ""}, {"prompt": ["7"], "answer": 2}, {"prompt": "1?", "answer": "1", "images": ["a.png"]})
+    rows = [{"prompt": "1 + 1 =", "answer": str(n)} if n % 2 == 0 else bad[n % 3] for n in range(40)]
     _prompts(*rows)()
     Path("config.toml").write_text(dump_config(_config({})))
     said = CliRunner().invoke(app, ["check", "config.toml"]).stderr
-    assert "found 20 of 40 rows of prompts.jsonl that cannot be used, the first 10 below" in said
-    assert [line.split(":")[0] for line in said.splitlines()[2:]] == [
-        f"  prompts.jsonl, row {number}" for number in range(2, 21, 2)
-    ]
+    assert "found 20 of 40 rows of prompts.jsonl that cannot be used; expected" in said
+    lines = said.splitlines()[2:]
+    assert [line.split(":")[0] for line in lines] == [f"  prompts.jsonl, row {n}" for n in (2, 4, 6)]
+    more = [line.rpartition("(")[2] for line in lines]
+    assert more == [f"{n} more of these rows)" for n in (6, 6, 5)]
     refused = CliRunner().invoke(app, ["train", "config.toml"])
     assert refused.exit_code == 2 and "found 20 of 40 rows" in refused.stderr, "before a model loads"
+
+
+def test_no_more_than_ten_causes_are_named() -> None:
+    faulty = FaultyRows()
+    for number, kind in enumerate(11 * "ab" + "cdefghijkl", 1):
+        text = "".join(chr(ord("a") + number % 26 - place % 7) for place in range(60))
+        faulty.add(
+            f"p.jsonl, row {number}: found {text}... (Error{kind}: {number} of '{text}'); expected text."
+        )
+    assert faulty.num_rows == 32 and faulty.shown == ", the first 10 causes below"
+    lines = faulty.lines.splitlines()
+    assert len(lines) == 10 and all(lines[n].endswith(" (10 more of these rows)") for n in (0, 1))
+    assert not any("more" in line for line in lines[2:])
 
 
 def test_check_says_once_what_a_reward_should_return(world: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.data.prompts.prompts import PromptsDigest, load_prompts
-from megatron_dppo.data.prompts.survey import NUM_SHOWN, Survey, survey
+from megatron_dppo.data.prompts.survey import Survey, survey
 from megatron_dppo.data.prompts.templates import ASKS_FOR, TEMPLATES, asked_form, prompt_tokens
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import Prompt
@@ -57,7 +57,7 @@ def test_prompts_without_tools_keep_the_digest_that_older_checkpoints_have() -> 
     assert digest.hexdigest() != expected.hexdigest()
 
 
-def test_every_fault_is_counted_and_the_first_are_named_by_their_row(tmp_path: Path) -> None:
+def test_every_fault_is_counted_and_the_first_of_each_cause_is_named_by_its_row(tmp_path: Path) -> None:
     good, torn, missing = {"prompt": "1 =", "answer": "1"}, '{"prompt"\n', {"prompt": "1 ="}
     lone, chat = (
         {"prompt": "\ud800", "answer": "1"},
@@ -66,12 +66,12 @@ def test_every_fault_is_counted_and_the_first_are_named_by_their_row(tmp_path: P
     rows = [good, torn, missing, lone, chat, *repeat(missing, 20), good]
     found = read(write(tmp_path / "p.jsonl", *rows))
     assert (found.num_rows, found.num_faulty, found.num_prompts) == (26, 24, 2)
-    assert len(found.faults) == NUM_SHOWN
-    starts = ["line 2", "row 3", "row 4", "row 5", *(f"row {number}" for number in range(6, 12))]
-    for fault, start in zip(found.faults, starts, strict=True):
-        assert fault.startswith(f"{tmp_path / 'p.jsonl'}, {start}: ")
-    assert "expected a prompt that it encodes" in found.faults[2]
-    assert "without a chat template" in found.faults[3]
+    lines = found.faulty.lines.splitlines()
+    for line, start in zip(lines, ["line 2", "row 3", "row 4", "row 5"], strict=True):
+        assert line.startswith(f"  {tmp_path / 'p.jsonl'}, {start}: ")
+    assert lines[1].endswith(" (20 more of these rows)") and not found.faulty.shown
+    assert "expected a prompt that it encodes" in lines[2]
+    assert "without a chat template" in lines[3]
 
 
 def test_the_first_fault_stops_loading(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def prepare(source: DataSource, tokenizer: Any, options: PrepareOptions, progres
     questions = _of_language(questions, options.language, counts)
     tokenized = list(_tokenize(source.name, questions, tokenizer, options, bad_rows, progress))
     bad_rows.refuse(counts["read"])
-    counts["that cannot be used"] = bad_rows.num_rows
+    counts["that cannot be used"] = bad_rows.rows.num_rows
     _require_number(source.name, num_questions, options, counts)
     answer_doubts = [] if options.keeps_answers else list(_doubts_of_answers(source.name, questions))
     tokenized = _short_enough(source.name, tokenized, options, counts)
@@ -164,12 +164,12 @@ def _tokenize(
         try:
             prompt = _prompt(where, question, options)
         except DataError as error:
-            bad_rows.add(str(error))
+            bad_rows.rows.add(str(error))
             continue
         try:
             yield _Tokenized(question, prompt, whole_tokens(tokenizer, prompt))
         except DataError as error:
-            bad_rows.add(f"{where}, row {question.row}: {error}")
+            bad_rows.rows.add(f"{where}, row {question.row}: {error}")
 
 
 def _doubts_of_answers(where: str, questions: Sequence[Question]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Literal
 from megatron_dppo.data.prompts.final_answer import final_answer, last_boxed
 from megatron_dppo.data.prompts.messages import Asked, PromptCell, prompt_cell
 from megatron_dppo.data.prompts.rows import Row, Schema, cell, fault, missing_column, text_of, with_roots
-from megatron_dppo.data.prompts.survey import NUM_SHOWN
+from megatron_dppo.data.prompts.survey import FaultyRows
 from megatron_dppo.data.prompts.templates import with_instruction, without_dapo_instruction
 from megatron_dppo.errors import DataError, Problem
 from megatron_dppo.types import Message
@@ -52,27 +52,19 @@ class BadRows:
 
     where: str
     drop: bool
-    num_rows: int = 0
-    first: list[str] = field(default_factory=list[str])
-
-    def add(self, fault: str) -> None:
-        """Count a row that cannot be used."""
-        self.num_rows += 1
-        if len(self.first) < NUM_SHOWN:
-            self.first.append(fault)
+    rows: FaultyRows = field(default_factory=FaultyRows)
 
     def refuse(self, num_read: int) -> None:
         """Raise an error if there are unusable rows and `drop` is not set.
 
         Raises:
-            DataError: There are such rows. The error has their number and the first of them.
+            DataError: There are such rows. The error has their number and their causes.
         """
-        if self.num_rows and not self.drop:
-            shown = f", the first {NUM_SHOWN} below" if self.num_rows > NUM_SHOWN else ""
-            found = f"{self.num_rows} of {num_read} rows that cannot be used{shown}"
+        if self.rows.num_rows and not self.drop:
+            found = f"{self.rows.num_rows} of {num_read} rows that cannot be used{self.rows.shown}"
             action = "Correct these rows, or leave them out with --bad-rows drop."
-            details = "\n".join(f"  {fault}" for fault in self.first)
-            raise DataError(Problem(self.where, found, "a prompt and an answer in each row", action, details))
+            expected = "a prompt and an answer in each row"
+            raise DataError(Problem(self.where, found, expected, action, self.rows.lines))
 
 
 @dataclass(frozen=True)
@@ -99,7 +91,7 @@ class QuestionReader:
                     raise row
                 question = self._question(number, row, counts)
             except DataError as error:
-                self.bad_rows.add(str(error))
+                self.bad_rows.rows.add(str(error))
             else:
                 if question is not None:
                     yield question

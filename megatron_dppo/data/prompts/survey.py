@@ -3,6 +3,7 @@
 Unusual are special tokens that are doubled in a prompt or that end it, found from its token ids.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +18,11 @@ from megatron_dppo.data.prompts.templates import asked_form, whole_tokens
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import AnswerForm, Prompt
 
-NUM_SHOWN = 10  # maximum number of faults that are described
+NUM_SHOWN = 10  # maximum number of causes that are described
 NUM_TRIED = 32  # maximum number of rows of each kind that the reward is tried on
 NUM_BARE = 20_000  # maximum number of bare answers kept; of a longer file every second, fourth, ... is kept
 
+_VARYING = re.compile(r"""\bfound .{60}\.\.\.|(?<!\w)'[^']*'|(?<!\w)"[^"]*"|\d+""", re.DOTALL)
 _LAST = 16  # number of tokens at the end of a prompt that are decoded
 
 Progress = Callable[[Iterable[PromptRow | DataError]], Iterable[PromptRow | DataError]]
@@ -87,14 +89,45 @@ class SpecialTokens:
 
 
 @dataclass
+class FaultyRows:
+    """Rows that cannot be used, by cause: the faults of one cause differ only in numbers and quoted text."""
+
+    num_rows: int = 0
+    first: dict[str, str] = field(default_factory=dict[str, str])
+    """The first fault of each of the first NUM_SHOWN causes."""
+    num_more: Counter[str] = field(default_factory=Counter[str])
+    """Further rows with these causes."""
+
+    def add(self, fault: str) -> None:
+        """Count a row, whose fault begins with its place."""
+        self.num_rows += 1
+        cause = _VARYING.sub("", fault)
+        if cause in self.first:
+            self.num_more[cause] += 1
+        elif len(self.first) < NUM_SHOWN:
+            self.first[cause] = fault
+
+    @property
+    def shown(self) -> str:
+        """What follows their number in a message: empty if each cause is among the lines."""
+        is_whole = len(self.first) + self.num_more.total() == self.num_rows
+        return "" if is_whole else f", the first {len(self.first)} causes below"
+
+    @property
+    def lines(self) -> str:
+        """An indented line for each cause."""
+        more = {cause: f" ({number} more of these rows)" for cause, number in self.num_more.items()}
+        return "\n".join(f"  {fault}{more.get(cause, '')}" for cause, fault in self.first.items())
+
+
+@dataclass
 class Survey:
     """Statistics of the rows of a prompt file so far."""
 
     special: SpecialTokens | None  # of the tokenizer; None if prompts are not tokenised
     max_prompt_tokens: int
     num_rows: int = 0
-    num_faulty: int = 0  # rows that cannot be read or tokenised
-    faults: list[str] = field(default_factory=list[str])  # descriptions of the first NUM_SHOWN faulty rows
+    faulty: FaultyRows = field(default_factory=FaultyRows)  # rows that cannot be read or tokenised
     num_too_long: int = 0  # prompts of more than `max_prompt_tokens` tokens
     longest: int = 0  # tokens of the longest prompt
     largest_id: int = -1  # largest token id; -1 if no prompt was tokenised
@@ -116,6 +149,11 @@ class Survey:
     distance: int = 1  # every n-th is kept
 
     @property
+    def num_faulty(self) -> int:
+        """Number of rows that cannot be used."""
+        return self.faulty.num_rows
+
+    @property
     def num_prompts(self) -> int:
         """Number of rows that can be read."""
         return self.num_rows - self.num_faulty
@@ -124,12 +162,6 @@ class Survey:
     def digest(self) -> str:
         """Digest of the prompts that can be read."""
         return self.prompts_digest.hexdigest()
-
-    def add_fault(self, fault: str) -> None:
-        """Count a row that cannot be used."""
-        self.num_faulty += 1
-        if len(self.faults) < NUM_SHOWN:
-            self.faults.append(fault)
 
     def add(self, row: PromptRow, tokens: Sequence[int]) -> None:
         """Count a row and its prompt's tokens."""
@@ -178,12 +210,12 @@ def survey(
     for row in progress(read_prompts(path, prompt_column, answer_column)):
         found.num_rows += 1
         if isinstance(row, DataError):
-            found.add_fault(str(row))
+            found.faulty.add(str(row))
             continue
         try:
             found.add(row, () if tokenizer is None else whole_tokens(tokenizer, row.prompt))
         except DataError as error:
-            found.add_fault(f"{path}, row {row.number}: {error}")
+            found.faulty.add(f"{path}, row {row.number}: {error}")
     return found
 
 

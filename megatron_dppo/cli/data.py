@@ -25,7 +25,8 @@ Answers = Annotated[
 BadRows = Annotated[Literal["refuse", "drop"], typer.Option(help="Action for unusable rows.")]
 TooLong = Annotated[Literal["drop", "refuse"], typer.Option(help="Action for longer prompts.")]
 SourceName = Annotated[
-    str | None, typer.Option(help="A .jsonl or .parquet file, a folder, or a name on the Hugging Face hub.")
+    str | None,
+    typer.Option(help="A .jsonl, .parquet, .csv or .tsv file, also .gz; a folder; or a name on the hub."),
 ]
 
 

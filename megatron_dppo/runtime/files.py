@@ -79,9 +79,11 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
         yield number, row
 
 
-def each_line(path: Path) -> Iterator[tuple[int, dict[str, object] | DataError]]:
+def each_line(
+    path: Path, open_file: Callable[..., Any] = Path.open
+) -> Iterator[tuple[int, dict[str, object] | DataError]]:
     """Yield (line number from 1, object) of each line that is not blank, or the fault of the line."""
-    with path.open("rb") as file:
+    with open_file(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue

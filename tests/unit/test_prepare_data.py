@@ -1,7 +1,11 @@
 """`megatron-dppo prepare-data`, on small sets of every spelling: counts add up, faults are named."""
 
+import bz2
+import csv
+import gzip
 import importlib
 import json
+import lzma
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ from megatron_dppo.data.prompts.final_answer import answer_kind, final_answer, l
 from megatron_dppo.data.prompts.problems import language_of
 from megatron_dppo.data.prompts.prompts import load_prompts
 from megatron_dppo.data.prompts.templates import TEMPLATES
+from megatron_dppo.errors import DataError
 from tests.support.byte_tokenizers import qwen3_tokenizer, r1_tokenizer, save
 from tests.support.math_problems import (
     LONG,
@@ -422,3 +427,69 @@ def test_the_last_box() -> None:
 )
 def test_sentences_that_name_a_choice_mark_it(cell: str, answer: str | None) -> None:
     assert final_answer(cell) == answer
+
+
+TABLE = [  # text of cells, which no reader may take for numbers, lines or missing values
+    {"question": "What is 3 + 4,\nin three digits?", "answer": "007", "level": "1"},
+    {"question": 'Say "true", or not.', "answer": "True", "level": "NA"},
+    {"question": "Zwei\tund é?", "answer": "1.50", "level": ""},
+]
+OPENERS: dict[str, Any] = {"": open, ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+
+
+def write_table(path: Path, rows: list[dict[str, str]], begin: str = "") -> Path:
+    opener = OPENERS[path.suffix if path.suffix in OPENERS else ""]
+    with opener(path, "wt", encoding="utf-8", newline="") as file:
+        file.write(begin)
+        if ".jsonl" in path.name:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        else:
+            table = csv.DictWriter(file, [*rows[0]], delimiter="\t" if ".tsv" in path.name else ",")
+            table.writeheader()
+            table.writerows(rows)
+    return path
+
+
+@pytest.mark.parametrize("compression", OPENERS)
+@pytest.mark.parametrize("kind", [".csv", ".tsv", ".jsonl"])
+def test_tables_and_compressed_files_are_the_same_prompts(
+    tmp_path: Path, model: Path, kind: str, compression: str
+) -> None:
+    """With a mark of the byte order, as spreadsheets write it."""
+    plain = write_table(tmp_path / "plain.jsonl", TABLE)
+    source = write_table(tmp_path / f"table{kind}{compression}", TABLE, "" if kind == ".jsonl" else "\ufeff")
+    outs = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    for out, each in zip(outs, (plain, source), strict=True):
+        result = run(out, "custom", each, model, "--template", "chat")
+        assert result.exit_code == 0, result.output
+    assert outs[0].read_text() == outs[1].read_text()
+    assert [prompt.answer for prompt in load_prompts(outs[1], "prompt", "answer")] == ["007", "True", "1.50"]
+
+
+def test_what_check_sends_to_prepare_data_is_read_or_refused_with_the_list(tmp_path: Path, model: Path) -> None:
+    out, table = tmp_path / "out.jsonl", write_table(tmp_path / "table.csv", TABLE)
+    with pytest.raises(DataError, match=r"prepare-data --source FILE converts \.csv"):
+        load_prompts(table, "question", "answer")
+    write_table(tmp_path / "cut.csv.gz", TABLE * 200)
+    cut = (tmp_path / "cut.csv.gz").read_bytes()
+    (tmp_path / "cut.csv.gz").write_bytes(cut[: len(cut) // 2])
+    (tmp_path / "fake.tsv.xz").write_text("question\tanswer\n1?\t1\n")
+    (tmp_path / "latin.csv").write_bytes("question,answer\né?,1\n".encode("latin-1"))
+    (tmp_path / "short.csv").write_text("question,answer\n1 + 1?,2\n3, or 4?,4\n")
+    (tmp_path / "twice.csv").write_text("answer,answer\n1,2\n")
+    (tmp_path / "empty.csv").write_text("question,answer\n")
+    (tmp_path / "book.xlsx").write_bytes(b"PK")
+    (tmp_path / "a.jsonl.zst").write_bytes(b"1")
+    for name, message in {
+        "cut.csv.gz": "EOFError",
+        "fake.tsv.xz": "LZMAError",
+        "latin.csv": "expected a complete file of the kind that its name ends with, in UTF-8",
+        "short.csv": "row 2: found 3 cells; expected 2, one per column",
+        "twice.csv": "expected different names",
+        "empty.csv": "found no rows",
+        "book.xlsx": "'.xlsx'; expected a file that ends in .jsonl, .csv or .tsv",
+        "a.jsonl.zst": "'.zst'; expected a file that ends in .jsonl, .csv or .tsv",
+    }.items():
+        result = run(out, "custom", tmp_path / name, model)
+        assert result.exit_code == 2 and message in " ".join(result.output.split()), (name, result.output)
+        assert not out.exists()

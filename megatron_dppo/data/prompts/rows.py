@@ -3,8 +3,15 @@
 Every error names its row.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import bz2
+import csv
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -14,6 +21,13 @@ from megatron_dppo.errors import DataError, Problem, did_you_mean
 from megatron_dppo.runtime.files import each_line
 
 SUFFIXES = (".jsonl", ".parquet")
+SOURCES = (
+    "a file that ends in .jsonl, .csv or .tsv, also with .gz, .bz2 or .xz after it, or in .parquet, a folder, "
+    "or a name on the hub"
+)
+"""What `prepare-data` reads. Training reads `SUFFIXES`."""
+_COMPRESSED: Mapping[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _NUM_ROWS_WITH_COLUMNS = 100  # rows of a .jsonl file that are searched for columns
 
 CONFIG_KEYS = ("data.prompt_column", "data.answer_column")
@@ -29,7 +43,9 @@ def read_columns(path: Path) -> list[str]:
         DataError: The file is missing, neither .jsonl nor .parquet, without a valid line, or empty.
     """
     if path.suffix not in SUFFIXES:
-        advice = "megatron-dppo prepare-data converts data sets."
+        advice = (
+            "megatron-dppo prepare-data --source FILE converts .csv, .tsv and compressed files, and data sets."
+        )
         hint = did_you_mean(path.suffix, SUFFIXES, advice, lambda suffix: str(path.with_suffix(suffix)))
         raise fault(str(path), f"suffix {path.suffix!r}", "a .jsonl or .parquet file", hint)
     if not path.is_file():
@@ -39,21 +55,21 @@ def read_columns(path: Path) -> list[str]:
         metadata = _parquet_file(path)
         columns, is_empty = cast(list[str], metadata.schema_arrow.names), metadata.metadata.num_rows == 0
     else:
-        columns = _json_columns(path)
+        columns = _json_columns(each_line(path))
         is_empty = columns is None
     if is_empty:
         raise fault(str(path), "no rows", "at least one prompt", "Check how the file was written.")
     return columns or []
 
 
-def _json_columns(path: Path) -> list[str] | None:
-    """Return the keys of the first lines with a JSON object, or `None` if the file has no lines.
+def _json_columns(rows: "Iterable[tuple[int, Row | DataError]]") -> list[str] | None:
+    """Return the keys of the first lines with a JSON object, or `None` if there are no lines.
 
     Raises:
         DataError: No line of the file has a JSON object.
     """
     columns, num_rows, first_fault = dict[str, None](), 0, None
-    for _, row in each_line(path):
+    for _, row in rows:
         if isinstance(row, DataError):
             first_fault = first_fault or row
             continue
@@ -198,8 +214,8 @@ def open_source(name: str, configs: Sequence[str] = (), split: str = "train") ->
     """Open a data set.
 
     Args:
-        name: A .jsonl or .parquet file, read as training reads it; a folder that `datasets` wrote or that
-            contains data files; or a name on the hub. `datasets` reads folders and names.
+        name: A .jsonl or .parquet file, read as training reads it; a table or a compressed file; a folder that
+            `datasets` wrote or that contains data files; or a name on the hub. `datasets` reads the last two.
         configs: Configurations to read one after the other; ("all",) for all.
         split: Split of a folder or of a data set on the hub.
 
@@ -208,14 +224,10 @@ def open_source(name: str, configs: Sequence[str] = (), split: str = "train") ->
             reached.
     """
     path = Path(name)
-    if path.is_file() and path.suffix not in SUFFIXES:
-        found, expected = (
-            f"{name}",
-            f"a file that ends in {' or '.join(SUFFIXES)}, a folder, or a name on the hub",
-        )
-        raise fault("--source", found, expected, "Convert the file, or name the folder that contains it.")
-    if path.is_file() or path.suffix in SUFFIXES:
+    if path.suffix in SUFFIXES:
         return DataSource(name, read_columns(path), each_row(path), None)
+    if path.is_file():
+        return _open_other_file(path)
     datasets: Any = import_module("datasets")
     action = "Check --source, --config and --split; offline, give --source a file that was downloaded before."
     try:
@@ -227,6 +239,58 @@ def open_source(name: str, configs: Sequence[str] = (), split: str = "train") ->
     counts = [getattr(part, "num_rows", None) for part in parts]
     total = None if None in counts else sum(cast(list[int], counts))
     return DataSource(name, columns, enumerate(_read(name, parts), start=1), total)
+
+
+def _open_other_file(path: Path) -> DataSource:
+    """Open a table of text, or a compressed file. Cells of a table stay text: "007" is no number.
+
+    Raises:
+        DataError: The file is of another kind, cannot be read, or has no rows.
+    """
+    open_file = _COMPRESSED.get(path.suffix)
+    kind = Path(path.stem).suffix if open_file else path.suffix
+    if kind == ".jsonl" and open_file:
+        rows = partial(each_line, path, open_file)
+    elif kind in _DELIMITERS:
+        rows = partial(_table_rows, path, open_file or Path.open, _DELIMITERS[kind])
+    else:
+        found = f"{path}, which ends in {path.suffix!r}"
+        raise fault("--source", found, SOURCES, "Convert the file, or name the folder that contains it.")
+    columns = _json_columns(_whole(path, rows()))
+    if columns is None:
+        raise fault(str(path), "no rows", "at least one prompt", "Check how the file was written.")
+    return DataSource(str(path), columns, _whole(path, rows()), None)
+
+
+def _table_rows(
+    path: Path, open_file: Callable[..., Any], delimiter: str
+) -> Iterator[tuple[int, Row | DataError]]:
+    """Yield (row number from 1, row or error) of a table of text; the first line has the columns."""
+    with io.TextIOWrapper(open_file(path, "rb"), "utf-8-sig", newline="") as lines:
+        table: Iterator[list[str]] = csv.reader(lines, delimiter=delimiter, strict=True)
+        columns = next(table, list[str]())
+        if len({*columns}) < len(columns):
+            raise fault(str(path), f"columns {columns}", "different names", "Correct the first line.")
+        for number, cells in enumerate((cells for cells in table if cells), start=1):
+            if len(cells) == len(columns):
+                yield number, dict(zip(columns, cells, strict=True))
+            else:
+                found, action = f"{len(cells)} cells", "Put cells with a delimiter or a line break into quotes."
+                yield number, fault(f"{path}, row {number}", found, f"{len(columns)}, one per column", action)
+
+
+def _whole(path: Path, rows: Iterable[tuple[int, Row | DataError]]) -> Iterator[tuple[int, Row | DataError]]:
+    """Yield the rows of a file.
+
+    Raises:
+        DataError: The file ends too early, or is not what its name says.
+    """
+    try:
+        yield from rows
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, csv.Error, UnicodeDecodeError) as error:
+        found = f"{type(error).__name__}: {error}"
+        expected = "a complete file of the kind that its name ends with, in UTF-8"
+        raise fault(str(path), found, expected, "Write the file again; it may have been cut off.") from error
 
 
 def _parts(datasets: Any, name: str, configs: Sequence[str], split: str) -> list[Any]:

@@ -53,7 +53,7 @@ lora: rank alpha targets
 data: prompts prompt_column answer_column shuffle reward reward_values thinking overlong_buffer_tokens
     overlong_penalty reward_if_timed_out max_prompt_tokens
 rollout: engine prompts_per_rollout samples_per_prompt max_response_tokens environment generate max_turns
-    max_turn_tokens temperature top_p num_topk_log_probs routing_replay lag
+    max_turn_tokens thinking temperature top_p num_topk_log_probs routing_replay lag
     over_sampling max_staleness refill_zero_variance max_refills
 rollout.agent: harness command train thinking renderer max_calls
 rollout.transformers: weights
@@ -71,7 +71,7 @@ run: seed
 model: load dtype
 data: prompt_column answer_column reward thinking reward_timeout_s reward_if_timed_out reward_retries
     reward_memory_mb max_prompt_tokens
-rollout: engine max_response_tokens environment generate max_turns max_turn_tokens
+rollout: engine max_response_tokens environment generate max_turns max_turn_tokens thinking
 rollout.agent: harness command thinking renderer max_calls episode_timeout_s call_timeout_s
 rollout.transformers: weights
 rollout.sglang: request_timeout_s
@@ -327,6 +327,7 @@ OTHER_VALUES: dict[str, Any] = {
     "rollout.agent.command": ("agent",),
     "rollout.agent.train": "all",
     "rollout.agent.thinking": "template",
+    "rollout.thinking": "template",
     "rollout.agent.renderer": "glm-4.5",
     "rollout.transformers.weights": "float32",
     "evaluation.pass_at": [3],
@@ -364,12 +365,11 @@ def test_kept_results_of_an_evaluation_depend_on_a_setting_by_its_class(tmp_path
 
 
 def test_kept_results_of_an_evaluation_depend_on_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The chat template makes the prompts, and the user's module scores the responses."""
+    """The chat template makes the prompts. Files of the reward are compared with what its workers have read."""
     monkeypatch.chdir(tmp_path)
-    model, prompts, module = tmp_path / "model", tmp_path / "near.jsonl", tmp_path / "own" / "scores.py"
+    model, prompts = tmp_path / "model", tmp_path / "near.jsonl"
     model.mkdir()
-    module.parent.mkdir()
-    files = [model / "config.json", model / "chat_template.jinja", prompts, module]
+    files = [model / "config.json", model / "chat_template.jinja", prompts]
     for file in files:
         file.write_text("1")
     config = Config.model_validate(

@@ -45,6 +45,12 @@ class Prompt:
     template_arguments: Mapping[str, Any] | None = None  # for the chat template, such as enable_thinking
     metadata: Mapping[str, Any] | None = None  # JSON values for the reward and the environment
     file: str | None = None  # its file's name, if `data.prompts` has several
+    label: Any = None  # the answer as a JSON value, if its cell is no text
+
+    @property
+    def typed_answer(self) -> Any:
+        """The answer with the type that its cell has."""
+        return self.answer if self.label is None else self.label
 
     def __post_init__(self) -> None:
         assert (self.text is None) != (self.messages is None), "a prompt is either text or messages"

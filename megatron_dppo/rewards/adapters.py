@@ -18,14 +18,15 @@ def verl_reward(function: Callable[..., Any]) -> Reward:
     """Return a reward that calls verl's `compute_score(data_source, solution_str, ground_truth, extra_info)`.
 
     It may return a number, or a dict with the number "score"; the dict's other numbers are reported as
-    metrics. `extra_info` is the prompt's metadata. A coroutine function is awaited.
+    metrics. `ground_truth` has the type of the file's cell, and `extra_info` is the prompt's metadata. A
+    coroutine function is awaited.
     """
 
     def score(prompt: Prompt, response: str, finish_reason: FinishReason) -> Any:
         return function(
             data_source=prompt.source,
             solution_str=response,
-            ground_truth=prompt.answer,
+            ground_truth=prompt.typed_answer,
             extra_info=dict(prompt.metadata or {}),
         )
 
@@ -45,7 +46,7 @@ def verl_batch_reward(function: Callable[..., Any]) -> BatchFunction:
         return function(
             data_sources=[prompt.source for prompt in prompts],
             solution_strs=[request.response for request in requests],
-            ground_truths=[prompt.answer for prompt in prompts],
+            ground_truths=[prompt.typed_answer for prompt in prompts],
             extra_infos=[dict(prompt.metadata or {}) for prompt in prompts],
         )
 
@@ -98,7 +99,7 @@ class SlimeSample:
 
     prompt: str | list[Message]
     response: str
-    label: str
+    label: Any
     status: Status
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
     reward: float | None = None
@@ -108,4 +109,4 @@ def _slime_sample(request: RewardRequest) -> SlimeSample:
     prompt, is_whole = request.prompt, request.finish_reason == "stop"
     status = SlimeSample.Status.COMPLETED if is_whole else SlimeSample.Status.TRUNCATED
     asked = prompt.text or list(prompt.messages or ())
-    return SlimeSample(asked, request.response, prompt.answer, status, dict(prompt.metadata or {}))
+    return SlimeSample(asked, request.response, prompt.typed_answer, status, dict(prompt.metadata or {}))

@@ -204,7 +204,10 @@ def call_reward(function: Callable[[Prompt, str, FinishReason], Any], request: R
         RewardError: The reward raised, or returned another type or a number that is not finite.
         MemoryError: The reward ran out of memory.
     """
-    where = f"prompt {request.prompt.id}"
+    where, label = f"prompt {request.prompt.id}", request.prompt.label
+    if isinstance(label, bool | list | dict) and function in _registered.values():
+        action = "Name a function of your own as the reward, such as verl:package.module:compute_score."
+        raise RewardError(f"{where}: found the answer {label!r}; expected a text or a number. {action}")
     return _result(where, _call(where, function, request.prompt, request.response, request.finish_reason))
 
 

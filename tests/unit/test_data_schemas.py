@@ -1,14 +1,19 @@
 """Files of verl and slime are read as they are, and columns that are not there are named."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from megatron_dppo.cli import app
 from megatron_dppo.data.prompts.prompts import load_prompts, read_prompts
 from megatron_dppo.data.prompts.rows import PROBLEM_SCHEMAS, TRAINING_SCHEMAS, cell, detect
 from megatron_dppo.errors import DataError
+from megatron_dppo.rewards import RewardFault, RewardPool, RewardRequest, RewardResult
+from tests.support.byte_tokenizers import qwen3_tokenizer, save
 from tests.support.math_problems import (
     PROBLEMS,
     aime_rows,
@@ -70,3 +75,61 @@ def test_every_data_set_has_its_schema() -> None:
     assert [schema.name for schema in found if schema] == names
     assert detect(sanity_rows()[0], TRAINING_SCHEMAS) is None
     assert detect({"problem": 1, "solution": 2, "answer": 3}, PROBLEM_SCHEMAS) == PROBLEM_SCHEMAS[3]
+
+
+LABELS: list[Any] = [7, 0, -3, 0.5, True, False, ["a", 1], {"x": [1.5]}, "7", "0x1F", 10**20]
+
+
+def types_seen(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> dict[str, Any]:
+    """A verl function that is right only if the label has the type and value of the row's number."""
+    expected = LABELS[int(solution_str)]
+    return {"score": float(type(ground_truth) is type(expected) and ground_truth == expected)}
+
+
+def batch_types_seen(data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any) -> list[Any]:
+    given = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
+    return [types_seen(*each) for each in given]
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+@pytest.mark.parametrize("name", ["verl:{}:types_seen", "verl-batch:{}:batch_types_seen"])
+def test_labels_keep_their_type_on_the_way_to_verls_functions(
+    tmp_path: Path, name: str, is_prepared: bool
+) -> None:
+    """From the file, also through `prepare-data`, into a worker."""
+    path = tmp_path / "labels.jsonl"
+    rows = (
+        {
+            "prompt": [{"role": "user", "content": f"{n}?"}],
+            "reward_model": {"ground_truth": label},
+            "id": f"{n}",
+        }
+        for n, label in enumerate(LABELS)
+    )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if is_prepared:
+        model, out = save(qwen3_tokenizer(), tmp_path / "model"), tmp_path / "out.jsonl"
+        command = ["custom", "--source", str(path), "--tokenizer", str(model), "--out", str(out)]
+        done = CliRunner().invoke(app, ["prepare-data", *command, "--template", "none", "--answers", "as-is"])
+        assert done.exit_code == 0, done.output
+        path = out
+    prompts = load_prompts(path, "prompt", None)
+    assert [prompt.answer for prompt in prompts[:5]] == ["7", "0", "-3", "0.5", "true"]
+    with RewardPool(name.format(__name__), num_workers=1, timeout_s=300.0, memory_mb=0) as pool:
+        results = [
+            pool.score_together([RewardRequest(prompt, str(n), "stop")]) for n, prompt in enumerate(prompts)
+        ]
+    assert [result.value for (result,) in results if isinstance(result, RewardResult)] == [1.0] * len(LABELS)
+
+
+@pytest.mark.parametrize("label", [True, ["1"], {"x": 1}])
+def test_a_registered_reward_compares_texts_and_numbers_only(tmp_path: Path, label: Any) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "1?", "answer": each}) + "\n" for each in (label, 0.5, 1)))
+    prompts = load_prompts(path, "prompt", None)
+    with RewardPool("math", num_workers=1, timeout_s=300.0, memory_mb=0) as pool:
+        boxed = (f"\\boxed{{{prompt.answer}}}" for prompt in prompts)
+        pairs = zip(prompts, boxed, strict=True)
+        fault, *results = pool.score([RewardRequest(prompt, response, "stop") for prompt, response in pairs])
+    assert isinstance(fault, RewardFault) and "expected a text or a number" in fault.message
+    assert [result.value for result in results if isinstance(result, RewardResult)] == [1.0, 1.0]

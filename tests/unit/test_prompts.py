@@ -63,8 +63,8 @@ def test_parquet_with_other_columns_integers_and_a_source(tmp_path: Path) -> Non
     path = write_parquet(tmp_path / "set.parquet", columns)
     assert read_columns(path) == list(columns)
     assert load_prompts(path, "question", "solution") == [
-        Prompt("1", "7", "easy", text="a"),
-        Prompt("2", "8", "hard", text="b"),
+        Prompt("1", "7", "easy", text="a", label=7),
+        Prompt("2", "8", "hard", text="b", label=8),
     ]
 
 
@@ -145,8 +145,6 @@ def test_an_empty_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "found"),
     [
-        ({"prompt": "p", "answer": 1.5}, "float 1.5 as the answer"),
-        ({"prompt": "p", "answer": True}, "bool True as the answer"),
         ({"prompt": "p", "answer": None}, "NoneType None as the answer"),
         ({"prompt": "p", "answer": "a", "id": [1]}, "list [1] as id"),
         ({"prompt": 3, "answer": "a"}, "int 3 as the prompt"),

@@ -269,7 +269,8 @@ def _prompt(where: str, question: Question, options: PrepareOptions) -> Prompt:
         found = f"tools or chat_template_kwargs with --template {options.template}, which makes text"
         action = "Use --template chat or none."
         raise fault(f"{where}, row {question.row}", found, "a template of messages", action)
-    return prompt_of(f"{options.name}/{question.row}", question.answer, options.name, cell)
+    prompt = prompt_of(f"{options.name}/{question.row}", question.answer, options.name, cell)
+    return replace(prompt, label=question.label)
 
 
 def _short_enough(
@@ -289,7 +290,7 @@ def _short_enough(
 
 def _row(prompt: Prompt, template: str) -> Row:
     asked: object = prompt.text if prompt.messages is None else list(prompt.messages)
-    row = {"id": prompt.id, "prompt": asked, "answer": prompt.answer, "source": prompt.source}
+    row = {"id": prompt.id, "prompt": asked, "answer": prompt.typed_answer, "source": prompt.source}
     row |= {} if prompt.tools is None else {TOOLS: list(prompt.tools)}
     row |= {} if prompt.template_arguments is None else {TEMPLATE_ARGUMENTS: prompt.template_arguments}
     return row | ({} if template == "none" else {"template": template})

@@ -5,11 +5,20 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_dppo.data.prompts.final_answer import final_answer, last_boxed
 from megatron_dppo.data.prompts.messages import Asked, PromptCell, prompt_cell
-from megatron_dppo.data.prompts.rows import Row, Schema, cell, fault, missing_column, text_of, with_roots
+from megatron_dppo.data.prompts.rows import (
+    Row,
+    Schema,
+    answer_of,
+    cell,
+    fault,
+    missing_column,
+    text_of,
+    with_roots,
+)
 from megatron_dppo.data.prompts.survey import FaultyRows
 from megatron_dppo.data.prompts.templates import with_instruction, without_dapo_instruction
 from megatron_dppo.errors import DataError, Problem
@@ -32,6 +41,7 @@ class Question:
     problem: str  # text without an instruction
     answer: str
     had_instruction: bool  # whether DAPO's instruction was around the problem
+    label: Any = None  # the answer's JSON value, if its cell is no text
     had_solution: str = ""  # the cell's text, if `answer` was extracted from it
 
     @property
@@ -102,7 +112,9 @@ class QuestionReader:
             asked, answer = cell(row, schema.prompt), cell(row, schema.answer)
         except KeyError as error:
             raise missing_column(here, str(error.args[0]), list(row), OPTION_KEYS) from None
-        reference = "" if answer is None else text_of(here, "the answer", answer)
+        if answer is not None and not self.keeps_answers:
+            text_of(here, "the answer, with --answers final", answer)
+        reference, label = ("", None) if answer is None else answer_of(here, answer)
         taken = self._take_answer(reference)
         if asked is None or asked in ("", []):
             counts["without a problem"] += 1
@@ -113,7 +125,7 @@ class QuestionReader:
             text = text_asked(read.asked)
             problem = without_dapo_instruction(text)
             solution = reference if taken != reference and not schema.is_solution else ""
-            return Question(number, read, problem.strip(), taken.strip(), problem != text, solution)
+            return Question(number, read, problem.strip(), taken.strip(), problem != text, label, solution)
         return None
 
     def _take_answer(self, reference: str) -> str:

@@ -17,6 +17,7 @@ from megatron_dppo.data.prompts.rows import (
     CONFIG_KEYS,
     TRAINING_SCHEMAS,
     Schema,
+    answer_of,
     cell,
     describe_cell,
     detect,
@@ -120,9 +121,9 @@ class _RowReader:
         cell, answer = (_require_cell(where, row, name) for name in (self.prompt_column, self.answer_column))
         row_id = text_of(where, "id", row.get("id", number))
         source = text_of(where, self.source_column, row.get(self.source_column, self.path.stem))
-        answer = text_of(where, "the answer", answer)
+        answer, label = answer_of(where, answer)
         asked = prompt_cell(where, row, cell, self.named, CONFIG_KEYS[0])
-        prompt = replace(prompt_of(row_id, answer, source, asked), metadata=_metadata(where, row))
+        prompt = replace(prompt_of(row_id, answer, source, asked), metadata=_metadata(where, row), label=label)
         first = self.rows_by_id.setdefault(row_id, number)
         if first != number:
             found = f"id {row_id!r}, which row {first} has too"
@@ -146,7 +147,8 @@ class PromptsDigest:
     def add(self, prompt: Prompt) -> None:
         """Add the next prompt."""
         fields = asdict(prompt)
-        del fields["metadata"], fields["file"]  # no part of a prompt, and earlier versions did not have them
+        for name in ("metadata", "file", "label"):  # earlier versions did not have them
+            del fields[name]
         for name in ("tools", "template_arguments"):  # checkpoints of older runs do not have these fields
             if fields[name] is None:
                 del fields[name]

@@ -7,6 +7,7 @@ import bz2
 import csv
 import gzip
 import io
+import json
 import lzma
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -108,6 +109,23 @@ def text_of(where: str, what: str, value: object) -> str:
         return str(value)
     action = "Convert the column to strings."
     raise fault(where, f"{describe_cell(value)} as {what}", "a string or an integer", action)
+
+
+def answer_of(where: str, value: object) -> tuple[str, Any]:
+    """Return the text of an answer's cell, and its JSON value if it is no text."""
+    if isinstance(value, str):
+        return value, None
+    try:
+        label = json.loads(json.dumps(value, allow_nan=False))
+        if label is None:
+            raise TypeError
+    except (TypeError, ValueError) as error:
+        action = "Convert the column to strings."
+        found = f"{describe_cell(value)} as the answer"
+        raise fault(
+            where, found, "a text, a number, a truth value, or a list or an object of these", action
+        ) from error
+    return (str(label) if type(label) is int else json.dumps(label, ensure_ascii=False)), label
 
 
 def missing_column(

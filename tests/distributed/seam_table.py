@@ -145,7 +145,8 @@ _AS_IT_IS = {
 
 
 def _reward_of_pool(call: Received) -> object:
-    return RewardChoice.read(call.self.rewards._name).reward
+    scorer = call.self.rewards
+    return RewardChoice.read(getattr(scorer, "scorer", scorer)._name).reward
 
 
 _RUN = [

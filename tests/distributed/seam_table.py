@@ -217,7 +217,7 @@ _ROLLOUT = [
         "rollout.num_topk_log_probs",
         "kernels.linear:combine_statistics",
         lambda call: call.tokens.topk.ids.shape[1],
-        expected=lambda config: config.algorithm.top_k,
+        expected=lambda config: config.algorithm.model_dump()["top_k"],
     ),
     *(
         Seam(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.algorithms import Objective, preset
+from megatron_dppo.algorithms.paper_rules import Divergence, Ratio
 from megatron_dppo.algorithms.presets import overrides_in
 from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
@@ -193,8 +194,10 @@ def test_other_families_and_tasks_have_the_sizes_of_appendix_g_3(algorithm: Algo
     objective = _objective(algorithm)
     assert objective.name in ("grpo", "dppo_binary_tv")
     if objective.name == "dppo_binary_tv":
+        assert isinstance(objective, Divergence)
         assert (objective.delta_low, objective.delta_high) == (TV_OF_G_3, TV_OF_G_3)
     else:
+        assert isinstance(objective, Ratio)
         assert (objective.eps_low, objective.eps_high) == (CLIP_OF_G_3, CLIP_OF_G_3)
     assert (objective.anchor, objective.ratio_cap) == ("rollout", math.inf)
 

@@ -66,7 +66,7 @@ def test_a_watch_keeps_of_old_rows_what_the_rules_read(resumed_after: int) -> No
         assert watch.check(row).keys() == new
         if new:
             whole = AlarmWatch()
-            whole.rows = rows[: n + 1]
+            whole.rows += rows[: n + 1]
             assert watch.good_until(dict.fromkeys(new, "")) == whole.good_until(dict.fromkeys(new, ""))
     assert all(len(row) > 50 for row in watch.rows[-WINDOW - 1 :])
     assert all(len(row) <= 4 for row in watch.rows[: -WINDOW - 1])

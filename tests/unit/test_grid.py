@@ -61,7 +61,7 @@ def test_combinations_are_named_by_what_they_vary(tmp_path: Path) -> None:
     assert cells[0].name.startswith("kl-delta_0.2-routing_replay_replay-reward_values_")
     assert cells[-1].name.startswith("tv-delta_0.05-routing_replay_off-reward_values_")
     last = load_config(cells[-1].configs, cells[-1].overrides)
-    assert (last.algorithm.delta, last.rollout.routing_replay) == (0.05, "off")
+    assert (last.algorithm.model_dump()["delta"], last.rollout.routing_replay) == (0.05, "off")
     assert last.algorithm.preset == "dppo_binary_tv" and list(last.data.reward_values or ()) == [0.5, -1.0]
     assert (last.run.num_rollouts, last.optimizer.lr) == (3, 1e-3)
     assert [cell.name for cell in cells_of([base], [], [], [])] == ["base"]

@@ -97,7 +97,8 @@ def model() -> Any:
 
 
 def multi_turn_engine(engine: Any, environment: type[Environment] = Scripted, **limits: Any) -> MultiTurn:
-    chosen = TurnLimits(**({"max_turns": 3, "max_turn_tokens": 4} | limits))
+    given: dict[str, Any] = {"max_turns": 3, "max_turn_tokens": 4} | limits
+    chosen = TurnLimits(**given)
     return MultiTurn(engine, InProcess(environment), TOKENIZER, chosen)
 
 

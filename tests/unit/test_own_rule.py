@@ -11,8 +11,9 @@ import torch
 
 from megatron_dppo import algorithms
 from megatron_dppo.actor.observation import Observer
-from megatron_dppo.algorithms import Objective, PolicyLossInputs, policy_loss, preset
+from megatron_dppo.algorithms import PolicyLossInputs, policy_loss, preset
 from megatron_dppo.algorithms.inputs import place_of_tokens
+from megatron_dppo.algorithms.own_rule import Own, own_objective
 from megatron_dppo.algorithms.presets import overrides_in
 from megatron_dppo.algorithms.shadow import rule_values, shadow_weights
 from megatron_dppo.algorithms.trial import doubts, try_objective
@@ -30,9 +31,9 @@ from tests.support.refusals import refused
 MASK = "tests.support.own_rules:divergence_mask"
 
 
-def own(name: str, **options: Any) -> Objective:
+def own(name: str, **options: Any) -> Own:
     over = "responses" if "responses" in name else "tokens"
-    return preset(f"tests.support.own_rules:{name}", rule_options=options, rule_over=over)
+    return own_objective(f"tests.support.own_rules:{name}", rule_options=options, rule_over=over)
 
 
 @pytest.mark.parametrize("like", ["dppo_binary_tv", "dppo_binary_kl", "dppo_topk_tv", "dppo_topk_kl"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_dppo.algorithms import PRESETS, PolicyLossInputs, preset
+from megatron_dppo.algorithms.token_rules import Band
 from megatron_dppo.analysis.what_if.measures import (
     PROB_EDGES,
     PolicyTokens,
@@ -264,7 +265,7 @@ def test_every_preset_is_evaluated_and_has_a_threshold_to_scale_or_none() -> Non
 
 def test_main_thresholds_are_scaled() -> None:
     twice = scale_threshold(preset("icepop"), 2.0)
-    assert twice is not None and (twice.rho_low, twice.rho_high) == (0.25, 25.0)
+    assert isinstance(twice, Band) and (twice.rho_low, twice.rho_high) == (0.25, 25.0)
     assert scale_threshold(preset("pg_tis"), 2.0) is None
     assert describe_threshold(preset("grpo_clip_higher")) == "eps_low 0.2, eps_high 0.28"
     assert describe_threshold(preset("dppo_binary_tv")) == "delta 0.15"

@@ -1,6 +1,7 @@
 """What several files of unit tests need once, and how hypothesis draws its examples."""
 
 import os
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -19,3 +20,10 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatabl
 def host_library(tmp_path_factory: pytest.TempPathFactory) -> KernelLibrary:
     """The kernels' source, compiled for the host."""
     return KernelLibrary(build_host_library(tmp_path_factory.mktemp("kernels") / "libdppo_host.so"))
+
+
+@pytest.fixture
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers find the tests' modules: where the trainer's working directory or PYTHONPATH has them."""
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))

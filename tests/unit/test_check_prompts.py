@@ -298,6 +298,7 @@ def test_three_different_answers_that_math_can_match_as_text_only_are_shown() ->
 AGENT = ('rollout.agent.command=["python"]', "rollout.engine=sglang")
 
 
+@pytest.mark.usefixtures("importable")
 def test_an_environment_whose_template_leaves_out_thinking_is_noted() -> None:
     """Not if the choice is set, without further turns, or with a template that keeps it."""
     turns = ("rollout.environment=tests.unit.own_environment:Teller", "rollout.max_turns=3")

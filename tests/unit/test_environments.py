@@ -1,11 +1,9 @@
 """Environments by name, in real worker processes, and those that come with the package."""
 
-import os
 import random
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,11 +32,7 @@ NAME = "tests.unit.bad_environments:Told"
 PROMPT = Prompt("p", "", "test", text="begin")
 
 
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers find modules where the trainer's PYTHONPATH has them."""
-    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+pytestmark = pytest.mark.usefixtures("importable")
 
 
 @pytest.fixture

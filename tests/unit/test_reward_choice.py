@@ -243,6 +243,7 @@ def test_long_responses_are_lowered_where_they_are_scored() -> None:
     assert shaped == [(1.0 + added, {"x": 2.0, "overlong_penalty": added}) for added in (0.0, -1.0, -2.0)]
 
 
+@pytest.mark.usefixtures("importable")
 @pytest.mark.parametrize("value", [None, -0.25, 0.0])
 def test_a_time_out_gets_the_value_that_is_set_and_is_dropped_else(value: float | None) -> None:
     """Other faults are dropped in any case, and so is a trial whose reward times out."""

@@ -34,10 +34,7 @@ NAME = "tests.unit.bad_rewards:told"
 
 
 @pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers find modules where the trainer's working directory or PYTHONPATH has them."""
-    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+def short_sleep(importable: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLEEP_S", SLEEP_S)
 
 

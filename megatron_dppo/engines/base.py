@@ -62,14 +62,10 @@ class Request:
     prompt_tokens: tuple[int, ...]
     noise_key: tuple[int, int, int]  # (seed, rollout, sample); with the position it determines the noise
     partial: Completion | None = None  # tokens sampled so far; sampling resumes after them
-    # Engines do not read these two; environments do:
+    # Engines do not read these three; environments do:
     prompt: Prompt | None = None  # the prompt of the conversation
-    messages: tuple[Message, ...] | None = None  # that open it; later turns are messages then too
-
-    @property
-    def is_chat(self) -> bool:
-        """Whether the prompt is a list of messages."""
-        return self.messages is not None
+    is_chat: bool = False  # whether the prompt is a list of messages; later turns are messages then too
+    messages: tuple[Message, ...] | None = None  # that open it
 
     def prompt_of(self, completion: Completion) -> tuple[int, ...]:
         """Return the prompt that a completion follows: an agent writes its own."""

@@ -289,4 +289,5 @@ def _requests(
     ids = [f"{name}+{k:0{len(str(count - 1))}d}" for k in range(count)]
     keys = [(seed, rollout, start + k) for k in range(count)]
     pairs = zip(ids, keys, strict=True)
-    return [Request(id, tokens, key, prompt=prompt, messages=messages) for id, key in pairs]
+    is_chat = messages is not None
+    return [Request(id, tokens, key, prompt=prompt, is_chat=is_chat, messages=messages) for id, key in pairs]

@@ -119,7 +119,7 @@ def episode_of(harness: Harness, command: tuple[str, ...], policy: ScriptedPolic
     """Play one episode."""
     agent = AgentConfig(command=command, call_timeout_s=300.0, train=harness.train)
     prompt = Prompt(harness.prompt_id, "5", "test", messages=({"role": "user", "content": "What is 2 + 3?"},))
-    request = Request("0", (), (0, 0, 0), prompt=prompt, messages=prompt.messages)
+    request = Request("0", (), (0, 0, 0), prompt=prompt, is_chat=True)
     params = SamplingParams(harness.max_response_tokens)
     data = DataConfig(reward="x", max_prompt_tokens=150_000)
     with closing(Agents(RolloutConfig(agent=agent), data)) as agents:

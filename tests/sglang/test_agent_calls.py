@@ -54,7 +54,7 @@ def test_calls_continue_what_the_server_sampled_as_an_environment_does(
     prompt = Prompt("p", "", "test", messages=({"role": "user", "content": "?"},))
     opening = tuple(ChatLetters().encode("user: ?;assistant: ", add_special_tokens=False))
     requests = [
-        replace(each, prompt=prompt, prompt_tokens=opening, messages=prompt.messages)
+        replace(each, prompt=prompt, prompt_tokens=opening, is_chat=True)
         for each in requests_of("agents", num_prompts=2, samples=2)
     ]
     params = replace(PARAMS, temperature=temperature)

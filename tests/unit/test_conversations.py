@@ -458,7 +458,7 @@ def played(template: str, thinking: Any, texts: Sequence[str], **limits: Any) ->
     tokenizer = byte_tokenizer(("<|im_start|>", "<|im_end|>"), template, eos="<|im_end|>")
     policy, prompt = Limited(tokenizer, *texts), Prompt("0", "", "test", text="1")
     tokens = prompt_tokens(tokenizer, None, OPENING)
-    request = Request("0+0", tokens, (1, 2, 3), prompt=prompt, messages=OPENING)
+    request = Request("0+0", tokens, (1, 2, 3), prompt=prompt, is_chat=True, messages=OPENING)
     run = Conversations(InProcess(Asking), tokenizer, TurnLimits(max_turns=3, thinking=thinking)).run
     params = SamplingParams(limits.get("max_response_tokens", 400))
     return policy, asyncio.run(run(request, params, policy.ask)), tokenizer

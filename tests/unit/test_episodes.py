@@ -74,7 +74,7 @@ class Played(ScriptedPolicy):
     ) -> None:
         super().__init__(tokenizer, *texts, finish_reason=finish_reason)
         row = Prompt("0", "5", "test", messages=({"role": "user", "content": "?"},))
-        request = Request("rollout0/0/0+0", (1, 2), (3, 4, 5), prompt=row, messages=row.messages)
+        request = Request("rollout0/0/0+0", (1, 2), (3, 4, 5), prompt=row, is_chat=True)
         most = limits.pop("max_response_tokens", 1000)
         rendering = rendering or Rendering(tokenizer, thinking)
         self.episode = Episode(request, SamplingParams(most), self.ask, rendering, replace(LIMITS, **limits))

@@ -306,7 +306,8 @@ def main() -> int:
         environment = os.environ | {FOLDER: str(folder), "OMP_NUM_THREADS": "1"}
         subprocess.run(command, cwd=ROOT, env=environment, check=False)
     before = CoverageMap.read() if options.tests else CoverageMap()
-    made = before.without(options.tests).with_measured(folder)
+    gone = [name for name in before.files if not (ROOT / name).exists()]
+    made = before.without([*options.tests, *gone]).with_measured(folder)
     made.write()
     shutil.rmtree(folder)
     print(f"{FILE.relative_to(ROOT)}: {len(made.runs)} functions and files, {FILE.stat().st_size // 1024} KiB")

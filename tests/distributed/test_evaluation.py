@@ -209,6 +209,7 @@ def test_results_are_kept_until_a_file_of_the_reward_changes(
     (tmp_path / "graders/limits.py").write_text("VALUE = 0")
     (tmp_path / "own.py").write_text(OWN_REWARD)
     (tmp_path / "bonus.txt").write_text("0.25")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.chdir(tmp_path)
     tables = tables_of(task, "kept")
     tables["evaluation"]["sets"]["few"]["reward"] = "own:score"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.algorithms import Objective, preset
+from megatron_dppo.algorithms.own_rule import Own
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import TrainBatch
 from tests.distributed.test_layouts import NUM_LAYERS
@@ -77,11 +78,11 @@ def objectives() -> dict[str, Objective]:
 
 def nudged(objective: Objective, *, is_looser: bool) -> Objective:
     """The objective with all thresholds moved by .1 % to keep more, or to keep less."""
-    factors = {name: _LOOSER.get(name, 1 / 0.999) for name in _THRESHOLDS}
+    factors = {name: _LOOSER.get(name, 1 / 0.999) for name in _THRESHOLDS if hasattr(objective, name)}
     power = 1 if is_looser else -1
-    if objective.own is not None:
-        options = {name: float(value) * 0.999**-power for name, value in objective.own.options}
-        return replace(objective, own=replace(objective.own, options=tuple(options.items())))
+    if isinstance(objective, Own):
+        options = {name: float(value) * 0.999**-power for name, value in objective.function.options}
+        return replace(objective, function=replace(objective.function, options=tuple(options.items())))
     return replace(objective, **{name: getattr(objective, name) * f**power for name, f in factors.items()})
 
 

@@ -142,7 +142,7 @@ def test_what_cannot_be_evaluated_is_said_before_a_model_loads(run: Path, tmp_pa
     for asked, message in (
         (
             Asked(run, tmp_path, presets=("dppo_binary",)),
-            r"preset: found 'dppo_binary'; expected one of .* Did you mean 'dppo_binary_tv'\?",
+            "preset: found 'dppo_binary'; expected one of .* Did you mean 'dppo_binary_tv', 'dppo_binary_kl'",
         ),
         (
             Asked(run, tmp_path, presets=("minirl",)),

@@ -7,6 +7,7 @@ a rank, and its exit status is the process's own.
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
@@ -46,6 +47,8 @@ def _train(environment: dict[str, str], config: str, faults: Sequence[dict[str, 
     os.environ.clear()
     os.environ.update(environment)
     measure_process()
+    for number in (signal.SIGINT, signal.SIGHUP):  # tests in the background of a shell ignore them
+        signal.signal(number, signal.SIG_DFL)
     os.chdir(_ROOT)
     faulty_rank.run(config, faults)
     sys.stdout.flush()

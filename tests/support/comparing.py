@@ -139,6 +139,9 @@ class ChatLetters(Letters):
 
     chat_template, name_or_path = "role: content;", "letters"
 
+    def get_chat_template(self, tools: Any = None) -> str:
+        return self.chat_template
+
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
         text = "".join(f"{message['role']}: {message['content']};" for message in conversation)
         text += "assistant: " * options["add_generation_prompt"]

@@ -291,8 +291,8 @@ class LowestPrefix(Objective):
     reads_anchor: ClassVar[bool] = False
 
     importance: Importance = "rule"
-    eps_low: float = number(LOW_CLIP, is_main=True)
-    eps_high: float = number(HIGH_CLIP, is_main=True)
+    eps_low: float = number("Ratio clip below 1.", is_main=True)
+    eps_high: float = number("Ratio clip above 1.", is_main=True)
 
     def weigh(self, tokens: TrustRegionTokens) -> Float[Tensor, " T"]:
         log_ratio = tokens.log_probs - tokens.rollout_log_probs

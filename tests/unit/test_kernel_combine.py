@@ -39,6 +39,8 @@ OBJECTIVES = [
     preset("dppo_topk_tv", sampled_token="replace", delta=0.02),
     preset("dppo_topk_kl", sampled_token="replace", delta=0),
     preset("dppo_topk_kl", delta=math.inf),
+    *(preset("dppo_binary_kl", delta_low=low, delta_high=high) for low, high in ((0.5, 0.01), (0.01, 0.5))),
+    *(preset("grpo", eps_low=low, eps_high=high) for low, high in ((0.05, 0.9), (0.9, 0.05))),
 ]
 
 

@@ -31,6 +31,7 @@ CHOSEN = "QUICK_TESTS"
 BIN = Path(sys.executable).parent
 SMOKE = "tests/unit/test_algorithms_vectors.py"  # if no test is known to run what changed
 ENGINE_TO_BATCH = "tests/distributed/test_engine_to_batch.py"
+SIGNS = "tests/unit/test_algorithms_signs.py"  # other tests have equal thresholds on both sides
 # A change of these can change what trains, whichever line it is in.
 BETWEEN_ENGINE_AND_LOSS = tuple(
     f"megatron_dppo/{name}"
@@ -124,6 +125,8 @@ def tests_of(changed: Mapping[str, Lines], runs: CoverageMap, root: Path = ROOT)
     for name, lines in changed.items():
         if name.startswith(BETWEEN_ENGINE_AND_LOSS):
             chosen[ENGINE_TO_BATCH] = None
+        if name.startswith("megatron_dppo/algorithms/"):
+            chosen[SIGNS] = None
         if re.fullmatch(r"tests/(unit|distributed|faults|recipes)/test_\w+\.py", name):
             queues.append(_changed_tests(root / name, name, lines))
         queues += [tests for key in keys_of(name, lines, root) if (tests := known(key, runs))]

@@ -19,8 +19,8 @@ from megatron_dppo.checkpoints.checkpoint_folder import STATE
 from megatron_dppo.checkpoints.convert.sources import StoredWeights
 from megatron_dppo.checkpoints.megatron_folder import hf_files
 from megatron_dppo.checks import BEFORE_LOADING, require_evaluable
-from megatron_dppo.config.effects import effect_on_evaluation
 from megatron_dppo.config.load import flat
+from megatron_dppo.config.resuming import effect_on_evaluation
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang.server import own_servers
 from megatron_dppo.engines.weight_sync.factory import build_sync

@@ -17,9 +17,9 @@ from megatron_dppo.checkpoints.checkpoint_folder import is_megatron_checkpoint
 from megatron_dppo.checks.data_rules import reward_problems
 from megatron_dppo.checks.facts import Facts, nearest_folder, rule
 from megatron_dppo.config.load import flat
+from megatron_dppo.config.markers import idle_settings
 from megatron_dppo.config.resuming import change_table, experiment_changes
 from megatron_dppo.config.schema import Config
-from megatron_dppo.config.sections import idle_settings
 from megatron_dppo.data.prompts.prompts import detect_schema, read_columns
 from megatron_dppo.errors import DataError, Problem, did_you_mean
 from megatron_dppo.rewards import RewardChoice

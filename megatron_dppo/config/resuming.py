@@ -2,17 +2,127 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
 from megatron_dppo.algorithms.objective import DELTAS
 from megatron_dppo.algorithms.presets import OVERRIDABLE, PRESETS, overrides_in, preset
-from megatron_dppo.config.effects import may_change
 from megatron_dppo.config.load import LEFT_OUT, flat, shown
+from megatron_dppo.config.markers import ALL_SETS, TIME_LIMIT, TRAINING, Effect, Evaluated, Section
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
+
+
+def effects_of(section: type[Section], prefix: str, effect: Effect) -> Iterator[tuple[str, Effect]]:
+    """Yield the settings of a section with their own effects, or with the one of the section."""
+    for name, info in section.model_fields.items():
+        own = next((marker for marker in info.metadata if isinstance(marker, Effect)), effect)
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield from effects_of(kind, f"{prefix}{name}.", own)
+        else:
+            yield f"{prefix}{name}", own
+
+
+EFFECTS: Mapping[str, Effect] = {key: effect for key, effect in effects_of(Config, "", ALL_SETS) if "." in key}
+"""The effect of each key of the schema. A setting without a marker changes the experiment and all scores."""
+
+_SERVER_PLACE = "Addresses of the servers."
+_SERVER_LAYOUT = "The layout of a server."
+_SERVER_LOAD = "Load of a server."
+_SERVER_GRAPHS = "How a server launches kernels."
+_SERVER_LOG = "A server's log."
+
+OPTION_MAY_CHANGE: Mapping[str, str] = {
+    **{
+        f"megatron.recompute_{name}": "Memory placement; the numbers are the same."
+        for name in ("granularity", "method", "num_layers", "modules")
+    },
+    "sglang.python": "The interpreter of the servers.",
+    **{f"sglang.{name}": _SERVER_PLACE for name in ("host", "port", "base_gpu_id")},
+    **{
+        f"sglang.{name}_size": _SERVER_LAYOUT
+        for name in (
+            "tp",
+            "pp",
+            "dp",
+            "ep",
+            "attn_cp",
+            "attn_dp",
+            "moe_dp",
+            "moe_dense_tp",
+            "shared_experts_tp",
+        )
+    },
+    "sglang.mem_fraction_static": "Memory of a server.",
+    **{
+        f"sglang.max_{name}": _SERVER_LOAD for name in ("prefill_tokens", "queued_requests", "running_requests")
+    },
+    **{
+        f"sglang.{name}": _SERVER_LOAD
+        for name in ("max_total_tokens", "chunked_prefill_size", "page_size", "pp_max_micro_batch_size")
+    },
+    **{
+        f"sglang.schedule_{name}": _SERVER_LOAD
+        for name in ("policy", "conservativeness", "low_priority_values_first")
+    },
+    **{
+        f"sglang.cuda_graph_{name}": _SERVER_GRAPHS
+        for name in (
+            "backend_decode",
+            "backend_prefill",
+            "bs_decode",
+            "bs_prefill",
+            "config",
+            "max_bs_decode",
+            "max_bs_prefill",
+            "max_seq_len_prefill",
+            "prefill_max_context",
+        )
+    },
+    **{f"sglang.disable_cuda_graph{name}": _SERVER_GRAPHS for name in ("", "_padding")},
+    **{
+        f"sglang.log_{name}": _SERVER_LOG
+        for name in ("level", "level_http", "requests", "requests_format", "requests_level", "requests_target")
+    },
+    **{f"sglang.{name}_timeout": TIME_LIMIT.resume or "" for name in ("dist", "watchdog", "soft_watchdog")},
+}
+"""Options of the pass-through tables that a resume may change, and why."""
+
+
+def may_change(key: str) -> bool:
+    """Return whether a resume may change a setting.
+
+    Args:
+        key: A dotted key of a resolved config. An entry of a table, such as `data.reward.math`, has the class
+            of the table. An option of [megatron] or [sglang] is part of the experiment, but for those above.
+    """
+    return key in OPTION_MAY_CHANGE or _effect(key).resume is not None
+
+
+def free_settings() -> Mapping[str, list[str]]:
+    """Return the settings that a resume may change, by the reason."""
+    reasons: dict[str, list[str]] = {}
+    for key, effect in EFFECTS.items():
+        if effect.resume is not None:
+            reasons.setdefault(effect.resume, []).append(key)
+    for key, reason in OPTION_MAY_CHANGE.items():
+        reasons.setdefault(reason, []).append(key)
+    return reasons
+
+
+def effect_on_evaluation(key: str) -> Evaluated:
+    """Return whether results of `evaluate` depend on a setting, and the place that records it."""
+    return "all sets" if key.startswith("sglang.") else _effect(key).evaluated
+
+
+def _effect(key: str) -> Effect:
+    while key not in EFFECTS and "." in key:
+        key = key.rpartition(".")[0]
+    return EFFECTS.get(key, TRAINING)
+
 
 _LENGTH = "run.num_rollouts"
 _SCHEDULE = "optimizer.schedule"

@@ -12,13 +12,28 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from megatron_dppo.algorithms.loss_terms import RefKl
 from megatron_dppo.algorithms.objective import Anchor
 from megatron_dppo.algorithms.presets import SETTINGS
+from megatron_dppo.config.markers import (
+    LAYOUT,
+    LIMIT,
+    MEMORY,
+    MEMORY_LIMIT,
+    MEMORY_ROUNDING,
+    OWN_SET,
+    SAVING,
+    SCORING_TIME_LIMIT,
+    SERVERS,
+    TIME_LIMIT,
+    TRACKING,
+    TRAINING,
+    Effect,
+    Needs,
+    Section,
+)
 from megatron_dppo.config.sections import (
     DataConfig,
     EvaluationConfig,
-    Needs,
     OptimizerConfig,
     PlainPath,
-    Section,
     TrackingConfig,
 )
 from megatron_dppo.types import RoutingReplay
@@ -27,36 +42,37 @@ EnginePrecision = Literal["float32", "bfloat16", "bfloat16_fp8", "modelopt_fp8",
 """Precision of the embedded engine's weights and arithmetic."""
 
 
+_LENGTH = "The length of the run, if optimizer.schedule is constant and rollout.lag is 0; both depend on it."
 _OF_TRANSFORMERS, _OF_SGLANG = Needs("rollout.engine", on="transformers"), Needs("rollout.engine", on="sglang")
 
 
 class RunConfig(Section):
     """[run]: run folder, length and seed."""
 
-    folder: PlainPath = Path("runs/run")
+    folder: Annotated[PlainPath, Effect("The run was moved.")] = Path("runs/run")
     """Run folder, which receives all output of the run."""
     seed: int = Field(default=0, ge=0, lt=1 << 32)
     """Seed of sampling, prompt order and mini-batch order, below 2^32: SGLang's NumPy takes no larger one."""
-    num_rollouts: PositiveInt = 100
+    num_rollouts: Annotated[PositiveInt, Effect(_LENGTH)] = 100
     """Rollouts to train on. Each one gives `algorithm.minibatches_per_rollout` gradient steps per epoch."""
-    num_threads: PositiveInt = 1
+    num_threads: Annotated[PositiveInt, Effect("CPU threads.")] = 1
     """CPU threads of each process."""
-    timeout_s: PositiveFloat = 1800.0
+    timeout_s: Annotated[PositiveFloat, TIME_LIMIT] = 1800.0
     """Seconds that a rank waits for other ranks, at startup and in every collective, before the job ends."""
-    peer_timeout_s: float = Field(default=60.0, ge=1.0)
+    peer_timeout_s: Annotated[float, TIME_LIMIT] = Field(default=60.0, ge=1.0)
     """Seconds for which a rank, its host or the network between may be silent before the job ends."""
 
 
 class ModelConfig(Section):
     """[model]: the model to train."""
 
-    load: PlainPath = Path("model")
+    load: Annotated[PlainPath, Effect(evaluated="weights")] = Path("model")
     """Hugging Face folder, or Megatron checkpoint made by `megatron-dppo convert`."""
-    reference: PlainPath | None = None
+    reference: Annotated[PlainPath | None, TRAINING] = None
     """Folder of the reference policy for `algorithm.ref_kl_coef`. Default: the weights of `load`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the trainer's parameters and activations. Gradients and optimizer stay in float32."""
-    layer_spec: Literal["auto", "torch", "transformer_engine"] = "auto"
+    layer_spec: Annotated[Literal["auto", "torch", "transformer_engine"], TRAINING] = "auto"
     """Layer implementation. "auto" is Transformer Engine for bfloat16 on a supported GPU, else "torch"."""
 
 
@@ -107,7 +123,7 @@ class TransformersEngineConfig(Section):
     weights: Literal["model"] | EnginePrecision = "model"
     """Precision of the engine's copy of the weights. "model" is `model.dtype`. bfloat16_fp8 rounds linear
     weights to fp8-e4m3 with one scale per output. The modelopt_ values round like `megatron-dppo quantize`."""
-    batch_size: PositiveInt = 256
+    batch_size: Annotated[PositiveInt, Effect("Sequences decoded at once.")] = 256
     """Sequences decoded at once. A finished sequence is replaced by the next one in the queue."""
 
 
@@ -118,7 +134,7 @@ class SglangEngineConfig(Section):
     """Seconds until a started server must respond."""
     max_restarts: NonNegativeInt = 3
     """Maximum restarts of a server that exits unexpectedly, by `megatron-dppo serve`."""
-    request_timeout_s: PositiveFloat = 1800.0
+    request_timeout_s: Annotated[PositiveFloat, Effect(SERVERS.resume, "all sets")] = 1800.0
     """Seconds per response, including the time in a server's queue. Slower ones are dropped and counted."""
     max_attempts: PositiveInt = 4
     """Maximum attempts per call."""
@@ -148,7 +164,7 @@ class AgentConfig(Section):
     command: tuple[str, ...] = ()
     """Program and arguments of one episode instead of `harness`, with {base_url}, {api_key}, {prompt} and
     {task} (a JSON file) filled in."""
-    train: Literal["main", "tools", "all"] = "main"
+    train: Annotated[Literal["main", "tools", "all"], TRAINING] = "main"
     """Conversations of an episode that train: main (the tree with the most sampled tokens, with tools if some
     have tools), all trees with tools, or all trees."""
     thinking: Literal["keep", "template"] = "keep"
@@ -157,9 +173,9 @@ class AgentConfig(Section):
     renderer: str | None = None
     """Renderer of the library `renderers`, such as "glm-4.5": it reads tool calls and thinking, and renders new
     messages, as the model's family does. Default: JSON in <tool_call>, and the chat template."""
-    episode_timeout_s: PositiveFloat = 600.0
+    episode_timeout_s: Annotated[PositiveFloat, SCORING_TIME_LIMIT] = 600.0
     """Seconds that a harness may work in an episode, without its calls. Slower ones are dropped and counted."""
-    call_timeout_s: PositiveFloat = 120.0
+    call_timeout_s: Annotated[PositiveFloat, SCORING_TIME_LIMIT] = 120.0
     """Seconds that a harness may work before its first call, between two calls, and after the last one."""
     max_calls: int = Field(default=100, ge=1, le=10_000)
     """Maximum responses per episode. Later calls are refused, and the episode is cut if it ends for that."""
@@ -175,11 +191,11 @@ class RolloutConfig(Section):
 
     engine: Literal["transformers", "sglang"] = "transformers"
     """Engine that samples responses."""
-    prompts_per_rollout: PositiveInt = 64
+    prompts_per_rollout: Annotated[PositiveInt, TRAINING] = 64
     """Prompts per rollout, over all ranks."""
-    samples_per_prompt: PositiveInt = 8
+    samples_per_prompt: Annotated[PositiveInt, TRAINING] = 8
     """Responses per prompt. They form the group over which advantages are computed."""
-    max_response_tokens: PositiveInt = 1024
+    max_response_tokens: Annotated[PositiveInt, OWN_SET] = 1024
     """Maximum tokens of a response or a complete conversation. Longer ones are cut and count as truncated."""
     environment: str = "single_turn"
     """Environment: a registered name, "gem:<task>", or your own "package.module:Class"."""
@@ -192,37 +208,37 @@ class RolloutConfig(Section):
     thinking: Annotated[Literal["keep", "template"], Needs("rollout.environment", off="single_turn")] = "keep"
     """With an environment, as `agent.thinking` with an agent: keep earlier thinking in a conversation, or begin
     a new one if the chat template leaves it out. All of them train."""
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[PositiveFloat, TRAINING] = 1.0
     """Sampling temperature. The trainer divides its logits by it, too."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: Annotated[float, TRAINING] = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling. Training requires 1, because mu must be the sampling distribution."""
-    num_topk_log_probs: int = Field(default=0, ge=0, le=64)
+    num_topk_log_probs: Annotated[int, TRAINING] = Field(default=0, ge=0, le=64)
     """Most probable tokens to keep per position. topk_* divergences need at least `algorithm.top_k`."""
-    routing_replay: RoutingReplay = "off"
+    routing_replay: Annotated[RoutingReplay, TRAINING] = "off"
     """R3: off | measure (capture and report agreement) | replay (train on the rollout's expert choices)."""
-    max_dropped_fraction: float = Field(default=0.01, ge=0, le=1)
+    max_dropped_fraction: Annotated[float, LIMIT] = Field(default=0.01, ge=0, le=1)
     """Maximum fraction of a rollout's samples that may be dropped. Above it the run stops."""
-    max_data_gib: PositiveFloat = 32.0
+    max_data_gib: Annotated[PositiveFloat, MEMORY_LIMIT] = 32.0
     """Worst-case host memory of samples and batches on each rank in GiB, including the rollouts of `lag`."""
-    lag: NonNegativeInt = 0
+    lag: Annotated[NonNegativeInt, TRAINING] = 0
     """Rollouts to sample ahead: the weights of version max(r - lag, 0) sample rollout r."""
-    over_sampling: float = Field(default=1.0, ge=1)
+    over_sampling: Annotated[float, TRAINING] = Field(default=1.0, ge=1)
     """sglang: started prompts per needed prompt. Once enough groups are complete, the rest is dropped. With
     `max_staleness`: open groups per group that a rollout trains on, up to S + 1. None is dropped."""
-    max_staleness: NonNegativeInt = 0
+    max_staleness: Annotated[NonNegativeInt, TRAINING] = 0
     """sglang: maximum staleness S in weight versions. If S > 0, sampling continues during training, and the
     weights that train on a token are at most S versions newer than those that sampled it. 0: synchronous."""
-    refill_zero_variance: bool = False
+    refill_zero_variance: Annotated[bool, TRAINING] = False
     """Dynamic sampling (DAPO): replace groups with equal rewards by groups of new prompts."""
-    max_refills: Annotated[PositiveInt, Needs("rollout.refill_zero_variance")] = 3
+    max_refills: Annotated[PositiveInt, Needs("rollout.refill_zero_variance"), TRAINING] = 3
     """Times that dynamic sampling replaces a group. A group with equal rewards that remains is kept."""
-    release_trainer: bool = False
+    release_trainer: Annotated[bool, MEMORY] = False
     """transformers: trainer and engine use the device in turn. For SGLang see `rollout.sglang.colocated`."""
     agent: Annotated[AgentConfig, Needs("rollout.agent.is_set")] = AgentConfig()
     """Agent that calls the policy. It replaces the environment."""
     transformers: Annotated[TransformersEngineConfig, _OF_TRANSFORMERS] = TransformersEngineConfig()
     """Options of the embedded engine."""
-    sglang: Annotated[SglangEngineConfig, _OF_SGLANG] = SglangEngineConfig()
+    sglang: Annotated[SglangEngineConfig, _OF_SGLANG, SERVERS] = SglangEngineConfig()
     """Options of the SGLang engine."""
 
     @property
@@ -267,9 +283,9 @@ class AlgorithmConfig(_overrides()):
     """Gradient steps per pass over a rollout."""
     epochs_per_rollout: PositiveInt = 1
     """Passes over each rollout."""
-    loss_from: Literal["hidden_states", "logits"] = "hidden_states"
+    loss_from: Annotated[Literal["hidden_states", "logits"], MEMORY_ROUNDING] = "hidden_states"
     """hidden_states: compute a micro-batch's logits in chunks of tokens. logits: compute all at once."""
-    logits_chunk_bytes: PositiveInt = 2**30
+    logits_chunk_bytes: Annotated[PositiveInt, MEMORY_ROUNDING] = 2**30
     """hidden_states: maximum bytes of a chunk of logits on a rank."""
     logits_dtype: Literal["model", "float32"] = "model"
     """hidden_states: type of the logits. float32 avoids rounding the logits of a bfloat16 model."""
@@ -312,15 +328,15 @@ class Config(Section):
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
-    lora: LoraConfig = LoraConfig()
-    parallel: ParallelConfig = ParallelConfig()
+    lora: Annotated[LoraConfig, TRAINING] = LoraConfig()
+    parallel: Annotated[ParallelConfig, LAYOUT] = ParallelConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    tracking: TrackingConfig = TrackingConfig()
+    algorithm: Annotated[AlgorithmConfig, TRAINING] = AlgorithmConfig()
+    optimizer: Annotated[OptimizerConfig, TRAINING] = OptimizerConfig()
+    checkpoint: Annotated[CheckpointConfig, SAVING] = CheckpointConfig()
+    evaluation: Annotated[EvaluationConfig, OWN_SET] = EvaluationConfig()
+    tracking: Annotated[TrackingConfig, TRACKING] = TrackingConfig()
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Fields of megatron.core's TransformerConfig, passed through."""
     sglang: Annotated[dict[str, Any], _OF_SGLANG] = Field(default_factory=dict)

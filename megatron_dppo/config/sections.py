@@ -1,20 +1,16 @@
-"""The base class of all config sections, and the sections [data], [optimizer], [evaluation] and [tracking]."""
+"""The sections [data], [optimizer], [evaluation] and [tracking]."""
 
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -25,55 +21,20 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from megatron_dppo.config.markers import (
+    LIMIT,
+    MEMORY,
+    MEMORY_LIMIT,
+    OWN_SET,
+    SCORING_TIME_LIMIT,
+    TRAINING,
+    Effect,
+    Needs,
+    Section,
+)
 
-class Section(BaseModel):
-    """Base of all sections: frozen, and a misspelt key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Marks a setting, or a section, that has an effect only with certain values of another setting.
-
-    Attributes:
-        key: The other setting, or a property of its section.
-        on: Value that it needs, also as one of several; `None`: any but false, 0 and empty.
-        off: Value that turns the setting off.
-    """
-
-    key: str
-    on: Any = None
-    off: Any = None
-
-    def are_met(self, config: BaseModel) -> bool:
-        """Return whether the setting has an effect in a config."""
-        value = attrgetter(self.key)(config)
-        if self.on is not None:
-            return value == self.on or (isinstance(value, tuple) and self.on in value)
-        return bool(value) and value != self.off
-
-    @property
-    def text(self) -> str:
-        """What turns the setting on."""
-        key = self.key.replace(".is_set", ".harness or command")
-        return f"{key} = {self.on!r}" if self.on is not None else key
-
-
-def idle_settings(config: BaseModel) -> Iterator[tuple[str, Needs]]:
-    """Yield the settings that differ from their defaults and have no effect, with what they need."""
-
-    def walk(section: BaseModel, prefix: str, needs: Needs | None) -> Iterator[tuple[str, Needs]]:
-        for name, info in type(section).model_fields.items():
-            value, own = getattr(section, name), next((m for m in info.metadata if isinstance(m, Needs)), needs)
-            if isinstance(value, Section):
-                yield from walk(value, f"{prefix}{name}.", own)
-                continue
-            is_set = value != info.get_default(call_default_factory=True)
-            if is_set and own is not None and not own.are_met(config):
-                yield f"{prefix}{name}", own
-
-    yield from walk(config, "", None)
+_VARIABLES = Effect("Further variables of workers; scores do not depend on them.")
+_SHARDING = Effect("Memory placement; a checkpoint that stores states the other way is refused.")
 
 
 def num_over_sampled(factor: float, count: int) -> int:
@@ -152,43 +113,43 @@ PromptFiles = Annotated[tuple[PromptFile, ...], BeforeValidator(_parse_files), P
 class DataConfig(Section):
     """[data]: prompts and reward."""
 
-    prompts: PromptFiles = (PromptFile(path=Path("prompts.jsonl")),)
+    prompts: Annotated[PromptFiles, TRAINING] = (PromptFile(path=Path("prompts.jsonl")),)
     """Path of a .jsonl or .parquet file with one prompt per row, or a list of paths, or tables with `path`,
     `weight` (the file's share of the prompts) and `name` (in metrics)."""
     prompt_column: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages. `column.field` selects a nested field."""
     answer_column: str | None = None
     """Reference answer's column. Default: `answer`, verl's `reward_model.ground_truth` or slime's `label`."""
-    shuffle: bool = True
+    shuffle: Annotated[bool, TRAINING] = True
     """Shuffle the prompts each epoch, seeded by `run.seed`."""
-    reward: RewardSetting = ""
+    reward: Annotated[RewardSetting, OWN_SET] = ""
     """Required: a registered reward, your own "package.module:function", or a table of names and weights.
     "batch:package.module:function" gets all responses to a prompt at once. "environment" takes all rewards from
     `rollout.environment`, `rollout.agent` or `rollout.generate`."""
-    reward_values: tuple[float, float] = (0.0, 1.0)
+    reward_values: Annotated[tuple[float, float], TRAINING] = (0.0, 1.0)
     """Rewards of a wrong and of a right response, for registered rewards."""
-    thinking: Literal["ignore", "require"] = "ignore"
+    thinking: Annotated[Literal["ignore", "require"], OWN_SET] = "ignore"
     """require: registered rewards score the text after the one </think>. A response without it is wrong."""
-    overlong_buffer_tokens: NonNegativeInt = 0
+    overlong_buffer_tokens: Annotated[NonNegativeInt, TRAINING] = 0
     """Overlong buffer (DAPO): last tokens before `rollout.max_response_tokens`, which cost a penalty; 0 is off.
     Only tokens that the policy sampled count."""
-    overlong_penalty: Annotated[PositiveFloat, Needs("data.overlong_buffer_tokens")] = 1.0
+    overlong_penalty: Annotated[PositiveFloat, Needs("data.overlong_buffer_tokens"), TRAINING] = 1.0
     """Penalty of a response that uses the complete overlong buffer."""
-    reward_workers: PositiveInt = 1
+    reward_workers: Annotated[PositiveInt, Effect("Processes.")] = 1
     """Worker processes per trainer process, for rewards and environments."""
-    reward_timeout_s: PositiveFloat = 10.0
+    reward_timeout_s: Annotated[PositiveFloat, SCORING_TIME_LIMIT] = 10.0
     """Seconds to score a response (with "batch:" a group) or to step an environment. Slower samples are dropped
     and counted, unless `reward_if_timed_out` is set."""
     reward_if_timed_out: float | None = Field(default=None, ge=-1e18, le=1e18, allow_inf_nan=False)
     """Reward of a response that takes `reward_timeout_s` or longer to score, in training and evaluation. By
     default it is dropped, and so costs less than a wrong one."""
-    reward_retries: NonNegativeInt = 0
+    reward_retries: Annotated[NonNegativeInt, Effect("Retries of a failed reward.", "all sets")] = 0
     """Further calls of your own reward if it raises, after 0.1 s, 0.2 s, 0.4 s, ... For rewards that call other
     machines. `reward_timeout_s` limits all calls together."""
-    reward_memory_mb: NonNegativeInt = 2048
+    reward_memory_mb: Annotated[NonNegativeInt, Effect(MEMORY_LIMIT.resume, "all sets")] = 2048
     """MiB for a worker of rewards, environments or agents; 0 is no limit. Samples above it are dropped and
     counted."""
-    worker_environment: tuple[str, ...] = ()
+    worker_environment: Annotated[tuple[str, ...], _VARIABLES] = ()
     """Environment variables that workers of rewards, environments and agents get in addition to common ones
     (PATH, HOME, LANG, PYTHONPATH, HF_HOME, ...), such as ["JUDGE_API_KEY", "JUDGE_URL"]."""
     max_prompt_tokens: PositiveInt = 1024
@@ -229,11 +190,11 @@ class OptimizerConfig(Section):
     """AdamW epsilon."""
     clip_grad: NonNegativeFloat = 1.0
     """Global gradient-norm clip; 0 turns it off."""
-    distributed: bool = True
+    distributed: Annotated[bool, _SHARDING] = True
     """Shard optimizer states over data-parallel ranks (Megatron's DistributedOptimizer)."""
-    offload: bool = False
+    offload: Annotated[bool, MEMORY] = False
     """Keep moments and float32 master weights in host memory between updates. Exact, but slower."""
-    max_skipped_steps: PositiveInt = 3
+    max_skipped_steps: Annotated[PositiveInt, LIMIT] = 3
     """Consecutive steps with a loss or gradient that is not finite, after which the run stops."""
 
 
@@ -259,7 +220,7 @@ class EvaluationConfig(Section):
 
     sets: dict[str, EvaluationSetConfig] = Field(default_factory=dict)
     """Tables [evaluation.sets.<name>], each with its prompts. Without a table there is no evaluation."""
-    every: NonNegativeInt = 10
+    every: Annotated[NonNegativeInt, Effect("How often the sets are evaluated.")] = 10
     """Rollouts between evaluations, which also run before the first and after the last rollout; 0 never."""
     samples_per_prompt: PositiveInt = 32
     """Responses per prompt: n of avg@n."""

@@ -11,10 +11,10 @@ import pytest
 import tomli_w
 
 from megatron_dppo import evaluate as evaluation
-from megatron_dppo.config.effects import effect_on_evaluation as class_of
-from megatron_dppo.config.effects import may_change
+from megatron_dppo.config.markers import Section
+from megatron_dppo.config.resuming import effect_on_evaluation as class_of
+from megatron_dppo.config.resuming import may_change
 from megatron_dppo.config.schema import Config
-from megatron_dppo.config.sections import Section
 from megatron_dppo.errors import ConfigError, RolloutError
 from megatron_dppo.evaluate import _keep_unchanged
 from megatron_dppo.rollout.scores import metric_names

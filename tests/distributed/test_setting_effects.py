@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.config.effects import EFFECTS as SETTINGS
+from megatron_dppo.config.resuming import EFFECTS as SETTINGS
 from tests.distributed.setting_effects import ANY, ASSERTED_BY, EFFECTS
 from tests.distributed.setting_runs import Effect, Left, make_task, play_all
 from tests.support.ranks import run_ranks

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.config import Config, dump_config, load_config
-from megatron_dppo.config.sections import idle_settings
+from megatron_dppo.config.markers import idle_settings
 from megatron_dppo.errors import ConfigError, Problem
 
 

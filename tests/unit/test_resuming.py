@@ -4,7 +4,7 @@ import itertools
 import json
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from typer.testing import CliRunner
@@ -12,79 +12,26 @@ from typer.testing import CliRunner
 from megatron_dppo.checkpoints.checkpoint_folder import sums_of, write_sums
 from megatron_dppo.cli import app
 from megatron_dppo.config import dump_config
-from megatron_dppo.config.effects import (
+from megatron_dppo.config.load import flat
+from megatron_dppo.config.markers import ALL_SETS, TIME_LIMIT, TRAINING, Section
+from megatron_dppo.config.resuming import (
     EFFECTS,
     OPTION_MAY_CHANGE,
+    SettingChange,
     effect_on_evaluation,
+    effects_of,
+    experiment_changes,
     free_settings,
     may_change,
+    setting_changes,
 )
-from megatron_dppo.config.load import flat
-from megatron_dppo.config.resuming import SettingChange, experiment_changes, setting_changes
 from megatron_dppo.config.schema import Config
 from megatron_dppo.evaluate import _describe_sets
 
 ROOT = Path(__file__).parents[2]
 DEFAULTS = Config().model_dump(mode="json")
 KEYS = sorted(flat(DEFAULTS))
-# The classes of all keys once more, by hand: one table that is wrong in one row cannot agree with this one.
-FREE = """
-run: folder num_rollouts num_threads timeout_s peer_timeout_s
-parallel: tensor pipeline virtual_pipeline context expert expert_tensor max_tokens_per_microbatch
-    share_prefixes overlap_grad_reduce overlap_param_gather
-data: reward_workers reward_timeout_s reward_retries reward_memory_mb worker_environment
-rollout: max_dropped_fraction max_data_gib release_trainer
-rollout.agent: episode_timeout_s call_timeout_s
-rollout.transformers: batch_size
-rollout.sglang: start_timeout_s max_restarts request_timeout_s max_attempts max_concurrent_requests
-    num_own_servers weight_sync sync_bucket_bytes sync_timeout_s probe_every colocated
-algorithm: loss_from logits_chunk_bytes
-optimizer: distributed offload max_skipped_steps
-checkpoint: every every_steps resume asynchronous keep_last keep_every keep_best best_metric best_is
-    reserve_gib max_failed_saves
-evaluation: every
-tracking: backends prometheus_address samples_every batches_every paired_routing_every mismatch_share alarms
-    max_roll_backs clipped_tokens_every shadow shadow_presets shadow_options
-"""
-EXPERIMENT = """
-run: seed
-model: load reference dtype layer_spec
-lora: rank alpha targets
-data: prompts prompt_column answer_column shuffle reward reward_values thinking overlong_buffer_tokens
-    overlong_penalty reward_if_timed_out max_prompt_tokens
-rollout: engine prompts_per_rollout samples_per_prompt max_response_tokens environment generate max_turns
-    max_turn_tokens thinking temperature top_p num_topk_log_probs routing_replay lag
-    over_sampling max_staleness refill_zero_variance max_refills
-rollout.agent: harness command train thinking renderer max_calls
-rollout.transformers: weights
-algorithm: preset rule_options rule_divergence rule_over delta delta_low delta_high eps_low eps_high
-    ratio_cap alpha anchor replay_recomputed_routes top_k include_other sampled_token rho_low rho_high
-    token_kl response_kl
-    prefix_delta prefix_delta_max late_weight tau_low tau_high stale_share power_low power_high decay_low
-    decay_high entropy_coef log_ratio_coef ref_kl_coef ref_kl aggregation
-    normalize_advantage_std minibatches_per_rollout epochs_per_rollout logits_dtype
-optimizer: lr min_lr schedule warmup_steps weight_decay beta1 beta2 eps clip_grad
-evaluation: sets samples_per_prompt temperature top_p max_response_tokens pass_at
-"""
-OF_AN_EVALUATION = """
-run: seed
-model: load dtype
-data: prompt_column answer_column reward thinking reward_timeout_s reward_if_timed_out reward_retries
-    reward_memory_mb max_prompt_tokens
-rollout: engine max_response_tokens environment generate max_turns max_turn_tokens thinking
-rollout.agent: harness command thinking renderer max_calls episode_timeout_s call_timeout_s
-rollout.transformers: weights
-rollout.sglang: request_timeout_s
-evaluation: sets samples_per_prompt temperature top_p max_response_tokens pass_at
-"""
-
-
-def keys_of(text: str) -> set[str]:
-    """Return the dotted keys of a table "section: key key"."""
-    rows = " ".join(text.split()).split(": ")
-    sections = [rows[0], *(row.rpartition(" ")[2] for row in rows[1:-1])]
-    names = [row.rpartition(" ")[0] for row in rows[1:-1]] + [rows[-1]]
-    return {f"{s}.{name}" for s, keys in zip(sections, names, strict=True) for name in keys.split()}
+SCORED = {key for key in EFFECTS if effect_on_evaluation(key) != "no"}
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
@@ -95,20 +42,40 @@ def nested(key: str, value: Any) -> dict[str, Any]:
     return found
 
 
-def test_every_setting_is_classified_once() -> None:
-    """A new field of the schema fails here until it has a row in both tables."""
-    free, experiment = keys_of(FREE), keys_of(EXPERIMENT)
-    assert not free & experiment
-    assert free | experiment == set(EFFECTS) == {*KEYS, "evaluation.sets", "tracking.shadow_options"}
-    assert {key for key in EFFECTS if may_change(key)} == free
-    assert {key for key in EFFECTS if effect_on_evaluation(key) != "no"} == keys_of(OF_AN_EVALUATION)
+class Sampling(Section):
+    """A section of settings that nobody marked, but for one."""
+
+    width: int = 1
+    depth: Annotated[int, TIME_LIMIT] = 1
+
+
+class Outer(Section):
+    """A config with an unmarked section, and with one that has a marker."""
+
+    first: Sampling = Sampling()
+    second: Annotated[Sampling, TRAINING] = Sampling()
+
+
+def test_a_setting_without_a_marker_has_the_marker_of_its_section() -> None:
+    found = dict(effects_of(Outer, "", ALL_SETS))
+    assert found == {
+        "first.width": ALL_SETS,
+        "first.depth": TIME_LIMIT,
+        "second.width": TRAINING,
+        "second.depth": TIME_LIMIT,
+    }
+
+
+def test_every_setting_has_an_effect() -> None:
+    assert set(EFFECTS) == {*KEYS, "evaluation.sets", "tracking.shadow_options"}
+    assert not may_change("run.seed") and effect_on_evaluation("run.seed") == "all sets"
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_a_resume_is_refused_by_the_class_of_the_setting(key: str) -> None:
     (change,) = setting_changes({}, nested(key, "another value"))
     assert change.setting == key and change.now == "another value"
-    assert bool(experiment_changes({}, nested(key, "another value"))) == (key in keys_of(EXPERIMENT))
+    assert bool(experiment_changes({}, nested(key, "another value"))) != may_change(key)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +308,7 @@ def other_value(key: str, default: Any) -> Any:
     return default / 2 if isinstance(default, float) else (default or 0) + 1
 
 
-@pytest.mark.parametrize("key", sorted(keys_of(OF_AN_EVALUATION) - {"evaluation.sets", "model.load"}))
+@pytest.mark.parametrize("key", sorted(SCORED - {"evaluation.sets", "model.load"}))
 def test_kept_results_of_an_evaluation_depend_on_a_setting_by_its_class(tmp_path: Path, key: str) -> None:
     (tmp_path / "near.jsonl").write_text("{}\n")
     (tmp_path / "config.json").write_text("{}")

@@ -36,7 +36,7 @@ from megatron_dppo.analysis.report.diagnostics import (
     why_not_comparable,
 )
 from megatron_dppo.analysis.report.summary import LAST, format_number, paired_rows
-from megatron_dppo.config.effects import may_change
+from megatron_dppo.config.resuming import may_change
 from megatron_dppo.run_folder.reader import Run
 
 Verdict = Literal["decided", "open", "warning", "note"]

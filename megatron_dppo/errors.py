@@ -95,10 +95,6 @@ def writing_to(key: str, path: Path) -> Iterator[None]:
     Args:
         key: Option or setting with the path.
         path: Path as the user gave it.
-
-    Raises:
-        ConfigError: The body raised an OSError.
-        OSError: The disk fails, for which the user's path is not to blame.
     """
     try:
         yield

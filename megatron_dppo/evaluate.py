@@ -55,10 +55,6 @@ def evaluate(config: Config, folder: Path, rollout: int = 0) -> Results:
         folder: Output folder for metrics.json, and `<set>.jsonl` with every response.
         rollout: Seed of the sampling noise: a run uses the same noise in its evaluation after `rollout`
             rollouts.
-
-    Raises:
-        ConfigError: The configuration cannot work, or `folder` has other content or is used by another process.
-        DiskError: The disk of `folder` is full.
     """
     with join_processes(config) as runtime, full_disk_explained(folder):
         size, needs = runtime.world_size, BEFORE_LOADING
@@ -74,11 +70,7 @@ def evaluate(config: Config, folder: Path, rollout: int = 0) -> Results:
 
 
 def finished_rollouts(checkpoint: Path) -> int:
-    """Return the number of rollouts that a run had finished when it saved this checkpoint.
-
-    Raises:
-        CheckpointError: The folder is not a checkpoint of a run.
-    """
+    """Return the number of rollouts that a run had finished when it saved this checkpoint."""
     try:
         return int(json.loads((checkpoint / STATE).read_text())["state"]["rollout"])
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -19,12 +19,7 @@ _METRICS = "metrics.json"
 
 
 def rollout_only(config: Config, folder: Path, *, accepts_changes: bool = False) -> None:
-    """Sample all rollouts of a run with its first weights, and save their gradient steps in `folder`.
-
-    Raises:
-        ConfigError: The configuration cannot work; raised before any model loads.
-        DiskError: The disk of the run folder or of `folder` is full.
-    """
+    """Sample all rollouts of a run with its first weights, and save their gradient steps in `folder`."""
     _refuse_what_needs_both(config)
     if config.rollout.max_staleness:
         expected = "0: nothing is trained meanwhile, so that no weights are pushed to sample by"
@@ -44,11 +39,6 @@ def train_only(config: Config, folder: Path, *, accepts_changes: bool = False) -
     """Train on the rollouts in `folder`, in the layout that saved them, without an engine.
 
     All rollouts were sampled with the run's first weights, so the mismatch of later ones includes the training.
-
-    Raises:
-        ConfigError: The configuration cannot work; raised before any model loads.
-        DataError: A rollout is missing, or was saved by another number of processes.
-        Preempted: A signal asked the run to stop, and it has saved.
     """
     _refuse_what_needs_both(config)
     with start_session(config, accepts_changes=accepts_changes) as session:

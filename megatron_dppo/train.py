@@ -14,12 +14,7 @@ from megatron_dppo.run.session import RunSession, start_session
 
 
 def main(config: Config, *, accepts_changes: bool = False) -> None:
-    """Train as configured, in this process of the job; resume from the run's latest checkpoint.
-
-    Raises:
-        ConfigError: The configuration cannot work; raised before any model loads.
-        Preempted: A signal asked the run to stop, and it has saved.
-    """
+    """Train as configured, in this process of the job; resume from the run's latest checkpoint."""
     with (
         start_session(config, accepts_changes=accepts_changes) as session,
         own_servers(config, session.runtime),

@@ -63,14 +63,7 @@ class Actor:
     """Owns the Megatron process groups, the model, the optimizer and its schedule, for the life of a run."""
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
-        """Build the model and load its weights.
-
-        Raises:
-            ConfigError: Ranks differ in the layer spec that they can use.
-            KernelBuildError: The loss's kernels cannot be compiled for this GPU.
-            LayoutError: The processes do not divide over `[parallel]`.
-            ConversionError: The checkpoint does not hold the model that its config.json describes.
-        """
+        """Build the model and load its weights."""
         kernels_for(runtime.device.type)  # may compile them: not after minutes of loading
         runtime.gpu_ledger.takes("trainer")
         cpu.install()

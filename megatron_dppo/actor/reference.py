@@ -34,10 +34,6 @@ class ReferencePolicy:
         Args:
             actor: Actor with the run's initial weights on its device. It has them again afterwards.
             config: The run's.
-
-        Raises:
-            ConversionError: `model.reference` does not hold the model that `model.load` describes.
-            CheckpointError: It is a Megatron checkpoint that is torn, or of another model.
         """
         self._actor, folder = actor, config.model.reference
         parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]

@@ -229,11 +229,7 @@ def harness_pool(options: RolloutConfig, data: DataConfig) -> HarnessPool:
 
 
 def rendering_of(tokenizer: Any, options: AgentConfig) -> Rendering:
-    """Return what renders the chats of an agent.
-
-    Raises:
-        DataError: The tokenizer has no chat template, or the renderer cannot be made.
-    """
+    """Return what renders the chats of an agent."""
     if options.renderer is None:
         return Rendering(tokenizer, options.thinking)
     return LibraryRendering(tokenizer, options.thinking, options.renderer)
@@ -255,11 +251,7 @@ class Agents:
         )
 
     def start(self) -> None:
-        """Start the endpoint, and load the harness in one worker.
-
-        Raises:
-            AgentFailedError: The harness cannot be loaded.
-        """
+        """Start the endpoint, and load the harness in one worker."""
         self._server.start()
         self._pool.start()
 
@@ -275,11 +267,7 @@ class Agents:
         self._server.close()
 
     def converse(self, tokenizer: Any) -> Converse:
-        """Return a function that runs one episode; it needs its own tokenizer in each thread.
-
-        Raises:
-            DataError: The tokenizer has no chat template, or the renderer cannot be made.
-        """
+        """Return a function that runs one episode; it needs its own tokenizer in each thread."""
         return partial(self._run, rendering_of(tokenizer, self._agent))
 
     async def _run(
@@ -289,10 +277,6 @@ class Agents:
 
         A harness that raises, dies or takes too long costs its own sample. An aborted response ends the episode
         without a result.
-
-        Raises:
-            RolloutError: `ask` raised it.
-            AgentFailedError: The harness cannot be loaded.
         """
         self._server.start()
         episode = Episode(request, params, ask, rendering, self._limits)

@@ -76,11 +76,7 @@ class Chat:
         stops: tuple[str, ...] = (),
         **options: bool,
     ) -> "Chat":
-        """Return the chat with the nodes that ids of tool calls name, too.
-
-        Raises:
-            RefusedError: There is no message.
-        """
+        """Return the chat with the nodes that ids of tool calls name, too."""
         if not messages:
             raise RefusedError(400, "found no messages; expected at least one")
         if messages[-1]["role"] == "assistant":
@@ -112,11 +108,7 @@ def _in_order_of_calls(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 
 def read_chat(content: bytes) -> Chat:
-    """Parse a request body.
-
-    Raises:
-        RefusedError: It is malformed, or asks for what a rollout cannot have.
-    """
+    """Parse a request body."""
     with parsing(content) as body:
         messages = [_message(message) for message in body["messages"]]
         tools = tuple(cast("Sequence[Mapping[str, Any]]", body.get("tools") or ()))
@@ -143,11 +135,7 @@ def read_chat(content: bytes) -> Chat:
 
 @contextlib.contextmanager
 def parsing(content: bytes) -> Iterator[Any]:
-    """Yield a request's JSON; what is not there or of another type in the block is the client's fault.
-
-    Raises:
-        RefusedError: The body is malformed.
-    """
+    """Yield a request's JSON; what is not there or of another type in the block is the client's fault."""
     try:
         yield json.loads(content, parse_constant=_refuse_constant)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -155,20 +143,12 @@ def parsing(content: bytes) -> Iterator[Any]:
 
 
 def _refuse_constant(name: str) -> Any:
-    """Refuse what Python reads and JSON does not have.
-
-    Raises:
-        ValueError: Always.
-    """
+    """Refuse what Python reads and JSON does not have."""
     raise ValueError(f"found {name}, which is no JSON")
 
 
 def require_form(messages: Sequence[ChatMessage], tools: Sequence[Any]) -> None:
-    """Require the types of a chat template's messages and tools.
-
-    Raises:
-        RefusedError: A text, a name or an id is no text, or a tool is no object.
-    """
+    """Require the types of a chat template's messages and tools."""
     for place, message in enumerate(messages):
         if message["role"] not in _ROLES:
             raise RefusedError(
@@ -188,11 +168,7 @@ def require_form(messages: Sequence[ChatMessage], tools: Sequence[Any]) -> None:
 
 
 def largest(body: Mapping[str, Any], *keys: str) -> int | None:
-    """Return the smallest limit of a response's tokens among these keys, or None.
-
-    Raises:
-        RefusedError: One is no positive integer.
-    """
+    """Return the smallest limit of a response's tokens among these keys, or None."""
     limits = [body[key] for key in keys if body.get(key) is not None]
     if any(type(limit) is not int or limit < 1 for limit in limits):
         raise RefusedError(400, f"{keys[0]}: found {limits}; expected a positive integer")
@@ -200,11 +176,7 @@ def largest(body: Mapping[str, Any], *keys: str) -> int | None:
 
 
 def stops_of(body: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """Return the strings that end a response.
-
-    Raises:
-        RefusedError: One is no string, or empty.
-    """
+    """Return the strings that end a response."""
     found = body.get(key) or []
     stops: list[Any] = [found] if isinstance(found, str) else found
     if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
@@ -222,9 +194,6 @@ def refuse_sampling_options(body: Mapping[str, Any], faults: Mapping[str, bool],
         body: The request.
         faults: Whether an option of this protocol is refused, by name.
         known: Options of this protocol alone.
-
-    Raises:
-        RefusedError: It names the option.
     """
     for name, is_there in faults.items():
         if is_there:
@@ -251,11 +220,7 @@ def _message(found: Any) -> ChatMessage:
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a content, which may be a list of parts.
-
-    Raises:
-        RefusedError: A part is not text.
-    """
+    """Return the text of a content, which may be a list of parts."""
     if content is None or isinstance(content, str):
         return content or ""
     if any(part["type"] not in _TEXTS for part in content):

@@ -40,11 +40,7 @@ class EpisodeTask:
 
 
 def checked_outcome(found: Any) -> AgentOutcome:
-    """Return the outcome that a harness returned or posted, after checking its types.
-
-    Raises:
-        ValueError: It is neither a finite number nor an outcome with finite numbers.
-    """
+    """Return the outcome that a harness returned or posted, after checking its types."""
     outcome = found if isinstance(found, AgentOutcome) else AgentOutcome(found)
     try:
         reward = None if outcome.reward is None else float(outcome.reward)

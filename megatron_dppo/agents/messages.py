@@ -30,11 +30,7 @@ _TYPES = {401: "authentication_error", 503: "overloaded_error", 500: "api_error"
 
 
 def read_messages(content: bytes) -> Chat:
-    """Parse a request body.
-
-    Raises:
-        RefusedError: It is malformed, or asks for what a rollout cannot have.
-    """
+    """Parse a request body."""
     with parsing(content) as body:
         system = [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
         messages = [each for message in body["messages"] for each in _from_client(message)]

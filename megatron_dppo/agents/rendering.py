@@ -47,9 +47,6 @@ class Rendering:
             tokenizer: Tokenizer of the model.
             thinking: "keep" continues a sequence although the template would now leave out its earlier
                 thinking; "template" does not.
-
-        Raises:
-            DataError: The tokenizer has no chat template.
         """
         require_chat_template(tokenizer)
         self._tokenizer, self._thinking = tokenizer, thinking
@@ -58,11 +55,7 @@ class Rendering:
     def opening(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
     ) -> tuple[int, ...]:
-        """Return the token ids of a complete chat, up to the beginning of the response.
-
-        Raises:
-            DataError: The chat template refuses the chat, or omits a part of it.
-        """
+        """Return the token ids of a complete chat, up to the beginning of the response."""
         placed = cast(Any, self.placed(messages))
         tokens = prompt_tokens(self._tokenizer, None, placed, tools, arguments)
         require_whole(self._tokenizer, placed, tools, arguments, _ACTION)
@@ -238,9 +231,6 @@ class LibraryRendering(Rendering):
             tokenizer: Tokenizer of the model.
             thinking: As for `Rendering`.
             name: Name of the renderer, such as "glm-4.5".
-
-        Raises:
-            RendererError: The library is absent or has no such renderer, or the tokenizer lacks its tokens.
         """
         super().__init__(tokenizer, thinking)
         self._name, self._made = name, dict[str, Any]()
@@ -293,11 +283,7 @@ class LibraryRendering(Rendering):
         return message
 
     def _renderer(self, arguments: Mapping[str, Any]) -> Any:
-        """Return the renderer for arguments of the chat template.
-
-        Raises:
-            RendererError: It does not know them, or cannot be made.
-        """
+        """Return the renderer for arguments of the chat template."""
         key = json.dumps(arguments, sort_keys=True, default=str)
         if key not in self._made:
             try:

@@ -32,11 +32,7 @@ _OWN_ITEM = re.compile(r"(?:rs|msg|fc)_(\d+)(?:_\d+)?")  # ids of the items that
 
 
 def read_responses(content: bytes) -> Chat:
-    """Parse a request body.
-
-    Raises:
-        RefusedError: It is malformed, or asks for what a rollout cannot have.
-    """
+    """Parse a request body."""
     with parsing(content) as body:
         found: Any = body["input"]
         items = [{"role": "user", "content": found}] if isinstance(found, str) else list(found)

@@ -73,9 +73,6 @@ def registry(name: str, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
     Args:
         name: Name of the registry in messages.
         entries: Entry per name that an objective can use.
-
-    Raises:
-        ConfigError: Two entries have one id.
     """
     holders: defaultdict[int, list[str]] = defaultdict(list)
     for entry_name, entry in entries.items():

@@ -86,11 +86,7 @@ def policy_loss(objective: Objective, inputs: PolicyLossInputs) -> PolicyLossOut
 
 
 def required_inputs(objective: Objective, inputs: PolicyLossInputs) -> dict[str, Tensor]:
-    """Return the tensors that `objective` reads, by name.
-
-    Raises:
-        ConfigError: One is missing, or has the wrong shape or type.
-    """
+    """Return the tensors that `objective` reads, by name."""
     topk = inputs.topk
     needed: dict[str, Tensor | None] = {
         "log_probs": inputs.log_probs,
@@ -138,9 +134,6 @@ def learning_tokens(
     Neutralising comes before all arithmetic, so a NaN of an ignored row reaches neither value nor gradient.
     Set `has_known_values` if a loss was computed from these inputs before. Their values are then not checked
     again, and the call does not synchronise with the device.
-
-    Raises:
-        ConfigError: An input is missing, has the wrong shape or type, or an invalid value for a learning token.
     """
     present = required_inputs(objective, inputs)
     lengths = inputs.response_lengths if objective.needs_responses else None

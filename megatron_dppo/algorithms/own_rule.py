@@ -42,22 +42,12 @@ class OwnRule:
         return option in getattr(self.function, DECLARED, (option,))
 
     def weigh(self, tokens: TrustRegionTokens) -> Float[Tensor, " T"]:
-        """Return the weight of each token, checked; one device synchronisation.
-
-        Raises:
-            ConfigError: The function returned no tensor [T] of numbers, or a learning token got one that is
-                negative or not finite.
-        """
+        """Return the weight of each token, checked; one device synchronisation."""
         weight, _ = self._answer(tokens)
         return self._checked(tokens, weight, "the weight of each token", "finite weights >= 0", 0.0)
 
     def values(self, tokens: TrustRegionTokens) -> dict[str, Float[Tensor, " T"]]:
-        """Return the values that the function returned by name with the weights, checked as they are; or none.
-
-        Raises:
-            ConfigError: The function returned something other than a mapping from names to tensors [T], or a
-                value of a learning token is not finite.
-        """
+        """Return the values that the function returned by name with the weights, checked; or none."""
         _, values = self._answer(tokens)
         return {
             name: self._checked(tokens, value, f"the value {name} of each token", f"finite {name}", -torch.inf)
@@ -117,9 +107,6 @@ def complete_options(name: str, function: Any, given: Mapping[str, Option]) -> d
         name: Name of the rule, for messages.
         function: Custom rule, with or without declared options.
         given: Options from the config.
-
-    Raises:
-        ConfigError: The rule declares its options, and one is unknown or of another type.
     """
     attribute: Any = getattr(function, DECLARED, None)
     if attribute is None:
@@ -197,11 +184,7 @@ def own_objective(
     rule_over: Over = "tokens",
     rule_options: Mapping[str, Option] | None = None,
 ) -> Own:
-    """Return the objective of a user's own rule, with the function that its name imports.
-
-    Raises:
-        ConfigError: There is no such function, or it declares other options.
-    """
+    """Return the objective of a user's own rule, with the function that its name imports."""
     problem = problem_with_path("algorithm.preset", name, "package.module:function")
     if problem is not None:
         raise ConfigError(problem)

@@ -118,11 +118,7 @@ class Responses:
 
 
 def require_lengths(lengths: Tensor, num_tokens: int, rule: str) -> None:
-    """Raise unless the lengths are valid for T tokens; the message names the rule that reads them.
-
-    Raises:
-        ConfigError: The lengths are not a vector of integers, one is negative, or they do not sum to T.
-    """
+    """Raise unless the lengths are valid for T tokens; the message names the rule that reads them."""
     is_vector = lengths.dim() == 1 and not lengths.is_floating_point() and lengths.dtype != torch.bool
     if is_vector and not bool((lengths < 0).any()) and int(lengths.sum()) == num_tokens:
         return

@@ -80,9 +80,6 @@ def rule_values(objective: Objective, inputs: PolicyLossInputs) -> dict[str, Ten
     """Return the named values of the tokens, [T], that a custom rule returns with its weights; or none.
 
     Rows that do not learn have 0. The values of the inputs are not checked again.
-
-    Raises:
-        ConfigError: An input is missing or has another shape or type, or the rule returned invalid values.
     """
     return {} if objective.own is None else _Shared([objective], inputs).values(objective)
 

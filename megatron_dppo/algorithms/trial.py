@@ -26,9 +26,6 @@ def try_objective(objective: Objective, farthest: float = 1.5) -> PolicyLossOutp
     Args:
         objective: Objective with a built-in or a custom rule.
         farthest: Standard deviation of the logits' change at the last token; 0 for a policy that has not moved.
-
-    Raises:
-        ConfigError: The objective's rule does not weigh them, or returns values that are invalid.
     """
     inputs = _inputs(objective, farthest)
     rule_values(objective, inputs)
@@ -36,11 +33,7 @@ def try_objective(objective: Objective, farthest: float = 1.5) -> PolicyLossOutp
 
 
 def names_of_values(objective: Objective) -> tuple[str, ...]:
-    """Return the names of the values that a custom rule returns for that batch.
-
-    Raises:
-        ConfigError: The errors of `try_objective`.
-    """
+    """Return the names of the values that a custom rule returns for that batch."""
     return tuple(rule_values(objective, _inputs(objective, farthest=1.5)))
 
 

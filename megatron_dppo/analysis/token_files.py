@@ -66,9 +66,6 @@ def rollouts_to_show(listed: Mapping[str, Collection[int]], requested: int | Non
     Args:
         listed: Listed rollouts by the run's name.
         requested: Rollout, from 1. `None` means the last one that all runs list, or each run's last one.
-
-    Raises:
-        ConfigError: No run has lists, or a run with lists does not list the rollout.
     """
     having = {name: sorted(of) for name, of in listed.items() if of}
     shared = sorted(set[int].intersection(*map(set, having.values()))) if having else []
@@ -87,11 +84,7 @@ def rollouts_to_show(listed: Mapping[str, Collection[int]], requested: int | Non
 
 
 def read_list(files: Sequence[Path]) -> TokenList:
-    """Read the list of a rollout, and merge it if each gradient step has a file.
-
-    Raises:
-        DataError: A file is no list of clipped tokens.
-    """
+    """Read the list of a rollout, and merge it if each gradient step has a file."""
     lists = [[_row(file, number, row) for number, row in read_jsonl(file)] for file in files]
     num_steps = sum(max((row.num_steps for row in rows), default=0) for rows in lists)
     return TokenList(lists[0] if len(lists) == 1 else _merge(lists), num_steps)

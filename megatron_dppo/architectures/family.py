@@ -238,11 +238,7 @@ class ModelFamily:
     def require_shapes(
         self, hf: HFConfig, found: Mapping[str, Shape], folder: Path, file_of: Callable[[str], Path]
     ) -> None:
-        """Compare a checkpoint's tensor names and shapes with its config.json, before any tensor is read.
-
-        Raises:
-            ConversionError: A tensor is missing, left over, or of another shape.
-        """
+        """Compare a checkpoint's tensor names and shapes with its config.json, before any tensor is read."""
         expected = self.hf_shapes(hf)
         missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
         if missing or extra:

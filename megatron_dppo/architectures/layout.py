@@ -32,11 +32,7 @@ class Layout:
 
     @classmethod
     def of(cls, parallel: "ParallelConfig", world_size: int) -> "Layout":
-        """Return the layout of `[parallel]` on `world_size` processes.
-
-        Raises:
-            LayoutError: The processes do not divide.
-        """
+        """Return the layout of `[parallel]` on `world_size` processes."""
         problems = list(_world_size_problems(parallel, world_size))
         if problems:
             raise LayoutError(problems)

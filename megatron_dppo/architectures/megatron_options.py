@@ -114,11 +114,7 @@ class RouterCoefficients:
 
     @classmethod
     def of(cls, megatron: Mapping[str, Any]) -> "RouterCoefficients":
-        """Read the coefficients from `[megatron]`.
-
-        Raises:
-            ConfigError: A loss cannot be computed equally in every layout.
-        """
+        """Read the coefficients from `[megatron]`."""
         problems = list(router_loss_problems(megatron))
         if problems:
             raise ConfigError(problems)

@@ -105,11 +105,7 @@ class Chunk:
 
 
 def model_shape(hf: HFConfig) -> ModelShape:
-    """Return the shape that a config.json describes.
-
-    Raises:
-        ConfigError: No family has the architecture.
-    """
+    """Return the shape that a config.json describes."""
     family = family_of(hf)
     return ModelShape(family, family.sizes_of(hf))
 

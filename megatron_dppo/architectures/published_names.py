@@ -80,9 +80,6 @@ def in_table_spelling(
         stored: Tensors by their names in the files.
         module_names: The family's parts of transformers' names, and the parts that replace them.
         is_interleaved: Whether the family's stacks of experts are [in, out], with gate and up in turn.
-
-    Raises:
-        ConversionError: Scales have no weight, or an 8-bit weight has no scales or scales of a wrong shape.
     """
     found: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():

@@ -44,11 +44,7 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType({family.architecture: fam
 
 
 def family_of(hf: HFConfig) -> ModelFamily:
-    """Return the family of a config.json.
-
-    Raises:
-        ConfigError: No family has this architecture.
-    """
+    """Return the family of a config.json."""
     name = architecture_of(hf)
     if name not in FAMILIES:
         raise ConfigError(architecture_problem(name, FAMILIES))
@@ -76,9 +72,6 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
     The entry for block-wise 8-bit weights or MXFP4 is left out, because these weights become bfloat16 when
     they are read.
-
-    Raises:
-        ConfigError: There is no config.json, it is torn, or it describes a variant that is not implemented.
     """
     _, hf = read_model_config(folder)
     problems = list(variant_problems(hf))
@@ -88,11 +81,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 def model_sizes(hf: HFConfig) -> ModelSizes:
-    """Return the sizes in a config.json; KeyError, TypeError or ValueError if one is missing or not a number.
-
-    Raises:
-        ConfigError: No family has the architecture.
-    """
+    """Return the sizes in a config.json; KeyError, TypeError or ValueError if one is not there or no number."""
     return family_of(hf).sizes_of(hf)
 
 
@@ -102,9 +91,6 @@ def read_model_sizes(folder: Path) -> ModelSizes:
     Args:
         folder: Hugging Face folder, or Megatron checkpoint with `hf/config.json`. Keys may be written by
             transformers 4 or 5 (num_experts or num_local_experts, rope_theta or rope_parameters).
-
-    Raises:
-        ConfigError: There is no config.json, no family has its architecture, or a size is missing.
     """
     path, content = read_model_config(folder)
     family = family_of(content)

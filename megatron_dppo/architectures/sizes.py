@@ -239,11 +239,7 @@ _LARGEST = {
 
 
 def read_model_config(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Read the path and content of a model folder's config.json.
-
-    Raises:
-        ConfigError: There is no config.json, or it is torn.
-    """
+    """Read the path and content of a model folder's config.json."""
     path = config_file(folder)
     expected = "a Hugging Face folder (config.json) or a Megatron checkpoint (hf/config.json)"
     if path is None:

@@ -22,11 +22,7 @@ class WeightTable:
         self._sizes = sizes
 
     def entry(self, megatron_name: str) -> WeightEntry:
-        """Return the rule of a parameter by its name in a model on one process, in either layer spec.
-
-        Raises:
-            ConversionError: The table has no such parameter.
-        """
+        """Return the rule of a parameter by its name in a model on one process, in either layer spec."""
         match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", megatron_name)
         key = f"{MEGATRON_LAYER}{match[2]}" if match else megatron_name
         layer = int(match[1]) if match else None

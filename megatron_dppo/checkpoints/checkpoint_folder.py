@@ -93,11 +93,7 @@ def is_megatron_checkpoint(folder: Path) -> bool:
 
 
 def require_megatron_checkpoint(folder: Path) -> None:
-    """Refuse a folder that is not a complete Megatron checkpoint; the error identifies a Hugging Face folder.
-
-    Raises:
-        CheckpointError: The folder has no `megatron/metadata.json`.
-    """
+    """Refuse a folder that is not a complete Megatron checkpoint; the error names a Hugging Face folder."""
     if is_megatron_checkpoint(folder):
         return
     found, action = f"no {WEIGHTS}/metadata.json", "Check the path."
@@ -116,11 +112,7 @@ def name_of(step: int) -> str:
 
 
 def complete(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in a run's `checkpoints/`, oldest first, without checking their files.
-
-    Raises:
-        StorageError: The folder cannot be read, or a checkpoint is a link to nothing.
-    """
+    """Return the complete checkpoints in a run's `checkpoints/`, oldest first, without checking their files."""
     found = [path for path in entries_of(folder) if _NAME.fullmatch(path.name)]
     for path in found:
         require_reachable(path)
@@ -216,9 +208,6 @@ def faults(checkpoint: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
         checkpoint: A complete checkpoint's folder.
         share: (rank, size): only this rank's share of the files is hashed. All ranks together read each file
             once.
-
-    Raises:
-        StorageError: A file cannot be read, which says nothing about its content.
     """
     try:
         lines = read_patiently(checkpoint / SUMS, (checkpoint / SUMS).read_text).splitlines()
@@ -241,12 +230,7 @@ def faults(checkpoint: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
 
 
 def _files_of(checkpoint: Path) -> set[str]:
-    """Return the paths of all files of a checkpoint, relative to it.
-
-    Raises:
-        StorageError: A file or folder is a link to nothing.
-        OSError: A folder cannot be read.
-    """
+    """Return the paths of all files of a checkpoint, relative to it."""
 
     def stop(error: OSError) -> None:
         raise error
@@ -354,11 +338,7 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 def require_free(folder: Path, num_bytes: int, reserve_bytes: int) -> None:
-    """Raise an error if the disk has too little free space.
-
-    Raises:
-        CheckpointError: Writing `num_bytes` would leave less than `reserve_bytes`.
-    """
+    """Raise an error if the disk has too little free space."""
     free = free_bytes(folder)
     if free - num_bytes < reserve_bytes:
         raise CheckpointError(

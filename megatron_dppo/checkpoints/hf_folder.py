@@ -56,11 +56,6 @@ class HFWeights:
             num_mapped: Most files that are mapped at a time. Unmapping a file frees this process's memory of
                 it.
             files: Names of the files to read. None chooses the files that hold a model's weights.
-
-        Raises:
-            ConversionError: There are no safetensors or two sets of them, the folder also has an adapter, a
-                file of the index is missing, a file or the index is torn, a tensor is not in the file that the
-                index names, or two files without an index have it.
         """
         self.folder = folder
         self._num_mapped = num_mapped
@@ -142,11 +137,7 @@ class HFWeights:
         return [self.folder / name for name in sorted(names)]
 
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor, as a view of the file if no conversion is needed: only touched bytes are read.
-
-        Raises:
-            ConversionError: It is not in the checkpoint.
-        """
+        """Return one tensor, as a view of the file if no conversion is needed: only touched bytes are read."""
         if name not in self._stored:
             raise ConversionError(
                 f"{self.folder}: tensor {name!r} is missing; it has {len(self._stored)} others. "
@@ -197,11 +188,7 @@ def _family(folder: Path) -> tuple[ModelFamily | None, HFConfig]:
 
 
 def require_one_set(folder: Path) -> tuple[str, ...]:
-    """Compare the names of a folder's weight files with its index, and return the names that are not read.
-
-    Raises:
-        ConversionError: The files are not one complete set, by their names; see `HFWeights`.
-    """
+    """Compare the names of a folder's weight files with its index, and return the names that are not read."""
     file_of = _read_index(folder)
     return weight_files(folder, file_of and file_of.values()).ignored
 
@@ -228,11 +215,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
 
 @contextmanager
 def whole_folder(out: Path) -> Iterator[Path]:
-    """Yield a new folder to write to, and rename it to `out` when the body has ended without an error.
-
-    Raises:
-        ConversionError: `out` exists already.
-    """
+    """Yield a new folder to write to, and rename it to `out` when the body has ended without an error."""
     if out.exists():
         raise ConversionError(f"{out} exists. Give a new folder, or remove that one first.")
     unfinished = out.with_name(f".{out.name}.unfinished")
@@ -249,9 +232,6 @@ def write_hf_checkpoint(
 
     A file is written while the tensors of the next one are produced, so memory holds the tensors of two files.
     Config, tokenizer and licence are copied from `template`. Experts get the names that its family publishes.
-
-    Raises:
-        ConversionError: `out` exists already, or a tensor comes twice.
     """
     family, hf = _family(template)
     if family is not None and family.has_interleaved_stacks:

@@ -52,13 +52,7 @@ def hf_files(folder: Path) -> Path:
 
 
 def load_weights(chunks: Sequence[GPTModel], folder: Path, hf: HFConfig) -> None:
-    """Load `model.load` into this rank's parameters, from a Hugging Face folder or a Megatron checkpoint.
-
-    Raises:
-        ConversionError: Hugging Face weights do not fit `hf`.
-        CheckpointError: A Megatron checkpoint is torn, belongs to another model, or has LoRA adapters that
-            the model does not have.
-    """
+    """Load `model.load` into this rank's parameters, from a Hugging Face folder or a Megatron checkpoint."""
     if not is_megatron_checkpoint(folder):
         load_hf_weights(chunks, HFWeights(folder), hf)
         return
@@ -97,9 +91,6 @@ def save_weights(chunks: Sequence[GPTModel], out: Path, template: Path) -> None:
     """Write a Megatron checkpoint of only weights, completely or not at all, from one process.
 
     Config and tokenizer are copied from `template`, a Hugging Face folder, into `hf/`.
-
-    Raises:
-        ConversionError: `out` exists already.
     """
     with whole_folder(out) as unfinished:
         (unfinished / WEIGHTS).mkdir()
@@ -113,10 +104,6 @@ def load_sharded(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
     Each `_extra_state` is left out. Transformer Engine's modules keep fp8 scales there, as pickles that they
     would load. No supported model has fp8 scales, and the checkpoint may come from modules without
     `_extra_state`.
-
-    Raises:
-        CheckpointError: The folder is torn, belongs to another model or optimizer, or contains code.
-        StorageError: The disk fails.
     """
     refuse_code(folder)
     refuse_newer(folder)
@@ -158,9 +145,6 @@ def stored_lora(folder: Path) -> LoraConfig | None:
     """Return the `[lora]` that a Megatron checkpoint was trained with; None if it has no adapters.
 
     Every rank calls this together.
-
-    Raises:
-        CheckpointError: The folder contains code, or is torn.
     """
     tensors = _stored_tensors(folder)
     stored = {k: tensor for k, tensor in tensors.items() if is_adapter(k) and not k.startswith("optimizer.")}
@@ -176,11 +160,7 @@ def stored_lora(folder: Path) -> LoraConfig | None:
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """Return the dtype of the weights in a Megatron checkpoint, ignoring its float32 buffers.
-
-    Raises:
-        CheckpointError: The folder is not a checkpoint, or its weights have several dtypes.
-    """
+    """Return the dtype of the weights in a Megatron checkpoint, ignoring its float32 buffers."""
     require_megatron_checkpoint(folder)
     own = ((key, tensor) for key, tensor in _stored_tensors(folder).items() if not key.startswith("optimizer."))
     weights = (tensor for key, tensor in own if not is_weight_buffer(key))
@@ -205,13 +185,7 @@ def is_resharded(content: dict[str, Any], layout: Layout) -> bool:
 def require_reshardable(
     checkpoint: Path, content: dict[str, Any], layout: Layout, *, is_optimizer_distributed: bool
 ) -> None:
-    """Refuse a checkpoint that cannot be moved from the layout in its state.json to this one.
-
-    Raises:
-        CheckpointError: The checkpoint is in the middle of a rollout, or contains rollouts sampled ahead, with
-            batches made for its layout. Or the optimizer states are not distributed, and Megatron stores them
-            by their position on a rank.
-    """
+    """Refuse a checkpoint that cannot be moved from the layout in its state.json to this one."""
     saved = Layout(**content["layout"])
     found = f"{checkpoint} was saved on {saved}; this run has {layout}"
     weights_alone = f"or train from its weights only: model.load = {str(checkpoint)!r}."

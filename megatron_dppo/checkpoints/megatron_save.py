@@ -50,11 +50,7 @@ class PendingSave:
             self._buckets = _copy(self._request.preload_fn(), live)
 
     def write(self) -> list[Path]:
-        """Write and sync this rank's files, in any thread, without communicating with other ranks.
-
-        Raises:
-            OSError: The disk is full, or fails in another way.
-        """
+        """Write and sync this rank's files, in any thread, without communicating with other ranks."""
         written: dict[int, Any] = {}
         for index, (path, key, (objects, tensors)) in enumerate(self._buckets):
             outcome = _write_file(self._request, index, (path, key, (objects, _OnHost(tensors))))
@@ -66,11 +62,7 @@ class PendingSave:
         return [Path(path) for path, *_ in self._buckets]
 
     def finish(self) -> None:
-        """Write the metadata that makes the folder loadable; every rank calls this after all have written.
-
-        Raises:
-            CheckpointError: The metadata could not be written, or a rank did not write; raised on every rank.
-        """
+        """Write the metadata that makes the folder loadable; every rank calls this after all have written."""
         self._buckets = []
         _finish_save(self._request)
 
@@ -180,9 +172,6 @@ class StreamedSave:
             file: One of `files`.
             path: Path to write; the finished file belongs in the folder under the file's own name.
             tensor_of: Function that makes a block's tensor, on the CPU and in new memory.
-
-        Raises:
-            OSError: The disk is full, or fails in another way.
         """
         tensors = _MadeTensors(file.items, tensor_of)
         written = _write_file(self._request, 0, (str(path), file.name, (list(file.objects), tensors)))
@@ -197,9 +186,6 @@ class StreamedSave:
 
         Args:
             places: Result of `write` for each of this rank's files, by name, from this start or an earlier one.
-
-        Raises:
-            CheckpointError: The metadata could not be written; raised on every rank.
         """
         results = [result for file in self.files for result in _results(file, places[file.name])]
         if self._num_buckets:
@@ -280,11 +266,7 @@ def _write_file(request: Any, index: int, bucket: Any) -> list[WriteResult] | Ex
 
 
 def _finish_save(request: Any) -> None:
-    """Write a planned save's metadata; every rank calls this after all ranks have written.
-
-    Raises:
-        CheckpointError: The metadata could not be written, or a rank did not write; raised on every rank.
-    """
+    """Write a planned save's metadata; every rank calls this after all ranks have written."""
     with _disk_errors_kept() as errors:
         try:
             for finalize in request.finalize_fns:

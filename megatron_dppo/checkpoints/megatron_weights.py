@@ -38,11 +38,7 @@ T = TypeVar("T")
 
 @torch.no_grad()
 def load_hf_weights(chunks: Sequence[GPTModel], weights: HFWeights, hf: HFConfig) -> None:
-    """Load this rank's parameters, cast to each parameter's dtype.
-
-    Raises:
-        ConversionError: A tensor is missing, left over, or of another shape.
-    """
+    """Load this rank's parameters, cast to each parameter's dtype."""
     table = family_of(hf).weight_table(hf)
     _require_fit(weights, hf)
     if weights.left_out and dist.get_rank() == 0:
@@ -213,11 +209,7 @@ def export_hf_weights(
 def describe_hf_weights(
     chunks: Sequence[GPTModel], hf: HFConfig, *, of_own_stage: bool = False
 ) -> dict[str, Tensor]:
-    """Return the tensors of `export_hf_weights` without data; all ranks must call it.
-
-    Raises:
-        ConversionError: Two parameters contain a tensor of the same name.
-    """
+    """Return the tensors of `export_hf_weights` without data; all ranks must call it."""
     table, found = family_of(hf).weight_table(hf), dict[str, Tensor]()
     stage = parallel_state.get_pipeline_model_parallel_rank()
     experts: Any = parallel_state.get_expert_model_parallel_group()

@@ -267,13 +267,7 @@ class _StandInUnpickler(pickle.Unpickler):
 
 
 def read_metadata(content: bytes) -> StoredMetadata:
-    """Read a `.metadata` file as stand-ins.
-
-    Raises:
-        ForbiddenError: The pickle contains more than metadata.
-        NewerTorchError: The pickle contains fields that the installed torch does not read.
-        Exception: Any error of the unpickler on damaged bytes.
-    """
+    """Read a `.metadata` file as stand-ins."""
     metadata: Any = _StandInUnpickler(io.BytesIO(content)).load()
     if type(metadata) is not StoredMetadata or not metadata.is_filled:
         raise ForbiddenError(f"a {type(metadata).__name__} in the place of Metadata")

@@ -65,10 +65,6 @@ def weight_files(folder: Path, named: Iterable[str] | None) -> WeightFiles:
     """Choose the files that contain a folder's weights, only by their names.
 
     Without an index, `named` is None.
-
-    Raises:
-        WeightFilesError: There are no safetensors, a file is missing, there are two sets of weights, or the
-            folder has an adapter in addition to a model's weights.
     """
     there = sorted(file.name for file in folder.glob("*.safetensors") if file.is_file())
     adapter = [name for name in _ADAPTER if (folder / name).is_file()]
@@ -247,9 +243,6 @@ def read_convertible_config(folder: Path) -> dict[str, Any]:
 
     The entry for block-wise 8-bit weights or MXFP4 is left out, because these weights become bfloat16 when they
     are read.
-
-    Raises:
-        ConfigError: There is no config.json, it is torn, or it describes a variant that is not implemented.
     """
     path, content = read_model_config(folder)
     hf = _of_dequantized(content, path)
@@ -265,9 +258,6 @@ def description_of(folder: Path) -> tuple[dict[str, Any], Path]:
 
     Returns:
         Result of `read_convertible_config`, and the folder that contains config.json and tokenizer.
-
-    Raises:
-        ConfigError: `read_convertible_config` refuses the config.
     """
     hf, path = read_convertible_config(folder), config_file(folder)
     assert path is not None, "it was read"

@@ -37,12 +37,7 @@ _COMMON_FILE = {"common_backend": "torch", "common_backend_version": 1}
 
 
 def refuse_code(folder: Path) -> None:
-    """Refuse a distributed checkpoint if a pickle contains more than plain data, without reading tensors.
-
-    Raises:
-        CheckpointError: A pickle contains more than data, a file is torn or missing, or a path leaves the
-            folder.
-    """
+    """Refuse a distributed checkpoint if a pickle contains more than plain data, without reading tensors."""
     is_common_a_file = _require_backends(folder / "metadata.json")
     metadata = _read_metadata(folder / ".metadata")
     common = folder / "common.pt"

@@ -130,12 +130,7 @@ class QuantizedFolder:
     """Reads the tensors of a quantised checkpoint, and dequantises each on demand."""
 
     def __init__(self, folder: Path) -> None:
-        """Read config.json and the headers of all files.
-
-        Raises:
-            ConfigError: There is no config.json.
-            ConversionError: config.json does not describe modelopt's FP8 or NVFP4, or a file is torn.
-        """
+        """Read config.json and the headers of all files."""
         self.folder = folder
         path, config = read_model_config(folder)
         self.weight_format: WeightFormat = _format_of(path, config)
@@ -155,11 +150,7 @@ class QuantizedFolder:
         return {name for name in self._files if name + _SCALE in self._files}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight under its Hugging Face name: dequantised weights in float32, others as stored.
-
-        Raises:
-            ConversionError: A weight's scales are missing, or its values have another format.
-        """
+        """Yield each weight under its Hugging Face name: dequantised weights in float32, others as stored."""
         for name in sorted(self._files):
             if not name.endswith((_SCALE, _OUTER_SCALE)):
                 yield name, self._dequantize(name) if name + _SCALE in self._files else self._plain(name)

@@ -111,11 +111,7 @@ _OWN_KEYS = {"run.seed": "--seeds", "run.folder": "-o"}
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Return the seeds of a list of numbers and ranges, such as 0-2,7.
-
-    Raises:
-        ConfigError: It is none, or names a seed twice.
-    """
+    """Return the seeds of a list of numbers and ranges, such as 0-2,7."""
     found: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
@@ -131,11 +127,7 @@ def parse_seeds(text: str) -> list[int]:
 def cells_of(
     configs: Sequence[Path], variants: Sequence[Path], varied: Sequence[str], overrides: Sequence[str]
 ) -> list[Cell]:
-    """Return the combinations, the first variant with all its values first.
-
-    Raises:
-        ConfigError: There is no config, a key has no values, or two combinations have one name.
-    """
+    """Return the combinations, the first variant with all its values first."""
     if not configs and not variants:
         action = "Name the files that all runs have in common, or --variant FILE."
         raise ConfigError(Problem("CONFIG", "no config", "one or more", action))
@@ -236,11 +228,7 @@ def _config_of(run: GridRun) -> Any:
 
 
 def gpus_for(jobs: int, processes: int) -> list[str]:
-    """Return the names of the GPUs that jobs of so many processes divide; none on a machine without.
-
-    Raises:
-        ConfigError: There are GPUs, and fewer than processes.
-    """
+    """Return the names of the GPUs that jobs of so many processes divide; none on a machine without."""
     import torch
 
     count = torch.accelerator.device_count()
@@ -330,11 +318,7 @@ for name in ${!SBATCH_@}; do printf '%s=%s\\0' "$name" "${!name}"; done"""
 
 
 def _environment_of_jobs(script: Path) -> dict[str, str]:
-    """Return the environment of sbatch: of a job that `grid` runs in, what its jobs share, and not its shape.
-
-    Raises:
-        ConfigError: The time limit is too short for the script, or too long for the partition.
-    """
+    """Return the environment of sbatch: of a job that `grid` runs in, what jobs share, not its shape."""
     command = ["/bin/bash", "-peuc", _PREPARE, "bash", script.parent.name]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=script.parents[2])
     if done.returncode:

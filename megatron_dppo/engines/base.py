@@ -130,11 +130,7 @@ class RolloutEngine(Protocol):
         ...
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        """Sample one response per request, in order; blocks until the last one ends.
-
-        Raises:
-            RolloutError: A prompt does not fit, or the engine cannot sample with `params`.
-        """
+        """Sample one response per request, in order; blocks until the last one ends."""
         ...
 
     def session(self, *, may_be_held: bool = True) -> AbstractAsyncContextManager["Session"]:
@@ -144,9 +140,6 @@ class RolloutEngine(Protocol):
 
         Args:
             may_be_held: Whether `hold` may be called. If so, responses must fit as prompts, to be resumed.
-
-        Raises:
-            RolloutError: The engine cannot sample.
         """
         ...
 
@@ -159,9 +152,6 @@ class RolloutEngine(Protocol):
 
         Returns:
             `engines.checksum.WeightChecksum` over the names and tensors received, in order.
-
-        Raises:
-            WeightSyncError: A tensor of the model is missing, arrives twice, is unknown, or has another shape.
         """
         ...
 
@@ -190,10 +180,6 @@ class Session(Protocol):
         Returns:
             The response. If the request failed, `give_up(request)`, and `errors` has its error. After a hold,
             the tokens so far, with finish_reason "abort".
-
-        Raises:
-            RolloutError: The prompt does not fit, the engine cannot sample with `params`, it cannot sample any
-                more, or a request with this id is being sampled.
         """
         ...
 

@@ -55,9 +55,6 @@ def watching(
         peer_timeout_s: Seconds for which a rank or its host may be silent.
         grace_s: Seconds that rank 0 waits for other reports, which may be the cause of the first one.
         patience_s: Seconds that a failed rank waits for rank 0 to end it, before it ends itself.
-
-    Raises:
-        LaunchError: A rank cannot be reached.
     """
     if runtime.world_size == 1:
         yield

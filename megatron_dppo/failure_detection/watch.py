@@ -78,11 +78,7 @@ class Head:
         return host, port, self._token
 
     def wait_for_members(self, timeout_s: float) -> None:
-        """Wait until every rank is connected.
-
-        Raises:
-            LaunchError: Some ranks do not connect in time.
-        """
+        """Wait until every rank is connected."""
         if not self._all_here.wait(timeout_s):
             absent = sorted(set(range(self._runtime.world_size)) - set(self._ranks))
             raise LaunchError(
@@ -277,11 +273,7 @@ class Member:
     def __init__(
         self, runtime: Runtime, link: Link, token: str, patience_s: float, peer_timeout_s: float
     ) -> None:
-        """Introduce this rank, and start the thread that serves the connection.
-
-        Raises:
-            LaunchError: Rank 0 does not reply.
-        """
+        """Introduce this rank, and start the thread that serves the connection."""
         self._runtime, self._link, self._patience_s = runtime, link, patience_s
         self._head: Message = {}
         self._report: Report | None = None

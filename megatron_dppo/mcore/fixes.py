@@ -32,11 +32,7 @@ _finalize: Any = importlib.import_module("megatron.core.distributed.finalize_mod
 
 
 def apply() -> None:
-    """Apply every fix that the installed version needs.
-
-    Raises:
-        ConfigError: This version of Megatron-Core was never tested with these fixes.
-    """
+    """Apply every fix that the installed version needs."""
     version, tested = Version(megatron.core.__version__), TESTED["megatron-core"]
     if version.public not in tested:
         raise ConfigError(
@@ -204,11 +200,7 @@ def plan_save(state: dict[str, Any], folder: Path) -> Any:
 
 
 def refuse_newer(folder: Path) -> None:
-    """Refuse a distributed checkpoint that only a newer Megatron-Core reads; this one would fail obscurely.
-
-    Raises:
-        CheckpointError: The state common to all ranks is not in `common.pt`, where this version looks for it.
-    """
+    """Refuse a distributed checkpoint that only a newer Megatron-Core reads; this one would fail obscurely."""
     fields = [field.name for field in dataclasses.fields(CheckpointingConfig)]
     if "common_backend" in fields and not (folder / "common.pt").exists():
         raise CheckpointError(

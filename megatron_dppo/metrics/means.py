@@ -41,20 +41,12 @@ def _register(registry: dict[str, _Value], name: str, function: _Value) -> _Valu
 
 
 def token_mean(name: str) -> Callable[[TokenValue], TokenValue]:
-    """Register a function as the metric `name` of each gradient step: the mean value.
-
-    Raises:
-        ConfigError: The name is taken.
-    """
+    """Register a function as the metric `name` of each gradient step: the mean value."""
     return lambda function: _register(_token_means, name, function)
 
 
 def group_mean(name: str) -> Callable[[GroupValue], GroupValue]:
-    """Register a function as the metric `name` of each rollout: the mean value.
-
-    Raises:
-        ConfigError: The name is taken.
-    """
+    """Register a function as the metric `name` of each rollout: the mean value."""
     return lambda function: _register(_group_means, name, function)
 
 

@@ -66,9 +66,6 @@ def transformer_config(
         parallel: Megatron's parallel sizes, from `Layout`.
         overrides: The user's `[megatron]` table, which replaces any of them.
         layer_spec: The one that the model is going to be built in.
-
-    Raises:
-        ConfigError: Megatron refuses the settings, or a loss on routers depends on the layout.
     """
     RouterCoefficients.of(overrides)
     settings: dict[str, Any] = dict(

@@ -125,10 +125,6 @@ def refuse_if_too_many_dropped(counts: RolloutCounts, max_fraction: float) -> No
     """Raise if too many samples were dropped, or if all prompts were too long.
 
     Call it on totals over all ranks: one rank's share is too small, and ranks must agree on stopping.
-
-    Raises:
-        ServerError: More than `max_fraction` of the samples got no sound response from servers.
-        RolloutError: More than `max_fraction` of the samples were faulty, or every prompt was too long.
     """
     if counts.num_prompts_too_long == counts.num_prompts:
         raise RolloutError(

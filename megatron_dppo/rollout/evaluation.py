@@ -60,12 +60,7 @@ class EvaluationSet:
     def refuse_if_too_many_dropped(
         self, scores: Sequence[PromptScore], max_fraction: float, refusals: Mapping[str, int]
     ) -> None:
-        """Raise if too many responses have no reward; see `scores.refuse_if_too_many_dropped`.
-
-        Raises:
-            ServerError: Servers gave no sound response for more than `max_fraction` of them.
-            RolloutError: More than `max_fraction` of the responses were dropped, or all prompts are too long.
-        """
+        """Raise if too many responses have no reward; see `scores.refuse_if_too_many_dropped`."""
         refuse_if_too_many_dropped(self.name, scores, max_fraction, refusals)
 
 

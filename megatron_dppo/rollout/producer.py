@@ -67,9 +67,6 @@ class Producer:
             version: Version of these weights.
             places: Next prompts of this rank.
             limit: Number of groups.
-
-        Raises:
-            ServerError: No server responds and has the weights.
         """
         self._places = places.repeated(self.stream.period)
         self._rollout, self._num_begun = rollout, 0
@@ -81,9 +78,6 @@ class Producer:
         Args:
             version: Version of these weights.
             limit: Number of groups that may be open on this rank.
-
-        Raises:
-            ServerError: No server responds and has the weights.
         """
         await self.sampler.go_on(version, may_be_held=not self.in_rounds)
         await self.begin_groups(limit)
@@ -100,10 +94,6 @@ class Producer:
 
         Returns:
             The open groups, and the indices of the next prompts.
-
-        Raises:
-            RolloutError: All prompts are too long, or a task failed; its error may be of any type.
-            ServerError: Servers gave no response to any request of the rollout; only after `begin_rollout`.
         """
         await self.sampler.wait(lambda: self._is_all_whole if self.in_rounds else self._has_news, limit_s)
         self._has_news = False

@@ -41,11 +41,7 @@ _SMALLEST_GROUP = 2  # one sample has nothing to compare with
 
 
 def build_engine(config: Config, hf_folder: Path, device: torch.device) -> RolloutEngine:
-    """Build the engine of rollout.engine without weights, for the model config in `hf_folder`.
-
-    Raises:
-        ServerError: rollout.engine is "sglang", and the run's servers/ lists no usable server.
-    """
+    """Build the engine of rollout.engine without weights, for the model config in `hf_folder`."""
     if config.rollout.engine == "sglang":
         return _sglang_engine(config, hf_folder)
     model_config: Any = AutoConfig.from_pretrained(hf_folder, trust_remote_code=False)
@@ -185,9 +181,6 @@ class Rollouts:
         Returns:
             Groups with rewards but without advantages, counts of everything that was sampled since the call
             before, and metrics of staleness. None on all ranks if any rank is asked to stop.
-
-        Raises:
-            RolloutError: Sampling failed on some rank.
         """
         if self._config.rollout.max_staleness == 0:  # without what evaluations sampled meanwhile
             self._counted, self._refused = self._engine.counts, Counter(self._engine.refusals)
@@ -213,10 +206,6 @@ class Rollouts:
 
         Returns:
             Metrics of the wait, and of sampling since the last rollout; empty if the run does not sample ahead.
-
-        Raises:
-            ServerError: No server responds and has the weights.
-            RolloutError: Sampling failed.
         """
         with self._scheduler.pause(version, num_left):
             yield self._scheduler.metrics

@@ -83,13 +83,7 @@ class GroupSampler:
         self._changed_at = self._taken_at = self._began_at = self._logged_at = time.monotonic()
 
     def sample(self, groups: Sequence[PromptGroup]) -> None:
-        """Sample and score all responses of groups, in a new event loop.
-
-        Raises:
-            RolloutError: The engine raised it, or a completion does not fit its request.
-            ServerError: Servers gave no response to any request.
-            RewardError: The scorer raised it.
-        """
+        """Sample and score all responses of groups, in a new event loop."""
 
         async def work() -> None:
             async with aclosing(self):
@@ -108,9 +102,6 @@ class GroupSampler:
         Responses continue in prompt order, because servers with a queue keep it. Otherwise requests
         that were queued at servers would overtake the interrupted ones at every push, and younger responses
         would delay long ones.
-
-        Raises:
-            ServerError: No server responds and has the weights.
         """
         assert self._session is None, "sampling is on hold before `go_on`"
         session = await self._stack.enter_async_context(self.open_session(may_be_held=may_be_held))
@@ -134,11 +125,7 @@ class GroupSampler:
             await self._stack.aclose()
 
     async def wait(self, is_enough: Callable[[], bool], limit_s: float | None = None) -> None:
-        """Wait until it is enough, at most `limit_s` seconds; log progress every 30 s.
-
-        Raises:
-            BaseException: The `fault`.
-        """
+        """Wait until it is enough, at most `limit_s` seconds; log progress every 30 s."""
         end = math.inf if limit_s is None else time.monotonic() + limit_s
         while self.fault is None and not is_enough() and (now := time.monotonic()) < end:
             with suppress(TimeoutError):
@@ -153,11 +140,7 @@ class GroupSampler:
             raise self.fault
 
     def require_answers(self) -> None:
-        """Raise if no request since `go_on` has a response, because of the servers.
-
-        Raises:
-            ServerError: The first error of a server.
-        """
+        """Raise if no request since `go_on` has a response, because of the servers."""
         assert self._session is not None, "sampling is on"
         lost = [error for error in self._session.errors.values() if isinstance(error, ServerError)]
         if lost and len(lost) == len(self._asked) and not self._answered:

@@ -128,12 +128,7 @@ class Scheduler:
     def next(
         self, rollout: int, version: int, all_gather: AllGather, run_unless_asked: RunUnlessAsked
     ) -> Taken | None:
-        """Wait for the groups that these weights train on, and return this rank's share; see `Rollouts.next`.
-
-        Raises:
-            RolloutError: A producer failed, no open group can end the wait, or a sample is older than the bound
-                allows.
-        """
+        """Wait for the groups that these weights train on, and return this rank's; see `Rollouts.next`."""
         work = self._look if self._is_ahead else partial(self._begin, rollout, version)
         while True:
             state = fault = None
@@ -192,11 +187,7 @@ class Scheduler:
         return self._call(self.producer.progress(None if self.producer.in_rounds else _POLL_S))
 
     def _call(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run a coroutine of the producer in its loop, and return its result.
-
-        Raises:
-            RolloutError: The thread takes longer than `timeout_s` (None means `_ANSWER_S`).
-        """
+        """Run a coroutine of the producer in its loop, and return its result."""
         timeout_s, name = _ANSWER_S if timeout_s is None else timeout_s, work.__name__
         try:
             return self._loop.call(work, timeout_s)

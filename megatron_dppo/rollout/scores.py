@@ -100,10 +100,6 @@ def refuse_if_too_many_dropped(
         scores: Scores of all its prompts, over all ranks.
         max_fraction: Largest accepted fraction of the responses that the engine returned.
         refusals: Responses that were refused, by the server's URL, over all sets and ranks.
-
-    Raises:
-        ServerError: More than `max_fraction` of the responses were none, or not sound, because of servers.
-        RolloutError: More than `max_fraction` of the responses were dropped, or no prompt was sampled from.
     """
     num_generated = sum(score.num_generated for score in scores)
     if num_generated == 0:

@@ -118,9 +118,6 @@ class Scorer:
         """Return a sample with its reward, or its first fault; several calls may run at once.
 
         A reward worker scores the sample only if it is sound and its environment gave no reward.
-
-        Raises:
-            RewardError: The reward cannot be loaded, or its requests time out.
         """
         checked = self._check(sample, episode)
         if isinstance(checked, Fault) or checked.reward is not None:
@@ -318,9 +315,6 @@ class RewardPools:
 
         Args:
             first: One prompt per reward.
-
-        Raises:
-            RewardError: A reward cannot be loaded, or returns no number.
         """
         for reward, pool in self._pools.items():
             count = _TRIED_GROUP if RewardChoice.read(reward).scores_groups else 1

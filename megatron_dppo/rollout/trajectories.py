@@ -58,11 +58,7 @@ class UserGenerate:
         self._name, self._function, self._vocab_size = name, function, vocab_size
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        """Return a completion of the function for each request, after checking them.
-
-        Raises:
-            RolloutError: The function raised, or a completion does not fit its request.
-        """
+        """Return a completion of the function for each request, after checking them."""
         try:
             found: Any = self._function(self._engine, requests, params)
             completions: list[Any] = list(found)
@@ -134,9 +130,6 @@ class TrajectorySampler:
             data: Section [data]; environments use the number and limits of the reward workers.
             engine: Engine that samples single turns; not owned.
             hf_folder: Folder with the model's config.json.
-
-        Raises:
-            ConfigError: The function of `rollout.generate` does not exist.
         """
         self._pool = environment_pool(options.environment, data)
         self.environments: Environments = self._pool or InProcess(SingleTurn)
@@ -149,11 +142,7 @@ class TrajectorySampler:
             self._open_session = UserGenerate(options.generate, function, engine, vocab_size).session
 
     def sampler(self, tokenizer: Any, scorer: Scorer, params: SamplingParams) -> GroupSampler:
-        """Return a sampler of groups; each thread needs its own, with its own tokenizer.
-
-        Raises:
-            DataError: An agent calls a model whose tokenizer has no chat template.
-        """
+        """Return a sampler of groups; each thread needs its own, with its own tokenizer."""
         if self._agents is not None:
             converse, most_open = self._agents.converse(tokenizer), most_open_episodes()
             return GroupSampler(self._open_session, converse, scorer, params, most_open)
@@ -173,12 +162,7 @@ class TrajectorySampler:
         return {(path, digest_of(path)) for path in modules}.union(*pools)
 
     def start(self, first: Prompt) -> None:
-        """Step the environment once, or load the agent, so that a faulty one stops the run early.
-
-        Raises:
-            EnvironmentFailedError: The environment cannot be loaded, or fails in `reset` or `step`.
-            AgentFailedError: The agent cannot be loaded.
-        """
+        """Step the environment once, or load the agent, so that a faulty one stops the run early."""
         if self._agents is not None:
             self._agents.start()
         if self._pool is not None:
@@ -211,11 +195,7 @@ def environment_pool(name: str, data: DataConfig) -> EnvironmentPool | None:
 
 
 def try_environment(environments: Environments, prompt: Prompt) -> None:
-    """Begin a trajectory of a prompt, and respond with the reference answer.
-
-    Raises:
-        EnvironmentFailedError: The environment cannot be loaded, or fails in `reset` or `step`.
-    """
+    """Begin a trajectory of a prompt, and respond with the reference answer."""
     trajectory = Trajectory("trial", prompt)
     (opening,) = environments.reset([trajectory])
     if isinstance(opening, EnvironmentFault):

@@ -96,9 +96,6 @@ class Replay:
             routes: Indices [T, layers, top_k] for the tokens of the pass that this rank's routers see.
             counted: [T] int64, times that the agreement of each position counts.
             chunk: Which of the model's chunks comes next.
-
-        Raises:
-            RoutingReplayError: The routes are of other layers than the model's.
         """
         taps = self.chunks[chunk]
         if set(taps) - set(routes.layer_numbers):

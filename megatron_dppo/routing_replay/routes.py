@@ -13,13 +13,7 @@ _WHAT_TO_DO = "Check that the engine serves the model being trained, or set roll
 
 
 def validate_routes(sample: Sample, routing: ModelRouting) -> None:
-    """Check a sample's routes against the model they would be replayed on.
-
-    Raises:
-        RoutingReplayError: Routes are absent, of other layers or over another number of experts, have another
-            number of rows than tokens - 1, name an expert that does not exist or one twice, or are all zero (an
-            engine that captured nothing).
-    """
+    """Check a sample's routes against the model they would be replayed on."""
     routes = sample.routed_experts
     if routes is None:
         raise RoutingReplayError(f"sample {sample.id}: no routed_experts came with the response. {_WHAT_TO_DO}")

@@ -82,9 +82,6 @@ class Checkpoints:
 
         Returns:
             Seconds that training waited.
-
-        Raises:
-            CheckpointError: `max_failed_saves` in a row could not be written.
         """
         started = time.perf_counter()
         self.complete()
@@ -127,20 +124,12 @@ class Checkpoints:
         return self._underway is not None
 
     def poll(self) -> None:
-        """Publish a save that all ranks have written; cheap if no save is in progress.
-
-        Raises:
-            CheckpointError: Too many saves in a row have failed.
-        """
+        """Publish a save that all ranks have written; cheap if no save is in progress."""
         if self._underway and not any(self._runtime.all_gather(self._underway.thread.is_alive())):
             self.complete()
 
     def wait(self) -> None:
-        """Wait until the latest save is published.
-
-        Raises:
-            CheckpointError: It could not be written.
-        """
+        """Wait until the latest save is published."""
         self.complete()
         if self._failed_in_a_row:
             raise CheckpointError(
@@ -152,10 +141,6 @@ class Checkpoints:
         """Restore the latest complete checkpoint; return None if there never was one.
 
         A checkpoint whose content is torn is renamed and reported, and the one before it is used.
-
-        Raises:
-            CheckpointError: All are torn, or the checkpoint belongs to another model or cannot be resharded.
-            StorageError: A file cannot be read on some rank; nothing is renamed.
         """
         found = self._newest_whole()
         if found is None:
@@ -170,11 +155,7 @@ class Checkpoints:
         return point
 
     def go_back(self, actor: Actor, num_rollouts: int) -> RunPoint | None:
-        """Restore the newest checkpoint of at most `num_rollouts` rollouts; return None if there is none.
-
-        Raises:
-            CheckpointError: All are torn, or the checkpoint belongs to another model or cannot be resharded.
-        """
+        """Restore the newest checkpoint of at most `num_rollouts` rollouts; return None if there is none."""
         self.complete()
         find = checkpoint_folder.newest_between_rollouts
         found = self._runtime.on_main(lambda: find(self._folder, num_rollouts))
@@ -201,11 +182,7 @@ class Checkpoints:
         return None
 
     def _faults(self, candidate: Path) -> list[str]:
-        """Return the faults that all ranks find in a checkpoint's content.
-
-        Raises:
-            StorageError: A rank cannot read a file; raised on all ranks.
-        """
+        """Return the faults that all ranks find in a checkpoint's content."""
         own, unread = list[str](), None
         try:
             own = checkpoint_folder.faults(candidate, (self._runtime.rank, self._runtime.world_size))
@@ -224,11 +201,7 @@ class Checkpoints:
         return unfinished
 
     def complete(self) -> None:
-        """Wait for all ranks' writers of a save in progress, and publish it if all succeeded.
-
-        Raises:
-            CheckpointError: Too many saves in a row have failed.
-        """
+        """Wait for all ranks' writers of a save in progress, and publish it if all succeeded."""
         save, self._underway = self._underway, None
         if save is None:
             return
@@ -337,11 +310,6 @@ def load(checkpoint: Path, actor: Actor, runtime: Runtime) -> RunPoint:
 
     If the layout has changed since the save, weights and optimizer are resharded, and random states are
     initialised again. They do not affect a run's results while dropout is 0.
-
-    Raises:
-        CheckpointError: The checkpoint belongs to another model, or has another layout and cannot be resharded.
-        DataError: The remaining gradient steps cannot be read.
-        StorageError: The disk fails.
     """
     content = _read_state(checkpoint)
     is_moved = is_resharded(content, actor.layout)

@@ -72,11 +72,7 @@ class RunLogger:
     @classmethod
     @contextlib.contextmanager
     def open(cls, config: Config, runtime: Runtime) -> Iterator["RunLogger"]:
-        """Lock the run folder, create or resume it, and close it at the end.
-
-        Raises:
-            ConfigError: Another process is using the folder, or the folder is unusable.
-        """
+        """Lock the run folder, create or resume it, and close it at the end."""
         folders: list[RunFolder] = []
         with contextlib.ExitStack() as stack:
 
@@ -187,11 +183,7 @@ class RunLogger:
         self._rollout_metrics |= self._merge(metrics)
 
     def describe_rollout(self, groups: Sequence[SampleGroup], counts: RolloutCounts) -> dict[str, float]:
-        """Return rewards and dropped samples for the rollout's row, from each rank's share of it.
-
-        Raises:
-            RolloutError: More samples were dropped than rollout.max_dropped_fraction.
-        """
+        """Return rewards and dropped samples for the rollout's row, from each rank's share of it."""
         metrics = Metrics()
         for group in groups:
             rewards = [float(sample.reward or 0.0) for sample in group.rollouts]
@@ -264,9 +256,6 @@ class RunLogger:
 
         Returns:
             Alarm that the row raises, if tracking.alarms is "roll_back".
-
-        Raises:
-            TrainingError: The row raises an alarm, and tracking.alarms is "stop".
         """
         metrics = Metrics()
         metrics.add_max("memory/peak_bytes", self._runtime.peak_bytes())
@@ -345,12 +334,7 @@ class RunLogger:
         refusals: Mapping[str, int],
         seconds: float,
     ) -> None:
-        """Write the row of an evaluation and its responses, from each rank's share and seconds of every set.
-
-        Raises:
-            ServerError: More responses of a set than rollout.max_dropped_fraction were lost by servers.
-            RolloutError: More responses of a set were dropped than that.
-        """
+        """Write the row of an evaluation and its responses, from each rank's share and seconds of every set."""
         duration = Metrics()
         duration.add_max("time/evaluation_s", seconds)
         of_ranks = self._runtime.all_gather((scores, refusals))

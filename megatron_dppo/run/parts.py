@@ -36,12 +36,7 @@ class RunParts:
         self.rollback = Rollback(config, session, self.state, self.checkpoints)
 
     def save_if_due(self) -> None:
-        """Save if a checkpoint is due; save and end the run if any rank has received a stop signal.
-
-        Raises:
-            Preempted: A rank received a stop signal, and the run has saved.
-            CheckpointError: Saving failed too often.
-        """
+        """Save if a checkpoint is due; save and end the run if any rank has received a stop signal."""
         self.preemption.exit_if_requested()
         self.checkpoints.save_if_due()
 
@@ -64,11 +59,7 @@ class RunParts:
         state.begin_rollout(steps)
 
     def finish_step(self, opened: OpenRollout, step: Step) -> None:
-        """Log and count a gradient step on the first batch of the open rollout; keep the batch of a bad step.
-
-        Raises:
-            TrainingError: Too many steps in a row were skipped.
-        """
+        """Log and count a gradient step on the first batch of the open rollout; keep a bad step's."""
         step.metrics.add_max("drift/mini_step", opened.num_done)
         self.logger.write_step(self.state.rollout, self.state.step, step.metrics)
         if step.lists is not None:
@@ -82,9 +73,6 @@ class RunParts:
 
         Returns:
             Alarm that requires a rollback, if any.
-
-        Raises:
-            TrainingError: The row raises an alarm, and tracking.alarms is "stop".
         """
         self.logger.add_values(sync_metrics)
         if self.state.run_state.roll_backs:
@@ -128,12 +116,7 @@ class Sampling:
         state.queue_rollout(steps, metrics, rollouts.cursor)
 
     def in_turn(self, work: Callable[[], T]) -> T:
-        """Run `work`, which samples, in the engine's turn with the current weights, and return its result.
-
-        Raises:
-            Preempted: A rank received a stop signal, and the run has saved.
-            WeightSyncError: The engine did not get the weights.
-        """
+        """Run `work`, which samples, in the engine's turn with the current weights, and return its result."""
         self._parts.turns.require_engine(self._parts.state.weight_version)
         return self._parts.preemption.run_interruptible(work)
 
@@ -142,10 +125,6 @@ class Sampling:
 
         Returns:
             Metrics of the push.
-
-        Raises:
-            WeightSyncError: The engine did not receive the weights.
-            RolloutError: Sampling ahead failed.
         """
         parts = self._parts
         num_left = parts.config.run.num_rollouts - parts.state.rollout - num_finished
@@ -166,11 +145,7 @@ class Turns:
         self._actor, self._sync, self._ledger = actor, sync, runtime.gpu_ledger
 
     def to_engine(self, version: int) -> dict[str, float]:
-        """Push the trainer's weights, give the engine the turn, and return metrics of the push.
-
-        Raises:
-            WeightSyncError: The engine did not receive the weights.
-        """
+        """Push the trainer's weights, give the engine the turn, and return metrics of the push."""
         assert self._sync is not None, "weights are pushed to an engine"
         self.to_trainer()
         self._sync.prepare_push()
@@ -185,11 +160,7 @@ class Turns:
             self.to_engine(version)
 
     def to_trainer(self) -> None:
-        """Give the trainer the turn, unless it already has it; the engine needs a push before it samples again.
-
-        Raises:
-            WeightSyncError: The engine does not release its memory.
-        """
+        """Give the trainer the turn, unless it has it; the engine needs a push before it samples again."""
         if self._actor.memory.is_away:
             assert self._sync is not None, "the trainer leaves for an engine"
             self._sync.release_engine()

@@ -109,11 +109,7 @@ class Preemption:
         self._requests, self._runtime, self._save = requests, runtime, save
 
     def exit_if_requested(self) -> None:
-        """End the run if any rank has received a stop signal.
-
-        Raises:
-            Preempted: The run has saved.
-        """
+        """End the run if any rank has received a stop signal."""
         if self._runtime.any(self._requests.is_received):
             self._save_and_exit()
 
@@ -122,9 +118,6 @@ class Preemption:
 
         Args:
             work: Function that samples, without communicating with other ranks. A resume repeats it.
-
-        Raises:
-            Preempted: The run has saved.
         """
         result = self._requests.run_unless_asked(work)
         if self._runtime.any(result is None):
@@ -138,9 +131,6 @@ class Preemption:
         Args:
             work: Function that samples or waits together with the other ranks, until any of them has received
                 a stop signal. Its argument is `StopRequests.run_unless_asked` of this rank.
-
-        Raises:
-            Preempted: The run has saved.
         """
         result = work(self._requests.run_unless_asked)
         if result is None:

@@ -49,11 +49,7 @@ class CheckpointPolicy:
         self._checkpoints = Checkpoints(folder, config.checkpoint, config.model.load, session.runtime)
 
     def resume(self, data_cursor: DataCursor, prompts_digest: str) -> None:
-        """Restore the latest complete checkpoint, or start at this cursor if there is none.
-
-        Raises:
-            CheckpointError: No checkpoint can be loaded, or the prompts differ from the run's prompts.
-        """
+        """Restore the latest complete checkpoint, or start at this cursor if there is none."""
         self._prompts_digest = prompts_digest
         point = self._checkpoints.resume(self._actor)
         if point is None:
@@ -78,11 +74,7 @@ class CheckpointPolicy:
             )
 
     def save_if_due(self) -> None:
-        """Save if a checkpoint is due, and publish an earlier save that all ranks have written.
-
-        Raises:
-            CheckpointError: Saving failed too often.
-        """
+        """Save if a checkpoint is due, and publish an earlier save that all ranks have written."""
         if self._is_due():
             self.save(self._score())
         if self._checkpoints.is_writing:
@@ -91,11 +83,7 @@ class CheckpointPolicy:
             self._count(time.perf_counter() - started)
 
     def save(self, score: float | None) -> None:
-        """Save now, unless this state is saved; `score` is the weights' checkpoint.best_metric, if it is known.
-
-        Raises:
-            CheckpointError: Saving failed too often.
-        """
+        """Save now, unless this state is saved; `score` is the weights' checkpoint.best_metric, if known."""
         state, opened = self._state, self._state.open_rollout
         if self._checkpoints.holds(state.run_state):
             return
@@ -111,11 +99,7 @@ class CheckpointPolicy:
         self._logger.add_save_pause(seconds, is_between_rollouts=self._state.open_rollout is None)
 
     def save_before_exit(self) -> None:
-        """Save now, and wait until the checkpoint is on disk.
-
-        Raises:
-            CheckpointError: It could not be written.
-        """
+        """Save now, and wait until the checkpoint is on disk."""
         self.save(self._score())
         self._checkpoints.wait()
         if self._runtime.is_main:
@@ -128,20 +112,13 @@ class CheckpointPolicy:
             self._checkpoints.complete()
 
     def wait(self) -> None:
-        """Wait for the last checkpoint.
-
-        Raises:
-            CheckpointError: It could not be written.
-        """
+        """Wait for the last checkpoint."""
         self._checkpoints.wait()
 
     def load_earlier(self, max_rollouts: int) -> RunPoint | None:
         """Load the newest checkpoint of at most `max_rollouts` rollouts; return None if there is none.
 
         Weights and optimizer are restored. The training state and the run folder are left to the caller.
-
-        Raises:
-            CheckpointError: The checkpoint cannot be loaded.
         """
         self._to_trainer()
         return self._checkpoints.go_back(self._actor, max_rollouts)
@@ -182,11 +159,7 @@ class BadSteps:
         self._max_skipped_steps = config.optimizer.max_skipped_steps
 
     def keep(self, batch: TrainBatch, step: Step) -> None:
-        """Write this rank's batch and the faults of a skipped step, before the state counts it.
-
-        Raises:
-            TrainingError: optimizer.max_skipped_steps in a row were skipped; raised on every rank.
-        """
+        """Write this rank's batch and the faults of a skipped step, before the state counts it."""
         by_rank = dict(enumerate(self._runtime.all_gather(step.faults)))
         faults = [f"rank {rank}: {fault}" for rank, own in by_rank.items() for fault in own]
         faults = faults or ["Megatron's optimizer skipped the update"]
@@ -244,9 +217,6 @@ class Rollback:
         """Restore weights and counters from before the alarm, keep the data cursor, and save.
 
         The engine still has the abandoned weights, so the caller must push the restored ones.
-
-        Raises:
-            TrainingError: There is no checkpoint to return to, or the run was rolled back too often.
         """
         left = self._state.run_state
         here = f"rollout {left.rollout}: {alarm.text} (rows: {alarm.evidence})"

@@ -35,13 +35,6 @@ def start_session(config: Config, *, accepts_changes: bool = False) -> Iterator[
     """Start a training run's session for the time of the body, and handle its stop signals.
 
     If `accepts_changes` is true, a run may be resumed with settings that make another experiment.
-
-    Raises:
-        DiskError: The disk of the run folder is full.
-        ConfigError: The configuration cannot work, or another process uses the run folder.
-        SystemExit: A process of another host, or of the job's attempt before, still uses the run folder: start
-            the same command again.
-        LaunchError: The other processes did not start in time.
     """
     run, requests = config.run.folder, StopRequests(has_begun=False)
     with (
@@ -69,9 +62,6 @@ def join_processes(
     Args:
         config: Config with the number of threads, and the time-outs for the other ranks.
         signal_handling: Context manager that handles SIGTERM; failure detection must run inside of it.
-
-    Raises:
-        LaunchError: The processes did not join in time.
     """
     os.environ.update(nccl_settings(config))  # before NCCL starts, which reads them once
     runtime = start(config.run.num_threads, config.run.timeout_s)

@@ -339,12 +339,7 @@ def _refuse_unusable(path: Path, resume: bool) -> None:
 
 
 def _earlier_config(file: Path) -> dict[str, Any] | None:
-    """Read the former config.toml, if there is one.
-
-    Raises:
-        CheckpointError: It is no TOML.
-        StorageError: It cannot be read.
-    """
+    """Read the former config.toml, if there is one."""
     try:
         return tomllib.loads(read_patiently(file, file.read_text))
     except ABSENT:

@@ -61,12 +61,6 @@ def locked(
         patience_s: Maximum seconds to wait for an owner that lives.
         silent_s: Seconds without a heartbeat after which the lock of an owner on another host is taken over
             although the file server still holds it. The owner ends when it finds another entry.
-
-    Raises:
-        InUseError: An owner that was waited for still holds the lock.
-        ConfigError: Another process of this host holds the lock (the message names it), or the folder is not
-            writable.
-        StorageError: The lock file cannot be read, and may have an owner.
     """
     with writing_to(key, folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -153,11 +147,7 @@ class _Waiting:
     logged_at: float = -math.inf
 
     def is_gone(self, owner: dict[str, Any], is_free: bool | None) -> bool:
-        """Return whether the owner is gone, and refuse it if it lives and is not to be waited for.
-
-        Raises:
-            ConfigError: The owner lives, on this host, or it lives for longer than the patience.
-        """
+        """Return whether the owner is gone, and refuse it if it lives and is not to be waited for."""
         now = time.monotonic()
         if owner != self.seen:
             self.has_lived = bool(self.seen) and bool(owner)
@@ -315,11 +305,7 @@ def _write(stream: BinaryIO, owner: dict[str, Any]) -> None:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """Read the owner's entry; empty if the folder is free, or the owner is just writing.
-
-    Raises:
-        StorageError: The file cannot be read: the folder may have an owner.
-    """
+    """Read the owner's entry; empty if the folder is free, or the owner is just writing."""
     try:
         owner: Any = json.loads(read_patiently(folder / LOCK, (folder / LOCK).read_text))
         return owner if isinstance(owner, dict) else {}

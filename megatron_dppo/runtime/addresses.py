@@ -24,11 +24,7 @@ class GlooAddress:
     origin: str
 
     def listen(self) -> socket.socket:
-        """Return a listening socket on the address, on a free port.
-
-        Raises:
-            LaunchError: The address cannot be bound.
-        """
+        """Return a listening socket on the address, on a free port."""
         family = socket.AF_INET6 if ":" in self.ip else socket.AF_INET
         try:
             return socket.create_server((self.ip, 0), family=family, backlog=1024)
@@ -40,11 +36,7 @@ class GlooAddress:
 
 
 def gloo_address() -> GlooAddress:
-    """Return the address that gloo will bind: of GLOO_SOCKET_IFNAME, of the host's name, or loopback.
-
-    Raises:
-        LaunchError: GLOO_SOCKET_IFNAME names no interface with an address.
-    """
+    """Return the address that gloo will bind: of GLOO_SOCKET_IFNAME, of the host's name, or loopback."""
     host = socket.gethostname()
     if name := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]:
         if not (found := _addresses_of(name)):
@@ -73,11 +65,7 @@ def network_interfaces() -> list[str]:
 
 
 def address_towards(host: str) -> str:
-    """Return this host's address on the route to another host.
-
-    Raises:
-        OSError: The name is unknown, or there is no route.
-    """
+    """Return this host's address on the route to another host."""
     family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as route:
         route.connect(address)  # of a datagram socket: sends nothing

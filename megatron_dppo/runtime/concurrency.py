@@ -128,9 +128,6 @@ class LoopThread:
         """Run a coroutine in the thread, and return its result.
 
         If a signal handler raises meanwhile, the coroutine is cancelled.
-
-        Raises:
-            TimeoutError: The thread does not return it in time; the coroutine is cancelled.
         """
         if not self.has_started:
             self._thread.start()

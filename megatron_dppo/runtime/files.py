@@ -68,11 +68,7 @@ def open_private(path: Path) -> BinaryIO:
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
-    """Yield (line number from 1, object) of each line, except blank lines.
-
-    Raises:
-        DataError: A line is not UTF-8, not JSON (a torn write), or not a JSON object.
-    """
+    """Yield (line number from 1, object) of each line, except blank lines."""
     for number, row in each_line(path):
         if isinstance(row, DataError):
             raise row
@@ -139,11 +135,6 @@ def full_disk_explained(*folders: Path, kept: Callable[[], str] = str) -> Iterat
         folders: Folders that the body writes to. The message names the one with the least free space or,
             without folders, the file in the error.
         kept: Function that returns a sentence on the data that is kept, such as "The newest checkpoint is X. ".
-
-    Raises:
-        DiskError: A file could not be written, because its disk is full.
-        StorageError: A disk, mount or file server fails.
-        ShortageError: This machine has no further open file.
     """
     try:
         yield
@@ -187,10 +178,6 @@ def read_patiently(path: Path, read: Callable[[], T], pauses_s: Sequence[float] 
         path: File or folder that is read, for the message.
         read: Reads it.
         pauses_s: Seconds before each further attempt.
-
-    Raises:
-        StorageError: The last attempt failed too.
-        FileNotFoundError, NotADirectoryError: A file is absent.
     """
     for pause_s in (*pauses_s, None):
         try:
@@ -205,11 +192,7 @@ def read_patiently(path: Path, read: Callable[[], T], pauses_s: Sequence[float] 
 
 
 def entries_of(folder: Path) -> list[Path]:
-    """Return the entries of a folder; none if there is no such folder.
-
-    Raises:
-        StorageError: The folder cannot be read.
-    """
+    """Return the entries of a folder; none if there is no such folder."""
     try:
         return read_patiently(folder, lambda: list(folder.iterdir()))
     except ABSENT:
@@ -231,11 +214,7 @@ def unreadable(path: Path, error: OSError) -> StorageError:
 
 
 def require_reachable(path: Path) -> None:
-    """Refuse a path that is a link to nothing, as to a disk that is not mounted.
-
-    Raises:
-        StorageError: The path, or a folder above it, is a dangling link.
-    """
+    """Refuse a path that is a link to nothing, as to a disk that is not mounted."""
     for place in (path, *path.parents):
         if read_patiently(place, place.is_symlink) and not read_patiently(place, place.exists):
             target = place.readlink()
@@ -291,11 +270,7 @@ def is_full_disk(error: Exception) -> bool:
 def save_tensors(
     tensors: "Mapping[str, Tensor]", path: Path, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a safetensors file with the mode that a new file has in its folder; safetensors would write 0600.
-
-    Raises:
-        OSError, SafetensorError: The disk is full, or fails in another way.
-    """
+    """Write a safetensors file with the mode that a new file has in its folder, not safetensors' 0600."""
     from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType] - needs PyTorch
 
     save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))

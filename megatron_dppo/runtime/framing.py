@@ -29,11 +29,7 @@ class FrameReader:
         self._max_bytes, self._received = max_bytes, bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the messages that `data` completes.
-
-        Raises:
-            ValueError: The next message is larger than `max_bytes`.
-        """
+        """Return the messages that `data` completes."""
         self._received += data
         messages: list[bytes] = []
         while len(self._received) >= _LENGTH.size:

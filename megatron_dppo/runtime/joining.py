@@ -40,9 +40,6 @@ def join(create_groups: Callable[[Store], T], rank: int, world_size: int, timeou
 
     Returns:
         Result of `create_groups`.
-
-    Raises:
-        LaunchError: The processes did not meet in time, or one of them failed meanwhile, on any host.
     """
     meeting = _Meeting(rank, world_size, timeout_s)
     try:
@@ -102,11 +99,7 @@ class _Meeting:
     """The common store of all ranks, with a time limit for every wait."""
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
-        """Connect to the store, or start it if this rank has to.
-
-        Raises:
-            LaunchError: MASTER_ADDR is unknown, or nobody listens there in time.
-        """
+        """Connect to the store, or start it if this rank has to."""
         self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
         self._host, self._port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._started = time.monotonic()
@@ -120,11 +113,7 @@ class _Meeting:
             raise LaunchError(self.not_met(f"'{_first_line(error)}'")) from error
 
     def gather(self, stage: str, value: str) -> list[str]:
-        """Publish this rank's value of a stage, and return all ranks' values once the last one is there.
-
-        Raises:
-            LaunchError: Another rank failed, or some values are missing at the end of the time.
-        """
+        """Publish this rank's value of a stage, and return all ranks' values once the last one is there."""
         self._store.set(f"{stage}/{self._rank}", value)
         if self._store.add(stage, 1) == self._world_size:
             self._store.set(f"{stage}/complete", "")
@@ -138,11 +127,7 @@ class _Meeting:
         return [value.decode() for value in self._store.multi_get(self._keys(stage))]
 
     def connect_hosts(self, places: Sequence[_Place]) -> None:
-        """Connect to one rank of every other host, from the first rank of this host.
-
-        Raises:
-            LaunchError: A host cannot be reached, or another rank failed meanwhile.
-        """
+        """Connect to one rank of every other host, from the first rank of this host."""
         first_of: dict[tuple[str, str, str], int] = {}
         for rank, place in enumerate(places):
             first_of.setdefault((place.host, place.network, place.address), rank)

@@ -237,11 +237,6 @@ def start(num_threads: int = 1, timeout_s: float = 1800.0, join_timeout_s: float
         num_threads: Number of PyTorch's threads, for computing on the CPU.
         timeout_s: Seconds that a collective waits for the other ranks before it raises.
         join_timeout_s: Seconds until all processes have joined the groups; at most `timeout_s`.
-
-    Raises:
-        ConfigError: The launcher set WORLD_SIZE, but not the other variables; or torch cannot use the GPUs.
-        LaunchError: The processes did not join in time; raised on every rank.
-        ShortageError: This process may open too few files.
     """
     if (problem := unusable_gpus()) is not None:
         raise ConfigError(problem)

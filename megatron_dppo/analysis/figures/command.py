@@ -50,11 +50,7 @@ NO_COUNTERPART = "It has no counterpart among the figures of arXiv 2602.04879."
 
 
 def formats_of(names: Sequence[str]) -> tuple[Format, ...]:
-    """Return the named formats, each once, or all formats if no name is given.
-
-    Raises:
-        ConfigError: There is no such format.
-    """
+    """Return the named formats, each once, or all formats if no name is given."""
     if unknown := [name for name in names if name not in FORMATS]:
         action = "Leave --format out for both."
         raise ConfigError(Problem("--format", ", ".join(unknown), f"one of {', '.join(FORMATS)}", action))
@@ -97,11 +93,6 @@ def draw_figures(
         title: Title of every figure and of the gallery.
         tokens_at: Rollout of the masked tokens, from 1. `None` means the last one that all runs list.
         is_mu_logarithmic: Logarithmic mu axis in `02_engine_differences`. The paper's axis is linear.
-
-    Raises:
-        ConfigError: No folder was named, one twice, their data suffices for no figure, or a run that lists
-            masked tokens does not list that rollout.
-        DataError: A folder is no run's, or a file of it is damaged.
     """
     read = _material([Path(folder) for folder in folders])
     material = replace(read, tokens_at=tokens_at, is_mu_logarithmic=is_mu_logarithmic)

@@ -147,12 +147,7 @@ class Experiment:
 
 
 def read_curves(paths: Sequence[Path]) -> list[RunCurves]:
-    """Read the runs of folders, under distinct names.
-
-    Raises:
-        DataError: A folder is not a run folder.
-        ConfigError: A run's [algorithm] is none that this version knows.
-    """
+    """Read the runs of folders, under distinct names."""
     found: list[RunCurves] = []
     for path in paths:
         run = read_run(path)
@@ -264,11 +259,7 @@ class TokenPairs:
 
 
 def read_token_pairs(folder: Path) -> list[TokenPairs]:
-    """Read the token pairs of a folder, or nothing if it has neither file.
-
-    Raises:
-        DataError: A file has the wrong format.
-    """
+    """Read the token pairs of a folder, or nothing if it has neither file."""
     if (folder / TOKENS).is_file():
         return _of_rows(folder)
     return _of_batches(folder)

@@ -166,11 +166,7 @@ def _scatter(
 
 
 def draw_clipped_tokens(kind: Kind, material: Material) -> list[Drawing] | Lacking:
-    """Draw one list for each line: from its first run with lists, for the rollout that the material names.
-
-    Raises:
-        ConfigError: A run that has lists has none of that rollout.
-    """
+    """Draw one list for each line: from its first run with lists, for the rollout that the material names."""
     runs = [run for line in material.lines for run in line.runs]
     rollouts = rollouts_to_show({run.name: run.clipped for run in runs}, material.tokens_at)
     drawings: list[Drawing] = []

@@ -133,11 +133,6 @@ def _require_usable_servers(config: Config) -> bool:
 
     Returns:
         Whether the weights must be pushed: a server has none, or has the weights of an earlier measurement.
-
-    Raises:
-        ConfigError: A server serves another folder, was given other weights since, or captures no routes.
-        ServerError: A server does not respond.
-        WeightSyncError: A server returns log-probs without the temperature.
     """
     problems: list[Problem] = []
     records, is_pushing = read_records(config.run.folder / "servers"), False
@@ -180,9 +175,6 @@ def measure(config: Config, runtime: Runtime, *, is_pushing: bool = False) -> Me
         config: The run's; rollout.prompts_per_rollout prompts are sampled.
         runtime: This process.
         is_pushing: Give SGLang's servers the trainer's weights first.
-
-    Raises:
-        RolloutError: More samples were dropped than rollout.max_dropped_fraction, or nothing was sampled.
     """
     timer, folder = Stopwatch(runtime), hf_files(config.model.load)
     with timer.time("load"):

@@ -49,9 +49,6 @@ def measure(
         prompts: [P] int64 each, on the device.
         max_tokens: Most tokens of a response.
         device: Where to compute; holds one model.
-
-    Raises:
-        ConversionError: The quantised folder does not hold the original's tensors.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.bfloat16, trust_remote_code=False)
     model.to(device).eval()
@@ -72,11 +69,7 @@ Rounding = Callable[[Tensor], Tensor]
 
 
 def read_quantized(folder: Path) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Rounding]]:
-    """Return a folder's weights, dequantised, and how to round each linear's inputs, by the weight's name.
-
-    Raises:
-        ConversionError: The folder's format is none of `megatron-dppo quantize`.
-    """
+    """Return a folder's weights, dequantised, and how to round each linear's inputs, by the weight's name."""
     form = BlockFP8.of(read_model_config(folder)[1])
     if form is not None:
         stored = HFWeights(folder)
@@ -94,11 +87,7 @@ def rounding_of(weight_format: WeightFormat, scale: Tensor) -> Rounding:
 
 @torch.no_grad()
 def fill(model: nn.Module, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Copy a checkpoint into a transformers model.
-
-    Raises:
-        ConversionError: It has more or less than the model.
-    """
+    """Copy a checkpoint into a transformers model."""
     targets = checkpoint_targets(model)
     is_tied = "lm_head.weight" not in targets
     received: set[str] = set()

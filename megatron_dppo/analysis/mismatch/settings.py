@@ -18,11 +18,7 @@ OF_TRAINING_ALONE = ("minibatches", "same_experiment", "sglang_weight_sync")
 def measurement_config(
     configs: Sequence[Path], overrides: Sequence[str], engine: str | None = None, prompts: int | None = None
 ) -> Config:
-    """Return the run's config with one rollout, each token trained once, and routes if the model has experts.
-
-    Raises:
-        ConfigError: The files or overrides have faults, or model.load has no config.json.
-    """
+    """Return the run's config with one rollout, each token trained once, and routes if it has experts."""
     given = [*overrides, *([f"rollout.engine={engine}"] if engine else [])]
     given += [f"rollout.prompts_per_rollout={prompts}"] if prompts else []
     config = load_config(configs, given)
@@ -47,11 +43,7 @@ def with_servers(config: Config, folder: Path, is_serving: bool) -> Config:
 
 
 def require_possible(config: Config, folder: Path, is_serving: bool) -> None:
-    """Refuse impossible measurements, before anything loads.
-
-    Raises:
-        ConfigError: The measurement is impossible. The message lists every problem.
-    """
+    """Refuse impossible measurements, before anything loads."""
     rules = {name: rule for name, rule in RULES.items() if name not in OF_TRAINING_ALONE}
     problems = check(config, world_size_from_launcher(), rules)
     if is_serving and config.rollout.engine != "sglang":

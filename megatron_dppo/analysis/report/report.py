@@ -63,11 +63,6 @@ def compare(
         refresh_s: Seconds after which the page reloads itself; 0 never.
         tokens_at: Rollout of the masked tokens, from 1. `None` means the last one that all runs list.
         data_files: Files for the numbers, by their form: "json", "csv" or "latex".
-
-    Raises:
-        ConfigError: No run was named, one twice, a file cannot be written or is named twice, or a run does not
-            list that rollout.
-        DataError: A folder is no run's.
     """
     if not runs:
         raise ConfigError("compare: found no run folder; expected one or more. Name the folders to compare.")
@@ -283,10 +278,6 @@ def watch(
 
     Returns:
         The findings of the last report.
-
-    Raises:
-        ConfigError: See `compare`.
-        DataError: A folder is no run's, or stays unreadable.
     """
     seen: list[int] = []
     faults = 0

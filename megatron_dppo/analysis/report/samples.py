@@ -44,10 +44,6 @@ def token_lists(
         runs: Runs of the report.
         names: Names of the runs.
         tokens_at: Rollout of the lists, from 1. `None` means the last one that all of these runs list.
-
-    Raises:
-        ConfigError: A run that has lists has none of that rollout.
-        DataError: A file of the list has the wrong format.
     """
     shown: list[dict[str, Any]] = []
     listed = {name: list_files(run) for run, name in zip(runs, names, strict=True)}
@@ -129,9 +125,6 @@ def farthest(run: Run, report_folder: Path, rollout: int) -> list[dict[str, Any]
         run: Which ran with `tracking.clipped_tokens_every`; of others there are none.
         report_folder: Folder of the report, for links to samples.
         rollout: Counted from 1.
-
-    Raises:
-        DataError: A file has the wrong format.
     """
     files = step_files(run, "masked_tokens")
     steps = [row.step for row in run.steps if row.rollout == rollout - 1 and row.step is not None]
@@ -203,11 +196,7 @@ def _samples_file(folder: Path, rollout: int) -> Path:
 
 
 def episode_trees(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return each run's rollout and its episodes as text, of runs with agents.
-
-    Raises:
-        DataError: A file has the wrong format.
-    """
+    """Return each run's rollout and its episodes as text, of runs with agents."""
     found = list[dict[str, Any]]()
     for run, name in zip(runs, names, strict=True):
         files = sorted((run.path / "samples").glob("rollout_*.jsonl"))

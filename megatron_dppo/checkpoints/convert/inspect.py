@@ -35,11 +35,7 @@ class Comparison:
 def compare(
     first: WeightSource, second: WeightSource, on_bytes: Callable[[int], object] = lambda _: None
 ) -> Comparison:
-    """Compare every tensor bit for bit, one group at a time.
-
-    Raises:
-        CheckpointError: One of the checkpoints is torn.
-    """
+    """Compare every tensor bit for bit, one group at a time."""
     outlines = first.outline(), second.outline()
     common = outlines[0].keys() & outlines[1].keys()
     different: list[str] = []
@@ -74,13 +70,7 @@ _OPTIMIZER = "optimizer."
 
 
 def contents_of(folder: Path, *, is_listing: bool = False) -> Iterator[str]:
-    """Yield kind, architecture, numbers, bytes and types of a checkpoint.
-
-    Raises:
-        CheckpointError: The Megatron checkpoint is torn, or contains code.
-        ConversionError: The Hugging Face folder is torn.
-        ConfigError: config.json is missing, or describes a variant that is not implemented.
-    """
+    """Yield kind, architecture, numbers, bytes and types of a checkpoint."""
     hf = read_convertible_config(folder)
     is_megatron = is_megatron_checkpoint(folder)
     kind = "Megatron checkpoint" if is_megatron else "Hugging Face folder"

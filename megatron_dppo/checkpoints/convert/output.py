@@ -150,11 +150,7 @@ def listed_parts(float32_parts: Mapping[str, Sequence[str]]) -> str:
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """Return the dtype that --dtype names; None keeps the checkpoint's dtype.
-
-    Raises:
-        ConversionError: The name is not a supported dtype.
-    """
+    """Return the dtype that --dtype names; None keeps the checkpoint's dtype."""
     if name is None:
         return None
     if name not in ("float32", "bfloat16"):
@@ -201,9 +197,6 @@ class UnfinishedOutput:
         """Find an earlier start's files, or create a new folder.
 
         Equal plans write equal files.
-
-        Raises:
-            ConversionError: `out` exists, or its parent is missing, not writable or too full.
         """
         refuse_existing(out)
         self.out = out
@@ -235,11 +228,7 @@ class UnfinishedOutput:
         return self.folder / name
 
     def write(self, name: str, write: Callable[[Path], Any]) -> None:
-        """Write a file that appears under its name once it is completely on disk.
-
-        Raises:
-            ConversionError: The disk is full, or fails in another way.
-        """
+        """Write a file that appears under its name once it is completely on disk."""
         file = self.file(name)
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_name(f"{file.name}.partial")
@@ -263,11 +252,7 @@ class UnfinishedOutput:
 
 @contextmanager
 def disk_errors(file: Path) -> Iterator[None]:
-    """Turn disk errors into an error that names the file.
-
-    Raises:
-        ConversionError: An OSError occurred, or safetensors' error for one.
-    """
+    """Turn disk errors into an error that names the file."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -278,11 +263,7 @@ def disk_errors(file: Path) -> Iterator[None]:
 
 
 def refuse_existing(out: Path) -> None:
-    """Raise an error if the output exists already.
-
-    Raises:
-        ConversionError: `out` exists.
-    """
+    """Raise an error if the output exists already."""
     if out.exists():
         raise ConversionError(f"--out: {out} exists. Give a new folder, or remove that one first.")
 
@@ -297,11 +278,7 @@ def fingerprint(files: Iterable[Path]) -> str:
 
 
 def run_jobs(runtime: Runtime, jobs: Sequence[T], work: Callable[[T], None], num_threads: int) -> None:
-    """Run this process's jobs in threads, and wait for the other processes; all processes call this together.
-
-    Raises:
-        ConversionError: A job of another process failed. An error of this process's job is raised unchanged.
-    """
+    """Run this process's jobs in threads, and wait for the other processes; all of them call this."""
     own: BaseException | None = None
     with ThreadPoolExecutor(num_threads) as pool:
         futures = [pool.submit(work, job) for job in jobs]

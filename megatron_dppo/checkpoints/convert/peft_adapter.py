@@ -64,11 +64,7 @@ class PeftAdapter:
 
     @classmethod
     def read(cls, folder: Path) -> "PeftAdapter":
-        """Read an adapter folder: names and options.
-
-        Raises:
-            ConversionError: The folder is not an adapter, or the adapter uses more than LoRA.
-        """
+        """Read an adapter folder: names and options."""
         try:
             config = json.loads((folder / CONFIG).read_text())
             config["peft_type"]
@@ -172,11 +168,7 @@ class MergedSource(HuggingFaceSource):
     """The weights of a folder with an adapter's updates, computed as peft merges them on a CPU."""
 
     def __init__(self, weights: HFWeights, adapter: Path) -> None:
-        """Match the adapter's names and shapes with the folder's.
-
-        Raises:
-            ConversionError: The adapter belongs to another model, or is not plain LoRA.
-        """
+        """Match the adapter's names and shapes with the folder's."""
         super().__init__(weights)
         self._adapter = PeftAdapter.read(adapter)
         self.files = [*weights.files, *self._adapter.weights.files, adapter / CONFIG]

@@ -63,11 +63,6 @@ def plan(folder: Path, weight_format: QuantizedFormat, patterns: Sequence[str]) 
         folder: Hugging Face folder of unquantised weights.
         weight_format: Format to quantise to.
         patterns: Shell patterns of linears that stay bfloat16, such as "*.self_attn.*".
-
-    Raises:
-        ConfigError: modelopt is not installed, the architecture is not supported, the weights are quantised
-            already, or a pattern matches nothing or only some of the linears that inference engines fuse.
-        ConversionError: The folder is torn, or NVFP4's blocks do not divide a linear.
     """
     is_modelopts = weight_format != FP8_BLOCK
     if is_modelopts and importlib.util.find_spec("modelopt") is None:
@@ -188,9 +183,6 @@ def export(model: Any, template: Path, output: UnfinishedOutput, quantization: Q
             `quantization_config` and the dtype of the unquantised weights.
         output: Folder to write to.
         quantization: Plan that the model was calibrated for.
-
-    Raises:
-        ConversionError: The disk is full.
     """
     from modelopt.torch.export import export_hf_checkpoint
 
@@ -240,9 +232,6 @@ def write_quantized(
 
     Returns:
         Figures that `measure` returns. The file MISMATCH in the folder contains them too.
-
-    Raises:
-        ConversionError: The folder's tensors do not match its config.json, or the disk is full.
     """
     tokens = [prompt.to(device) for prompt in prompts]
     output = _open_output(hf, out, quantization, tokens)
@@ -259,12 +248,7 @@ def write_quantized(
 def tokenize_prompts(
     hf: Path, questions: Sequence[Prompt], num_prompts: int, max_tokens: int
 ) -> list[torch.Tensor]:
-    """Return the [P] int64 tokens of the first prompts that are short enough.
-
-    Raises:
-        ConfigError: The folder has no tokenizer.
-        DataError: No prompt is short enough.
-    """
+    """Return the [P] int64 tokens of the first prompts that are short enough."""
     from transformers import AutoTokenizer
 
     try:
@@ -315,11 +299,7 @@ def quantize(
     tokens: Sequence[torch.Tensor],
     device: torch.device,
 ) -> None:
-    """Calibrate a model unless its format needs no calibration, quantise it and write it.
-
-    Raises:
-        ConversionError: The folder's tensors do not match its config.json, or the disk is full.
-    """
+    """Calibrate a model unless its format needs no calibration, quantise it and write it."""
     if quantization.weight_format == FP8_BLOCK:
         _write_blocks(hf, output, BlockFP8(quantization.ignored), device)
         return

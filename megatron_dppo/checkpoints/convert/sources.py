@@ -106,10 +106,6 @@ class MegatronSource:
         Args:
             folder: Checkpoint folder with `megatron/` and `hf/`.
             hf: Model's config.json. None reads `hf/config.json`.
-
-        Raises:
-            CheckpointError: The checkpoint is torn, belongs to another model, or contains code.
-            ConfigError: The config describes no supported model.
         """
         require_megatron_checkpoint(folder)
         self.folder = folder
@@ -305,12 +301,7 @@ class StoredWeights:
     """Empty, because no model computes them here."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, runtime: Runtime) -> None:
-        """Read the headers, and compare them with the tensors that the model needs.
-
-        Raises:
-            CheckpointError: A Megatron checkpoint is torn, belongs to another model, or contains code.
-            ConversionError: A Hugging Face folder is torn.
-        """
+        """Read the headers, and compare them with the tensors that the model needs."""
         self._hf, self._dtype, self._runtime = read_hf_config(folder), dtype, runtime
         self._source = source_of(folder)
         parts = float32_parts(self._source, folder)

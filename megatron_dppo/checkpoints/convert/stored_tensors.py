@@ -33,11 +33,7 @@ class StoredTensors:
     """Reads tensors of a distributed checkpoint on demand."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the metadata of a folder with `.metadata` and `*.distcp` files.
-
-        Raises:
-            CheckpointError: The folder is torn, or contains code.
-        """
+        """Read the metadata of a folder with `.metadata` and `*.distcp` files."""
         refuse_code(folder)
         self.folder = folder
         self._reader = FileSystemReader(folder)
@@ -65,11 +61,7 @@ class StoredTensors:
         return {key: torch.empty(shape, dtype=dtypes[key], device="meta") for key, shape in self.shapes.items()}
 
     def region(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Read a block of a tensor into new memory on the CPU.
-
-        Raises:
-            CheckpointError: The block is missing or incomplete, or its file is torn.
-        """
+        """Read a block of a tensor into new memory on the CPU."""
         if key not in self._tensors:
             raise CheckpointError(
                 f"{self.folder} has no {key!r}. The checkpoint has another format, or is of another model than "

@@ -36,10 +36,6 @@ def write_peft_adapter(megatron: Path, out: Path, base: str) -> None:
         megatron: A checkpoint of a LoRA run.
         out: Folder to write.
         base: Name or folder of the base model, for the adapter's config. "" means the run's `model.load`.
-
-    Raises:
-        ConversionError: The checkpoint contains no adapters.
-        ConfigError: The base model is a Megatron checkpoint, which peft cannot load.
     """
     dtype, hf = stored_dtype(megatron), read_hf_config(megatron)
     options = stored_lora(megatron)
@@ -110,9 +106,6 @@ def write_adapter(tensors: dict[str, Tensor], options: LoraConfig, out: Path, ba
     """Write an adapter folder that peft loads; it appears completely or not at all.
 
     `base` names the base model for the reader of the adapter.
-
-    Raises:
-        ConversionError: `out` exists already.
     """
     config = {
         "peft_type": "LORA",

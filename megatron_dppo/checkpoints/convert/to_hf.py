@@ -68,10 +68,6 @@ def write_hf(
         options: Options of writing.
         runtime: This process's runtime.
         texts: Contents of text files by name, which replace the template's.
-
-    Raises:
-        ConversionError: `out` exists or cannot be written.
-        CheckpointError: The source is torn.
     """
     source = as_published(source, template)
     if options.rounding.base is not None:

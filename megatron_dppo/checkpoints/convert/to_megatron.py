@@ -38,11 +38,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def require_fit(source: WeightSource, hf: HFConfig) -> dict[str, Tensor]:
-    """Return the outline of a source, which must contain exactly the tensors that config.json implies.
-
-    Raises:
-        ConversionError: A tensor is missing, left over, of another shape, or not floating point.
-    """
+    """Return the outline of a source, which must contain exactly the tensors that config.json implies."""
     found, family = source.outline(), family_of(hf)
     if family.sizes_of(hf).is_tied and OUTPUT.hf[0] in found:
         _require_tied(source)
@@ -73,11 +69,7 @@ def _require_tied(source: WeightSource) -> None:
 
 
 def one_dtype(outline: Mapping[str, Tensor], folder: Path, kept: Collection[str]) -> torch.dtype:
-    """Return the common dtype of all tensors, ignoring tensors that always stay float32, and `kept`.
-
-    Raises:
-        ConversionError: The tensors have several dtypes.
-    """
+    """Return the common dtype of all tensors, ignoring tensors that always stay float32, and `kept`."""
     by_dtype: dict[torch.dtype, list[str]] = {}
     for name, tensor in outline.items():
         if not stays_float32(name) and name not in kept:
@@ -94,10 +86,6 @@ def write_megatron(
     """Write a Megatron checkpoint, completely or not at all; every process calls this together.
 
     An interrupted earlier start is resumed if source and options are the same.
-
-    Raises:
-        ConversionError: The source does not fit `hf`, or `out` exists or cannot be written.
-        CheckpointError: The metadata cannot be written.
     """
     cpu.install()
     fixes.apply()

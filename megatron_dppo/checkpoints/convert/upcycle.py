@@ -60,11 +60,7 @@ class Upcycling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse a top-k that no router can learn, or with more experts than there are.
-
-        Raises:
-            ConversionError: Top-k is not from 2 to the number of experts.
-        """
+        """Refuse a top-k that no router can learn, or with more experts than there are."""
         if not 2 <= self.experts_per_token <= self.num_experts:
             raise ConversionError(
                 f"--top-k: found {self.experts_per_token} with --experts {self.num_experts}; expected at least "
@@ -79,11 +75,7 @@ class Upcycling:
 
 
 def read_dense_config(folder: Path) -> dict[str, Any]:
-    """Read config.json of a dense model that can be upcycled; Mistral's as a Llama's, whose layers it has.
-
-    Raises:
-        ConfigError: There is no config.json, or it describes another architecture or variant.
-    """
+    """Read config.json of a dense model that can be upcycled; Mistral's as a Llama's, whose layers it has."""
     path, content = read_model_config(folder)
     architecture = architecture_of(content)
     if architecture not in _TARGETS:
@@ -148,9 +140,6 @@ class UpcycledSource(HuggingFaceSource):
             weights: Dense model's folder.
             hf: Dense model's config.json, from `read_dense_config`.
             how: Options of making experts.
-
-        Raises:
-            ConversionError: A tensor is missing, left over, of another shape, or not floating point.
         """
         super().__init__(weights)
         self._how = how

@@ -101,9 +101,6 @@ def plan_minibatch(
         cost: Cost of training on a sample.
         shared: Number of tokens that each sample has in common with the one before it, which has the same home,
             or None if each sample is computed alone.
-
-    Raises:
-        DataError: A sample is longer than a micro-batch may be.
     """
     _require_fit(lengths, max_tokens)
     best, least = None, 0.0

@@ -51,12 +51,7 @@ def write_batches(path: Path, steps: Sequence[TrainBatch]) -> None:
 
 
 def read_batches(path: Path) -> tuple[TrainBatch, ...]:
-    """Read gradient steps written by `write_batches`.
-
-    Raises:
-        DataError: The file is missing, torn, or of another kind.
-        StorageError: The disk fails.
-    """
+    """Read gradient steps written by `write_batches`."""
     try:
         opened: Any = safe_open(path, "pt")
         with opened as file:
@@ -149,11 +144,7 @@ def kept_rollouts(folder: Path) -> list[int]:
 
 
 def group_files(folder: Path, rollout: int) -> list[Path]:
-    """Return the files of all data-parallel groups, in group order.
-
-    Raises:
-        DataError: The rollout was not saved, or not by each group of one job.
-    """
+    """Return the files of all data-parallel groups, in group order."""
     of_rollout = _of_rollout(folder, rollout)
     names = sorted(of_rollout.iterdir()) if of_rollout.is_dir() else []
     places = {(int(found[1]), int(found[2])): path for path in names if (found := _FILE.fullmatch(path.name))}
@@ -176,9 +167,6 @@ def read_share(folder: Path, rollout: int, place: tuple[int, int]) -> list[Train
         folder: The run's `batches/`.
         rollout: Index of the rollout, from 0.
         place: (index of the reading group, number of data-parallel groups in the reading job).
-
-    Raises:
-        DataError: The rollout was not saved completely, or its groups are not a multiple of the reading groups.
     """
     rank, size = place
     files = group_files(folder, rollout)

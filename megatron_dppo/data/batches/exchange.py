@@ -115,11 +115,7 @@ def encode(samples: Sequence[Sample]) -> Tensor:
 
 
 def decode(parcel: Tensor) -> list[Sample]:
-    """Decode the samples of a parcel. Their tensors share the parcel's memory.
-
-    Raises:
-        DataError: The parcel is torn.
-    """
+    """Decode the samples of a parcel. Their tensors share the parcel's memory."""
     if not parcel.numel():
         return []
     try:

@@ -75,9 +75,6 @@ def gradient_steps(
         data_parallel: Data-parallel groups of ranks.
         routing: Routing of the model if samples carry routes, else `None`.
         shares_prefixes: Whether the trainer forwards a prefix of several samples in a micro-batch once.
-
-    Raises:
-        DataError: A sample on any rank is longer than a micro-batch may be.
     """
     shape = BatchShape(
         aggregation=config.algorithm.aggregation,
@@ -146,9 +143,6 @@ def train_batches(
         minibatches: This rank's samples of each gradient step. The list is emptied to free samples early.
         shape: Settings for packing and weighting.
         data_parallel: Data-parallel groups of ranks.
-
-    Raises:
-        DataError: A sample on any rank is longer than a micro-batch may be.
     """
     for minibatch in minibatches:
         minibatch.sort(key=lambda sample: sample.id)

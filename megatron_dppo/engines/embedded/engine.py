@@ -56,10 +56,6 @@ class TransformersEngine:
                 of that format does, and multiply them in bfloat16; activations are not rounded further.
             batch_size: Number of sequences that decode together.
             device: Device of weights and cache.
-
-        Raises:
-            RolloutError: The engine does not support a part of the model, or the format's block size does not
-                divide a linear.
         """
         self._device = torch.device(device)
         self._rounds_to_fp8 = weights == "bfloat16_fp8"

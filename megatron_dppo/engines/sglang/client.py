@@ -112,11 +112,7 @@ class SglangClient:
         self._http = None
 
     async def connect(self) -> tuple[Generation, ServerFacts]:
-        """Return the adapter for this server's version, and the facts that the server reports.
-
-        Raises:
-            ServerError: The server does not respond, or has an unknown version or refused options.
-        """
+        """Return the adapter for this server's version, and the facts that the server reports."""
         info = _json(await self._call("GET", "/server_info"))
         if not isinstance(info, Mapping):
             raise ServerError(f"{self.url}/server_info: found no JSON object; expected an SGLang server there.")
@@ -156,9 +152,6 @@ class SglangClient:
         Args:
             body: Body whose `rid` is the id of the first attempt.
             renew: Returns the `rid` of each further attempt, which its response has too. Default: `new_rid`.
-
-        Raises:
-            ServerError: The server refuses the request, or did not respond in time or in `max_attempts`.
         """
         name = str(body["rid"]).partition("#")[0]
         return await self._call("POST", "/generate", body, renew or partial(new_rid, name))
@@ -168,11 +161,7 @@ class SglangClient:
         await self._call("POST", "/abort_request", {"rid": rid})
 
     async def command(self, call: Call, timeout_s: float) -> object:
-        """Post a call once, without retries, since a repeated call could do harm.
-
-        Raises:
-            ServerError: The server refuses, fails, or did not respond in time. What it has done is unknown.
-        """
+        """Post a call once, without retries, since a repeated call could do harm."""
         where, expected = f"POST {self.url}{call.path}", "success. Look at the server's log."
         try:
             answer = await self._send("POST", call.path, call.body, timeout_s)
@@ -240,12 +229,7 @@ class SglangClient:
     async def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
     ) -> _HttpAnswer:
-        """Make one call.
-
-        Raises:
-            aiohttp.ClientError, TimeoutError: No connection or no complete response, in time or at all, or one
-                that is too large.
-        """
+        """Make one call."""
         assert self._http is not None, "used inside of `async with`"
         connect_s = self.patience.connect_timeout_s
         timeout = aiohttp.ClientTimeout(  # the total is for slow, continuous responses
@@ -329,11 +313,7 @@ class Link:
 
 
 async def connect(clients: Sequence[SglangClient], version: int) -> dict[str, Link]:
-    """Connect to all servers at once, each within `control_timeout_s`; return links to this version by URL.
-
-    Raises:
-        ServerError: No server responds with weights of this version.
-    """
+    """Connect to all servers at once, each within `control_timeout_s`; return links to this version by URL."""
 
     async def link(client: SglangClient) -> Link | RolloutError:
         timeout_s = client.patience.control_timeout_s
@@ -377,11 +357,7 @@ def _json(content: bytes) -> object:
 
 
 def _object(content: bytes) -> bytes:
-    """Return a response that begins and ends like a JSON object; its reader parses it.
-
-    Raises:
-        ReplyError: The response was truncated, or is a proxy's page.
-    """
+    """Return a response that begins and ends like a JSON object; its reader parses it."""
     if content[:16].lstrip()[:1] != b"{" or content[-16:].rstrip()[-1:] != b"}":
         raise ReplyError(f"no JSON object: {content[:16]!r}...{content[-16:]!r}")
     return content

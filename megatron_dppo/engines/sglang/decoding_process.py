@@ -65,13 +65,7 @@ class DecodingProcess:
         self._num_lost = 0  # children lost since the last result
 
     async def read(self, reader: Reader, content: bytes, expected: Expected) -> Answer:
-        """Parse a response with `reader`.
-
-        Raises:
-            ReplyError: The response is refused, or the child ended or hung while it decoded the response.
-            RoutingReplayError: The routes of the response are refused.
-            RolloutError: The child cannot be started, or was lost twice in a row.
-        """
+        """Parse a response with `reader`."""
         if len(content) < self._small_bytes:
             return reader(content, expected)
         return await asyncio.wrap_future(self._driver.submit(self._read_there, reader, content, expected))
@@ -167,11 +161,7 @@ class _Child:
     """
 
     def __init__(self) -> None:
-        """Start the process, and wait until it has imported its modules.
-
-        Raises:
-            RolloutError: The process did not start.
-        """
+        """Start the process, and wait until it has imported its modules."""
         self.has_request = False
         command = [sys.executable, "-m", _MODULE]
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # numpy's thread pool is not needed
@@ -205,11 +195,7 @@ class _Child:
     def ask(
         self, reader: Reader, content: bytes, expected: Expected, timeout_s: float
     ) -> Answer | ReplyError | RoutingReplayError:
-        """Return the result of `reader`, or the error that it raised.
-
-        Raises:
-            _LostError: No result came in time, or the process ended.
-        """
+        """Return the result of `reader`, or the error that it raised."""
         deadline = time.monotonic() + timeout_s
         parts = [content, pickle.dumps((reader, expected))]
         self._requests.write(parts)

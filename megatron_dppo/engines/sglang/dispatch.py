@@ -186,9 +186,6 @@ def refuse_requests(
         model: Model that the server serves.
         facts: Limits that the server reports.
         is_aborted: Whether responses may be interrupted, and then sent as prompts to resume them.
-
-    Raises:
-        RolloutError: A request or `params` is refused; the message names it.
     """
     if params.max_response_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1:
         expected = "max_response_tokens >= 1, temperature >= 0 and 0 < top_p <= 1"

@@ -57,9 +57,6 @@ class SglangEngine:
             patience: Time-outs and retries.
             max_concurrent_requests: Largest number of requests in flight at one server, from one session.
             api_key: API key that the servers were started with.
-
-        Raises:
-            ServerError: No server responds with a known version and without refused options.
         """
         self._urls = (urls,) if isinstance(urls, str) else tuple(dict.fromkeys(urls))
         self._model, self._patience = model, patience or Patience()
@@ -100,11 +97,7 @@ class SglangEngine:
         self._admitted = _Admitted(tuple(dict.fromkeys(urls)), version)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """Refuse: servers get their weights through a weight sync, not through this call.
-
-        Raises:
-            WeightSyncError: Always.
-        """
+        """Refuse: servers get their weights through a weight sync, not through this call."""
         raise WeightSyncError(
             f"weight version {version}: found tensors for an engine whose servers hold the weights; "
             "expected a push by weight_sync, and then admit. This is a fault of the caller: report it."
@@ -114,10 +107,6 @@ class SglangEngine:
         """Sample one response per request, in their order; see `RolloutEngine`.
 
         A request without a usable response returns an aborted, empty completion, and is counted in `counts`.
-
-        Raises:
-            RolloutError: A prompt does not fit, or the servers cannot sample with `params`.
-            ServerError: No server responds with the current weights, or every request failed.
         """
         return asyncio.run(self._generate(requests, params))
 
@@ -125,9 +114,6 @@ class SglangEngine:
         """Connect to the admitted servers; see `RolloutEngine.session`.
 
         The session's `hold` waits at most `Patience.control_timeout_s` for a server's next aborted response.
-
-        Raises:
-            ServerError: No server responds with the current weights.
         """
         return self._session(may_be_held=may_be_held)
 

@@ -14,11 +14,7 @@ INTERVAL = "full_attention_interval"
 
 
 def served_model(folder: Path, end_tokens: Sequence[int]) -> ServedModel:
-    """Read the sizes of the model in `folder`, and check that SGLang serves it correctly.
-
-    Raises:
-        ConfigError: The folder has no config.json, or `model_problems` found problems.
-    """
+    """Read the sizes of the model in `folder`, and check that SGLang serves it correctly."""
     sizes = read_model_sizes(folder)
     problems = list(model_problems(folder, read_model_config(folder)[1], sizes))
     if problems:

@@ -108,14 +108,7 @@ class Generation:
     async def read_reply(
         self, content: bytes, request: Request, params: SamplingParams, model: ServedModel
     ) -> Completion:
-        """Parse the body of a 200 from /generate, and append its tokens to the request's earlier tokens.
-
-        Raises:
-            ReplyError: The body is not a complete and consistent response to this request, or the decoding
-                process was lost at it. If only the routes are faulty, the completion has no routes and a
-                `routes_fault` instead.
-            RolloutError: The decoding process cannot be started, or was lost twice in a row.
-        """
+        """Parse the body of a 200 from /generate, and append its tokens to the request's earlier tokens."""
         assert model.routing is not None or not params.capture_routes, "only models with experts return routes"
         partial = request.partial
         expected = Expected(
@@ -157,13 +150,7 @@ class Generation:
     async def read_scores(
         self, content: bytes, tokens: Sequence[int], model: ServedModel, *, with_routes: bool
     ) -> tuple[Tensor, RoutedExperts | None]:
-        """Parse [L-1] float32 log-probs of each token after the first, at temperature 1, and the routes.
-
-        Raises:
-            ReplyError: The body has no such log-probs.
-            RolloutError: The decoding process cannot be started, or was lost twice in a row.
-            RoutingReplayError: The requested routes are faulty.
-        """
+        """Parse [L-1] float32 log-probs of each token after the first, at temperature 1, and the routes."""
         assert model.routing is not None or not with_routes, "only models with experts return routes"
         expected = Expected(
             where="log-probs of a prompt",
@@ -176,12 +163,7 @@ class Generation:
         return torch.from_numpy(scores.log_probs), _routed_experts(scores.routes, model.routing)
 
     def read_facts(self, server_info: Mapping[str, Any], model_info: Mapping[str, Any]) -> ServerFacts:
-        """Parse the responses to GET /server_info and GET /model_info.
-
-        Raises:
-            ServerError: The server was started with settings that change the sampling.
-            ReplyError: A field is missing or has another type.
-        """
+        """Parse the responses to GET /server_info and GET /model_info."""
         where = "/server_info"
         problems = list(reported_problems(server_info))
         if problems:
@@ -199,11 +181,7 @@ class Generation:
         )
 
     def read_load(self, body: object) -> int:
-        """Parse the number of running and waiting requests from the response to GET /v1/loads.
-
-        Raises:
-            ReplyError: A field is missing or has another type.
-        """
+        """Parse the number of running and waiting requests from the response to GET /v1/loads."""
         where = "/v1/loads"
         if not isinstance(body, Mapping):
             raise ReplyError(f"{where}: found {type(body).__name__}; expected one JSON object")
@@ -257,11 +235,7 @@ def most_bytes(body: Mapping[str, Any]) -> int:
 
 
 def generation_of(version: object) -> Generation:
-    """Return the adapter for servers that report this version.
-
-    Raises:
-        ServerError: The package was never run against this version.
-    """
+    """Return the adapter for servers that report this version."""
     generation = GENERATIONS.get(version) if isinstance(version, str) else None
     if generation is None:
         raise ServerError(

@@ -65,11 +65,7 @@ def read_records(folder: Path) -> list[ServerRecord]:
 
 
 def require_registered(folder: Path) -> list[ServerRecord]:
-    """Return the servers registered in a run's servers/, at least one.
-
-    Raises:
-        ServerError: The folder has no registered server.
-    """
+    """Return the servers registered in a run's servers/, at least one."""
     records = read_records(folder)
     if not records:
         raise ServerError(

@@ -79,31 +79,17 @@ class PromptScores:
 
 
 def read_reply_0521(content: Content, expected: Expected) -> Reply:
-    """Parse the body of a 200 from /generate of SGLang 0.5.21.
-
-    Raises:
-        ReplyError: The body is not a complete and consistent response to the request. If only the routes are
-            faulty, the reply has a `routes_fault` instead.
-    """
+    """Parse the body of a 200 from /generate of SGLang 0.5.21."""
     return _read_reply(content, expected, _decode_topk)
 
 
 def read_reply_0522(content: Content, expected: Expected) -> Reply:
-    """Parse the body of a 200 from /generate of SGLang 0.5.22 or later, with top-K as flat base64 arrays.
-
-    Raises:
-        ReplyError: See `read_reply_0521`; also if the top-K has another form than requested.
-    """
+    """Parse the body of a 200 from /generate of SGLang 0.5.22 or later, with top-K as flat base64 arrays."""
     return _read_reply(content, expected, _decode_flat_topk)
 
 
 def read_scores_0521(content: Content, expected: Expected) -> PromptScores:
-    """Parse the log-probs of `expected.input_tokens` from SGLang 0.5.21.
-
-    Raises:
-        ReplyError: The body has no such log-probs.
-        RoutingReplayError: The requested routes are faulty.
-    """
+    """Parse the log-probs of `expected.input_tokens` from SGLang 0.5.21."""
     where, tokens = expected.where, expected.input_tokens
     _, meta = _ids_and_meta(_SCORED, content, where)
     table = _text(meta, "input_token_logprobs", where)
@@ -122,11 +108,7 @@ Reader = Callable[[Content, Expected], Answer]
 
 
 def field(body: Mapping[str, Any], name: str, kind: type[T], where: str) -> T:
-    """Return `body[name]`, which must have type `kind`.
-
-    Raises:
-        ReplyError: The field is missing or has another type.
-    """
+    """Return `body[name]`, which must have type `kind`."""
     value = body.get(name)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         found = f"{value!r:.60}" if name in body else "nothing"
@@ -217,11 +199,7 @@ def _text(meta: Mapping[str, Any], name: str, where: str) -> msgspec.Raw:
 
 
 def _finish_reason(meta: Mapping[str, Any], ids: list[Any], expected: Expected) -> FinishReason:
-    """Parse the finish reason, and check it against the tokens.
-
-    Raises:
-        ReplyError: Unknown reason, "stop" without an end token, or "length" with another length than the limit.
-    """
+    """Parse the finish reason, and check it against the tokens."""
     where, limit, end_tokens = expected.where, expected.limit, expected.end_tokens
     reason = field(meta, "finish_reason", dict, where)
     kind = reason.get("type")
@@ -263,11 +241,7 @@ def _decode_tokens(ids: Sequence[Any], vocab_size: int, where: str) -> np.ndarra
 
 
 def _decode_log_probs(payload: Text, tokens: np.ndarray, where: str) -> np.ndarray:
-    """Decode the JSON of `[log_prob, token, null]` rows as [R] float32; a null log-prob becomes NaN.
-
-    Raises:
-        ReplyError: There is not one row per token, a row has another token, or a log-prob is above 0.
-    """
+    """Decode the JSON of `[log_prob, token, null]` rows as [R] float32; a null log-prob becomes NaN."""
     values, ids = _columns(payload, (tokens.size,), where, "log-probs")
     if not np.array_equal(ids, tokens):
         raise ReplyError(f"{where}: the log-probs belong to other tokens than the sampled ones. {REPORT}")
@@ -284,9 +258,6 @@ def _decode_topk(
 
     Returns:
         [R, K] int32 ids and [R, K] float32 log-probs.
-
-    Raises:
-        ReplyError: Another shape, or see `check_topk`.
     """
     where, name = expected.where, "output_top_logprobs"
     values, ids = _columns(_text(meta, name, where), (tokens.size, expected.num_topk), where, name)
@@ -338,11 +309,7 @@ def _routes(
 
 
 def _decode_weight_versions(spans: Sequence[Any], num_tokens: int, where: str) -> tuple[WeightVersionSpan, ...]:
-    """Decode the weight version of each response token from `{"version", "start", "end"}` entries.
-
-    Raises:
-        ReplyError: The spans leave tokens out or overlap, or a version is not a number.
-    """
+    """Decode the weight version of each response token from `{"version", "start", "end"}` entries."""
     decoded: list[WeightVersionSpan] = []
     for span in spans:
         if not isinstance(span, Mapping):

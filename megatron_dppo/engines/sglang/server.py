@@ -90,12 +90,6 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
     Args:
         config: The run's configuration.
         index: Index of the server on its host; each server uses the GPUs after the previous server's GPUs.
-
-    Raises:
-        ConfigError: sglang.python has no SGLang, one for CPUs or an unknown version; [sglang] has problems; an
-            environment variable must not reach it; its NCCL has another version than the trainer's; it has no
-            API key on a network; or SGLang cannot load the model, serve it correctly, take pushes or return its
-            routes.
     """
     python, table = interpreter(config), dict(config.sglang)
     options = read_options(python)
@@ -194,9 +188,6 @@ class Server:
 
         SGLang picks ports before it uses them. If another process takes one meanwhile, the server is started
         again.
-
-        Raises:
-            ServerError: The server exited, or was not healthy in time. All its processes are stopped then.
         """
         for left in reversed(range(_MOST_STARTS)):
             before = self.log.stat().st_size if self.log.exists() else 0
@@ -284,11 +275,7 @@ class Server:
 
 
 def supervise(server: Server, ended: threading.Event, *, start_timeout_s: float, max_restarts: int) -> None:
-    """Keep a server running until `ended` is set, then stop it.
-
-    Raises:
-        ServerError: The server does not start, or ended more than `max_restarts` times.
-    """
+    """Keep a server running until `ended` is set, then stop it."""
     num_restarts = 0
     try:
         server.start(start_timeout_s, ended)
@@ -317,10 +304,6 @@ def own_servers(config: Config, runtime: Runtime) -> Iterator[None]:
 
     Servers that exit by themselves are restarted, like the servers of `megatron-dppo serve`. Their API key is
     that of the environment, or a new one.
-
-    Raises:
-        ConfigError: See `plan_launch`.
-        ServerError: A server does not start; or the run starts no servers and its servers/ lists none.
     """
     if config.rollout.engine != "sglang":
         yield

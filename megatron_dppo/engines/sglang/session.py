@@ -108,22 +108,13 @@ class ServerSession(Session):
         return self._is_held
 
     def refuse(self, requests: Sequence[Request], params: SamplingParams) -> None:
-        """Raise for requests that a server would reject, misread or crash on.
-
-        Raises:
-            RolloutError: A request or `params` is refused; the message names it.
-        """
+        """Raise for requests that a server would reject, misread or crash on."""
         is_aborted = self._may_be_held or any(request.partial for request in requests)
         for facts in self._all_facts:
             refuse_requests(requests, params, self._model, facts, is_aborted=is_aborted)
 
     async def ask(self, request: Request, params: SamplingParams) -> Completion:
-        """Sample one response; see `Session.ask`.
-
-        Raises:
-            RolloutError: A server would reject the request, or a request with its id is pending.
-            ServerError: All servers are drained.
-        """
+        """Sample one response; see `Session.ask`."""
         if self._is_held:
             return give_up(request)
         if self._fault is not None:
@@ -178,13 +169,7 @@ class ServerSession(Session):
             task.add_done_callback(self._land)
 
     async def _call(self, sent: InFlight) -> Completion:
-        """Send a request to its server, and check the response.
-
-        Raises:
-            ReplyError: The response is refused.
-            ServerError: The server refuses the request.
-            AtFaultError: The server is drained or unhealthy, or has other weights.
-        """
+        """Send a request to its server, and check the response."""
         asked, url, link = sent.asked, sent.url, self._links[sent.url]
         request = replace(asked.request, id=sent.rid)
         try:

@@ -24,11 +24,7 @@ _BASE64 = msgspec.json.Decoder(bytes | None)
 
 
 def decode_flat(payload: Text, shape: tuple[int, int], dtype: str, where: str) -> np.ndarray:
-    """Decode base64 of one of the two top-K arrays, [R, K] of 4 bytes each.
-
-    Raises:
-        ReplyError: The payload is not base64 of this size.
-    """
+    """Decode base64 of one of the two top-K arrays, [R, K] of 4 bytes each."""
     try:
         data = _decode_base64(payload) or b""
     except msgspec.MsgspecError as error:
@@ -58,10 +54,6 @@ def check_topk(
         log_probs: [R] float32 log-probs of the sampled tokens.
         vocab_size: Vocabulary size; ids must be below it.
         where: Name of the response in errors.
-
-    Raises:
-        ReplyError: An invalid or repeated id, columns out of order, or a sampled token with another log-prob
-            than in `log_probs`, as in shifted rows.
     """
     is_outside = (found_ids < 0) | (found_ids >= vocab_size)
     ids = np.where(is_outside, -1, found_ids).astype(np.int32)
@@ -94,10 +86,6 @@ def decode_routes(
 
     Returns:
         [rows, moe_layers, top_k] uint8; int16 above 256 experts.
-
-    Raises:
-        RoutingReplayError: Another array, a dense layer with routes, an expert that does not exist or is twice
-            in one row, or only zeros.
     """
     try:
         data = None if payload is None else _decode_base64(payload)
@@ -135,11 +123,7 @@ def decode_routes(
 
 
 def _decode_base64(payload: Text) -> bytes | None:
-    """Decode a JSON string of base64; null becomes None.
-
-    Raises:
-        msgspec.MsgspecError: The payload is something else.
-    """
+    """Decode a JSON string of base64; null becomes None."""
     text = memoryview(payload)
     if text[:1] == b'"':
         with contextlib.suppress(ValueError):  # it is not base64, or JSON has escaped a slash

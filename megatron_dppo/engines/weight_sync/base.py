@@ -56,9 +56,6 @@ class WeightSync(Protocol):
 
         Returns:
             Metrics of this push, the same on every rank.
-
-        Raises:
-            WeightSyncError: A tensor is missing or came twice, or no receiver has all tensors.
         """
         ...
 
@@ -66,9 +63,6 @@ class WeightSync(Protocol):
         """Release the engine's memory until the next push, if engine and trainer take turns on the GPU.
 
         Its requests are aborted.
-
-        Raises:
-            WeightSyncError: The engine keeps its memory.
         """
         ...
 

@@ -35,11 +35,7 @@ __all__ = ["WeightSync", "build_sync", "build_transport", "release_servers", "re
 
 
 def build_sync(config: Config, owner: WeightOwner, engine: RolloutEngine, runtime: Runtime) -> WeightSync:
-    """Build the sync from the owner of the weights to the engine; all ranks call it together.
-
-    Raises:
-        WeightSyncError: The owner's tensors differ from the tensors of the model that servers load.
-    """
+    """Build the sync from the owner of the weights to the engine; all ranks call it together."""
     if not isinstance(engine, SglangEngine):
         return InProcessSync(owner.weights, engine, runtime)
     options, folder, key = config.rollout.sglang, hf_files(config.model.load), api_key()
@@ -86,11 +82,7 @@ def run_servers(config: Config, runtime: Runtime) -> RunServers:
 
 
 def release_servers(config: Config, runtime: Runtime) -> None:
-    """Begin the GPU ledger, and let servers that take turns with the trainer release their memory.
-
-    Raises:
-        WeightSyncError: A server keeps its memory.
-    """
+    """Begin the GPU ledger, and let servers that take turns with the trainer release their memory."""
     runtime.gpu_ledger.begin(takes_turns=config.rollout.takes_turns)
     if config.rollout.engine == "sglang" and runtime.gpu_ledger.takes_turns:
         run_servers(config, runtime).release()
@@ -134,9 +126,6 @@ def require_cover(described: Mapping[str, Tensor], folder: Path) -> None:
     """Refuse weights whose names differ from the names of the checkpoint in `folder`, before any is sent.
 
     If the folder has no weights, there is nothing to compare, and the names of the weight map are trusted.
-
-    Raises:
-        WeightSyncError: Tensors are missing or added; the message has the first names.
     """
     if not any(folder.glob("*.safetensors")):
         return

@@ -107,11 +107,7 @@ UPDATE_CALLS: Mapping[str, UpdateCalls] = MappingProxyType(
 
 
 def update_calls_of(version: str) -> UpdateCalls:
-    """Return the update calls for servers of this version.
-
-    Raises:
-        ServerError: The update calls were never run against this version.
-    """
+    """Return the update calls for servers of this version."""
     if version not in UPDATE_CALLS:
         raise ServerError(
             f"found an SGLang server of version {version!r}; expected one of {', '.join(UPDATE_CALLS)}, with "
@@ -222,12 +218,7 @@ class Fleet:
 
 
 async def describe(client: SglangClient, record: ServerRecord) -> Member:
-    """Describe a member from its server's replies.
-
-    Raises:
-        ServerError: The server does not reply, or weight updates are not supported for its version.
-        ReplyError: A reply lacks a field, or the field has another type.
-    """
+    """Describe a member from its server's replies."""
     _, facts = await client.connect()
     update_calls_of(facts.version)
     return Member(client.url, record.pid, facts.num_ranks, facts.version, record.since)
@@ -272,9 +263,6 @@ class RunServers:
         """Release weights and cache of every reachable server; its requests are aborted.
 
         A server whose process ends meanwhile has no memory left.
-
-        Raises:
-            WeightSyncError: A server keeps its memory.
         """
         fleet, _ = self.fleet()
         if self._runtime.is_main:

@@ -253,9 +253,6 @@ def require_temperature(
 
     Returns:
         Why servers, by URL, could not be tried.
-
-    Raises:
-        WeightSyncError: A server returns log-probs without the temperature.
     """
     work = {url: partial(_slope, model=model) for url in urls}
     found = asyncio.run(ask_each(work, timeout_s=timeout_s, api_key=api_key))

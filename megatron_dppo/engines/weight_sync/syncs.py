@@ -65,10 +65,6 @@ class SglangSync:
         """Send all weights to all servers; see `WeightSync.push`.
 
         A server that fails a call is left out.
-
-        Raises:
-            WeightSyncError: No server is left, a server's log-probs differ from the trainer's, or a server
-                returns log-probs of another distribution than it samples from.
         """
         self._runtime.barrier()  # no rank has requests in flight after it
         updated: list[Member] = []

@@ -311,11 +311,7 @@ class _GroupStore:
     def wait_for(
         self, create: Callable[[Store], dist.ProcessGroup], unless: threading.Event
     ) -> dist.ProcessGroup:
-        """Create a group in a thread, through a connection to the store, unless a server refuses.
-
-        Raises:
-            RuntimeError: A server refused, or the group is not complete in time.
-        """
+        """Create a group in a thread, through a connection to the store, unless a server refuses."""
         made: list[dist.ProcessGroup | RuntimeError] = []
         # Connected first: a store that has been closed would be tried again and again until the time-out.
         own = TCPStore(self._host, self.port, is_master=False, timeout=self._timeout)

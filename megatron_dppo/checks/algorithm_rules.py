@@ -220,15 +220,6 @@ def _replay_without_router_fusion(config: Config, facts: Facts) -> Iterator[Prob
         yield Problem("megatron.moe_router_fusion", found, expected, f"Remove it, or set {key} to off.")
 
 
-@rule("paired_routing")
-def _paired_routing(config: Config, facts: Facts) -> Iterator[Problem]:
-    """The paired forward has routes to replay."""
-    if config.tracking.paired_routing_every and config.rollout.routing_replay == "off":
-        found = f"{config.tracking.paired_routing_every} with rollout.routing_replay = 'off'"
-        action = "Set rollout.routing_replay to 'measure' or 'replay', which capture routes."
-        yield Problem("tracking.paired_routing_every", found, "0", action)
-
-
 @rule("shadow_presets")
 def _shadow_presets(config: Config, facts: Facts) -> Iterator[Problem]:
     """Shadow presets exist, and the batches have their inputs."""

@@ -9,6 +9,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from megatron_dppo.checkpoints.checkpoint_folder import is_megatron_checkpoint
 from megatron_dppo.checks.data_rules import reward_problems
 from megatron_dppo.checks.facts import Facts, nearest_folder, rule
 from megatron_dppo.config.load import flat
-from megatron_dppo.config.markers import idle_settings
+from megatron_dppo.config.markers import Section, clashes, idle_settings
 from megatron_dppo.config.resuming import change_table, experiment_changes
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts.prompts import detect_schema, read_columns
@@ -47,6 +48,19 @@ def idle_remarks(config: Config) -> list[str]:
     """Return a note on the settings that do nothing, because another setting turns them off."""
     found = [f"{key} (it needs {needs.text})" for key, needs in idle_settings(config)]
     return [f"these settings do nothing: {', '.join(found)}"] if found else []
+
+
+@rule("clashes")
+def _clashes(config: Config, facts: Facts) -> Iterator[Problem]:
+    """No two settings are given that exclude each other; a marker of the setting's type says which."""
+    for key, clash in clashes(config):
+        own, other = (_shown(config, each) for each in (key, clash.key))
+        yield Problem(key, f"{own} with {clash.key} = {other}", clash.because, f"Change it, or {clash.key}.")
+
+
+def _shown(config: Config, key: str) -> str:
+    value = attrgetter(key)(config)
+    return "a table" if isinstance(value, Section) else repr(value)
 
 
 def period_remarks(config: Config) -> list[str]:
@@ -107,28 +121,6 @@ def _same_optimizer_states(config: Config, facts: Facts) -> Iterator[Problem]:
             "the same: Megatron stores optimizer states in another form, and does not convert them",
             f"Restore it, or start a run in another folder from its weights: model.load = {checkpoint!r}.",
         )
-
-
-@rule("overlap")
-def _overlap(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Communication that Megatron is to overlap with computing exists."""
-    if not config.parallel.overlap_param_gather:
-        return
-    for name, is_on in (
-        ("optimizer.distributed", config.optimizer.distributed),
-        ("parallel.overlap_grad_reduce", config.parallel.overlap_grad_reduce),
-    ):
-        if not is_on:
-            action = f"Set {name} = true, or turn parallel.overlap_param_gather off."
-            yield Problem(name, "false with parallel.overlap_param_gather", "true", action)
-
-
-@rule("roll_back")
-def _roll_back(config: Config, facts: Facts) -> Iterator[Problem]:
-    """A run that may roll back has checkpoints between rollouts."""
-    if config.tracking.alarms == "roll_back" and config.checkpoint.every == 0:
-        expected = "1 or more with tracking.alarms = 'roll_back'"
-        yield Problem("checkpoint.every", "0", expected, "Set how many rollouts a roll back may lose.")
 
 
 @rule("best_metric")

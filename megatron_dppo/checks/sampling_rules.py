@@ -31,20 +31,9 @@ from megatron_dppo.errors import AgentFailedError, ConfigError, DataError, Probl
 from megatron_dppo.runtime.user_code import problem_with_path
 
 
-@rule("over_sampling")
-def _over_sampling(config: Config, facts: Facts) -> Iterator[Problem]:
-    """The engine can leave responses unfinished if more are started than needed."""
-    options = config.rollout
-    if options.over_sampling > 1 and options.engine != "sglang":
-        found = f"{options.over_sampling:g} with rollout.engine = {options.engine!r}"
-        expected = "1, because this engine decodes all responses to their end"
-        action = "Leave it out, or use rollout.engine = 'sglang'."
-        yield Problem("rollout.over_sampling", found, expected, action)
-
-
 @rule("lag")
 def _lag(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Rollouts sampled ahead are complete, trained on in order, and not all sampled by the first weights."""
+    """Not all rollouts are sampled by the first weights."""
     lag, key = config.rollout.lag, "rollout.lag"
     if lag == 0:
         return
@@ -52,16 +41,6 @@ def _lag(config: Config, facts: Facts) -> Iterator[Problem]:
         found = f"{lag} with run.num_rollouts = {config.run.num_rollouts}"
         expected = "less than run.num_rollouts: else the first weights sample every rollout"
         yield Problem(key, found, expected, "Lower it, or raise run.num_rollouts.")
-    if config.rollout.over_sampling > 1:
-        found = f"{lag} with rollout.over_sampling = {config.rollout.over_sampling:g}"
-        expected = (
-            "0: over-sampling lets speed select the training samples, but lag should change only their age"
-        )
-        yield Problem(key, found, expected, "Set rollout.over_sampling = 1, or rollout.lag = 0.")
-    if config.tracking.alarms == "roll_back":
-        found = f"{lag} with tracking.alarms = 'roll_back'"
-        expected = "0, because rollouts ahead were sampled by weights that a roll back discards"
-        yield Problem(key, found, expected, "Set tracking.alarms to 'log' or 'stop', or rollout.lag = 0.")
 
 
 @rule("environment", needs="machine")
@@ -72,46 +51,15 @@ def _environment(config: Config, facts: Facts) -> Iterator[Problem]:
         yield problem
 
 
-@rule("turns")
-def _turns(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Multi-turn rollouts have an environment, and trajectories are never left unfinished."""
-    options = config.rollout
-    if options.max_turns > 1 and options.environment == "single_turn":
-        found, expected = (
-            f"{options.max_turns} with rollout.environment = 'single_turn'",
-            "1: one response ends it",
-        )
-        yield Problem("rollout.max_turns", found, expected, "Leave it out, or name an environment.")
-    if options.over_sampling > 1 and options.environment != "single_turn" and not options.max_staleness:
-        found = f"{options.environment!r} with rollout.over_sampling = {options.over_sampling:g}"
-        expected = "1: without max_staleness, unfinished trajectories of over-sampling lose their environment"
-        action = "Set rollout.over_sampling = 1, or rollout.max_staleness = 1 or more."
-        yield Problem("rollout.environment", found, expected, action)
-
-
 @rule("agent", needs="machine")
 def _agent(config: Config, facts: Facts) -> Iterator[Problem]:
-    """An agent has one harness, which can be found, and nothing else takes its place or loses its episodes."""
-    options, key = config.rollout, "rollout.agent.harness"
-    agent = options.agent
+    """An agent's harness can be found, and the tokenizer and the renderer write its chats."""
+    agent = config.rollout.agent
     if not agent.is_set:
         return
-    if agent.harness is not None and agent.command:
-        found = f"{agent.harness!r} with rollout.agent.command"
-        yield Problem(key, found, "one of them", "Leave one of them out.")
     problem = problem_with_harness(agent.harness, agent.command)
     if problem is not None:
         yield problem
-    taken = {
-        f"environment = {options.environment!r}": options.environment != "single_turn",
-        f"generate = {options.generate!r}": options.generate is not None,
-        f"over_sampling = {options.over_sampling:g}": options.over_sampling > 1 and not options.max_staleness,
-    }
-    for option, is_set in taken.items():
-        if is_set:
-            found = f"an agent with rollout.{option}"
-            expected = "one of them: the agent itself decides what follows a response, and ends its episodes"
-            yield Problem("rollout.agent", found, expected, "Leave one of them out.")
     tokenizer = facts.tokenizer
     if tokenizer is not None and not isinstance(tokenizer, Problem) and not tokenizer.chat_template:
         action = "Use a chat model, or give its tokenizer a chat template."
@@ -182,24 +130,13 @@ def _agent_trial(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("generate", needs="machine")
 def _generate(config: Config, facts: Facts) -> Iterator[Problem]:
-    """A custom sampling function can be found, and no setting is given that it would not read."""
+    """A custom sampling function can be found."""
     options, key = config.rollout, "rollout.generate"
     if options.generate is None:
         return
     problem = problem_with_path(key, options.generate, "package.module:function")
     if problem is not None:
         yield problem
-    taken = {
-        f"environment = {options.environment!r}": options.environment != "single_turn",
-        f"over_sampling = {options.over_sampling:g}": options.over_sampling > 1,
-        f"max_turn_tokens = {options.max_turn_tokens}": options.max_turn_tokens is not None,
-    }
-    for option, is_set in taken.items():
-        if is_set:
-            expected = "one of them: the function itself decides on observations and on the end of responses"
-            yield Problem(
-                key, f"{options.generate!r} with rollout.{option}", expected, "Leave one of them out."
-            )
 
 
 @rule("sglang_owned")
@@ -244,35 +181,11 @@ def _sglang_parts(config: Config, facts: Facts) -> Iterator[Problem]:
             yield Problem(f"sglang.{name}", str(value), "1: updates reach tensor-parallel ranks only", action)
 
 
-@rule("sglang_weight_sync")
-def _sglang_weight_sync(config: Config, facts: Facts) -> Iterator[Problem]:
-    """The weight sync works with the servers' placement."""
-    options, where = config.rollout.sglang, "rollout.sglang.weight_sync"
-    if config.rollout.engine != "sglang":
-        return
-    if options.colocated and options.weight_sync == "distributed":
-        action = "Set it to 'tensor', or rollout.sglang.colocated = false."
-        yield Problem(
-            where,
-            "'distributed' with colocated",
-            "'tensor' or 'disk': NCCL has no two ranks on one GPU",
-            action,
-        )
-
-
 @rule("sglang_quantization")
 def _sglang_quantization(config: Config, facts: Facts) -> Iterator[Problem]:
     """Servers keep their weights in a form that a push can replace, and serve model.load."""
     if config.rollout.engine == "sglang":
         yield from quantization_problems(config)
-
-
-@rule("release_trainer")
-def _release_trainer(config: Config, facts: Facts) -> Iterator[Problem]:
-    """One setting decides whether trainer and engine take turns on the GPU."""
-    if config.rollout.release_trainer and config.rollout.engine == "sglang":
-        expected = "false: with SGLang, rollout.sglang.colocated decides whether trainer and servers take turns"
-        yield Problem("rollout.release_trainer", "true with engine = 'sglang'", expected, "Remove it.")
 
 
 @rule("sglang_model")
@@ -331,30 +244,6 @@ def rounding_remarks(config: Config) -> list[str]:
         "served weights do not change in a push; sync/changed_weights_fraction counts the embedded engine's. "
         f"Serve {config.model.dtype}, or raise optimizer.lr."
     ]
-
-
-@rule("max_staleness")
-def _max_staleness(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Asynchronous sampling has separate servers, and uses the package's sampling."""
-    options, key = config.rollout, "rollout.max_staleness"
-    if not options.max_staleness:
-        return
-    given = str(options.max_staleness)
-    if options.engine != "sglang":
-        expected = "0: this engine samples in the trainer's processes, and they cannot train at the same time"
-        found = f"{given} with rollout.engine = {options.engine!r}"
-        yield Problem(key, found, expected, "Set it to 0, or rollout.engine = 'sglang'.")
-    elif options.sglang.colocated:
-        found = f"{given} with rollout.sglang.colocated"
-        expected = "0: trainer and servers take turns on the same GPUs"
-        yield Problem(key, found, expected, "Give the servers separate GPUs, or set it to 0.")
-    if options.lag:
-        found, expected = f"{given} with rollout.lag = {options.lag}", "one of them: a largest or a fixed age"
-        yield Problem(key, found, expected, "Leave one of them out.")
-    if options.generate is not None:
-        found = f"{given} with rollout.generate = {options.generate!r}"
-        expected = "0: a push interrupts responses, and such a function cannot resume them"
-        yield Problem(key, found, expected, "Write an environment (rollout.environment), or set it to 0.")
 
 
 @rule("open_groups")

@@ -1,4 +1,4 @@
-"""The base of all config sections, and markers of a setting in its type: what it needs, and what it changes.
+"""The base of all config sections, and markers of a setting in its type: what it needs, excludes and changes.
 
 A marker of a section holds for its settings that have none.
 """
@@ -47,20 +47,68 @@ class Needs:
         return f"{key} = {self.on!r}" if self.on is not None else key
 
 
+@dataclass(frozen=True)
+class Clash:
+    """Marks a setting that is refused together with another one.
+
+    Attributes:
+        key: The other setting, or a property of its section.
+        because: Value that is expected, and why.
+        value: Value of the other setting that clashes; `None`: any but its default.
+        when: Own value that clashes; `None`: any but the default.
+        unless: A setting that lets both have an effect; empty: none does.
+    """
+
+    key: str
+    because: str
+    value: Any = None
+    when: Any = None
+    unless: str = ""
+
+    def is_between(self, config: BaseModel, own: str) -> bool:
+        """Return whether two settings exclude each other in a config."""
+        if self.unless and attrgetter(self.unless)(config):
+            return False
+        return _has(config, own, self.when) and _has(config, self.key, self.value)
+
+
+def _has(config: BaseModel, key: str, value: Any) -> bool:
+    """Return whether a setting has a value, or for `None` any but its default."""
+    found = attrgetter(key)(config)
+    if value is not None:
+        return found == value
+    if isinstance(found, Section):
+        return bool(getattr(found, "is_set", True))
+    path, _, name = key.rpartition(".")
+    section: BaseModel = attrgetter(path)(config) if path else config
+    info = type(section).model_fields.get(name)
+    return bool(found) if info is None else bool(found != info.get_default(call_default_factory=True))
+
+
+def _walk(part: BaseModel, prefix: str, needs: Needs | None) -> Iterator[tuple[str, list[Any], Needs | None]]:
+    """Yield the key of each setting and section, its own markers, and what it needs."""
+    for name, info in type(part).model_fields.items():
+        own = next((marker for marker in info.metadata if isinstance(marker, Needs)), needs)
+        yield f"{prefix}{name}", info.metadata, own
+        if isinstance(value := getattr(part, name), Section):
+            yield from _walk(value, f"{prefix}{name}.", own)
+
+
 def idle_settings(config: BaseModel) -> Iterator[tuple[str, Needs]]:
     """Yield the settings that differ from their defaults and have no effect, with what they need."""
+    for key, _, needs in _walk(config, "", None):
+        if needs is None or needs.are_met(config):
+            continue
+        if not isinstance(attrgetter(key)(config), Section) and _has(config, key, None):
+            yield key, needs
 
-    def walk(section: BaseModel, prefix: str, needs: Needs | None) -> Iterator[tuple[str, Needs]]:
-        for name, info in type(section).model_fields.items():
-            value, own = getattr(section, name), next((m for m in info.metadata if isinstance(m, Needs)), needs)
-            if isinstance(value, Section):
-                yield from walk(value, f"{prefix}{name}.", own)
-                continue
-            is_set = value != info.get_default(call_default_factory=True)
-            if is_set and own is not None and not own.are_met(config):
-                yield f"{prefix}{name}", own
 
-    yield from walk(config, "", None)
+def clashes(config: BaseModel) -> Iterator[tuple[str, Clash]]:
+    """Yield the settings that have an effect and are refused together with another one."""
+    for key, markers, needs in _walk(config, "", None):
+        if needs is None or needs.are_met(config) or isinstance(attrgetter(key)(config), Section):
+            found = (marker for marker in markers if isinstance(marker, Clash))
+            yield from ((key, clash) for clash in found if clash.is_between(config, key))
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from megatron_dppo.config.markers import (
     TIME_LIMIT,
     TRACKING,
     TRAINING,
+    Clash,
     Effect,
     Needs,
     Section,
@@ -43,6 +44,19 @@ EnginePrecision = Literal["float32", "bfloat16", "bfloat16_fp8", "modelopt_fp8",
 
 
 _LENGTH = "The length of the run, if optimizer.schedule is constant and rollout.lag is 0; both depend on it."
+_OVERLAPPED = "true: overlap_param_gather does both"
+_ONE_GPU = "'tensor' or 'disk': NCCL has no two ranks on one GPU"
+_UNFINISHED = "1: without max_staleness, trajectories that are left unfinished lose their environment"
+_SELECTS = "0: over-sampling lets speed select the samples, and lag should change only their age"
+_DISCARDED = "0: rollouts ahead were sampled by weights that a roll back discards"
+_DECODES = "1: this engine decodes all responses to their end"
+_BUSY = "0: this engine samples in the trainer's processes, and they cannot train at the same time"
+_TURNS = "0: trainer and servers take turns on the same GPUs"
+_INTERRUPTED = "0: a push interrupts responses, and such a function cannot resume them"
+_COLOCATED = "false: with SGLang, rollout.sglang.colocated decides whether trainer and servers take turns"
+_NO_WAY_BACK = "1 or more, between which a run may roll back"
+_DECIDES = "one of them: the function itself decides on observations and on the end of responses"
+_EPISODES = "one of them: the agent itself decides what follows a response, and ends its episodes"
 _OF_TRANSFORMERS, _OF_SGLANG = Needs("rollout.engine", on="transformers"), Needs("rollout.engine", on="sglang")
 
 
@@ -111,7 +125,9 @@ class ParallelConfig(Section):
     """Forward a prefix once that several samples of a micro-batch begin with, such as their prompt. Gradients
     are the same. `max_tokens_per_microbatch` then counts such a prefix once. Default: true if it is
     supported: with torch's layers, without linear attention and context parallelism; otherwise false."""
-    overlap_grad_reduce: bool = False
+    overlap_grad_reduce: Annotated[bool, Clash("parallel.overlap_param_gather", _OVERLAPPED, when=False)] = (
+        False
+    )
     """Reduce gradients over ranks during the backward pass."""
     overlap_param_gather: bool = False
     """Gather updated parameters during the next forward pass. Requires `optimizer.distributed`."""
@@ -143,7 +159,10 @@ class SglangEngineConfig(Section):
     send the same number in addition."""
     num_own_servers: NonNegativeInt = 0
     """Servers that `train` starts and stops on rank 0's host. 0: use the servers of `megatron-dppo serve`."""
-    weight_sync: Literal["distributed", "disk", "tensor"] = "distributed"
+    weight_sync: Annotated[
+        Literal["distributed", "disk", "tensor"],
+        Clash("rollout.sglang.colocated", _ONE_GPU, when="distributed"),
+    ] = "distributed"
     """Transport of weights: broadcast, a shared folder in `run.folder`, or handles on the same devices."""
     sync_bucket_bytes: PositiveInt = 2**31
     """Extra memory of a push on each rank. More if one tensor exceeds half of it; less for small models."""
@@ -159,7 +178,7 @@ class SglangEngineConfig(Section):
 class AgentConfig(Section):
     """[rollout.agent]: an agent that somebody else wrote, which calls the policy over HTTP."""
 
-    harness: str | None = None
+    harness: Annotated[str | None, Clash("rollout.agent.command", "one of them")] = None
     """Your own "package.module:function", an `async def` that runs one episode. It replaces the environment."""
     command: tuple[str, ...] = ()
     """Program and arguments of one episode instead of `harness`, with {base_url}, {api_key}, {prompt} and
@@ -197,11 +216,21 @@ class RolloutConfig(Section):
     """Responses per prompt. They form the group over which advantages are computed."""
     max_response_tokens: Annotated[PositiveInt, OWN_SET] = 1024
     """Maximum tokens of a response or a complete conversation. Longer ones are cut and count as truncated."""
-    environment: str = "single_turn"
+    environment: Annotated[
+        str,
+        Clash("rollout.over_sampling", _UNFINISHED, unless="rollout.max_staleness"),
+    ] = "single_turn"
     """Environment: a registered name, "gem:<task>", or your own "package.module:Class"."""
-    generate: str | None = None
+    generate: Annotated[
+        str | None,
+        Clash("rollout.environment", _DECIDES),
+        Clash("rollout.over_sampling", _DECIDES),
+        Clash("rollout.max_turn_tokens", _DECIDES),
+    ] = None
     """Your own "package.module:function" that samples responses. It replaces the environment."""
-    max_turns: PositiveInt = 1
+    max_turns: Annotated[
+        PositiveInt, Clash("rollout.environment", "1: one response ends a single turn", value="single_turn")
+    ] = 1
     """Maximum responses per conversation. An unfinished conversation is cut and counted as truncated."""
     max_turn_tokens: PositiveInt | None = None
     """Maximum tokens of one response in a conversation. Default: the rest of `max_response_tokens`."""
@@ -220,21 +249,47 @@ class RolloutConfig(Section):
     """Maximum fraction of a rollout's samples that may be dropped. Above it the run stops."""
     max_data_gib: Annotated[PositiveFloat, MEMORY_LIMIT] = 32.0
     """Worst-case host memory of samples and batches on each rank in GiB, including the rollouts of `lag`."""
-    lag: Annotated[NonNegativeInt, TRAINING] = 0
+    lag: Annotated[
+        NonNegativeInt,
+        TRAINING,
+        Clash("rollout.over_sampling", _SELECTS),
+        Clash("tracking.alarms", _DISCARDED, value="roll_back"),
+    ] = 0
     """Rollouts to sample ahead: the weights of version max(r - lag, 0) sample rollout r."""
-    over_sampling: Annotated[float, TRAINING] = Field(default=1.0, ge=1)
+    over_sampling: Annotated[
+        float,
+        TRAINING,
+        Clash("rollout.engine", _DECODES, value="transformers"),
+    ] = Field(default=1.0, ge=1)
     """sglang: started prompts per needed prompt. Once enough groups are complete, the rest is dropped. With
     `max_staleness`: open groups per group that a rollout trains on, up to S + 1. None is dropped."""
-    max_staleness: Annotated[NonNegativeInt, TRAINING] = 0
+    max_staleness: Annotated[
+        NonNegativeInt,
+        TRAINING,
+        Clash("rollout.engine", _BUSY, value="transformers"),
+        Clash("rollout.sglang.colocated", _TURNS),
+        Clash("rollout.lag", "one of them: a largest or a fixed age"),
+        Clash("rollout.generate", _INTERRUPTED),
+    ] = 0
     """sglang: maximum staleness S in weight versions. If S > 0, sampling continues during training, and the
     weights that train on a token are at most S versions newer than those that sampled it. 0: synchronous."""
     refill_zero_variance: Annotated[bool, TRAINING] = False
     """Dynamic sampling (DAPO): replace groups with equal rewards by groups of new prompts."""
     max_refills: Annotated[PositiveInt, Needs("rollout.refill_zero_variance"), TRAINING] = 3
     """Times that dynamic sampling replaces a group. A group with equal rewards that remains is kept."""
-    release_trainer: Annotated[bool, MEMORY] = False
+    release_trainer: Annotated[
+        bool,
+        MEMORY,
+        Clash("rollout.engine", _COLOCATED, value="sglang"),
+    ] = False
     """transformers: trainer and engine use the device in turn. For SGLang see `rollout.sglang.colocated`."""
-    agent: Annotated[AgentConfig, Needs("rollout.agent.is_set")] = AgentConfig()
+    agent: Annotated[
+        AgentConfig,
+        Needs("rollout.agent.is_set"),
+        Clash("rollout.environment", _EPISODES),
+        Clash("rollout.generate", _EPISODES),
+        Clash("rollout.over_sampling", _EPISODES, unless="rollout.max_staleness"),
+    ] = AgentConfig()
     """Agent that calls the policy. It replaces the environment."""
     transformers: Annotated[TransformersEngineConfig, _OF_TRANSFORMERS] = TransformersEngineConfig()
     """Options of the embedded engine."""
@@ -299,7 +354,10 @@ class AlgorithmConfig(_overrides()):
 class CheckpointConfig(Section):
     """[checkpoint]: saving and resuming."""
 
-    every: NonNegativeInt = 50
+    every: Annotated[
+        NonNegativeInt,
+        Clash("tracking.alarms", _NO_WAY_BACK, value="roll_back", when=0),
+    ] = 50
     """Rollouts between checkpoints. 0 saves only at the end."""
     every_steps: NonNegativeInt = 0
     """Gradient steps between additional checkpoints, which may fall within a rollout; 0 is off."""

@@ -28,6 +28,7 @@ from megatron_dppo.config.markers import (
     OWN_SET,
     SCORING_TIME_LIMIT,
     TRAINING,
+    Clash,
     Effect,
     Needs,
     Section,
@@ -190,7 +191,11 @@ class OptimizerConfig(Section):
     """AdamW epsilon."""
     clip_grad: NonNegativeFloat = 1.0
     """Global gradient-norm clip; 0 turns it off."""
-    distributed: Annotated[bool, _SHARDING] = True
+    distributed: Annotated[
+        bool,
+        _SHARDING,
+        Clash("parallel.overlap_param_gather", "true: only sharded states are gathered", when=False),
+    ] = True
     """Shard optimizer states over data-parallel ranks (Megatron's DistributedOptimizer)."""
     offload: Annotated[bool, MEMORY] = False
     """Keep moments and float32 master weights in host memory between updates. Exact, but slower."""
@@ -250,7 +255,10 @@ class TrackingConfig(Section):
     """Rollouts between files of samples as text: N writes rollouts N, 2N, 3N, ... (from 1); 0 never."""
     batches_every: NonNegativeInt = 0
     """Rollouts between saved mini-batches for what-if: N saves rollouts N, 2N, 3N, ... (from 1); 0 never."""
-    paired_routing_every: NonNegativeInt = 0
+    paired_routing_every: Annotated[
+        NonNegativeInt,
+        Clash("rollout.routing_replay", "0: only 'measure' and 'replay' capture routes", value="off"),
+    ] = 0
     """Rollouts between measurements that forward one mini-batch with live and with replayed routes; 0 never."""
     mismatch_share: float = Field(default=1.0, gt=0, le=1)
     """Fraction of the samples, selected by id, for this forward and for the drift and age metrics."""

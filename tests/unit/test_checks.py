@@ -277,6 +277,7 @@ def _small_host() -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "1"
 
 
+_CHATS = frozenset({"agent"})  # the tokenizer has no chat template
 _AHEAD = {"rollout.engine": "sglang", "rollout.max_staleness": 1}
 
 
@@ -430,17 +431,6 @@ EXAMPLES: dict[str, list[Example]] = {
     ],
     "model_tokenizer": [Example("model.load", on_disk=_no_tokenizer)],
     "expert_rows": [Example("model.load", on_disk=_model(moe_intermediate_size=12))],
-    "overlap": [
-        Example("parallel.overlap_grad_reduce", {"parallel.overlap_param_gather": True}),
-        Example(
-            "optimizer.distributed",
-            {
-                "parallel.overlap_param_gather": True,
-                "parallel.overlap_grad_reduce": True,
-                "optimizer.distributed": False,
-            },
-        ),
-    ],
     "model_code": [
         Example("model.load", on_disk=_model(model_type="mine", auto_map={"AutoConfig": "mine.Config"})),
         Example("model.load", on_disk=_tokenizer(auto_map={"AutoTokenizer": [None, "mine.Tokenizer"]})),
@@ -455,7 +445,6 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("model.load", on_disk=lambda: Path("model/model-00001-of-00002.safetensors").touch()),
         Example("model.load", on_disk=lambda: Path("model/model.safetensors.index.json").write_text("{}")),
     ],
-    "roll_back": [Example("checkpoint.every", {"tracking.alarms": "roll_back", "checkpoint.every": 0})],
     "best_metric": [
         Example(
             "checkpoint.best_metric",
@@ -477,11 +466,6 @@ EXAMPLES: dict[str, list[Example]] = {
     ],
     "lag": [
         Example("rollout.lag", {"rollout.lag": 4, "run.num_rollouts": 4}),
-        Example(
-            "rollout.lag",
-            {"rollout.lag": 1, "rollout.engine": "sglang", "rollout.over_sampling": 1.5},
-        ),
-        Example("rollout.lag", {"rollout.lag": 1, "tracking.alarms": "roll_back"}),
     ],
     "rollout_memory": [
         Example("rollout.max_data_gib", {"rollout.max_data_gib": 1e-4}),
@@ -660,25 +644,9 @@ EXAMPLES: dict[str, list[Example]] = {
             {**_ROUTES_OF_THE_ANCHOR, "rollout.routing_replay": "measure"},
         ),
     ],
-    "paired_routing": [Example("tracking.paired_routing_every", {"tracking.paired_routing_every": 5})],
     "shadow_presets": [
         Example("tracking.shadow_presets", {"tracking.shadow_presets": [name]})
         for name in ("dppo_binary_tw", "dppo_topk_kl", "minirl", "cppo_topk", "trm", "icepop", "mis")
-    ],
-    "over_sampling": [
-        Example(
-            "rollout.over_sampling",
-            {"rollout.over_sampling": 1.5},
-        )
-    ],
-    "max_staleness": [
-        Example("rollout.max_staleness", {"rollout.max_staleness": 1}),
-        Example(
-            "rollout.max_staleness",
-            _AHEAD | {"rollout.sglang": {"colocated": True, "weight_sync": "tensor"}},
-        ),
-        Example("rollout.max_staleness", _AHEAD | {"rollout.generate": "json:loads"}),
-        Example("rollout.max_staleness", _AHEAD | {"rollout.lag": 1}),
     ],
     "open_groups": [Example("rollout.over_sampling", _AHEAD | {"rollout.over_sampling": 2.1})],
     "environment": [
@@ -689,23 +657,11 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("rollout.agent.harness", {"rollout.agent": {"harness": "no_such_module:function"}}),
         Example("rollout.agent.harness", {"rollout.agent": {"harness": "function"}}),
         Example("rollout.agent.command", {"rollout.agent": {"command": ["no-such-program"]}}),
-        Example("rollout.agent.harness", {"rollout.agent": {"harness": "json:loads", "command": ["python"]}}),
-        Example("rollout.agent", {"rollout.agent": _AGENT, "rollout.environment": "sudoku"}),
-        Example("rollout.agent", {"rollout.agent": _AGENT, "rollout.generate": "json:loads"}),
         Example("rollout.agent", {"rollout.agent": _AGENT}),  # the tokenizer has no chat template
     ],
     "generate": [
         Example("rollout.generate", {"rollout.generate": "no_such_module:function"}),
         Example("rollout.generate", {"rollout.generate": "function"}),
-        Example("rollout.generate", {"rollout.generate": "json:loads", "rollout.environment": "sudoku"}),
-    ],
-    "turns": [
-        Example("rollout.max_turns", {"rollout.max_turns": 2}),
-        Example(
-            "rollout.environment",
-            {"rollout.environment": "sudoku", "rollout.over_sampling": 1.5},
-            also=frozenset({"over_sampling"}),
-        ),
     ],
     "finite_numbers": [
         Example(
@@ -922,6 +878,62 @@ EXAMPLES: dict[str, list[Example]] = {
     "generate_import": [
         Example("rollout.generate", {"rollout.generate": "mine:f"}, on_disk=_module("mine", "import nothing_"))
     ],
+    "clashes": [
+        Example(
+            "rollout.lag",
+            {"rollout.lag": 1, "rollout.engine": "sglang", "rollout.over_sampling": 1.5},
+        ),
+        Example("rollout.lag", {"rollout.lag": 1, "tracking.alarms": "roll_back"}),
+        Example(
+            "rollout.agent.harness",
+            {"rollout.agent": {"harness": "json:loads", "command": ["python"]}},
+            also=_CHATS,
+        ),
+        Example("rollout.agent", {"rollout.agent": _AGENT, "rollout.environment": "sudoku"}, also=_CHATS),
+        Example("rollout.agent", {"rollout.agent": _AGENT, "rollout.generate": "json:loads"}, also=_CHATS),
+        Example("rollout.generate", {"rollout.generate": "json:loads", "rollout.environment": "sudoku"}),
+        Example("rollout.generate", {"rollout.generate": "json:loads", "rollout.max_turn_tokens": 5}),
+        Example(
+            "rollout.generate",
+            {"rollout.engine": "sglang", "rollout.generate": "json:loads", "rollout.over_sampling": 1.5},
+        ),
+        Example(
+            "rollout.agent",
+            {"rollout.engine": "sglang", "rollout.agent": _AGENT, "rollout.over_sampling": 1.5},
+            also=_CHATS,
+        ),
+        Example("parallel.overlap_grad_reduce", {"parallel.overlap_param_gather": True}),
+        Example(
+            "optimizer.distributed",
+            {
+                "parallel.overlap_param_gather": True,
+                "parallel.overlap_grad_reduce": True,
+                "optimizer.distributed": False,
+            },
+        ),
+        Example("checkpoint.every", {"tracking.alarms": "roll_back", "checkpoint.every": 0}),
+        Example("tracking.paired_routing_every", {"tracking.paired_routing_every": 5}),
+        Example(
+            "rollout.over_sampling",
+            {"rollout.over_sampling": 1.5},
+        ),
+        Example("rollout.max_staleness", {"rollout.max_staleness": 1}),
+        Example(
+            "rollout.max_staleness",
+            _AHEAD | {"rollout.sglang": {"colocated": True, "weight_sync": "tensor"}},
+        ),
+        Example("rollout.max_staleness", _AHEAD | {"rollout.generate": "json:loads"}),
+        Example("rollout.max_staleness", _AHEAD | {"rollout.lag": 1}),
+        Example("rollout.max_turns", {"rollout.max_turns": 2}),
+        Example(
+            "rollout.environment",
+            {"rollout.environment": "sudoku", "rollout.over_sampling": 1.5},
+        ),
+        Example("rollout.release_trainer", {"rollout.engine": "sglang", "rollout.release_trainer": True}),
+        Example(
+            "rollout.sglang.weight_sync", {"rollout.engine": "sglang", "rollout.sglang": {"colocated": True}}
+        ),
+    ],
     "same_experiment": [
         Example("run.folder", {"optimizer.lr": 1e-5}, on_disk=_checkpoint),
     ],
@@ -931,14 +943,6 @@ EXAMPLES: dict[str, list[Example]] = {
             {"optimizer.distributed": False},
             on_disk=partial(_checkpoint, "optimizer = { lr = 1e-6, distributed = true }"),
             also=frozenset({"same_experiment"}),
-        ),
-    ],
-    "release_trainer": [
-        Example("rollout.release_trainer", {"rollout.engine": "sglang", "rollout.release_trainer": True}),
-    ],
-    "sglang_weight_sync": [
-        Example(
-            "rollout.sglang.weight_sync", {"rollout.engine": "sglang", "rollout.sglang": {"colocated": True}}
         ),
     ],
     "sglang_quantization": [

@@ -1,4 +1,4 @@
-"""Code of a user's own that says what it was told: a reward, an environment, a generate function and a rule.
+"""Code of a user's own that says what it was told: a reward, an environment and a generate function.
 
 Named in a config as "tests.distributed.seam_rewards:<name>"; imported by workers, so that it imports little.
 """
@@ -34,11 +34,6 @@ class Nodding:
 def plainly(engine: Any, requests: Sequence[Any], params: Any) -> Sequence[Any]:
     """What the engine says."""
     return engine.generate(requests, params)
-
-
-def limited(tokens: Any, options: Mapping[str, Any]) -> Any:
-    """Keep responses of little divergence."""
-    return tokens.whole_responses.mean(tokens.divergence) <= options["limit"]
 
 
 def by_answer(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:

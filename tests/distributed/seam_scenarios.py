@@ -249,9 +249,9 @@ def agents(task: Path) -> dict[str, Any]:
 
 def skipped(task: Path) -> dict[str, Any]:
     """A run that is to end with the second gradient step of its three: short, as two threads make it slow."""
-    sapo = {"preset": "sapo", "tau_low": 1.1, "tau_high": 0.9, "log_ratio_coef": 0.02}
-    options: Any = {"optimizer": {"max_skipped_steps": 2}, "algorithm": sapo}
-    return _tables(task, "skipped", run={"num_rollouts": 1, "num_threads": 2}, **options)
+    return _tables(
+        task, "skipped", run={"num_rollouts": 1, "num_threads": 2}, optimizer={"max_skipped_steps": 2}
+    )
 
 
 def served(task: Path) -> dict[str, Any]:
@@ -280,10 +280,9 @@ def served(task: Path) -> dict[str, Any]:
     )
 
 
-def split(objective: dict[str, Any], **sizes: Any) -> Callable[[Path], dict[str, Any]]:
-    """A layout of two processes, a model whose layers go into four chunks, and one of the field's rules."""
-    own: Any = {"parallel": sizes, "algorithm": objective}
-    return lambda task: _tables(task, "split", model={"load": task / "deep"}, **own)
+def split(**sizes: Any) -> Callable[[Path], dict[str, Any]]:
+    """A layout of two processes, and a model whose layers go into four chunks."""
+    return lambda task: _tables(task, "split", model={"load": task / "deep"}, parallel=sizes)
 
 
 def train(config: Config, runtime: Runtime) -> None:
@@ -418,12 +417,6 @@ def _servers() -> Iterator[Any]:
         yield stand_in
 
 
-_MIS = {"preset": "mis", "rho_low": 0.98, "rho_high": 1.02}
-_TRM = {"preset": "trm", "token_kl": 0.12, "response_kl": 0.004}
-_CPPO = {"preset": "cppo", "prefix_delta": 0.01, "prefix_delta_max": 0.05, "late_weight": 0.7}
-_SAT = {"preset": "sat", "stale_share": 0.8}
-_VESPO = {"preset": "vespo", "power_low": 2.5, "power_high": 1.5, "decay_low": 1.9, "decay_high": 2.9}
-_OWN = {"preset": f"{OWN}:limited", "rule_options": {"limit": 0.3}}
 SCENARIOS = {
     "whole": Scenario(whole, train),
     "resumed": Scenario(resumed, train_stop_and_resume),
@@ -431,12 +424,9 @@ SCENARIOS = {
     "agents": Scenario(agents, open_episode),
     "skipped": Scenario(skipped, skip_every_step),
     "served": Scenario(served, serve),
-    "own_rule": Scenario(split(_OWN | {"rule_divergence": "binary_kl", "rule_over": "responses"}), build_actor),
-    "share": Scenario(split(_SAT), build_actor),
-    "decay": Scenario(split(_VESPO), build_actor),
-    "experts": Scenario(split(_MIS, tensor=2, expert=2, expert_tensor=1), build_actor, world_size=2),
-    "stages": Scenario(split(_TRM, pipeline=2, virtual_pipeline=2), build_actor, world_size=2),
+    "experts": Scenario(split(tensor=2, expert=2, expert_tensor=1), build_actor, world_size=2),
+    "stages": Scenario(split(pipeline=2, virtual_pipeline=2), build_actor, world_size=2),
     "context": Scenario(
-        split(_CPPO, context=2, overlap_grad_reduce=True, overlap_param_gather=True), build_actor, world_size=2
+        split(context=2, overlap_grad_reduce=True, overlap_param_gather=True), build_actor, world_size=2
     ),
 }

@@ -1,6 +1,9 @@
-"""Every setting, and what its consumer must have received: `test_seams.py` refuses a setting without a row."""
+"""Settings whose way to a consumer no pair of runs shows, and what the consumer must have received.
 
-import torch
+A setting has a row here if `setting_effects.py` names another test for its effect, or if it has several
+consumers and a run in which one of them ignores it looks right. The other settings have pairs of runs alone.
+"""
+
 from megatron.core import parallel_state
 
 from megatron_dppo.rewards import RewardChoice
@@ -34,92 +37,35 @@ _SCORE = "rollout.scoring:Scorer.score"
 # Settings that arrive as they are: the setting, its consumer, and the argument (or an attribute of one).
 _AS_IT_IS = {
     "whole": """
-        run.folder  run.checkpoints:Checkpoints.__init__  folder.parent
-        run.seed  engines.embedded.continuous_batch:sampling_noise  noise_key.0
-        run.seed  rollout.rollouts:PromptStream.__init__  seed
         run.seed  data.batches.gradient_steps:minibatch_of_prompts  key.0
         run.seed  actor.actor:initialize_groups  seed
         run.seed  rollout.evaluation:EvaluationSet.metrics  seed
         run.timeout_s  actor.actor:initialize_groups  timeout_s
         run.peer_timeout_s  run.session:watching  peer_timeout_s
-        model.load  actor.actor:load_weights  folder
         model.load  run.checkpoints:Checkpoints.__init__  model_folder
-        parallel.max_tokens_per_microbatch  data.batches.gradient_steps:plan_minibatch  max_tokens
         parallel.share_prefixes  actor.forward:Forwarding.of  shares_prefixes
-        parallel.share_prefixes  data.batches.gradient_steps:train_batches  shape.shares_prefixes
-        data.prompts  rollout.rollouts:load_training_prompts  files
-        data.{prompt_column,answer_column}  rollout.rollouts:load_training_prompts  *
         data.{prompt_column,answer_column}  rollout.evaluation:load_prompts  *
-        data.shuffle  rollout.rollouts:PromptStream.__init__  shuffle
-        data.overlong_buffer_tokens  rollout.scoring:OverlongShaping.__call__  self.buffer_tokens
-        data.overlong_penalty  rollout.scoring:OverlongShaping.__call__  self.penalty
-        data.reward_timeout_s  workers.worker_process:WorkerProcess.receive  timeout_s
         data.reward_if_timed_out  rollout.scoring:ScoredTimeOuts.valued  self.value
-        data.reward_memory_mb  workers.worker_process:WorkerProcess.__init__  memory_mb
         data.worker_environment  workers.worker_process:WorkerProcess.__init__  environment
-        data.max_prompt_tokens  rollout.groups:GroupMaker.begin  self.max_prompt_tokens
         rollout.max_response_tokens  rollout.scoring:OverlongShaping.__call__  self.max_response_tokens
         rollout.max_response_tokens  data.batches.gradient_steps:sequence_weights  response_length
         rollout.temperature  actor.forward:packed_linear_policy_loss  temperature
         rollout.temperature  actor.forward:linear_log_probs  temperature
-        rollout.num_topk_log_probs  engines.embedded.continuous_batch:most_probable  k
-        rollout.max_dropped_fraction  run.logger:refuse_if_too_many_dropped  max_fraction
-        rollout.transformers.weights  rollout.rollouts:TransformersEngine.__init__  weights
-        evaluation.pass_at  rollout.evaluation:set_metrics  ks
-        algorithm.{delta_low,delta_high,ratio_cap,top_k}  kernels.linear:combine_statistics  objective.*
-        algorithm.{include_other,sampled_token,entropy_coef}  kernels.linear:combine_statistics  objective.*
-        algorithm.preset  kernels.linear:combine_statistics  objective.name
-        algorithm.aggregation  data.batches.gradient_steps:sequence_weights  mode
-        algorithm.normalize_advantage_std  data.batches.gradient_steps:group_advantages  normalize_std
-        algorithm.minibatches_per_rollout  data.batches.gradient_steps:minibatch_of_prompts  num_minibatches
         algorithm.logits_chunk_bytes  actor.forward:packed_linear_policy_loss  chunk_bytes
         algorithm.logits_chunk_bytes  actor.forward:linear_log_probs  chunk_bytes
-        optimizer.beta1  actor.actor:Actor.train_step  self.optimizer.param_groups.0.betas.0
-        optimizer.beta2  actor.actor:Actor.train_step  self.optimizer.param_groups.0.betas.1
-        optimizer.eps  actor.actor:Actor.train_step  self.optimizer.param_groups.0.eps
-        optimizer.clip_grad  megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32  max_norm
         optimizer.distributed  actor.actor:Actor.__init__  self._ddp.0.ddp_config.use_distributed_optimizer
         optimizer.offload  actor.offload:TrainerMemory.states_here  self.is_offloading
         checkpoint.resume  run_folder.folder:RunFolder.open  resume
         checkpoint.asynchronous  run.checkpoints:Checkpoints.save  self.is_writing
-        checkpoint.{keep_last,keep_every,keep_best}  run.checkpoints:Retention.__init__  *
-        checkpoint.best_metric  run.logger:RunLogger.latest  metric
-        tracking.backends  run_folder.folder:open_backends  names
         tracking.prometheus_address  run_folder.folder:open_backends  config.tracking.*
-        tracking.mismatch_share  data.batches.gradient_steps:pack  measured_share
-    """,
-    "resumed": """
-        lora.rank  models.lora:_initial_pair  result.lora_A.shape.-2
-        lora.alpha  models.lora:Adapter.__init__  alpha
-        rollout.generate  rollout.trajectories:UserGenerate.generate  self._name
-        algorithm.{eps_low,eps_high,alpha}  kernels.linear:combine_statistics  objective.*
-        algorithm.preset  kernels.linear:combine_statistics  objective.name
-        megatron.recompute_num_layers  actor.actor:Actor.__init__  self.chunks.0.config.*
     """,
     "turns": """
-        model.reference  actor.reference:load_weights  folder
-        rollout.environment  environments.pool:EnvironmentPool.__init__  name
         rollout.temperature  actor.forward:packed_policy_loss  temperature
         algorithm.delta  actor.forward:packed_policy_loss  objective.delta_low
         algorithm.delta  actor.forward:packed_policy_loss  objective.delta_high
         algorithm.{anchor,ref_kl_coef,ref_kl}  actor.forward:packed_policy_loss  objective.*
-        algorithm.normalize_advantage_std  data.batches.gradient_steps:group_advantages  normalize_std
     """,
-    "skipped": """
-        algorithm.{tau_low,tau_high,log_ratio_coef}  kernels.linear:combine_statistics  objective.*
-    """,
-    "own_rule": """
-        algorithm.rule_over  actor.actor:OutputHead.__init__  objective.own.over
-        algorithm.rule_divergence  actor.actor:OutputHead.__init__  objective.divergence
-    """,
-    "share": "algorithm.stale_share  actor.actor:OutputHead.__init__  objective.*",
-    "decay": """
-        algorithm.{power_low,power_high,decay_low,decay_high}  actor.actor:OutputHead.__init__  objective.*
-    """,
-    "experts": "algorithm.{rho_low,rho_high}  actor.actor:OutputHead.__init__  objective.*",
-    "stages": "algorithm.{token_kl,response_kl}  actor.actor:OutputHead.__init__  objective.*",
     "context": """
-        algorithm.{prefix_delta,prefix_delta_max,late_weight}  actor.actor:OutputHead.__init__  objective.*
         parallel.overlap_grad_reduce  actor.actor:Actor.__init__  self._ddp.0.ddp_config.*
         parallel.overlap_param_gather  actor.actor:Actor.__init__  self._ddp.0.ddp_config.*
     """,
@@ -157,37 +103,10 @@ _RUN = [
         "served",
         expected=lambda config: str(config.run.seed),
     ),
-    Seam(
-        "run.num_rollouts",
-        "rollout.scheduling:Scheduler.next",
-        given("rollout"),
-        fold=list,
-        expected=lambda config: list(range(config.run.num_rollouts)),
-    ),
-    Seam("run.num_threads", f"{_ACTOR}.train_step", lambda call: torch.get_num_threads(), "skipped"),
     Seam("run.timeout_s", "torch.distributed:init_process_group", lambda call: call.timeout.total_seconds()),
 ]
 
 _MODEL = [
-    Seam(
-        "model.dtype",
-        f"{_ACTOR}.__init__",
-        lambda call: {str(p.dtype)[6:] for p in call.self.chunks[0].parameters()},
-        expected=lambda config: {config.model.dtype},
-    ),
-    Seam(
-        "model.layer_spec",
-        "models.build:choose_layer_spec",
-        given("result.reason"),
-        expected=lambda config: "model.layer_spec asks for it",
-    ),
-    Seam(
-        "lora.targets",
-        "models.lora:Adapter.__init__",
-        lambda call: sorted(call.pairs),
-        "resumed",
-        expected=lambda config: sorted(config.lora.targets),
-    ),
     size("tensor", parallel_state.get_tensor_model_parallel_world_size, "experts"),
     size("expert", parallel_state.get_expert_model_parallel_world_size, "experts"),
     size("expert_tensor", parallel_state.get_expert_tensor_parallel_world_size, "experts"),
@@ -199,26 +118,10 @@ _MODEL = [
 _DATA = [
     Seam("data.reward", _WORKER, lambda call: worker_reward(call).reward, fold=lambda values: values[0]),
     Seam("data.reward", _SCORE, _reward_of_pool, where=is_training),
-    Seam("data.reward_retries", _WORKER, lambda call: worker_reward(call).retries),
-    Seam("data.reward_values", _WORKER, lambda call: tuple(worker_reward(call).values), "resumed"),
     Seam("data.reward_workers", "workers.pool:WorkerPool.__init__", lambda call: call.self._idle.qsize()),
 ]
 
 _ROLLOUT = [
-    Seam(
-        "rollout.prompts_per_rollout",
-        "rollout.producer:Producer.begin_rollout",
-        given("limit"),
-    ),
-    plain("rollout.samples_per_prompt", "rollout.groups:_requests", "count", where=is_training),
-    *sampled("rollout.max_response_tokens", "max_response_tokens"),
-    *sampled("rollout.temperature", "temperature"),
-    Seam(
-        "rollout.num_topk_log_probs",
-        "kernels.linear:combine_statistics",
-        lambda call: call.tokens.topk.ids.shape[1],
-        expected=lambda config: config.algorithm.model_dump()["top_k"],
-    ),
     *(
         Seam(
             "rollout.routing_replay",
@@ -230,39 +133,10 @@ _ROLLOUT = [
         )
         for scenario, kinds in (
             ("whole", [(False, False), (True, False), (True, True)]),
-            ("resumed", [(False, False), (False, True)]),
             ("turns", [(False, False), (True, False), (True, True)]),  # the reference's are its own
         )
     ),
-    Seam("rollout.lag", "run.state:TrainingState.begin_rollout", lambda call: len(call.self.queue), fold=max),
-    Seam(
-        "rollout.max_turns",
-        "rollout.sampler:sample_of",
-        given("completion.episode.num_turns"),
-        "turns",
-        fold=max,
-    ),
     Seam("rollout.thinking", "rollout.trajectories:Conversations.__init__", given("limits.thinking"), "turns"),
-    Seam(
-        "rollout.max_turn_tokens",
-        "engines.embedded.continuous_batch:num_tokens_left",
-        given("result"),
-        "turns",
-        fold=max,
-    ),
-    *(
-        Seam(
-            f"rollout.{name}",
-            "rollout.producer:Producer._begin",
-            given("self._rollout"),
-            "resumed",
-            fold=fold,
-        )
-        for name, fold in (  # the first call of a rollout begins it
-            ("refill_zero_variance", lambda rollouts: rollouts.count(0) > 1),
-            ("max_refills", lambda rollouts: rollouts.count(0) - 1),
-        )
-    ),
     Seam(
         "rollout.release_trainer",
         "actor.offload:TrainerMemory.leave",
@@ -323,15 +197,11 @@ _SERVERS = [
 ]
 
 _EVALUATION = [
-    *(
-        row
-        for name, prefix in (("far", "evaluation"), ("near", "evaluation.sets.near"))
-        for row in (
-            *sampled(f"{prefix}.temperature", "temperature", evaluates(name)),
-            *sampled(f"{prefix}.top_p", "top_p", evaluates(name)),
-            *sampled(f"{prefix}.max_response_tokens", "max_response_tokens", evaluates(name)),
-            plain(f"{prefix}.samples_per_prompt", "rollout.groups:_requests", "count", where=evaluates(name)),
-        )
+    *sampled("evaluation.sets.near.temperature", "temperature", evaluates("near")),
+    *sampled("evaluation.sets.near.top_p", "top_p", evaluates("near")),
+    *sampled("evaluation.sets.near.max_response_tokens", "max_response_tokens", evaluates("near")),
+    plain(
+        "evaluation.sets.near.samples_per_prompt", "rollout.groups:_requests", "count", where=evaluates("near")
     ),
     Seam("evaluation.sets.near.reward", _SCORE, _reward_of_pool, where=evaluates("near")),
     Seam(
@@ -353,63 +223,20 @@ _EVALUATION = [
 ]
 
 _ALGORITHM = [
-    Seam(
-        "algorithm.rule_options",
-        "actor.actor:OutputHead.__init__",
-        lambda call: dict(call.objective.own.options),
-        "own_rule",
-    ),
-    Seam(
-        "algorithm.epochs_per_rollout",
-        "data.batches.gradient_steps:minibatch_of_prompts",
-        lambda call: call.key[2] + 1,
-        fold=max,
-    ),
     Seam("algorithm.loss_from", "actor.forward:packed_policy_loss", lambda call: "logits", "turns"),
     Seam("algorithm.loss_from", "actor.forward:packed_linear_policy_loss", lambda call: "hidden_states"),
-    Seam(
-        "algorithm.logits_dtype",
-        "actor.forward:packed_linear_policy_loss",
-        lambda call: str(call.logits_dtype)[6:],
-    ),
 ]
 
 _OPTIMIZER = [
-    *(
-        Seam(
-            f"optimizer.{name}",
-            f"{_ACTOR}.train_step",
-            metric("optimizer/lr"),
-            scenario,
-            learning_rates,
-            fold=rounded,
-        )
-        for scenario, names in (
-            ("whole", ("lr", "min_lr", "schedule", "warmup_steps")),
-            ("resumed", ("schedule",)),
-        )
-        for name in names
-    ),
     Seam(
-        "optimizer.weight_decay",
+        "optimizer.schedule",
         f"{_ACTOR}.train_step",
-        lambda call: max(group["weight_decay"] for group in call.self.optimizer.param_groups),
+        metric("optimizer/lr"),
+        "resumed",
+        learning_rates,
+        fold=rounded,
     ),
     Seam("optimizer.max_skipped_steps", f"{_ACTOR}.train_step", lambda call: "taken", "skipped", fold=len),
-]
-
-_CHECKPOINT = [
-    Seam(
-        "checkpoint.best_is",
-        f"{_CHECKPOINTS}:Retention.__init__",
-        given("highest_is_best"),
-        expected=lambda config: config.checkpoint.best_is == "highest",
-    ),
-    Seam(
-        "checkpoint.reserve_gib",
-        "checkpoints.checkpoint_folder:require_free",
-        lambda call: call.reserve_bytes / 2**30,
-    ),
 ]
 
 _TRACKING = [
@@ -420,33 +247,16 @@ _TRACKING = [
         fold=len,
         expected=lambda config: 0,
     ),
-    Seam(
-        "tracking.shadow",
-        "actor.observation:Observer.__init__",
-        lambda call: bool(call.self.shadows),
-        "resumed",
-    ),
-    Seam(
-        "tracking.shadow_presets",
-        "actor.observation:Observer.__init__",
-        lambda call: tuple(call.self.shadows),
-    ),
-    plain(
-        "tracking.shadow_options.dppo_binary_tv.delta",
-        "actor.observation:Observer.__init__",
-        "self.shadows.dppo_binary_tv.delta",
-    ),
 ]
 
 TABLE = [
     *(seam for scenario, text in _AS_IT_IS.items() for seam in rows(scenario, text)),
     *(*_RUN, *_MODEL, *_DATA, *_ROLLOUT, *_SERVERS, *_EVALUATION),
-    *(*_ALGORITHM, *_OPTIMIZER, *_CHECKPOINT, *_TRACKING),
+    *(*_ALGORITHM, *_OPTIMIZER, *_TRACKING),
 ]
 
 READ_FROM_THE_SECTION = {
-    *("data.thinking", "rollout.top_p", "rollout.max_data_gib", "algorithm.replay_recomputed_routes"),
-    *("rollout.over_sampling", "rollout.max_staleness"),
+    *("data.thinking", "rollout.over_sampling", "rollout.max_staleness"),
     *("checkpoint.max_failed_saves", "tracking.max_roll_backs"),
 }
-"""Settings that their users read from the section itself: `setting_effects.py` has rows or tests of them."""
+"""Settings that their users read from the section itself; `ASSERTED_BY` names their tests."""

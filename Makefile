@@ -77,7 +77,7 @@ help:
 	@echo "make test-py312  make test and the short quickstart on Python 3.12 with megatron-core $(MEGATRON312) (own environment)"
 	@echo "make test-newest make test and the short quickstart with torch $(TORCH_NEWEST) and transformers $(TRANSFORMERS_NEWEST) (own environment)"
 	@echo "make faults      kill, tear, fill, hang and poison a run at every moment; writes tests/faults/README.md"
-	@echo "make test-sglang tests/sglang: a real SGLang $(SGLANG) server on this machine's CPU (own environment); SGLANG=0.5.21 another"
+	@echo "make test-sglang tests/sglang: a real SGLang $(SGLANG) server on this machine's CPU (own environment); SGLANG=0.5.22 another"
 	@echo "make test-sglang-slow  a server of every model family, of which make test-sglang takes two"
 	@echo "make sglang-venv only SGLang's environment, $(SGLANG_VENV); SGLANG_FOR=gpu or cpu, else by nvidia-smi"
 	@echo "make test-agents tests/agents: agents that others wrote call this package's endpoint (own environment)"

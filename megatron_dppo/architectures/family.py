@@ -66,8 +66,6 @@ class SglangFacts:
         has_own_output: Whether it builds a separate output layer even if config.json ties it to the embedding,
             and loads none from a checkpoint without one. Weight sync then sends the embedding by that name too.
         drops_block_scales: Whether it loads the values of 8-bit floats, but not their block scales.
-        lacks_routes: Versions with routers that do not know their layer. A server that returns routes fails at
-            the first request.
     """
 
     has_dense_layers: bool = False
@@ -77,7 +75,6 @@ class SglangFacts:
     has_plain_rotary: bool = False
     has_own_output: bool = False
     drops_block_scales: bool = False
-    lacks_routes: tuple[str, ...] = ()
 
 
 SHARED_EXPERTS_APART: Mapping[str, Any] = {"disable_shared_experts_fusion": True}

@@ -31,7 +31,5 @@ MIXTRAL = ModelFamily(
     },
     spellings={"num_experts": "num_local_experts"},
     module_names=NAMES,
-    sglang=SglangFacts(
-        derives_head_dim=True, has_plain_rotary=True, has_own_output=True, lacks_routes=("0.5.21",)
-    ),
+    sglang=SglangFacts(derives_head_dim=True, has_plain_rotary=True, has_own_output=True),
 )

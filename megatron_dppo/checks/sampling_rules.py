@@ -7,16 +7,14 @@ from contextlib import closing
 from megatron_dppo.agents.agents import harness_pool, rendering_of
 from megatron_dppo.agents.harness import problem_with_harness
 from megatron_dppo.agents.rendering import Rendering, problem_with_renderer
-from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.architectures.sizes import read_model_config
 from megatron_dppo.checkpoints.block_fp8 import FP8_BLOCK
 from megatron_dppo.checks.data_rules import worker_problem
 from megatron_dppo.checks.facts import Facts, rule
 from megatron_dppo.config.schema import Config
-from megatron_dppo.engines.sglang.model import model_problems, routes_problem
+from megatron_dppo.engines.sglang.model import model_problems
 from megatron_dppo.engines.sglang.options import (
     environment_problems,
-    installed_version,
     interpreter,
     nccl_problems,
     option_problems,
@@ -194,18 +192,6 @@ def _sglang_model(config: Config, facts: Facts) -> Iterator[Problem]:
     if config.rollout.engine != "sglang" or facts.model_sizes is None or isinstance(facts.model, Problem):
         return
     yield from model_problems(config.model.load, facts.model, facts.model_sizes)
-
-
-@rule("sglang_routes", needs="machine")
-def _sglang_routes(config: Config, facts: Facts) -> Iterator[Problem]:
-    """SGLang returns routes of the model's architecture if routing replay needs them."""
-    name = facts.architecture
-    is_asking = config.rollout.engine == "sglang" and config.rollout.routing_replay != "off"
-    if not is_asking or name is None or name not in FAMILIES or not FAMILIES[name].sglang.lacks_routes:
-        return
-    problem = routes_problem(name, installed_version(interpreter(config)) or NEWEST)
-    if problem is not None:
-        yield problem
 
 
 _SPACING = {  # of neighbouring numbers from 1 to 2

@@ -405,15 +405,15 @@ def _servers() -> Iterator[Any]:
     from tests.support.sglang_stand_in import StandIn
 
     def start(self: server.Server, timeout_s: float, ended: threading.Event | None = None) -> None:
-        record = ServerRecord(self.record.stem, stand_in.url, "here", 1, "0.5.21", "now", 1)
+        record = ServerRecord(self.record.stem, stand_in.url, "here", 1, "0.5.23", "now", 1)
         write_jsonl(self.record, [asdict(record)])
 
     with StandIn().running() as stand_in, pytest.MonkeyPatch.context() as patch:
         patch.setattr(server.Server, "start", start)
         patch.setattr(server.Server, "status", lambda self: None)
         patch.setattr(server.Server, "stop", lambda self, grace_s=0.0: None)
-        patch.setattr(server, "read_options", lambda python: shipped_options("0.5.21"))
-        patch.setattr(server, "installed_version", lambda python: "0.5.21")
+        patch.setattr(server, "read_options", lambda python: shipped_options("0.5.23"))
+        patch.setattr(server, "installed_version", lambda python: "0.5.23")
         yield stand_in
 
 

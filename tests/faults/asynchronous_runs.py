@@ -67,7 +67,7 @@ class AsynchronousRun:
         (self.run / "servers").mkdir(parents=True)
         for number, server in enumerate(servers):
             name = f"stand-in-{number}"
-            record = ServerRecord(name, server.url, "here", 1, "0.5.21", "now", 1)
+            record = ServerRecord(name, server.url, "here", 1, "0.5.23", "now", 1)
             write_jsonl(self.run / "servers" / f"{name}.json", [asdict(record)])
 
     def start(self, num_ranks: int, *faults: dict[str, Any], timeout_s: float = 1800.0) -> "Job":

@@ -150,7 +150,7 @@ def test_weights_quantised_by_a_server_cannot_be_loaded_again_and_blocks_can(fou
 def test_every_method_is_known(found: dict[str, Any]) -> None:
     named = {
         name
-        for version in ("0.5.21", "0.5.22", "0.5.23")
+        for version in ("0.5.22", "0.5.23")
         for name in shipped_options(version)["quantization"].choices or ()
     }
     assert named | set(found["methods"]) == set(METHODS)

@@ -39,7 +39,7 @@ def main() -> None:
         host=host, end_token=end, tokens=words, token_s=_TOKEN_S, first_push_interrupts=_is_needed_later
     )
     with server.running():
-        record = ServerRecord(options.name, server.url, host, os.getpid(), "0.5.21", "now", 1)
+        record = ServerRecord(options.name, server.url, host, os.getpid(), "0.5.23", "now", 1)
         write_record(folder / f"{options.name}.json", record)
         signal.sigwait([signal.SIGTERM])
         print(f"{os.environ['SLURMD_NODENAME']}: ended with weights {server.version}")

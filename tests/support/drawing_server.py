@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.sglang_stand_in import LiveStandIn
+from tests.support.sglang_stand_in import LiveStandIn, flat_topk
 from tests.support.trained_tokens import Sampled, sampled_by_server
 
 _FACTS = json.loads(
@@ -100,12 +100,8 @@ class DrawingServer(LiveStandIn):
         }
         if num_topk := asked["top_logprobs_num"]:
             rows = np.stack(best)
-            ids = np.argsort(-rows, axis=1, kind="stable")[:, :num_topk].astype("<i4")
-            values = np.take_along_axis(rows, ids, axis=1).astype("<f4")
-            for key, array, dtype in (("val", values, "float32"), ("idx", ids, "int32")):
-                flat = f"output_top_logprobs_{key}_flat_b64"
-                meta |= {flat: base64.b64encode(array.tobytes()).decode(), f"{flat}_dtype": dtype}
-            meta |= {"output_top_logprobs_shape": list(ids.shape), "output_top_logprobs_null_prefix": 0}
+            ids = np.argsort(-rows, axis=1, kind="stable")[:, :num_topk]
+            meta |= flat_topk(np.take_along_axis(rows, ids, axis=1), ids)
         if asked["return_routed_experts"]:
             whole, first = [*given, *tokens], asked["routed_experts_start_len"]
             routes = [self._at(whole[: place + 1], version)[1] for place in range(first, len(whole) - 1)]

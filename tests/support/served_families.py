@@ -11,7 +11,7 @@ from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.engines.sglang.model import INTERVAL, attention_interval
 from tests.distributed.test_families import CASES
 from tests.support.sanity_run import TOKENS, add_task
-from tests.support.serving import OPTIONS, VERSION
+from tests.support.serving import OPTIONS
 from tests.support.tiny_families import SIZES, write_family
 
 IN_CI = ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
@@ -47,7 +47,7 @@ def write_served_case(task: Path, case: str) -> Path:
 def served_tables(task: Path, case: str) -> dict[str, dict[str, Any]]:
     """A config's tables of a run in `task`: its server, and pushes in buckets smaller than any layer."""
     facts = FAMILIES[CASES[case][0]]
-    has_routes = any(rule.is_expert for rule in facts.rules) and VERSION not in facts.sglang.lacks_routes
+    has_routes = any(rule.is_expert for rule in facts.rules)
     return {
         "run": {"folder": str(task / "run")},
         "model": {"load": str(task / "model"), "dtype": "float32"},

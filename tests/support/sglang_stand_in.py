@@ -1,4 +1,4 @@
-"""Stands for an SGLang 0.5.21 server; tests write its answers, which a real one gives under memory pressure.
+"""Stands for an SGLang server; tests write its answers, which a real one gives under memory pressure.
 
 `StandIn` answers at once; `LiveStandIn` takes time for each token, holds weights of a version, and can be
 interrupted, updated, hung and killed.
@@ -28,7 +28,7 @@ MODEL = ServedModel(vocab_size=64, num_layers=3, end_tokens=(0,), routing=ROUTIN
 TOKEN, LOG_PROB = 3, -0.5
 _PUSH = "/update_weights_from_disk"
 _FACTS = json.loads(
-    (Path(__file__).parents[1] / "unit" / "sglang_replies" / "0.5.21" / "facts.json").read_text()
+    (Path(__file__).parents[1] / "unit" / "sglang_replies" / "0.5.23" / "facts.json").read_text()
 )
 _IDLE = {"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0}]}
 _GETS = {"/server_info": _FACTS["server_info"], "/model_info": _FACTS["model_info"], "/health": None}
@@ -62,6 +62,18 @@ def answer(
         routes = np.stack([first, first + 1], axis=-1)[:, None].repeat(3, axis=1)
         meta["routed_experts"] = base64.b64encode(routes.astype("<i4").tobytes()).decode()
     return {"output_ids": [TOKEN] * count, "meta_info": meta}
+
+
+def flat_topk(values: np.ndarray, ids: np.ndarray) -> dict[str, Any]:
+    """The fields of a reply's meta_info for top-K log-probs and ids, [R, K] each."""
+    meta: dict[str, Any] = {
+        "output_top_logprobs_shape": list(ids.shape),
+        "output_top_logprobs_null_prefix": 0,
+    }
+    for key, array, dtype in (("val", values.astype("<f4"), "float32"), ("idx", ids.astype("<i4"), "int32")):
+        flat = f"output_top_logprobs_{key}_flat_b64"
+        meta |= {flat: base64.b64encode(array.tobytes()).decode(), f"{flat}_dtype": dtype}
+    return meta
 
 
 class _Server(ThreadingHTTPServer):

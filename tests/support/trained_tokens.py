@@ -39,11 +39,7 @@ def sampled_by_server(
     """Read the JSON of a request to /generate and of its reply."""
     meta, tokens, given = reply["meta_info"], tuple(reply["output_ids"]), tuple(asked["input_ids"])
     ids = values = routes = None
-    if asked["top_logprobs_num"] and "output_top_logprobs" in meta:
-        rows = [[(value, token) for value, token, _ in row] for row in meta["output_top_logprobs"]]
-        values = np.array([[value for value, _ in row] for row in rows], np.float32)
-        ids = np.array([[token for _, token in row] for row in rows], np.int32)
-    elif asked["top_logprobs_num"]:
+    if asked["top_logprobs_num"]:
         shape = (len(tokens), asked["top_logprobs_num"])
         values, ids = (
             np.frombuffer(base64.b64decode(meta[f"output_top_logprobs_{name}_flat_b64"]), dtype).reshape(shape)

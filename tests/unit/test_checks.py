@@ -760,13 +760,6 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("model.load", _SERVED, on_disk=partial(_mixtral, "0.5.23", head_dim=32)),
         Example("model.load", _SERVED, on_disk=partial(_mixtral, "0.5.23", rope_parameters=LLAMA3)),
     ],
-    "sglang_routes": [
-        Example(
-            "rollout.routing_replay",
-            {**_ROUTED, "sglang.python": "env/python"},
-            on_disk=partial(_mixtral, "0.5.21"),
-        ),
-    ],
     "sglang_nccl": [
         Example(
             "rollout.sglang.weight_sync",
@@ -1406,10 +1399,6 @@ def test_check_prints_a_summary_and_every_problem(world: Path) -> None:
         (
             partial(_mixtral, "0.5.23", rope_parameters=LLAMA3),
             "model, whose rotary frequencies are llama3's; expected plain ones",
-        ),
-        (
-            partial(_mixtral, "0.5.21"),
-            "a model of MixtralForCausalLM with SGLang 0.5.21; expected 'off': in this version",
         ),
     ],
 )

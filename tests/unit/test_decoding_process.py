@@ -32,11 +32,11 @@ import asyncio, json, sys, time
 from pathlib import Path
 from megatron_dppo.errors import ReplyError
 from megatron_dppo.engines.sglang.decoding_process import DecodingProcess
-from megatron_dppo.engines.sglang.replies import Expected, read_reply_0521
+from megatron_dppo.engines.sglang.replies import Expected, read_reply
 
 decoding = DecodingProcess(small_bytes=0)
 try:
-    asyncio.run(decoding.read(read_reply_0521, b"[]", Expected("an answer")))
+    asyncio.run(decoding.read(read_reply, b"[]", Expected("an answer")))
 except ReplyError as error:
     print(json.dumps([decoding.pid, str(error)]), flush=True)
 if sys.argv[1] == "killed":

@@ -69,7 +69,7 @@ class Faulty(Scoring):
 
 
 def members(servers: list[Faulty]) -> list[Member]:
-    return [Member(server.url, pid, 1, "0.5.21") for pid, server in enumerate(servers)]
+    return [Member(server.url, pid, 1, "0.5.23") for pid, server in enumerate(servers)]
 
 
 def told(servers: list[Faulty], folder: Path) -> Found:

@@ -16,7 +16,7 @@ from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
 from megatron_dppo.engines.weight_sync.probe import Limits, Probe, require_temperature
 from megatron_dppo.engines.weight_sync.syncs import SglangSync
 from megatron_dppo.errors import WeightSyncError
-from tests.support.sglang_stand_in import MODEL, ROUTING, TOKEN, StandIn
+from tests.support.sglang_stand_in import MODEL, ROUTING, TOKEN, StandIn, flat_topk
 
 LIMITS = Limits(mean=1e-5, largest=1e-4)
 EVERY = -2
@@ -79,7 +79,7 @@ def members_of(servers: Sequence[StandIn]) -> Iterator[list[Member]]:
     with ExitStack() as stack:
         for server in servers:
             stack.enter_context(server.running())
-        yield [Member(server.url, pid, 1, "0.5.21") for pid, server in enumerate(servers)]
+        yield [Member(server.url, pid, 1, "0.5.23") for pid, server in enumerate(servers)]
 
 
 @pytest.mark.parametrize("takes_turns", [False, True])
@@ -139,9 +139,9 @@ class Tempered(StandIn):
         status, content = super().respond(path, body, is_gone)
         if path == "/generate":
             divisor = body["sampling_params"]["temperature"] ** self.power
-            top = [[-(1 + token) / divisor, token, None] for token in range(body["top_logprobs_num"])]
-            content["meta_info"]["output_top_logprobs"] = [top]
-            content["meta_info"]["output_token_logprobs"] = [top[TOKEN]]
+            ids = np.arange(body["top_logprobs_num"])[None]
+            content["meta_info"] |= flat_topk(-(1 + ids) / divisor, ids)
+            content["meta_info"]["output_token_logprobs"] = [[-(1 + TOKEN) / divisor, TOKEN, None]]
         return status, content
 
 

@@ -76,7 +76,7 @@ def files_of_requests(num_requests: int, folder: Path) -> float:
 def calls_to_servers(num_servers: int, folder: Path) -> float:
     with ExitStack() as stack:
         servers = [stack.enter_context(Faulty().running()) for _ in range(num_servers)]
-        members = [Member(server.url, pid, 1, "0.5.21") for pid, server in enumerate(servers)]
+        members = [Member(server.url, pid, 1, "0.5.23") for pid, server in enumerate(servers)]
         Fleet(members, None, 60.0).tell(lambda member: member.calls.pause)
         return sum(cast(Faulty, server).num_calls for server in servers)
 

@@ -41,7 +41,7 @@ def servers() -> Iterator[list[Recording]]:
 
 
 def record_of(server: StandIn, **changes: Any) -> ServerRecord:
-    made = ServerRecord("s", server.url, "here", 7, "0.5.21", "2026-01-01T00:00:00+00:00", 1)
+    made = ServerRecord("s", server.url, "here", 7, "0.5.23", "2026-01-01T00:00:00+00:00", 1)
     return replace(made, **changes)
 
 
@@ -155,7 +155,7 @@ def test_a_process_group_is_used_again_only_with_the_processes_that_joined_it(
     transport = transports.DistributedTransport(
         lambda: iter(()), 0, transports.StagePlace(0, 1, speaks=True), runtime(), bucket_bytes=1, timeout_s=1.0
     )
-    joined, left = Member("http://127.0.0.1:9", 7, 1, "0.5.21", "then"), list[str]()
+    joined, left = Member("http://127.0.0.1:9", 7, 1, "0.5.23", "then"), list[str]()
     group: Any = SimpleNamespace(members=(joined,), handle=None)
     transport._group = group
     monkeypatch.setattr(transport, "_leave", lambda: left.append("left"))

@@ -18,7 +18,7 @@ from megatron_dppo.engines.base import (
 )
 from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
-from megatron_dppo.engines.sglang.protocol import GENERATIONS
+from megatron_dppo.engines.sglang.protocol import GENERATIONS, NEWEST
 from megatron_dppo.rewards import RewardResult
 from megatron_dppo.rollout.groups import sample_of
 from megatron_dppo.rollout.scoring import Fault, Scorer
@@ -75,7 +75,7 @@ def test_a_sample_without_routes_is_dropped(num_retractions: int, reason: str) -
 
 
 def _read(request: Request, **of_answer: Any) -> Completion:
-    generation = GENERATIONS["0.5.21"]
+    generation = GENERATIONS[NEWEST]
     body = answer(generation.generate_body(request, PARAMS, MODEL), **of_answer)
     return asyncio.run(generation.read_reply(json.dumps(body).encode(), request, PARAMS, MODEL))
 
@@ -118,10 +118,10 @@ def test_a_retracted_request_that_is_aborted_in_the_queue_keeps_its_earlier_toke
     request = FRESH
     if partial_tokens:
         request = replace(FRESH, partial=_read(FRESH, num_tokens=partial_tokens))
-    body = answer(GENERATIONS["0.5.23"].generate_body(request, PARAMS, MODEL), num_tokens=1)
+    body = answer(GENERATIONS[NEWEST].generate_body(request, PARAMS, MODEL), num_tokens=1)
     kept = ("id", "finish_reason", "weight_versions", "completion_tokens", "output_token_logprobs")
     body["meta_info"] = {name: body["meta_info"][name] for name in kept}
-    found = asyncio.run(GENERATIONS["0.5.23"].read_reply(json.dumps(body).encode(), request, PARAMS, MODEL))
+    found = asyncio.run(GENERATIONS[NEWEST].read_reply(json.dumps(body).encode(), request, PARAMS, MODEL))
     assert (found.finish_reason, found.tokens.numel()) == ("abort", partial_tokens)
     assert_same(found, give_up(request))
 

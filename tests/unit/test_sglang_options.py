@@ -61,7 +61,7 @@ def test_the_kind_is_asked_for_or_follows_the_gpu_and_has_its_own_stamp(tmp_path
     assert "pip install" in make(tmp_path, "sbatch", variables=("SGLANG_FOR=gpu",))
 
 
-@pytest.mark.parametrize(("version", "nccl"), [("0.5.21", "2.29.7"), ("0.5.23", "2.30.7")])
+@pytest.mark.parametrize(("version", "nccl"), [("0.5.22", "2.30.7"), ("0.5.23", "2.30.7")])
 @pytest.mark.parametrize("is_for_gpu", [True, False])
 def test_a_trainer_s_torch_for_gpus_gets_the_nccl_of_the_servers(
     tmp_path: Path, version: str, nccl: str, is_for_gpu: bool

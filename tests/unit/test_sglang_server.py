@@ -129,7 +129,7 @@ def test_a_server_on_the_network_requires_a_key(monkeypatch: pytest.MonkeyPatch)
 
 def record(name: str) -> ServerRecord:
     """A record of that name."""
-    return ServerRecord(name, "http://127.0.0.1:1", "here", pid=1, version="0.5.21", since="now", num_starts=1)
+    return ServerRecord(name, "http://127.0.0.1:1", "here", pid=1, version="0.5.23", since="now", num_starts=1)
 
 
 def test_servers_stand_in_the_order_of_the_ranks_that_push_to_them(tmp_path: Path) -> None:

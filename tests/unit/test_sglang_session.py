@@ -17,7 +17,7 @@ from megatron_dppo.errors import ReplyError, ServerError
 from megatron_dppo.types import WeightVersionSpan
 
 MODEL = ServedModel(97, 3, (0,), None)
-FACTS = ServerFacts("0.5.21", "model", 0, 64, 64, False, 8, 1)
+FACTS = ServerFacts("0.5.23", "model", 0, 64, 64, False, 8, 1)
 Answer = Callable[["Fake", str], Any]
 
 

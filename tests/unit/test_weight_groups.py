@@ -42,7 +42,7 @@ def answering(answer: Answer) -> Iterator[Member]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
-        yield Member(f"http://127.0.0.1:{server.server_port}", 1, 1, "0.5.21")
+        yield Member(f"http://127.0.0.1:{server.server_port}", 1, 1, "0.5.23")
         server.shutdown()
         thread.join()
 
@@ -128,7 +128,7 @@ def test_servers_meet_the_trainer_at_its_address_in_their_network(
 ) -> None:
     """Not at the name of its host, which may mean loopback there and nothing elsewhere."""
     monkeypatch.setattr(transports, "address_towards", lambda host: f"towards {host}")
-    assert transports._reachable_host(tuple(Member(url, 1, 1, "0.5.21") for url in urls)) == expected
+    assert transports._reachable_host(tuple(Member(url, 1, 1, "0.5.23") for url in urls)) == expected
 
 
 @pytest.mark.parametrize(

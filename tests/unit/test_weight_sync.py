@@ -187,7 +187,7 @@ def test_the_probe_compares_after_the_first_push_and_each_period(every: int, pro
     """The trainer's log-probs are computed before the pushes that are compared, and no others."""
     stand_in = Pushed()
     part = cast(Any, stand_in)
-    stand_in.members = cast(Any, (Member("http://127.0.0.1:1", 1, 1, "0.5.21"),))
+    stand_in.members = cast(Any, (Member("http://127.0.0.1:1", 1, 1, "0.5.23"),))
     tried: list[str] = []
     push = SglangSync(
         part,

@@ -297,8 +297,7 @@ async def ask_each(
 def new_rid(name: str) -> str:
     """Return a new, unique request id that starts with `name`; it is no prefix of another id.
 
-    Some time after a response, SGLang 0.5.21 cleans up by the request's id, and aborts any newer request with
-    this id, such as the next turn of a conversation. Later versions check that the request is the same.
+    A server may still hold an earlier attempt, and aborts every request whose id starts with the given one.
     """
     return f"{name}#{secrets.token_hex(8)}"
 

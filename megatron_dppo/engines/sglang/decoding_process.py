@@ -1,8 +1,7 @@
 """Decodes responses in a separate process, so that other threads of the trainer keep running.
 
 Parsing the JSON of a long response holds the GIL: the trainer's CPU time for 16k tokens with top-20 and routes
-is 113 ms with SGLang 0.5.21 and 27 ms with later versions (tools/benchmarks/README.md), and no other thread of
-the trainer runs meanwhile.
+is 27 ms (tools/benchmarks/README.md), and no other thread of the trainer runs meanwhile.
 
 `DecodingProcess` starts this module as a program, which imports no tensor library, so it starts quickly.
 Requests and results are pickles, since both ends are this package. They are in shared memory, one for each

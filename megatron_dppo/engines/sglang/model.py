@@ -100,15 +100,3 @@ def has_own_output(hf: Mapping[str, Any]) -> bool:
     """
     family = family_of(hf)
     return family.sglang.has_own_output and family.sizes_of(hf).is_tied
-
-
-def routes_problem(architecture: str, version: str) -> Problem | None:
-    """Return the problem with routes from this SGLang version, or None if it returns them."""
-    if version not in FAMILIES[architecture].sglang.lacks_routes:
-        return None
-    found = f"a model of {architecture} with SGLang {version}"
-    expected = (
-        "'off': in this version, the model's routers do not report their layer, and its servers would crash"
-    )
-    action = "Set rollout.routing_replay = 'off', use a later SGLang, or rollout.engine = 'transformers'."
-    return Problem("rollout.routing_replay", found, expected, action)

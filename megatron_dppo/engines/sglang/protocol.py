@@ -28,16 +28,13 @@ from megatron_dppo.engines.sglang.decoding_process import DecodingProcess
 from megatron_dppo.engines.sglang.replies import (
     Expected,
     PromptScores,
-    Reader,
     Reply,
     field,
-    read_reply_0521,
-    read_reply_0522,
-    read_scores_0521,
+    read_reply,
+    read_scores,
     weight_version,
 )
 from megatron_dppo.engines.sglang.sampling_settings import (
-    UNUSED_SINCE_0522,
     reported_problems,
     sampling_parameters,
     seed_of,
@@ -75,10 +72,7 @@ class ServerFacts:
 
 
 class Generation:
-    """Protocol adapter of a server version, here SGLang 0.5.21; later versions override what differs."""
-
-    _read_reply: Reader = staticmethod(read_reply_0521)
-    _more_parameters: Mapping[str, Any] = MappingProxyType({})
+    """Protocol adapter of SGLang 0.5.22 and 0.5.23; those of other versions override what differs."""
 
     def __init__(self, decoding: DecodingProcess) -> None:
         """Keep the process that decodes large responses."""
@@ -93,10 +87,10 @@ class Generation:
             end_tokens=model.end_tokens,
             seed=seed_of(request.noise_key),
         )
-        return {
+        body: dict[str, Any] = {
             "rid": request.id,
             "input_ids": input_tokens(request).tolist(),
-            "sampling_params": sampling | dict(self._more_parameters),
+            "sampling_params": sampling,
             "return_logprob": True,
             "logprob_start_len": -1,
             "top_logprobs_num": params.num_topk_log_probs,
@@ -104,6 +98,9 @@ class Generation:
             "routed_experts_start_len": first_route_row(request),
             "stream": False,
         }
+        if params.num_topk_log_probs:  # as two flat arrays
+            body["return_flat_raw_output_top_logprobs"] = body["return_flat_raw_top_logprobs_b64"] = True
+        return body
 
     async def read_reply(
         self, content: bytes, request: Request, params: SamplingParams, model: ServedModel
@@ -124,7 +121,7 @@ class Generation:
             first_route_row=first_route_row(request),
             lacks_earlier_routes=partial is not None and partial.routed_experts is None,
         )
-        reply = await self._decoding.read(self._read_reply, content, expected)
+        reply = await self._decoding.read(read_reply, content, expected)
         assert isinstance(reply, Reply), "each reader returns its own type"
         if not reply.tokens.size:
             return give_up(request)
@@ -140,7 +137,7 @@ class Generation:
         return {
             "rid": rid,
             "input_ids": list(tokens),
-            "sampling_params": sampling | dict(self._more_parameters),
+            "sampling_params": sampling,
             "return_logprob": True,
             "logprob_start_len": 0,
             "return_routed_experts": with_routes,
@@ -158,7 +155,7 @@ class Generation:
             num_layers=model.num_layers,
             routing=model.routing if with_routes else None,
         )
-        scores = await self._decoding.read(read_scores_0521, content, expected)
+        scores = await self._decoding.read(read_scores, content, expected)
         assert isinstance(scores, PromptScores), "each reader returns its own type"
         return torch.from_numpy(scores.log_probs), _routed_experts(scores.routes, model.routing)
 
@@ -191,26 +188,11 @@ class Generation:
         )
 
 
-class Generation0522(Generation):
-    """Adapter for SGLang 0.5.22 and 0.5.23, which return the top-K in two flat arrays."""
-
-    _read_reply = staticmethod(read_reply_0522)
-    _more_parameters = UNUSED_SINCE_0522
-
-    def generate_body(self, request: Request, params: SamplingParams, model: ServedModel) -> dict[str, Any]:
-        """See `Generation.generate_body`."""
-        body = super().generate_body(request, params, model)
-        if params.num_topk_log_probs:
-            body["return_flat_raw_output_top_logprobs"] = body["return_flat_raw_top_logprobs_b64"] = True
-        return body
-
-
 _DECODING = DecodingProcess()
 GENERATIONS: Mapping[str, Generation] = MappingProxyType(
     {
-        "0.5.21": Generation(_DECODING),
-        "0.5.22": Generation0522(_DECODING),
-        "0.5.23": Generation0522(_DECODING),
+        "0.5.22": Generation(_DECODING),
+        "0.5.23": Generation(_DECODING),
     }
 )
 """Adapters by the version that a server reports, oldest first.

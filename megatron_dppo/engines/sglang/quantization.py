@@ -44,7 +44,7 @@ METHODS: Mapping[str, str] = MappingProxyType(
         PLAIN: "",
     }
 )
-"""Names of SGLang's methods in 0.5.21 to 0.5.23, and why a server with one cannot get pushes."""
+"""Names of SGLang's methods in 0.5.22 and 0.5.23, and why a server with one cannot get pushes."""
 _LOADERS = ("auto", "safetensors", "pt", "dummy", "layered", "fastsafetensors", "npcache", "presharded")
 _ALSO_QUANTISE = ("modelopt_quant", "quantize_and_serve", "rl_quant_profile")
 KERNELS: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -30,7 +30,7 @@ _BEYOND_IDS = float(1 << 53)  # infinite ids are clipped to it before they becom
 _FLAT_VALUES, _FLAT_IDS = "output_top_logprobs_val_flat_b64", "output_top_logprobs_idx_flat_b64"
 _TABLES = frozenset(
     {
-        *("input_token_logprobs", "output_token_logprobs", "output_top_logprobs", "routed_experts"),
+        *("input_token_logprobs", "output_token_logprobs", "routed_experts"),
         *(_FLAT_VALUES, _FLAT_IDS),
     }
 )
@@ -78,18 +78,8 @@ class PromptScores:
     routes: np.ndarray | None = None  # [L, moe_layers, top_k] uint8 (int16 above 256 experts)
 
 
-def read_reply_0521(content: Content, expected: Expected) -> Reply:
-    """Parse the body of a 200 from /generate of SGLang 0.5.21."""
-    return _read_reply(content, expected, _decode_topk)
-
-
-def read_reply_0522(content: Content, expected: Expected) -> Reply:
-    """Parse the body of a 200 from /generate of SGLang 0.5.22 or later, with top-K as flat base64 arrays."""
-    return _read_reply(content, expected, _decode_flat_topk)
-
-
-def read_scores_0521(content: Content, expected: Expected) -> PromptScores:
-    """Parse the log-probs of `expected.input_tokens` from SGLang 0.5.21."""
+def read_scores(content: Content, expected: Expected) -> PromptScores:
+    """Parse the log-probs of `expected.input_tokens`."""
     where, tokens = expected.where, expected.input_tokens
     _, meta = _ids_and_meta(_SCORED, content, where)
     table = _text(meta, "input_token_logprobs", where)
@@ -140,10 +130,10 @@ class _Sampled(_Scored):
 _SCORED, _SAMPLED = msgspec.json.Decoder(_Scored), msgspec.json.Decoder(_Sampled)
 _ANYTHING = msgspec.json.Decoder()
 _NUMBERS = msgspec.json.Decoder(list[float | None])
-_DecodeTopK = Callable[[Mapping[str, Any], np.ndarray, np.ndarray, Expected], tuple[np.ndarray, np.ndarray]]
 
 
-def _read_reply(content: Content, expected: Expected, decode_topk: _DecodeTopK) -> Reply:
+def read_reply(content: Content, expected: Expected) -> Reply:
+    """Parse the body of a 200 from /generate, with top-K as flat base64 arrays."""
     where = expected.where
     ids, meta = _ids_and_meta(_SAMPLED, content, where)
     _require(meta, {"id": expected.request_id, "completion_tokens": len(ids)}, where)
@@ -157,7 +147,7 @@ def _read_reply(content: Content, expected: Expected, decode_topk: _DecodeTopK) 
     log_probs = _decode_log_probs(_text(meta, "output_token_logprobs", where), tokens, where)
     topk_ids = topk_log_probs = None
     if expected.num_topk:
-        topk_ids, topk_log_probs = decode_topk(meta, tokens, log_probs, expected)
+        topk_ids, topk_log_probs = _decode_topk(meta, tokens, log_probs, expected)
     num_retractions = field(meta, "num_retractions", int, where)
     versions = _decode_weight_versions(field(meta, "weight_versions", list, where), len(ids), where)
     is_of_other_weights = num_retractions > 0 and len({span.version for span in versions}) > 1
@@ -254,20 +244,11 @@ def _decode_log_probs(payload: Text, tokens: np.ndarray, where: str) -> np.ndarr
 def _decode_topk(
     meta: Mapping[str, Any], tokens: np.ndarray, log_probs: np.ndarray, expected: Expected
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Decode each position's most probable tokens from rows of `[log_prob, token, null]` entries.
+    """Decode each position's most probable tokens, from base64 of [R, K] float32 and of [R, K] int32.
 
     Returns:
         [R, K] int32 ids and [R, K] float32 log-probs.
     """
-    where, name = expected.where, "output_top_logprobs"
-    values, ids = _columns(_text(meta, name, where), (tokens.size, expected.num_topk), where, name)
-    return check_topk(_float32(values), ids, tokens, log_probs, expected.vocab_size, where)
-
-
-def _decode_flat_topk(
-    meta: Mapping[str, Any], tokens: np.ndarray, log_probs: np.ndarray, expected: Expected
-) -> tuple[np.ndarray, np.ndarray]:
-    """Decode the top-K like `_decode_topk`, from base64 of [R, K] float32 and of [R, K] int32."""
     where, shape = expected.where, (tokens.size, expected.num_topk)
     values, ids = _text(meta, _FLAT_VALUES, where), _text(meta, _FLAT_IDS, where)
     _require(

@@ -1,6 +1,6 @@
 """Lists SGLang's settings that change which tokens are sampled or what a returned log-prob means.
 
-The tables come from the sources of 0.5.21, 0.5.22 and 0.5.23: server arguments, environment variables and
+The tables come from the sources of 0.5.22 and 0.5.23: server arguments, environment variables and
 sampling parameters. The package sets a setting (`SET`), refuses it (`REFUSED_ARGUMENTS`, `REFUSED_VARIABLES`),
 or sends it in each request (`sampling_parameters`). `check`, the servers that the package starts, and the facts
 that any server reports are compared with the same tables.
@@ -134,11 +134,10 @@ UNUSED_PARAMETERS: Mapping[str, Any] = MappingProxyType(
         "spaces_between_special_tokens": True,
         "stream_interval": None,
         "custom_params": None,
+        "watermark": None,
     }
 )
 """Sampling parameters that each request sends with a value that has no effect."""
-UNUSED_SINCE_0522: Mapping[str, Any] = MappingProxyType({"watermark": None})
-"""Further unused parameters, which 0.5.21 does not know."""
 
 
 def sampling_parameters(

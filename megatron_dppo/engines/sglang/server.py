@@ -24,7 +24,7 @@ from megatron_dppo.architectures.sizes import read_model_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang import quantization
 from megatron_dppo.engines.sglang.client import Patience, SglangClient
-from megatron_dppo.engines.sglang.model import has_own_output, routes_problem, served_model
+from megatron_dppo.engines.sglang.model import has_own_output, served_model
 from megatron_dppo.engines.sglang.options import (
     arguments,
     environment_problems,
@@ -125,8 +125,6 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
         table.setdefault("load_format", "dummy")
         logger.info("the server starts with random weights until a push sends the model's weights")
     is_on_cpu, replay = table.get("device") == "cpu", config.rollout.routing_replay != "off"
-    if replay and (problem := routes_problem(family.architecture, str(version))) is not None:
-        raise ConfigError(problem)
     port = int(table.setdefault("port", free_port()))
     if index and not is_on_cpu:
         table["base_gpu_id"] = int(table.get("base_gpu_id", 0)) + index * int(table.get("tp_size", 1))

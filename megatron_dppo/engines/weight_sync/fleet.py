@@ -35,12 +35,11 @@ class TensorList:
 
 
 class UpdateCalls:
-    """Update calls of SGLang 0.5.21 to 0.5.23.
+    """Update calls of SGLang 0.5.22 and 0.5.23.
 
     Updates by tensor and through a process group need `begin` before them and `end` after them; updates from
     disk do not. The prefix cache of older weights survives an update unless it is flushed. A flush while
-    requests run ends a server of 0.5.21, and fails the call in later versions. So servers are paused first, and
-    only the last part of an update flushes.
+    requests run fails the call. So servers are paused first, and only the last part of an update flushes.
     """
 
     pause = Call("/pause_generation", {"mode": "abort"})
@@ -100,9 +99,7 @@ def _last(version: int | None) -> dict[str, Any]:
     return {"flush_cache": False} if version is None else {"flush_cache": True, "weight_version": str(version)}
 
 
-UPDATE_CALLS: Mapping[str, UpdateCalls] = MappingProxyType(
-    dict.fromkeys(("0.5.21", "0.5.22", "0.5.23"), UpdateCalls())
-)
+UPDATE_CALLS: Mapping[str, UpdateCalls] = MappingProxyType(dict.fromkeys(("0.5.22", "0.5.23"), UpdateCalls()))
 """Update calls by the version that a server reports."""
 
 

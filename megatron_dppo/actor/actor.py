@@ -42,9 +42,9 @@ from megatron_dppo.mcore import cpu, fixes
 from megatron_dppo.mcore.groups import (
     initialize_groups,
     megatron_sizes,
+    reports_its_tokens,
     sequence_parallel_rows,
     speaks_for_its_group,
-    speaks_for_its_tokens,
     sum_over_tokens_and_stages,
 )
 from megatron_dppo.metrics.masked_tokens import TokenLists
@@ -65,7 +65,7 @@ class Actor:
     def __init__(self, config: Config, runtime: Runtime) -> None:
         """Build the model and load its weights."""
         kernels_for(runtime.device.type)  # may compile them: not after minutes of loading
-        runtime.gpu_ledger.takes("trainer")
+        runtime.gpu_ledger.acquire("trainer")
         cpu.install()
         fixes.apply()
         self._config, self._runtime = config, runtime
@@ -225,7 +225,7 @@ class Actor:
                 return self._head.nothing(output), num_tokens, {}
             if not bool(out.loss_sum.isfinite()):
                 faults.append(f"loss: found {float(out.loss_sum)} over {int(num_tokens)} tokens")
-            if speaks_for_its_tokens():
+            if reports_its_tokens():
                 self._observer.observe(
                     metrics, out, microbatch, is_first=is_first, weight_version=weight_version, lists=lists
                 )

@@ -265,7 +265,7 @@ class OutputHead:
                 "logits_dtype": torch.float32 if options.logits_dtype == "float32" else None,
             }
             if self._last.post_process:
-                self._last.output_layer.forward = _hand_over
+                self._last.output_layer.forward = _pass_on
 
     def policy_loss(
         self,
@@ -393,6 +393,6 @@ def output_weight(chunk: Any) -> Float[Tensor, "V H"]:
     return chunk.output_layer.weight
 
 
-def _hand_over(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+def _pass_on(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
     """Pass the output layer's input through."""
     return hidden, None

@@ -30,7 +30,7 @@ class Residence:
         return sum(num_bytes for _, num_bytes, _ in self._away.values())
 
     def leave(self, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> None:
-        """Free the device memory of these tensors until `come_back`.
+        """Free the device memory of these tensors until `reload`.
 
         Args:
             kept: Their contents come back.
@@ -47,7 +47,7 @@ class Residence:
         for storage, _, _ in self._away.values():
             storage.resize_(0)
 
-    def come_back(self) -> None:
+    def reload(self) -> None:
         """Move everything back to the device."""
         for key, (storage, num_bytes, is_kept) in self._away.items():
             storage.resize_(num_bytes)
@@ -135,7 +135,7 @@ class TrainerMemory:
     @contextmanager
     def states_here(self) -> Iterator[None]:
         """Keep the optimizer's states on the device inside the block."""
-        self._states.come_back()
+        self._states.reload()
         try:
             yield
         finally:
@@ -143,7 +143,7 @@ class TrainerMemory:
                 self._states.leave(self._optimizer_states())
 
     def leave(self) -> None:
-        """Free the trainer's device memory until `come_back`, which restores gradients as zeros.
+        """Free the trainer's device memory until `reload`, which restores gradients as zeros.
 
         The cached memory of PyTorch's allocator goes back to the driver, for other processes.
         """
@@ -151,10 +151,10 @@ class TrainerMemory:
         self._all.leave([*self._parameters, *self._optimizer_states()], dropped=gradients)
         self._ledger.leaves("trainer")
 
-    def come_back(self) -> None:
+    def reload(self) -> None:
         """Move the trainer's memory back to the device, unless it is there already."""
-        self._ledger.takes("trainer")
-        self._all.come_back()
+        self._ledger.acquire("trainer")
+        self._all.reload()
 
     @property
     def is_away(self) -> bool:

@@ -90,14 +90,14 @@ def context_parallel_group() -> dist.ProcessGroup | None:
     return group
 
 
-def speaks_for_its_tokens() -> bool:
+def reports_its_tokens() -> bool:
     """Return whether this rank, alone among the ranks that compute the same losses, reports them."""
     return is_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 
 
 def speaks_for_its_group() -> bool:
     """Return whether this rank alone reports on its data-parallel group's whole micro-batches."""
-    return speaks_for_its_tokens() and parallel_state.get_context_parallel_rank() == 0
+    return reports_its_tokens() and parallel_state.get_context_parallel_rank() == 0
 
 
 def data_parallel_place() -> tuple[int, int]:

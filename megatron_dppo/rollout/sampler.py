@@ -176,7 +176,7 @@ class GroupSampler:
 
     def counts(self, *, starts_again: bool) -> Produced:
         """Return the counts and times so far, and start again from zero if asked to."""
-        self._fly(0)
+        self._count_in_flight(0)
         produced = replace(self._produced, elapsed_s=self._changed_at - self._taken_at)
         if starts_again:
             self._produced, self._taken_at = Produced(), self._changed_at
@@ -241,11 +241,11 @@ class GroupSampler:
             before = request.partial
             group.born = self.version if group.born is None else group.born
             self._asked.add(request.id)
-            self._fly(+1)
+            self._count_in_flight(+1)
             try:
                 completion = await session.ask(request, params)
             finally:
-                self._fly(-1)
+                self._count_in_flight(-1)
             num_new = completion.tokens.numel() - num_tokens_before(request)
             group.has_tokens |= num_new > 0
             if num_new:
@@ -265,7 +265,7 @@ class GroupSampler:
                 group.interrupted.add(request.id)
             request, params = rest
 
-    def _fly(self, change: int) -> None:
+    def _count_in_flight(self, change: int) -> None:
         """Count a request that starts (+1) or ends (-1), and the time since the last change."""
         now = time.monotonic()
         passed, self._changed_at = now - self._changed_at, now

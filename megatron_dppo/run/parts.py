@@ -164,4 +164,4 @@ class Turns:
         if self._actor.memory.is_away:
             assert self._sync is not None, "the trainer leaves for an engine"
             self._sync.release_engine()
-            self._actor.memory.come_back()
+            self._actor.memory.reload()

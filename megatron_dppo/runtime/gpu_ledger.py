@@ -88,7 +88,7 @@ class GpuLedger:
         """Whether this holder has its memory now."""
         return holder in self._holders
 
-    def takes(self, holder: Holder) -> None:
+    def acquire(self, holder: Holder) -> None:
         """Record that a holder takes its memory, before it allocates; do nothing if it already has it."""
         if self.holds(holder):
             return

@@ -53,7 +53,7 @@ def join(create_groups: Callable[[Store], T], rank: int, world_size: int, timeou
         groups = meeting.run(create_groups)
         meeting.gather("joined", "")
     except LaunchError as error:
-        meeting.tell(str(error))
+        meeting.report(str(error))
         raise
     except dist.DistError as error:  # the store's host has ended
         raise LaunchError(meeting.not_met(f"their store gone ('{_first_line(error)}')")) from error
@@ -161,14 +161,14 @@ class _Meeting:
             thread.join(0.05)
             self._raise_if_told()
         if errors and not isinstance(errors[0], RuntimeError):
-            self.tell(f"rank {self._rank}: {type(errors[0]).__name__}: {errors[0]}")
+            self.report(f"rank {self._rank}: {type(errors[0]).__name__}: {errors[0]}")
             raise errors[0]
         if not results:
             found = f"'{_first_line(errors[0])}'" if errors else "no end of it"
             raise LaunchError(self._no_groups(found)) from next(iter(errors), None)
         return results[0]
 
-    def tell(self, message: str) -> None:
+    def report(self, message: str) -> None:
         """Tell an error to the ranks that still wait; the first one counts."""
         try:
             if self._store.add("failures", 1) == 1:

@@ -47,7 +47,7 @@ def train(runtime: Runtime, model: str, changes: dict[str, Any], is_away: bool) 
             sent = {name: t.clone() for name, t in actor.weights()}
             assert sent.keys() == before.keys()
             assert all(torch.equal(tensor, before[name]) for name, tensor in sent.items())
-            actor.memory.come_back()
+            actor.memory.reload()
     with actor.memory.states_here():
         states = [
             value.clone()

@@ -36,15 +36,15 @@ def train_in_turns(runtime: Runtime, tables: dict[str, Any], stop_in_rollout: in
 
     events: list[str] = []
     runtime.gpu_ledger.entries = Events(events)
-    tell: Any = Fleet.telling
+    plain: Any = Fleet.calling
 
-    def telling(fleet: Fleet, call_of: Callable[[Any], Any], only: Any = None) -> Any:
-        if told := [member for member in fleet.members if only is None or member in only]:
-            call = call_of(told[0])
+    def calling(fleet: Fleet, call_of: Callable[[Any], Any], only: Any = None) -> Any:
+        if called := [member for member in fleet.members if only is None or member in only]:
+            call = call_of(called[0])
             events.append(" ".join([call.path, *call.body.get("tags", [])]))
-        return tell(fleet, call_of, only)
+        return plain(fleet, call_of, only)
 
-    Fleet.telling = telling  # type: ignore[method-assign]
+    Fleet.calling = calling  # type: ignore[method-assign]
     follow(Checkpoints, "save", "save", events)
     follow(Probe, "expect", "expect", events)
     config = Config.model_validate(tables)

@@ -29,22 +29,22 @@ def ledger(*, takes_turns: bool) -> tuple[GpuLedger, list[str]]:
 def test_what_must_not_be_there_together_is_refused(before: list[Holder], holder: Holder) -> None:
     made, _ = ledger(takes_turns=True)
     for each in before:
-        made.takes(each)
+        made.acquire(each)
     with pytest.raises(AssertionError):
-        made.takes(holder)
+        made.acquire(holder)
 
 
 def test_an_engine_with_a_gpu_of_its_own_is_only_written_down() -> None:
     made, asked = ledger(takes_turns=False)
     for holder in ("trainer", "engine weights", "engine cache"):
-        made.takes(holder)
+        made.acquire(holder)
     assert [entry.holder for entry in made.entries] == ["trainer", "engine weights", "engine cache"]
     assert asked == []
 
 
 def test_who_leaves_gives_the_memory_to_others_once() -> None:
     made, asked = ledger(takes_turns=True)
-    made.takes("trainer")
+    made.acquire("trainer")
     made.leaves("trainer")
     made.leaves("trainer")
     assert asked == ["give back"]
@@ -60,11 +60,11 @@ def test_what_both_keep_is_measured_between_their_turns_and_more_than_planned_is
     made.begin(takes_turns=True)
     found: list[int | None] = [made.outside_bytes]
     for _ in range(2):
-        made.takes("trainer")
+        made.acquire("trainer")
         made.leaves("trainer")
         found.append(made.outside_bytes)
-        made.takes("engine weights")
-        made.takes("engine cache")
+        made.acquire("engine weights")
+        made.acquire("engine cache")
         made.leaves("engine cache")
         made.leaves("engine weights")
         found.append(made.outside_bytes)
@@ -73,7 +73,7 @@ def test_what_both_keep_is_measured_between_their_turns_and_more_than_planned_is
     (said,) = caplog.messages
     assert "found 7.0 GiB" in said and "sglang.cuda_graph_max_bs_decode" in said and "--measured" in said
     made.begin(takes_turns=False)
-    made.takes("trainer")
+    made.acquire("trainer")
     made.leaves("trainer")
     assert made.outside_bytes is None
 
@@ -102,7 +102,7 @@ def test_memory_leaves_in_pieces_and_is_read_while_it_is_away(monkeypatch: pytes
         assert all(
             torch.equal(residence.read(part), values) for part, values in zip(parts, before, strict=True)
         )
-        residence.come_back()
+        residence.reload()
         assert all(torch.equal(part, values) for part, values in zip(parts, before, strict=True))
         assert not dropped.any()
         dropped += 1

@@ -132,7 +132,7 @@ class ServerSession(Session):
         try:
             return await asked.completion
         except asyncio.CancelledError:
-            self._withdraw(asked)
+            self._abort(asked)
             raise
         finally:
             self._ids.discard(request.id)
@@ -157,7 +157,7 @@ class ServerSession(Session):
         while self._waiting:
             asked = self._waiting[0]
             if asked.refusal is not None and asked.refused_by.issuperset(self._load_balancer.serving):
-                self._settle(self._waiting.popleft(), asked.refusal)
+                self._finish(self._waiting.popleft(), asked.refusal)
                 continue
             url = self._load_balancer.take(group_of(asked.request.id), asked.refused_by)
             if url is None:
@@ -166,7 +166,7 @@ class ServerSession(Session):
             sent = InFlight(asked, url)
             task = asyncio.create_task(self._call(sent))
             self._in_flight[task] = sent
-            task.add_done_callback(self._land)
+            task.add_done_callback(self._on_end)
 
     async def _call(self, sent: InFlight) -> Completion:
         """Send a request to its server, and check the response."""
@@ -197,22 +197,22 @@ class ServerSession(Session):
                 return True
             return not await self._links[url].client.is_healthy()
 
-    def _land(self, task: _Task) -> None:
+    def _on_end(self, task: _Task) -> None:
         """Handle a finished task: complete its request, or move it if the server failed; then send others."""
         sent = self._in_flight.pop(task, None)
         if sent is None:
-            return  # cancelled by `_recall`
+            return  # cancelled by `_cancel_where`
         self._load_balancer.give_back(sent.url)
         if task.cancelled():  # by the event loop, which is closing
             sent.asked.completion.cancel()
         elif (error := task.exception()) is None:
             self._load_balancer.accept(sent.url)
-            self._settle(sent.asked, task.result())
+            self._finish(sent.asked, task.result())
             self._drain_at_fault("the last ones are logged above")
         elif isinstance(error, AtFaultError):
             (fault,) = error.args
-            self._drain(sent.url, fault)
-            self._move(sent.asked, fault)
+            self._remove(sent.url, fault)
+            self._resend(sent.asked, fault)
         elif isinstance(error, ReplyError | ServerError):
             self._refuse(sent, error)
         else:
@@ -235,7 +235,7 @@ class ServerSession(Session):
             asked.refused_by.issuperset(self._load_balancer.serving) or asked.num_moves == _MAX_SERVERS - 1
         )
         if self._is_held or is_slow or is_last:
-            self._settle(asked, asked.refusal)
+            self._finish(asked, asked.refusal)
         else:
             logger.warning("request %s moves to another server: %s", asked.request.id, error)
             self._requeue(asked)
@@ -244,9 +244,9 @@ class ServerSession(Session):
     def _drain_at_fault(self, last: str) -> None:
         for url in self._load_balancer.at_fault:
             found = f"found {self.refusals[url]} responses that are refused while another server's are not"
-            self._drain(url, ServerError(f"{url}: {found}; expected sound ones. The last: {last}"))
+            self._remove(url, ServerError(f"{url}: {found}; expected sound ones. The last: {last}"))
 
-    def _settle(self, asked: Asked, content: Completion | RolloutError) -> None:
+    def _finish(self, asked: Asked, content: Completion | RolloutError) -> None:
         """Count a result and complete the request; an error becomes an aborted completion."""
         request = asked.request
         self._counts += count_result(request, content)
@@ -258,7 +258,7 @@ class ServerSession(Session):
             logger.warning("request %s has no routes: %s", request.id, content.routes_fault)
         asked.complete(content)
 
-    def _drain(self, url: str, fault: ServerError) -> None:
+    def _remove(self, url: str, fault: ServerError) -> None:
         """Stop sending requests to a server, and move its requests in flight. Received responses are kept.
 
         A held session drains no server, since its other requests would lose the tokens that they have so far.
@@ -269,21 +269,21 @@ class ServerSession(Session):
         logger.warning("server %s is drained: %s", url, fault)
         if not self._load_balancer.serving:
             self._fault = fault
-        lost = self._recall(lambda sent: sent.url == url)
+        lost = self._cancel_where(lambda sent: sent.url == url)
         if self._fault is not None:
             lost += self._waiting
             self._waiting.clear()
         for asked in reversed(lost):
-            self._move(asked, fault)
+            self._resend(asked, fault)
 
-    def _move(self, asked: Asked, fault: ServerError) -> None:
+    def _resend(self, asked: Asked, fault: ServerError) -> None:
         """Put a request at the head of the queue, or fail it if too many servers failed at it."""
         if self._is_held:
             asked.complete(give_up(asked.request))
         elif self._fault is not None:
             asked.fail(ServerError(str(self._fault)))
         elif asked.num_moves == _MAX_SERVERS - 1:
-            self._settle(asked, fault)
+            self._finish(asked, fault)
         else:
             self._requeue(asked)
 
@@ -292,7 +292,7 @@ class ServerSession(Session):
         self._counts += EngineCounts(num_requeued=1)
         self._waiting.appendleft(asked)
 
-    def _recall(self, is_meant: Callable[[InFlight], bool]) -> list[Asked]:
+    def _cancel_where(self, is_meant: Callable[[InFlight], bool]) -> list[Asked]:
         """Cancel the matching requests that have no response yet, and return them in the order of sending."""
         found = {task: sent for task, sent in self._in_flight.items() if is_meant(sent) and not task.done()}
         for task, sent in found.items():
@@ -303,11 +303,11 @@ class ServerSession(Session):
             task.cancel()
         return [sent.asked for sent in found.values()]
 
-    def _withdraw(self, asked: Asked) -> None:
+    def _abort(self, asked: Asked) -> None:
         """Drop a request that no caller waits for any more."""
         if asked in self._waiting:
             self._waiting.remove(asked)
-        self._recall(lambda sent: sent.asked is asked)
+        self._cancel_where(lambda sent: sent.asked is asked)
         self._send()
 
     def _stop_sending(self) -> None:
@@ -319,7 +319,7 @@ class ServerSession(Session):
 
     async def _cancel(self, is_meant: Callable[[InFlight], bool]) -> int:
         """Cancel matching requests, complete them with their earlier tokens, and return their number."""
-        lost = self._recall(is_meant)
+        lost = self._cancel_where(is_meant)
         for asked in lost:
             asked.complete(give_up(asked.request))
         await asyncio.gather(*self._recalled, return_exceptions=True)
@@ -374,7 +374,7 @@ class ServerSession(Session):
                 logger.warning("server %s does not report its load: %s", url, error)
             except ServerError as error:
                 if len(self._load_balancer.serving) > 1:  # the last server is drained only when a request fails
-                    self._drain(url, error)
+                    self._remove(url, error)
                     self._send()
 
         async def keep_asking(url: str, link: Link) -> None:  # no server waits for another one's reply

@@ -159,13 +159,13 @@ class Fleet:
         A member that fails the call leaves the fleet, unless the call `may_be_refused`.
         """
         before = dict(self.failures)
-        with self.telling(call_of, only):
+        with self.calling(call_of, only):
             pass
         if may_be_refused:
             self.failures = before
 
     @contextmanager
-    def telling(
+    def calling(
         self, call_of: Callable[[Member], Call], only: Collection[Member] | None = None
     ) -> Iterator[threading.Event]:
         """Make calls like `tell`, and run the body while the servers work on them.

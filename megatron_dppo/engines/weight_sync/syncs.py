@@ -114,7 +114,7 @@ class SglangSync:
     def _update(self, fleet: Fleet, version: int) -> None:
         """Update all members of a fleet; a server that fails leaves it, paused and with an open update."""
         started, ledger = time.perf_counter(), self._runtime.gpu_ledger
-        ledger.takes("engine weights")
+        ledger.acquire("engine weights")
         if self._runtime.is_main:
             fleet.tell(lambda member: member.calls.pause)
             self._servers.resume(fleet, "weights")
@@ -123,7 +123,7 @@ class SglangSync:
                 fleet.tell(lambda member: member.calls.begin)
         fleet.agree(self._runtime.all_gather(fleet.failures))
         self._transport.send(fleet, version)
-        ledger.takes("engine cache")
+        ledger.acquire("engine cache")
         if self._runtime.is_main:
             if self._transport.needs_begin:
                 fleet.tell(lambda member: member.calls.end)
@@ -151,7 +151,7 @@ class InProcessSync:
 
     def push(self, version: int) -> dict[str, float]:
         """Send all weights; see `WeightSync.push`. Every rank's engine must hold the same bits."""
-        self._runtime.gpu_ledger.takes("engine weights")
+        self._runtime.gpu_ledger.acquire("engine weights")
         sent, stream = WeightChecksum(), self._weights()
 
         def checked() -> Iterator[tuple[str, Tensor]]:
@@ -174,7 +174,7 @@ class InProcessSync:
                 "Expected equal weights. The data-parallel copies of the model have drifted apart: report it."
             )
         self.received = received
-        self._runtime.gpu_ledger.takes("engine cache")  # allocated when it samples
+        self._runtime.gpu_ledger.acquire("engine cache")  # allocated when it samples
         changed = getattr(self._engine, "changed_fraction", None)
         return {} if changed is None else {"sync/changed_weights_fraction": changed}
 

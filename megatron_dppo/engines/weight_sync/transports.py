@@ -106,7 +106,7 @@ class DistributedTransport:
         """Broadcast one bucket to all members; if one member fails, the group is lost for all."""
         tensors = TensorList(bucket.names, bucket.shapes, bucket.dtype)
         before = len(fleet.members)
-        with fleet.telling(lambda member: member.calls.from_group(group.name, tensors, version)):
+        with fleet.calling(lambda member: member.calls.from_group(group.name, tensors, version)):
             try:
                 dist.broadcast(bucket.flat.view(torch.uint8), group=group.handle, group_src=0)
             except RuntimeError as error:  # gloo raises nothing narrower
@@ -131,7 +131,7 @@ class DistributedTransport:
         timeout = timedelta(seconds=self._timeout_s)
         backend = "nccl" if self._runtime.device.type == "cuda" else "gloo"
         store = _GroupStore(host, timeout)
-        with fleet.telling(
+        with fleet.calling(
             lambda member: member.calls.join(
                 name, host, store.port, backend, first_rank=first_rank[member.url], num_ranks=num_ranks
             )

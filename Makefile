@@ -61,41 +61,48 @@ define lane
   run quickstart sh -c "$(1) examples/quickstart/run.py --short $(if $(RECORD),&& $(call ran,$(1),quickstart))")
 endef
 
-.PHONY: smollm2 smollm2-servers quick coverage-map mutants docs test-newest versions study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-recipes test-py312 python312 test-sglang test-sglang-slow sglang-venv test-agents test-agents-npm test-agents-verifiers test-slurm test-nodes slurm faults lint bench bench-loss bench-save bench-trl gpu chromium
+.PHONY: release smollm2 smollm2-servers quick coverage-map mutants docs test-newest versions study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-recipes test-py312 python312 test-sglang test-sglang-slow sglang-venv test-agents test-agents-npm test-agents-verifiers test-slurm test-nodes slurm faults lint bench bench-loss bench-save bench-trl gpu chromium
 
 help:
 	@echo "make quickstart  the whole loop on this machine's CPU, ending in runs/quickstart/report.html"
-	@echo "make smollm2     a real language model of 135 million parameters learns word problems; SHORT=1, ENGINE=sglang"
-	@echo "make study-short a miniature of the miniature study: several seeds of two algorithms, and their report"
 	@echo "make quick       lint, and the tests that run what changed since the branch left main, in 60 to 90 seconds"
 	@echo "make test        lint, then unit, distributed and fault tests, in about half an hour"
+	@echo "make docs        a site of all pages, with search: build/site/docs/index.html (own environment)"
+	@echo; echo "More tests"
+	@echo "make lint        ruff, pyright, import-linter, shellcheck, hadolint, size limits"
 	@echo "make test-recipes  every algorithm of every experiment in examples/, trained for real on a tiny model"
 	@echo "make test-slow   what takes longer: layouts of eight processes, all checkpoints between layouts, adapters, each failing call"
 	@echo "make layouts     compare every layout with one process; writes the table in megatron_dppo/actor/LAYOUTS.md"
-	@echo "make coverage-map  which tests run which functions, for make quick, in about an hour; TESTS=tests/unit/test_x.py a part"
-	@echo "make mutants     plants faults and reports which ones tests notice; MUTANTS='--minutes 30 --only rollout'"
-	@echo "make test-py312  make test and the short quickstart on Python 3.12 with megatron-core $(MEGATRON312) (own environment)"
-	@echo "make test-newest make test and the short quickstart with torch $(TORCH_NEWEST) and transformers $(TRANSFORMERS_NEWEST) (own environment)"
 	@echo "make faults      kill, tear, fill, hang and poison a run at every moment; writes tests/faults/README.md"
 	@echo "make test-sglang tests/sglang: a real SGLang $(SGLANG) server on this machine's CPU (own environment); SGLANG=0.5.22 another"
 	@echo "make test-sglang-slow  a server of every model family, of which make test-sglang takes two"
-	@echo "make sglang-venv only SGLang's environment, $(SGLANG_VENV); SGLANG_FOR=gpu or cpu, else by nvidia-smi"
+	@echo "make test-slurm  tests/slurm: jobs of a real SLURM on this machine; as root it installs Debian's packages"
+	@echo "make test-nodes  tests/nodes: several machines on one by namespaces, and faults of nodes and links; as root"
 	@echo "make test-agents tests/agents: agents that others wrote call this package's endpoint (own environment)"
 	@echo "make test-agents-npm  the same with Claude Code, Codex, opencode and qwen-code (needs npm; 1.2 GB)"
 	@echo "make test-agents-verifiers  the same with an environment of the library verifiers (own environment)"
-	@echo "make test-slurm  tests/slurm: jobs of a real SLURM on this machine; as root it installs Debian's packages"
-	@echo "make test-nodes  tests/nodes: several machines on one by namespaces, and faults of nodes and links; as root"
-	@echo "make versions    the tables of versions in the guide to installing, of what the targets above recorded with RECORD=1"
-	@echo "make docs        a site of all pages, with search: build/site/docs/index.html (own environment)"
-	@echo "make lint        ruff, pyright, import-linter, shellcheck, hadolint, size limits"
+	@echo "make test-py312  make test and the short quickstart on Python 3.12 with megatron-core $(MEGATRON312) (own environment)"
+	@echo "make test-newest make test and the short quickstart with torch $(TORCH_NEWEST) and transformers $(TRANSFORMERS_NEWEST) (own environment)"
+	@echo "make coverage-map  which tests run which functions, for make quick, in about an hour; TESTS=tests/unit/test_x.py a part"
+	@echo "make mutants     plants faults and reports which ones tests notice; MUTANTS='--minutes 30 --only rollout'"
+	@echo; echo "Examples"
+	@echo "make smollm2     a real language model of 135 million parameters learns word problems; SHORT=1, ENGINE=sglang"
+	@echo "make study-short a miniature of the miniature study: several seeds of two algorithms, and their report"
+	@echo; echo "Environments"
+	@echo "make venv        only the environment, .venv; PYTHON=python3.11 picks the interpreter"
+	@echo "make sglang-venv only SGLang's environment, $(SGLANG_VENV); SGLANG_FOR=gpu or cpu, else by nvidia-smi"
+	@echo; echo "On a GPU"
+	@echo "make gpu         all that needs a GPU, on one: each step with a time limit, and a table; GPU_FLAGS=--rehearse tries it"
+	@echo "make gpu-sglang  the same with an SGLang server on the trainer's GPU; installs SGLang for GPUs"
+	@echo; echo "Benchmarks"
 	@echo "make bench       tokens/s of rollout and training, where the time goes, and training speed by layout"
 	@echo "make bench-loss  our fused losses against other libraries' and the machine's floors; a small shape without a GPU"
 	@echo "make bench-sglang  weights pushed to a real SGLang server, and responses read from it, compared with copies and plain HTTP"
 	@echo "make bench-save  the pause that an asynchronous save costs, against a synchronous one"
 	@echo "make bench-trl   the same task with TRL's GRPOTrainer, interleaved (own environment)"
-	@echo "make gpu         all that needs a GPU, on one: each step with a time limit, and a table; GPU_FLAGS=--rehearse tries it"
-	@echo "make gpu-sglang  the same with an SGLang server on the trainer's GPU; installs SGLang for GPUs"
-	@echo "make venv        only the environment, .venv; PYTHON=python3.11 picks the interpreter"
+	@echo; echo "Releases"
+	@echo "make versions    the tables of versions in the guide to installing, of what the targets above recorded with RECORD=1"
+	@echo "make release     checks the version, CHANGELOG.md and the tags, and builds the wheel"
 
 venv: $(VENV)/.stamp
 
@@ -254,6 +261,9 @@ layouts: venv
 	$(RUN) -m pytest tests/distributed/test_layouts.py -k equals_one --write-layouts
 
 # What users' versions are known to do: the tables in examples/guides/installing.md, of what RECORD=1 kept.
+release: venv
+	$(RUN) -m tools.release
+
 versions: venv
 	$(RUN) -m tools.versions
 

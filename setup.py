@@ -73,9 +73,15 @@ class WheelWithKernels(bdist_wheel):
         return (python, abi, platform) if self.root_is_pure else (self.python_tag, "none", platform)
 
 
+def _version() -> str:
+    """The version of the package, without importing it."""
+    text = (Path(__file__).parent / "megatron_dppo" / "__init__.py").read_text()
+    return text.partition('__version__ = "')[2].partition('"')[0]
+
+
 setup(
     name="megatron_dppo",
-    version="0.1.0",
+    version=_version(),
     description="Reinforcement-learning post-training of MoE language models with Divergence PPO",
     license="Apache-2.0",
     license_files=["LICENSE"],

@@ -7,7 +7,7 @@ Rules that need several fields or the disk are in `megatron_dppo.checks`.
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, create_model
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, create_model
 
 from megatron_dppo.algorithms.loss_terms import RefKl
 from megatron_dppo.algorithms.objective import Anchor
@@ -31,6 +31,7 @@ from megatron_dppo.config.markers import (
     Section,
 )
 from megatron_dppo.config.sections import (
+    CheckpointConfig,
     DataConfig,
     EvaluationConfig,
     OptimizerConfig,
@@ -54,7 +55,6 @@ _BUSY = "0: this engine samples in the trainer's processes, and they cannot trai
 _TURNS = "0: trainer and servers take turns on the same GPUs"
 _INTERRUPTED = "0: a push interrupts responses, and such a function cannot resume them"
 _COLOCATED = "false: with SGLang, rollout.sglang.colocated decides whether trainer and servers take turns"
-_NO_WAY_BACK = "1 or more, between which a run may roll back"
 _DECIDES = "one of them: the function itself decides on observations and on the end of responses"
 _EPISODES = "one of them: the agent itself decides what follows a response, and ends its episodes"
 _OF_TRANSFORMERS, _OF_SGLANG = Needs("rollout.engine", on="transformers"), Needs("rollout.engine", on="sglang")
@@ -349,36 +349,6 @@ class AlgorithmConfig(_overrides()):
     def steps_per_rollout(self) -> int:
         """Gradient steps on each rollout."""
         return self.minibatches_per_rollout * self.epochs_per_rollout
-
-
-class CheckpointConfig(Section):
-    """[checkpoint]: saving and resuming."""
-
-    every: Annotated[
-        NonNegativeInt,
-        Clash("tracking.alarms", _NO_WAY_BACK, value="roll_back", when=0),
-    ] = 50
-    """Rollouts between checkpoints. 0 saves only at the end."""
-    every_steps: NonNegativeInt = 0
-    """Gradient steps between additional checkpoints, which may fall within a rollout; 0 is off."""
-    resume: bool = True
-    """Resume from the run folder's latest checkpoint, if there is one."""
-    asynchronous: bool = True
-    """Write in the background, from a copy in host memory. false waits until the checkpoint is on disk."""
-    keep_last: NonNegativeInt = 3
-    """Newest checkpoints to keep; 0 keeps all. `keep_every` and `keep_best` keep more."""
-    keep_every: NonNegativeInt = 0
-    """Keep one checkpoint between rollouts at every multiple of this many finished rollouts; 0 is off."""
-    keep_best: NonNegativeInt = 0
-    """Number of checkpoints with the best `best_metric` to keep."""
-    best_metric: Annotated[str, Needs("checkpoint.keep_best")] = "reward/mean"
-    """Metric for `keep_best`, from the last finished rollout or the evaluation after it."""
-    best_is: Annotated[Literal["highest", "lowest"], Needs("checkpoint.keep_best")] = "highest"
-    """Best value of `best_metric`."""
-    reserve_gib: NonNegativeFloat = 1.0
-    """Disk space in GiB that a save must leave free."""
-    max_failed_saves: PositiveInt = 3
-    """Consecutive failed saves after which the run stops. A failure of the final save always ends the run."""
 
 
 class Config(Section):

@@ -1,4 +1,4 @@
-"""The sections [data], [optimizer], [evaluation] and [tracking]."""
+"""The sections [data], [optimizer], [checkpoint], [evaluation] and [tracking]."""
 
 import math
 import os
@@ -34,6 +34,7 @@ from megatron_dppo.config.markers import (
     Section,
 )
 
+_NO_WAY_BACK = "1 or more, between which a run may roll back"
 _VARIABLES = Effect("Further variables of workers; scores do not depend on them.")
 _SHARDING = Effect("Memory placement; a checkpoint that stores states the other way is refused.")
 
@@ -201,6 +202,36 @@ class OptimizerConfig(Section):
     """Keep moments and float32 master weights in host memory between updates. Exact, but slower."""
     max_skipped_steps: Annotated[PositiveInt, LIMIT] = 3
     """Consecutive steps with a loss or gradient that is not finite, after which the run stops."""
+
+
+class CheckpointConfig(Section):
+    """[checkpoint]: saving and resuming."""
+
+    every: Annotated[
+        NonNegativeInt,
+        Clash("tracking.alarms", _NO_WAY_BACK, value="roll_back", when=0),
+    ] = 50
+    """Rollouts between checkpoints. 0 saves only at the end."""
+    every_steps: NonNegativeInt = 0
+    """Gradient steps between additional checkpoints, which may fall within a rollout; 0 is off."""
+    resume: bool = True
+    """Resume from the run folder's latest checkpoint, if there is one."""
+    asynchronous: bool = True
+    """Write in the background, from a copy in host memory. false waits until the checkpoint is on disk."""
+    keep_last: NonNegativeInt = 3
+    """Newest checkpoints to keep; 0 keeps all. `keep_every` and `keep_best` keep more."""
+    keep_every: NonNegativeInt = 0
+    """Keep one checkpoint between rollouts at every multiple of this many finished rollouts; 0 is off."""
+    keep_best: NonNegativeInt = 0
+    """Number of checkpoints with the best `best_metric` to keep."""
+    best_metric: Annotated[str, Needs("checkpoint.keep_best")] = "reward/mean"
+    """Metric for `keep_best`, from the last finished rollout or the evaluation after it."""
+    best_is: Annotated[Literal["highest", "lowest"], Needs("checkpoint.keep_best")] = "highest"
+    """Best value of `best_metric`."""
+    reserve_gib: NonNegativeFloat = 1.0
+    """Disk space in GiB that a save must leave free."""
+    max_failed_saves: PositiveInt = 3
+    """Consecutive failed saves after which the run stops. A failure of the final save always ends the run."""
 
 
 class EvaluationSetConfig(Section):

@@ -4,6 +4,7 @@ A parser that skips or guesses would accept wrong answers. A list without bracke
 What is around a value (words, a unit, a per cent sign) is kept in a `Quantity`.
 """
 
+import itertools
 import re
 from fractions import Fraction
 
@@ -25,17 +26,18 @@ from megatron_dppo.rewards.math.text import (
     is_group,
     is_relation,
     negative,
-    with_both_signs,
+    spellings,
     words_of,
 )
 
-_CURRENCIES = {r"\$": "dollar", "$": "dollar", "€": "euro", r"\euro": "euro", "¥": "yen", "₹": "rupee"}
-_CURRENCIES.update({"£": "sterling", r"\pounds": "sterling"})
+_CURRENCIES = spellings(r"dollar \$ $; euro € \euro; yen ¥; rupee ₹; sterling £ \pounds")
 _MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 1000, "lakh": 10**5, "million": 10**6, "crore": 10**7}
 _MULTIPLIERS.update({"billion": 10**9, "trillion": 10**12})
+_MAX_SIGNS = 4  # plus-minus signs of one item
 _LEAD = words_of("""
     the a an final correct answer answers is are so therefore thus hence we get have there it equals equal
     to value values result solution solutions total number of way ways""")
+_SIGNS = frozenset({"+", "-", r"\pm", r"\mp"})
 _TIMES, _DIVIDE = frozenset({r"\cdot", r"\times", "*"}), frozenset({"/", r"\div"})
 _FACTORS = words_of("frac sqrt binom lfloor lceil begin mathbb emptyset").union(
     FUNCTIONS, OF_MANY, LETTERS, ACCENTS
@@ -59,21 +61,42 @@ class _Parser(Tokens):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._bars = 0  # open `|`
+        self._signs = dict[int, str]()  # places of `\pm` and `\mp` in the current item
         self._is_angle = False
         self._mark = ""  # of the current side: degrees or a base
 
-    def items(self) -> Node:
-        """Parse items between commas, semicolons or "or". A single item is not a list."""
-        separators = set[str]()
-        items = with_both_signs(self._relation())
-        while self.next in (",", ";", r"\lor"):
-            separators.add(self.take())
-            while self.has(","):  # 1, 2, and 3
+    def items(self, *, has_choices: bool = True) -> Node:
+        r"""Parse items between commas, semicolons or "or", for both signs `\pm`. One item is not a list."""
+        separators, items = set[str](), list[Node]()
+        while not items or self.next in (",", ";", r"\lor"):
+            if items:
+                separators.add(self.take())
+            while items and self.has(","):  # 1, 2, and 3
                 pass
-            items += with_both_signs(self._relation())
+            items += self._for_both_signs() if has_choices else [self._relation()]
         if len(items) == 1:
             return items[0]
         return Tree("or" if separators == {r"\lor"} else "list", tuple(items))
+
+    def _for_both_signs(self) -> list[Node]:
+        r"""Parse an item once for each choice of its signs `\pm`. With `\mp`, all its signs are one choice."""
+        start, before = self.place, self._signs
+        self._signs = signs = dict[int, str]()
+        found = [self._relation()]
+        if len(signs) > _MAX_SIGNS:
+            raise NotUnderstoodError
+        if signs:
+            count = 1 if r"\mp" in signs.values() else len(signs)
+            found.clear()
+            for choice in itertools.product("+-", repeat=count):
+                for (place, sign), plus in zip(signs.items(), choice * (len(signs) // count), strict=True):
+                    self.tokens[place] = plus if sign == r"\pm" else "-" if plus == "+" else "+"
+                self.place = start
+                found.append(self._relation())
+            for place, sign in signs.items():
+                self.tokens[place] = sign
+        self._signs = before
+        return found
 
     def _relation(self) -> Node:
         sides, relations = [self._side()], list[str]()
@@ -96,12 +119,10 @@ class _Parser(Tokens):
         mark = _CURRENCIES[self.take()] if self.next in _CURRENCIES else ""
         node = self._sum()
         while self.next in (r"\cup", r"\cap", r"\setminus"):
-            node = Tree(self.take()[1:], (node, self._sum()))
-        marks = [
-            each
-            for each in (mark, self._mark, _CURRENCIES.get(self.next, ""), "%" * (self.next == r"\%"))
-            if each
-        ]
+            kind = self.take()[1:]
+            parts = node.parts if node.kind == kind != "setminus" else (node,)
+            node = Tree(kind, (*parts, self._sum()))
+        marks = {mark, self._mark, _CURRENCIES.get(self.next, ""), "%" * (self.next == r"\%")} - {""}
         self.place += self.next in (r"\%", *_CURRENCIES)
         self._mark = before
         if len(marks) > 1:
@@ -120,18 +141,20 @@ class _Parser(Tokens):
 
     def _sum(self) -> Node:
         terms = [self._signed_term()]
-        while self.next in ("+", "-", r"\pm", r"\mp"):
+        while self.next in _SIGNS:
             terms.append(self._signed_term())
         return terms[0] if len(terms) == 1 else Tree("+", tuple(terms))
 
     def _signed_term(self) -> Node:
-        if self.next in ("+", "-", r"\pm", r"\mp"):
-            sign = self.take()
-            if self.next in ("+", r"\pm", r"\mp"):
-                raise NotUnderstoodError
-            term = self._signed_term()
-            return term if sign == "+" else negative(term) if sign == "-" else Tree(sign, (term,))
-        return self._product()
+        if self.next not in _SIGNS:
+            return self._product()
+        if self.next in (r"\pm", r"\mp"):
+            self._signs[self.place] = self.next
+        sign = self.take()
+        if self.next in _SIGNS - {"-"}:
+            raise NotUnderstoodError
+        term = self._signed_term()
+        return negative(term) if sign == "-" else term
 
     def _product(self) -> Node:
         node = self._implicit_product()
@@ -151,11 +174,14 @@ class _Parser(Tokens):
         while self.has(":"):
             texts.append(self.next)
             parts.append(self._power())
-        if not all(isinstance(part, Number) for part in parts):
+        values = [part.value for part in parts if isinstance(part, Number)]
+        if len(values) < len(parts) or not sum(values):
             raise NotUnderstoodError
-        if len(parts) == 2 and re.fullmatch(r"0?([0-9]|1[0-9]|2[0-4]):[0-5][0-9]", ":".join(texts)):
+        if re.fullmatch(r"0?([0-9]|1[0-9]|2[0-4]):[0-5][0-9]", ":".join(texts)):
             return Tree("clock", tuple(parts))
-        return Tree("ratio", tuple(parts))
+        if len(parts) == 2:
+            return Tree("/", tuple(parts))
+        return Tree("ratio", tuple(Number(value / sum(values)) for value in values))
 
     def _implicit_product(self, *, in_function: bool = False) -> Node:
         first = self.next
@@ -177,7 +203,7 @@ class _Parser(Tokens):
     def _mixed(self, whole: Number) -> Node:
         """Parse an integer before a fraction. It is a mixed number if the fraction is proper, with integers."""
         fraction = self._power()
-        above, below = fraction.parts if isinstance(fraction, Tree) and fraction.kind == "/" else (None, None)
+        above, below = fraction.parts if fraction.kind == "/" else (None, None)
         if not (isinstance(above, Number) and isinstance(below, Number)):
             return Tree("*", (whole, fraction))
         if whole.places is not None or not 0 < above.value < below.value:
@@ -282,20 +308,20 @@ class _Parser(Tokens):
         elif not (is_function and self.has("(")):
             return Name(name)
         argument = self._bracket("(")
-        parts = argument.parts if isinstance(argument, Tree) and argument.kind == "()" else (argument,)
-        if token == "f" or not all(isinstance(part, Tree) and part.kind == "+" for part in parts):
+        parts = argument.parts if argument.kind == "()" else (argument,)
+        if token == "f" or not all(part.kind == "+" for part in parts):
             return Tree(f"call {name}", parts)
         self.place = place  # `h(h+1)` is a product
         return Name(name)
 
     def _bracket(self, opener: str) -> Node:
         bars, self._bars = self._bars, 0
-        node = self.items()
+        node = self.items(has_choices=False)
         self._bars = bars
         closer = self.take()
         if closer not in (")", "]"):
             raise NotUnderstoodError
-        if isinstance(node, Tree) and node.kind == "list":
+        if node.kind == "list":
             return Tree(opener + closer, node.parts)
         if opener + closer not in ("()", "[]") or isinstance(node, Quantity) or is_relation(node):
             raise NotUnderstoodError
@@ -309,7 +335,7 @@ class _Parser(Tokens):
         if name in OF_MANY:
             self.take("(")
             node = self._bracket("(")
-            if not (isinstance(node, Tree) and node.kind == "()"):
+            if not (node.kind == "()"):
                 raise NotUnderstoodError
             return Tree(name, node.parts)
         if name in ("frac", "binom"):
@@ -332,7 +358,7 @@ class _Parser(Tokens):
                 return EMPTY
             node = self.items()
             self.take(r"\}")
-            return Tree("set", node.parts if isinstance(node, Tree) and node.kind == "list" else (node,))
+            return Tree("set", node.parts if node.kind == "list" else (node,))
         if name == "emptyset":
             return EMPTY
         if name == "mathbb":

@@ -3,15 +3,11 @@ r"""One spelling for each notation of an answer, its tokens, and the tree that t
 A token is a command, a number, letters, a sign, or a word: `tokens(r"5\text{ cm}")` is `["5", '"cm']`.
 """
 
-import itertools
 import re
-import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Union
-
-Node = Union["Number", "Name", "Tree", "Quantity"]
+from unicodedata import normalize
 
 
 def words_of(text: str) -> frozenset[str]:
@@ -19,12 +15,25 @@ def words_of(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+def spellings(text: str) -> dict[str, str]:
+    """Return the first word of its group for each word. A semicolon or a line break ends a group."""
+    groups = [group.split() for group in re.split("[;\n]", text)]
+    return {word: group[0] for group in groups for word in group}
+
+
 class NotUnderstoodError(Exception):
     """A text is not an expression, list, set, interval, relation or matrix, or it is ambiguous."""
 
 
+class Node:
+    """An answer or a part of it. Only a `Tree` has a kind and parts."""
+
+    kind: str = ""
+    parts: tuple["Node", ...] = ()
+
+
 @dataclass(frozen=True)
-class Number:
+class Number(Node):
     """A number, with its count of decimal places if it is a decimal."""
 
     value: Fraction
@@ -32,14 +41,14 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Name:
+class Name(Node):
     r"""A variable, a constant (`\pi`, `e`, `i`, `\infty`) or a set of numbers (`\mathbb{R}`)."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Tree:
+class Tree(Node):
     """An operator, a function, a list or a relation, with its operands."""
 
     kind: str
@@ -47,7 +56,7 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class Quantity:
+class Quantity(Node):
     """A value with what is around it: the words behind it, in order, and a mark.
 
     The mark is a per cent sign, a currency, degrees, or the base of a number.
@@ -58,14 +67,11 @@ class Quantity:
     mark: str = ""
 
 
-RELATIONS = {
-    **{"=": "=", r"\in": "=", r"\approx": "~", "<": "<", r"\lt": "<", ">": ">", r"\gt": ">"},
-    **{r"\le": "<=", r"\leq": "<=", r"\leqslant": "<=", r"\ge": ">=", r"\geq": ">=", r"\geqslant": ">="},
-    **{r"\ne": "!=", r"\neq": "!="},
-}
-SETS = frozenset({r"\mathbb{R}", r"\mathbb{Z}", r"\mathbb{N}", r"\mathbb{Q}", r"\mathbb{C}"})
+RELATIONS = spellings(
+    r"= \in; ~ \approx; < \lt; > \gt; <= \le \leq \leqslant; >= \ge \geq \geqslant; != \ne \neq"
+)
+SETS = frozenset(rf"\mathbb{{{letter}}}" for letter in "RZNQC")
 EMPTY = Tree("set", ())
-TRIGONOMETRIC = ("sin", "cos", "tan", "cot", "sec", "csc")
 CONSTANTS = frozenset({r"\pi", "e", "i"})
 BRACKETS = frozenset({"()", "[]", "(]", "[)"})
 LISTS = frozenset({"list", "or"})
@@ -77,98 +83,88 @@ LETTERS = words_of("""
     alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi
     chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega infty angle triangle ell
     partial prime star dots""")
-_MAX_SIGNS = 4  # plus-minus signs of one item
 MAX_LENGTH = 1000  # characters of an answer that is compared as a value
-FUNCTIONS = frozenset(
-    f"{before}{name}{after}"
-    for name in ("sin", "cos", "tan", "cot", "sec", "csc")
-    for before, after in (("", ""), ("arc", ""), ("", "h"), ("ar", "h"))
-) | {"ln", "lg", "log", "exp"}
-OF_MANY = frozenset({"gcd", "lcm", "max", "min"})
-# Words that may stand behind a value glued to it, or behind a space in plain text; others need four letters.
-_SHORT_WORDS = words_of("""
-    th st nd rd cm km mm kg mg ml mi ft yd oz lb lbs mph kph hr hrs min mins sec am pm AM PM BC AD CE BCE in
-    inch yr yrs day days men USD EUR""")
-_GLUED = words_of("th st nd rd cm km mm kg mg ml mph am pm")
-_UNIT_LETTERS = frozenset("mshgl")
-_CHARACTERS = str.maketrans(
-    {
-        **{"π": r"\pi ", "√": r"\sqrt ", "×": r"\times ", "÷": r"\div ", "·": r"\cdot ", "∙": r"\cdot "},
-        **{"−": "-", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap "},
-        **{"∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}"},
-        **{"°": r"^\circ ", "º": r"^\circ ", "⁄": "/", "θ": r"\theta ", "∘": r"\circ ", "≈": r"\approx "},
-        **{"’": "'", "′": "'", "（": "(", "）": ")", "，": ",", "。": ".", "：": ":"},
-        **{"℃": r"^\circ C", "℉": r"^\circ F", **{chr(0xFF10 + digit): str(digit) for digit in range(10)}},
-    }
+TRIGONOMETRIC = ("sin", "cos", "tan", "cot", "sec", "csc")
+INVERSE_AND_HYPERBOLIC = (("", ""), ("arc", ""), ("", "h"), ("ar", "h"))  # what is before and behind a name
+FUNCTIONS = words_of("ln lg log exp").union(
+    f"{before}{name}{after}" for name in TRIGONOMETRIC for before, after in INVERSE_AND_HYPERBOLIC
 )
-_FRACTION = re.compile("[¼-¾⅐-⅞]")
-_RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹"
-_SUPERSCRIPT = re.compile(f"(⁻?)([{_RAISED}]+)")
-_SPACING = re.compile(r"(\\\\)|\\!\s*|(\\[,;:> ]|\\q?quad(?![a-zA-Z])|~|\s+)")
+OF_MANY = words_of("gcd lcm max min")
+# Words that may stand behind a value glued to it, or behind a space in plain text; others need four letters.
+_GLUED = words_of("th st nd rd cm km mm kg mg ml mph am pm")
+_SHORT_WORDS = _GLUED | words_of("""
+    mi ft yd oz lb lbs kph hr hrs min mins sec AM PM BC AD CE BCE in inch yr yrs day days men USD EUR""")
+_UNIT_LETTERS = frozenset("mshgl")
+_SIGNS = spellings(r"""
+    \pi π; \sqrt √; \times ×; \div ÷; \cdot · ∙; \le ≤; \ge ≥; \ne ≠; \approx ≈; \infty ∞; \theta θ; \circ ∘
+    \cup ∪; \cap ∩; \in ∈; \emptyset ∅; \mathbb{R} ℝ; \mathbb{Z} ℤ; \mathbb{N} ℕ; ^\circ ° º""")
+_CHARACTERS = str.maketrans(
+    {sign: f"{spelling} " for sign, spelling in _SIGNS.items() if len(sign) == 1}
+    | {"℃": r"^\circ C", "℉": r"^\circ F", **dict(zip("−’′⁄。", "-''/.", strict=True))}
+    | {chr(code + 0xFEE0): chr(code) for code in range(ord("!"), ord("~") + 1)}  # of full width
+)
+_COMMANDS = spellings(r"""
+    \frac dfrac tfrac cfrac; \binom dbinom tbinom; \cdot cdotp ast; \dots ldots cdots dotsc dotsb
+    ^\circ degree degrees textdegree; \emptyset varnothing; \lor vee; \phi varphi; \epsilon varepsilon
+    \theta vartheta; | vert lvert rvert; , land wedge; \{ lbrace; \} rbrace; [ lbrack; ] rbrack""")
+_COMMANDS.update(
+    dict.fromkeys(words_of("displaystyle textstyle scriptstyle limits nolimits null relax strut"), "")
+)
+_COMMANDS.update({f"{big}{side}": "" for big in ("big", "Big", "bigg", "Bigg") for side in ("", "l", "r")})
 _FONTS = "text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt|bfit)|[mh]box|boldsymbol|bm|underline"
 _STYLE = rf"\\(?:{_FONTS}|operatorname)"
 _WRAPPED = re.compile(_STYLE + r" ?\{([^{}]*)\}")
-_COMMANDS = {
-    **dict.fromkeys(("dfrac", "tfrac", "cfrac"), r"\frac "),
-    **dict.fromkeys(("dbinom", "tbinom"), r"\binom "),
-    **dict.fromkeys(("displaystyle", "textstyle", "scriptstyle"), " "),
-    **dict.fromkeys(("limits", "nolimits", "null", "relax", "nobreak", "strut", "hfill", "centering"), ""),
-    **dict.fromkeys((f"{big}{side}" for big in ("big", "Big", "bigg", "Bigg") for side in ("", "l", "r")), " "),
-    **dict.fromkeys(("vert", "lvert", "rvert"), "|"),
-    **dict.fromkeys(("land", "wedge"), ","),
-    **dict.fromkeys(("cdotp", "ast"), r"\cdot "),
-    **dict.fromkeys(("ldots", "cdots", "dotsc", "dotsb"), r"\dots "),
-    **dict.fromkeys(("degree", "degrees", "textdegree"), r"^\circ "),
-    **{
-        "lbrace": r"\{",
-        "rbrace": r"\}",
-        "lbrack": "[",
-        "rbrack": "]",
-        "varnothing": r"\emptyset ",
-        "vee": r"\lor ",
-    },
-    **{"varphi": r"\phi ", "varepsilon": r"\epsilon ", "vartheta": r"\theta ", "imath": "i ", "jmath": "j "},
-}
-_SPELLINGS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), spelling)
-    for pattern, spelling in (
-        (r"\\(?:text)?color ?\{[^{}]*\}|\\tag\*? ?\{[^{}]*\}", ""),
-        (r"\\(?:left|right|middle) ?(?=[()\[\]|]|\\[{}|]|\\[lr](?:floor|ceil|angle|brace|brack|vert))", ""),
-        (r"\\(?:left|right) ?\.", ""),
-        (
-            r"[\[(] ?\\begin\{array\} ?(?:\{[lcr| ]*\}) ?(.*?)\\end\{array\} ?[\])]",
-            r"\\begin{pmatrix}\1\\end{pmatrix}",
-        ),
-        (r"(?<=[0-9])\{,\}(?=[0-9]{3}(?![0-9]))", ""),
-        (r"\{([,:.])\}", r"\1"),
-        (r"(?<=[0-9])['](?=[0-9]{3}(?![0-9]))", ""),
-        (r"\\mathbb ?([A-Z])", r"\\mathbb{\1}"),
-        (r",? ?(?:\\dots(?![a-z])|…|\.\.\.) ?,?(?=.)", r",\\dots ,"),
-        (r"<=|=<", r"\\le "),
-        (r">=", r"\\ge "),
-        (_STYLE + r" ?\{ ?per ?cent(?:age)? ?\}|(?<=[0-9}]) ?per ?cent$|(?<!\\)%", r"\\%"),
-        (
-            r"(?:\{\})?\^ ?(?:\\circ|\{ ?" + _STYLE + r" ?\{ ?(?:o|\^? ?\\circ) ?\} ?\}|\{ ?\\circ ?\}) ?",
-            r"^\\circ ",
-        ),
-        (_STYLE + r" ?\{ ?\^ ?\\circ ?\}", r"^\\circ "),
-        (r"\^ ?\{? ?" + _STYLE + r" ?\{ ?(th|st|nd|rd) ?\} ?\}?", r"\\text{\1}"),
-        (r"\{\\(?:rm|bf|it|sf|tt) ?([^{}\\]*)\}", r"\\mathrm{\1}"),
-        (r"\\(?:hat|vec|widehat) ?\{ ?(?:" + _STYLE + r" ?\{ ?(\w) ?\}|([ijk])) ?\}", r"\\mathbf{\1\2}"),
-        (r"([A-Za-z])\. ?([A-Za-z])\.(?![a-zA-Z])", r"\1\2"),  # a.m., B.C.
-        (r"(?<![A-Za-z0-9}^_])C ?\( ?([0-9]{1,3}) ?, ?([0-9]{1,3}) ?\)$", r"\\binom{\1}{\2}"),
-        (r"(?<![A-Za-z0-9}^_])C ?_ ?\{? ?([0-9]{1,3}) ?\}? ?\^ ?\{? ?([0-9]{1,3}) ?\}?", r"\\binom{\1}{\2}"),
-    )
+_Spelling = str | Callable[[re.Match[str]], str]
+
+
+def _rules(*rules: tuple[str, _Spelling]) -> list[tuple[re.Pattern[str], _Spelling]]:
+    return [(re.compile(pattern), spelling) for pattern, spelling in rules]
+
+
+_SPELLINGS = _rules(
+    ("[¼-¾⅐-⅞]", lambda m: r"\frac{{{}}}{{{}}}".format(*normalize("NFKC", m[0]).split("⁄"))),
+    ("⁻?[⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda m: f"^{{{normalize('NFKC', m[0]).replace('−', '-')}}}"),
+    (r"(\\\\)|\\!\s*|(\\[,;:> ]|\\q?quad(?![a-zA-Z])|~|\s+)", lambda m: m[1] or " " * bool(m[2])),
+    ("(?<![0-9])–|–(?![0-9])", "-"),  # an en dash between two numbers is a range
+    (r"\\([a-zA-Z]+)", lambda m: f"{_COMMANDS[m[1]]} " if m[1] in _COMMANDS else m[0]),
+    (r"\\(?:text)?color ?\{[^{}]*\}|\\tag\*? ?\{[^{}]*\}", ""),
+    (r"\\(?:left|right|middle) ?(?=[()\[\]|]|\\[{}|]|\\[lr](?:floor|ceil|angle))", ""),
+    (r"\\(?:left|right) ?\.", ""),
+    (
+        r"[\[(] ?\\begin\{array\} ?(?:\{[lcr| ]*\}) ?(.*?)\\end\{array\} ?[\])]",
+        r"\\begin{pmatrix}\1\\end{pmatrix}",
+    ),
+    (r"(?<=[0-9])(?:\{,\}|')(?=[0-9]{3}(?![0-9]))", ""),
+    (r"\{([,:.])\}", r"\1"),
+    (r"\\mathbb ?([A-Z])", r"\\mathbb{\1}"),
+    (r",? ?(?:\\dots(?![a-z])|…|\.\.\.) ?,?(?=.)", r",\\dots ,"),
+    ("<=|=<", r"\\le "),
+    (">=", r"\\ge "),
+    (_STYLE + r" ?\{ ?per ?cent(?:age)? ?\}|(?<=[0-9}]) ?per ?cent$|(?<!\\)%", r"\\%"),
+    (rf"\^ ?\{{ ?{_STYLE} ?\{{ ?o ?\}} ?\}}|{_STYLE} ?\{{ ?\^ ?\\circ ?\}}", r"^\\circ "),
+    (r"(?:\{\})?\^ ?(?:\\circ|\{ ?\\circ ?\}) ?", r"^\\circ "),
+    (r"\^ ?\{? ?" + _STYLE + r" ?\{ ?(th|st|nd|rd) ?\} ?\}?", r"\\text{\1}"),
+    (r"\{\\(?:rm|bf|it|sf|tt) ?([^{}\\]*)\}", r"\\mathrm{\1}"),
+    (rf"\\(?:hat|vec|widehat) ?\{{ ?(?:{_STYLE} ?\{{ ?(\w) ?\}}|\\?([ijk])(?:math)?) ?\}}", r"\\mathbf{\1\2}"),
+    (r"([A-Za-z])\. ?([A-Za-z])\.(?![a-zA-Z])", r"\1\2"),  # a.m., B.C.
+    (r"(?<![A-Za-z0-9}^_])C ?\( ?([0-9]{1,3}) ?, ?([0-9]{1,3}) ?\)$", r"\\binom{\1}{\2}"),
+    (r"(?<![A-Za-z0-9}^_])C ?_ ?\{? ?([0-9]{1,3}) ?\}? ?\^ ?\{? ?([0-9]{1,3}) ?\}?", r"\\binom{\1}{\2}"),
+    (r"(?<!\\)\$\$?([^$]*)(?<!\\)\$\$?|(?<!\\)\\[()\[\]]", lambda m: f"{m[1] or ''} "),
+    (" +", " "),
 )
-_DOLLARS = re.compile(r"(?<!\\)\$\$?([^$]*)(?<!\\)\$\$?|(?<!\\)\\[()\[\]]")
-_MIXED = re.compile(r"(?<![0-9A-Za-z.}/^_])([0-9]+) ([0-9]+)/([0-9]+)(?![0-9A-Za-z!^.({])")
-_REPEATING = re.compile(
-    r"(?<![0-9.])([0-9]{0,20})\.([0-9]{0,20})\\(?:overline|bar|dot) ?(?:\{([0-9]{1,20})\}|([0-9]))(?![0-9!^])"
+_END = r"(?:^|[=,]|\\(?:in|cup|cap)(?![a-zA-Z])) ?"  # what is before an interval
+_VALUES = _rules(
+    (
+        r"(?<![0-9.])([0-9]{0,20})\.([0-9]{0,20})\\(?:overline|bar|dot) ?"  # a repeating decimal
+        r"(?:\{([0-9]{1,20})\}|([0-9]))(?![0-9!^])",
+        lambda m: _repeating(m[1], m[2], m[3] or m[4]),
+    ),
+    (r"(?<![0-9A-Za-z.}/^_])([0-9]+) ([0-9]+)/([0-9]+)(?![0-9A-Za-z!^.({])", r"\1\\frac{\2}{\3}"),
+    (rf"({_END})\](?= ?[^\[\]()]+[,;][^\[\]()]+[\[\])])", r"\1("),
+    (rf"({_END}[\[(][^\[\]()]+[,;][^\[\]()]+)\[", r"\1)"),
 )
+_BRACKET = re.compile(r"[,;(\[]|\\\{")
 _SCIENTIFIC = re.compile(r"([+-]?(?:[0-9]{1,30}(?:\.[0-9]{1,30})?|\.[0-9]{1,30})) ?[eE]([+-]?[0-9]{1,4})")
-_OPEN_ENDS = re.compile(
-    r"(^|[=,]|\\(?:in|cup|cap)(?![a-zA-Z])) ?([\[\](]) ?([^\[\]()]+?[,;][^\[\]()]+?) ?([\[\])])"
-)
 _INTEGER = re.compile(r"[+-]?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+)")
 _THOUSANDS = re.compile(
     r"(?<![0-9.,])[1-9][0-9]{0,2}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?![0-9,]|\.[0-9]*[, ][0-9])"
@@ -183,47 +179,27 @@ _TOKEN = re.compile(
 
 def tidy(text: str) -> str:
     r"""Return the text with one spelling of spaces, signs, brackets, `\dfrac`, degrees and per cent."""
-    text = _FRACTION.sub(_fraction, text)
-    text = _SUPERSCRIPT.sub(
-        lambda m: f"^{{{'-' * bool(m[1])}{''.join(str(_RAISED.index(d)) for d in m[2])}}}", text
-    )
-    text = _SPACING.sub(lambda m: m[1] or (" " if m[2] else ""), text.translate(_CHARACTERS))
-    text = re.sub(r"(?<![0-9])–|–(?![0-9])", "-", text)  # an en dash between two numbers is a range
-    text = re.sub(r"\\([a-zA-Z]+)", lambda m: _COMMANDS.get(m[1], m[0]), text)
+    text = text.translate(_CHARACTERS)
     for pattern, spelling in _SPELLINGS:
         text = pattern.sub(spelling, text)
-    text = _DOLLARS.sub(lambda m: f"{m[1]} " if m[1] is not None else " ", text)
-    text = re.sub(r" +", " ", text).strip().removeprefix(r"\approx").removeprefix("=").lstrip()
+    text = text.strip().removeprefix(r"\approx").removeprefix("=").lstrip()
     return text if text.endswith("..") else text.removesuffix(".").rstrip()
-
-
-def _fraction(match: re.Match[str]) -> str:
-    value = Fraction(unicodedata.numeric(match[0])).limit_denominator(10)
-    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def spell_out(text: str) -> str:
     r"""Return a tidy value with one spelling of mixed numbers, decimals, brackets and thousands."""
     if found := _SCIENTIFIC.fullmatch(unwrap(text)):
         return rf"{found[1]}\cdot 10^{{{found[2]}}}"
-    text = _REPEATING.sub(_repeating, text)
-    text = _MIXED.sub(lambda m: rf"{m[1]}\frac{{{m[2]}}}{{{m[3]}}}", text)
-    text = _OPEN_ENDS.sub(_half_open, text)
-    without = _THOUSANDS.sub("", text)
-    if not ({",", ";"} & set(without) or re.search(r"[(\[]|\\\{", without)):  # there is no list and no bracket
-        text = _THOUSANDS.sub(lambda match: match[0].replace(",", "").replace(" ", ""), text)
+    for pattern, spelling in _VALUES:
+        text = pattern.sub(spelling, text)
+    if not _BRACKET.search(_THOUSANDS.sub("", text)):  # there is no list and no bracket
+        text = _THOUSANDS.sub(lambda match: re.sub("[, ]", "", match[0]), text)
     return text
 
 
-def _repeating(match: re.Match[str]) -> str:
-    whole, first, again = match[1], match[2], match[3] or match[4]
+def _repeating(whole: str, first: str, again: str) -> str:
     numerator = int(whole + first + again) - int(whole + first or "0")
     return rf"\frac{{{numerator}}}{{{10 ** len(first) * (10 ** len(again) - 1)}}}"
-
-
-def _half_open(match: re.Match[str]) -> str:
-    before, opener, content, closer = match.groups()
-    return before + ("[" if opener == "[" else "(") + content + ("]" if closer == "]" else ")")
 
 
 def unwrap(text: str) -> str:
@@ -353,7 +329,7 @@ def negative(node: Node) -> Node:
 def walk(node: Node) -> Iterator[Node]:
     """Yield a tree and all trees in it."""
     yield node
-    for part in node.parts if isinstance(node, Tree) else (node.value,) if isinstance(node, Quantity) else ():
+    for part in (node.value,) if isinstance(node, Quantity) else node.parts:
         yield from walk(part)
 
 
@@ -361,39 +337,14 @@ def names(node: Node) -> frozenset[str]:
     """Return the variables of a tree, and its functions with unknown values."""
     nodes = list(walk(node))
     found = {each.text for each in nodes if isinstance(each, Name)} - CONSTANTS
-    calls = {each.kind[5:] for each in nodes if isinstance(each, Tree) and each.kind.startswith("call ")}
-    return frozenset(found | calls)
+    return frozenset(found | {each.kind[5:] for each in nodes if each.kind.startswith("call ")})
 
 
 def is_relation(node: Node) -> bool:
     """Return whether a tree is an equation, an inequality or a chain of them."""
-    return isinstance(node, Tree) and all(kind in RELATIONS.values() for kind in node.kind.split())
+    return bool(node.kind) and all(kind in RELATIONS.values() for kind in node.kind.split())
 
 
 def is_group(node: Node) -> bool:
     """Return whether a tree is a list, a set, an interval, a union or a matrix, and so not a number."""
-    return isinstance(node, Tree) and node.kind in GROUPS
-
-
-def with_both_signs(node: Node) -> list[Node]:
-    r"""Return an item once for each choice of the signs `\pm`. With `\mp`, all its signs are one choice."""
-    kinds = [each.kind for each in walk(node) if isinstance(each, Tree) and each.kind in (r"\pm", r"\mp")]
-    if not kinds:
-        return [node]
-    if len(kinds) > _MAX_SIGNS:
-        raise NotUnderstoodError
-    count = 1 if r"\mp" in kinds else len(kinds)
-    choices = itertools.product((False, True), repeat=count)
-    return [_apply_signs(node, iter(choice * (len(kinds) // count))) for choice in choices]
-
-
-def _apply_signs(node: Node, choices: Iterator[bool]) -> Node:
-    if isinstance(node, Quantity):
-        return Quantity(_apply_signs(node.value, choices), node.words, node.mark)
-    if not isinstance(node, Tree):
-        return node
-    if node.kind in (r"\pm", r"\mp"):
-        is_minus = next(choices) != (node.kind == r"\mp")
-        part = _apply_signs(node.parts[0], choices)
-        return negative(part) if is_minus else part
-    return Tree(node.kind, tuple(_apply_signs(part, choices) for part in node.parts))
+    return node.kind in GROUPS

@@ -74,7 +74,7 @@ class _Computation:
             if node.text not in self._point:
                 raise UndefinedError
             return self._point[node.text]
-        if not isinstance(node, Tree):
+        if not node.kind:
             raise UndefinedError
         self._work += self._bits**2 * (20.0 if node.kind in _WHOLE else 1.0)
         if self._work > _MAX_WORK:
@@ -349,15 +349,14 @@ def rounds_to(node: Node, decimal: Number) -> bool:
 
 
 def approximate(node: Node) -> Fraction | None:
-    """Return the value of a tree without variables to more digits than a decimal has; `None` if it is not real.
+    """Return the value of a tree to more digits than a decimal has; `None` if it is no real number.
 
     Raises:
         TooLargeError: A number is too large.
-        UndefinedError: The tree has no value.
     """
-    value = _Computation(_PRECISE_BITS, {}).value(node)
-    if isinstance(value, fmpq):
-        return Fraction(int(value.p), int(value.q))
+    value = _Computation(_PRECISE_BITS, {}).value_or_none(node)
+    if value is None or isinstance(value, fmpq):
+        return None if value is None else Fraction(int(value.p), int(value.q))
     if not value.imag.contains(0) or not value.real.rad() < 1:
         return None
     mantissa, exponent = value.real.mid().man_exp()
@@ -367,7 +366,7 @@ def approximate(node: Node) -> Fraction | None:
 def _points(first: Node, second: Node) -> Iterator[Mapping[str, Any]]:
     """Yield points of several sizes and both signs, from the constants of both trees."""
     nodes = [*walk(first), *walk(second)]
-    kinds = {node.kind for node in nodes if isinstance(node, Tree)}
+    kinds = {node.kind for node in nodes} - {""}
     sizes = sorted(size for size in map(_size, nodes) if size)[-8:] or [Fraction(1)]
     scales = [*map(Fraction, (1, 10, 100, 1000)), *sizes, 2 * sizes[-1], 10 * sizes[-1], 1000 * sizes[-1]]
     variables = sorted(names(first) | names(second))

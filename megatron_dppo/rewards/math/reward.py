@@ -7,6 +7,7 @@ is not understood is compared as text.
 import re
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_dppo.errors import RewardError
@@ -21,6 +22,7 @@ from megatron_dppo.rewards.math.text import (
     is_regrouped,
     is_same_text,
     spell_out,
+    spellings,
     tidy,
     unwrap,
     walk,
@@ -29,67 +31,43 @@ from megatron_dppo.rewards.math.text import (
 from megatron_dppo.types import FinishReason, Prompt
 
 _PIECE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)  # an escaped brace does not count
-_CHOICE = re.compile(r"\(?([A-Z])\)?[.:]?")
-_LETTERED = re.compile(r"(?:\(([A-J])\)|([A-J])[.):](?= ?\\| ?[0-9(]| )) *(?=.)", re.DOTALL)
-_STYLED_LETTER = re.compile(r"\\(?:text(?:bf|rm)?|math(?:rm|bf))\{ ?([A-J]) ?\}[.):]? (?=[^ +!^_*/=<>])")
-_OPTION = re.compile(r"(?:option|choice|answer) ", re.IGNORECASE)
+_CHOICE = re.compile(r"(?i:(?:option|choice|answer) )?\(?([A-Z])\)?[.:]?")
+_LETTERED = re.compile(  # a choice's letter and a value: `\textbf{(C)}\ 12`, `\text{C. } 12`, `\textbf{C} 12`
+    r"(?P<style>\\(?:text(?:bf|rm)?|math(?:rm|bf)) ?\{)? ?"
+    r"(?:\(([A-J])\)|([A-J])[.):](?=[ }\\0-9(])|([A-J])(?= ?\}[.):]? [^ +!^_*/=<>]))"
+    r" ?(?(style)(?P<end>\})?)(?(4)[.):]?) *(?P<rest>.+)",
+    re.DOTALL,
+)
 _WORDS = re.compile(r"[^\W\d_]+(?:[ ,'-]+[^\W\d_]+)*")
 _ARTICLE = re.compile(r"(?:an?|the) (?=.{4})")
+_SENTENCE = re.compile(  # "yes, it does" and "no, it is not"
+    r"(?:(yes|true)|no|false), (?:it|this|that|they|there|he|she) "
+    r"(?:is|are|does|do|can|will)(?(1)|(?: ?not|n't))"
+)
 _DATE = re.compile(r"[0-9]{1,2}([/-])[0-9]{1,2}\1[0-9]{2,4}|[0-9]{4}([/-])[0-9]{1,2}\2[0-9]{1,2}")  # 1/2/2020
 _ONE_AT_A_TIME = threading.Lock()  # FLINT's precision is a property of the process
 _FEWEST_LETTERS = 4  # of a plain word; shorter ones are variables
-_SAME = {
-    **dict.fromkeys(
-        ("no solution", "no solutions", "there is no solution", "there are no solutions"), r"\emptyset"
-    ),
-    **dict.fromkeys(("empty set", "the empty set"), r"\emptyset"),
-    **dict.fromkeys(("all real numbers", "all reals", "the set of all real numbers"), r"\mathbb{R}"),
-    **{"infinity": r"\infty", "dne": "does not exist"},
-}
-_ANSWERED = {
-    **dict.fromkeys(
-        ("yes", "true"), re.compile(r"(?:it|this|that|they|there|he|she) (?:is|are|does|do|can|will)")
-    ),
-    **dict.fromkeys(
-        ("no", "false"),
-        re.compile(
-            r"(?:it|this|that|they|there|he|she) (?:(?:is|are|does|do|will) not|isn't|aren't|doesn't|cannot)"
-        ),
-    ),
-}
-_LAST_CHOICES = frozenset({"none of these", "none of the above", "all of these", "all of the above"})
-
-
-_UNITS = {
-    spelling: line.split()[0]
-    for line in (
-        *("mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre"),
-        *(
-            "in inch inche",
-            "ft foot feet",
-            "yd yard",
-            "mi mile",
-            "s sec second",
-            "min minute",
-            "h hr hour",
-            "day",
-        ),
-        *("week", "month", "year yr", "mg milligram", "g gram gm", "kg kilogram", "oz ounce", "lb pound"),
-        *("ml milliliter millilitre", "l liter litre", "mph mi/h", "km/h kph kmh", "m/s", "degree deg", "cent"),
-        *("radian rad", "dollar usd", "euro eur", "yen", "rupee", "sterling", "unit"),
-    )
-    for spelling in line.split()
-}
 _PHRASES = {
-    **{"mile per hour": "mph", "kilometer per hour": "km/h", "kilometre per hour": "km/h"},
-    **{"meter per second": "m/s", "metre per second": "m/s"},
+    r"\emptyset": "no solution|no solutions|there is no solution|there are no solutions|empty set"
+    "|the empty set",
+    r"\mathbb{R}": "all real numbers|all reals|the set of all real numbers",
+    r"\infty": "infinity",
+    "does not exist": "dne",
 }
+_MEANING = {phrase: meaning for meaning, phrases in _PHRASES.items() for phrase in phrases.split("|")}
+_LAST_CHOICES = frozenset({"none of these", "none of the above", "all of these", "all of the above"})
+_UNITS = spellings("""
+    mm millimeter millimetre; cm centimeter centimetre; m meter metre; km kilometer kilometre; in inch inche
+    ft foot feet; yd yard; mi mile; s sec second; min minute; h hr hour; day; week; month; year yr
+    mg milligram; g gram gm; kg kilogram; oz ounce; lb pound; ml milliliter millilitre; l liter litre
+    mph mi/h; km/h kph kmh; m/s; degree deg; radian rad; cent; dollar usd; euro eur; yen; rupee; sterling
+    unit""")
 _POWERS = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
 _NOUNS = words_of("""
     th st nd rd way student person people boy girl child children man men woman women player team game apple
     orange marble ball book card coin bead box page point piece triangle solution digit integer number step old
     different possible total exactly""")  # names of what is counted: they change no number
-_SYNONYMS = {"bce": "bc", "ce": "ad", "fewer": "less", "am": "am", "pm": "pm", "bc": "bc", "ad": "ad"}
+_SYNONYMS = spellings("bc bce; ad ce; less fewer; am; pm")
 
 
 @register("math", loads="megatron_dppo.rewards.math.equality", reads="boxed")
@@ -122,10 +100,9 @@ def is_matched_as_text(answer: str) -> bool:
     """
     boxed = last_boxed(answer)
     reference = tidy(answer if boxed is None else boxed)
-    if integer(reference) is not None or _are_same_words(reference, reference):
-        return False
     letter, rest = _without_letter(reference)
-    return _parsed(rest) is None and not (letter and _are_same_words(rest, rest))
+    is_read = integer(reference) is not None or (letter and not rest) or _are_same_words(rest, rest)
+    return not is_read and _parsed(rest) is None
 
 
 def _compare(reference: str, answer: str, prompt: Prompt) -> tuple[bool, bool]:
@@ -149,44 +126,39 @@ def _is_right(reference: str, answer: str, prompt: Prompt) -> bool:
         return numbers[0] == numbers[1]
     if is_regrouped(reference, answer):
         return True
-    are_same = _are_same_words(reference, answer)
-    if are_same is not None:
-        return are_same
-    return _are_equal_choices(reference, answer, prompt)
-
-
-def _are_equal_choices(reference: str, answer: str, prompt: Prompt) -> bool:
-    """Compare two answers, of which each may be a choice: a letter, a value, or a letter and its value."""
     (wanted, expected), (letter, found) = _without_letter(reference), _without_letter(answer)
     if wanted and letter and wanted != letter:
         return False
-    if not expected or not found:
-        if not wanted or not letter:
-            return False
-        rest = expected or found  # a letter alone, and a letter with something behind it
-        return bool(expected) or _Words(prompt).are_known_in(_parsed(rest)) or _is_in_problem(rest, prompt)
-    return _are_equal_values(expected, found, prompt)
+    if expected and found:
+        return _are_equal_values(expected, found, prompt)
+    if wanted != letter or expected or not found:  # a letter alone, and the same one with something behind it
+        return wanted == letter
+    tree, words = _parsed(found), _Words(_problem(prompt))
+    if tree and all(words.are_known(each.words) for each in walk(tree) if isinstance(each, Quantity)):
+        return True
+    text = _plain(found)
+    return text in _LAST_CHOICES or text in _plain(tidy(words.problem))
 
 
 def _are_equal_values(reference: str, answer: str, prompt: Prompt) -> bool:
     from megatron_dppo.rewards.math.equality import Comparison
 
+    reference, answer = (_MEANING.get(_plain(text), text) for text in (reference, answer))
     if is_same_text(reference, answer):
         return True
     are_same = _are_same_words(reference, answer)
     if are_same is not None:
         return are_same
-    expected, found = _parsed(_as_value(reference)), _parsed(_as_value(answer))
+    expected, found = _parsed(reference), _parsed(answer)
     if expected is None or found is None:
         return False
-    words = _Words(prompt)
+    words = _Words(_problem(prompt))
     with _ONE_AT_A_TIME:
         return Comparison(words.are_known, words.are_compatible).answers(expected, found)
 
 
-def _is_in_problem(rest: str, prompt: Prompt) -> bool:
-    text = " ".join(unwrap(rest).casefold().split())
-    return text in _LAST_CHOICES or text in " ".join(unwrap(tidy(_problem(prompt))).casefold().split())
+def _plain(text: str) -> str:
+    return " ".join(unwrap(text).casefold().split())
 
 
 def _problem(prompt: Prompt) -> str:
@@ -207,85 +179,60 @@ def _parsed(text: str) -> Node | None:
 
 
 def _are_same_words(reference: str, answer: str) -> bool | None:
-    r"""Return whether two tidy texts are the same letter of a choice, or the same words, else `None`.
+    r"""Return whether two tidy texts are the same words, else `None`.
 
-    Case matters only in a choice. Words are letters inside `\text{...}` and similar commands, or four letters
-    and more.
+    Words are letters inside `\text{...}` and similar commands, or four letters and more.
     """
-    texts = [" ".join(unwrap(text).removesuffix(".").split()) for text in (reference, answer)]
-    choices = [_CHOICE.fullmatch(_OPTION.sub("", text, count=1)) for text in texts]
-    if choices[0] and choices[1]:
-        return choices[0][1] == choices[1][1]
-    if not all(_WORDS.fullmatch(text) for text in texts):
+    one, other = (_plain(text).removesuffix(".") for text in (reference, answer))
+    if not _WORDS.fullmatch(one) or not _WORDS.fullmatch(other):
         return None
     is_text = any(unwrap(text) != text for text in (reference, answer))
-    if (not is_text and min(map(len, texts)) < _FEWEST_LETTERS) or max(map(len, texts)) == 1:
+    if (not is_text and min(len(one), len(other)) < _FEWEST_LETTERS) or max(len(one), len(other)) == 1:
         return None
-    one, other = (_ARTICLE.sub("", _SAME.get(text.casefold(), text.casefold())) for text in texts)
-    first, _, rest = other.partition(", ")
-    return one == other or (first == one and one in _ANSWERED and bool(_ANSWERED[one].fullmatch(rest)))
-
-
-def _as_value(text: str) -> str:
-    r"""Return `\emptyset` for "no solution" and similar phrases, else the text."""
-    value = _SAME.get(" ".join(unwrap(text).casefold().split()), text)
-    return value if value.startswith("\\") else text
+    one, other = _ARTICLE.sub("", one), _ARTICLE.sub("", other)
+    return one == other or (other.partition(", ")[0] == one and bool(_SENTENCE.fullmatch(other)))
 
 
 def _without_letter(text: str) -> tuple[str | None, str]:
     r"""Split a choice: `\textbf{(C)}\ 12` and `\text{C. } 12` are C and 12. A letter alone has no rest."""
-    plain = unwrap(text).strip()
-    if lone := _CHOICE.fullmatch(_OPTION.sub("", plain, count=1)):
+    if lone := _CHOICE.fullmatch(unwrap(text).strip()):
         return lone[1], ""
-    if found := _STYLED_LETTER.match(text):
-        return found[1], text[found.end() :].strip()
-    if (found := _LETTERED.match(plain)) and not re.search(r"\([A-J]\)", plain[found.end() :]):
-        return found[1] or found[2], _rest_of(text, plain[found.end() :])
-    return None, text
-
-
-def _rest_of(text: str, plain: str) -> str:
-    r"""Return the end of a text whose content without `\text{...}` is given, with its commands if possible."""
-    for start in range(len(text)):
-        if text[start] == "\\" and unwrap(text[start:]).strip() == plain.strip():
-            return text[start:].strip()
-    return plain.strip() if not re.search(r"[a-z]{2}", plain) else rf"\text{{{plain.strip()}}}"
+    found = _LETTERED.match(text)
+    if not found or (found[4] and not found["style"]) or re.search(r"\([A-J]\)", unwrap(found["rest"])):
+        return None, text
+    is_open = found["style"] and not found["end"]
+    return found[2] or found[3] or found[4], f"{found['style']}{found['rest']}" if is_open else found["rest"]
 
 
 # Words, units and marks around a value
 
 
+@dataclass(frozen=True)
 class _Words:
     """Decides which words may stand around a value: units, a few nouns, and the words of the problem."""
 
-    def __init__(self, prompt: Prompt) -> None:
-        self._prompt = prompt
+    problem: str
 
     def are_known(self, words: Sequence[str]) -> bool:
         """Return whether all words may be left out."""
         return all(map(self._may_be_left_out, _said(words)))
-
-    def are_known_in(self, node: Node | None) -> bool:
-        """Return whether a tree is understood, with all words in it."""
-        return node is not None and all(
-            self.are_known(each.words) for each in walk(node) if isinstance(each, Quantity)
-        )
 
     def are_compatible(self, reference: Quantity, answer: Quantity) -> bool:
         """Return whether words and units are equal, or those that only one side has may be left out."""
         if answer.mark.startswith("base") and not reference.mark:
             return False  # 101 is not 101_2
         one, other = (_said(each.words) | ({each.mark} - {"", "%"}) for each in (reference, answer))
-        if one and other and not (one <= other or other <= one):
-            return False
-        if "%" in (reference.mark, answer.mark) and any(word in _UNITS.values() for word in one | other):
+        has_unit = not (one | other).isdisjoint(_UNITS.values())
+        if (one and other and not (one <= other or other <= one)) or (
+            has_unit and "%" in (reference.mark, answer.mark)
+        ):
             return False
         return all(map(self._may_be_left_out, one ^ other))
 
     def _may_be_left_out(self, word: str) -> bool:
         is_mark = word in ("degree C", "degree F", "degree K") or word.startswith("base ")
         is_unit = is_mark or word.partition("^")[0] in _UNITS.values()
-        return is_unit or word in _NOUNS or word in _words_in(_problem(self._prompt))
+        return is_unit or word in _NOUNS or word in _words_in(self.problem)
 
 
 @lru_cache(maxsize=64)
@@ -301,8 +248,7 @@ def _said(words: Sequence[str]) -> frozenset[str]:
     """Return words in one spelling, with units by their symbols."""
     parts = [word.partition("^") for word in words]
     text = " ".join(_singular(_SYNONYMS.get(word.casefold(), word)) + hat + power for word, hat, power in parts)
-    for phrase, unit in _PHRASES.items():
-        text = text.replace(phrase, unit)
+    text = re.sub(r"(\S+) per (\S+)", _rate, text)
     said, power = list[str](), ""
     for word in text.split():
         base, _, given = word.partition("^")
@@ -312,6 +258,12 @@ def _said(words: Sequence[str]) -> frozenset[str]:
             said.append(_UNITS.get(base, base) + f"^{given or power}" * bool(given or power))
             power = ""
     return frozenset([*said, *(["squared"] if power else [])])
+
+
+def _rate(match: re.Match[str]) -> str:
+    """Return `km/h` for "kilometer per hour", if it is one of the units."""
+    rate = "/".join(_UNITS.get(word, word) for word in match.groups())
+    return _UNITS.get(rate, match[0])
 
 
 def last_boxed(text: str) -> str | None:

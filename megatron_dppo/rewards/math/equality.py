@@ -7,21 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 
-from megatron_dppo.rewards.math.text import (
-    BRACKETS,
-    GROUPS,
-    LISTS,
-    SETS,
-    Name,
-    Node,
-    Number,
-    Quantity,
-    Tree,
-    is_group,
-    is_relation,
-    names,
-    walk,
-)
+from megatron_dppo.rewards.math.text import BRACKETS, GROUPS, LISTS, SETS, Name, Node, Number, Quantity, Tree
 from megatron_dppo.rewards.math.values import (
     INFINITY,
     UndefinedError,
@@ -70,7 +56,7 @@ class Comparison:
         lines = {_line(reference), _line(answer)} - {None}
         if lines and not {each.text for each in (name, other) if isinstance(each, Name)} <= lines:
             return False  # `x > 2` is not `y` in the interval
-        are_relations = is_relation(reference) and is_relation(answer)
+        are_relations = reference.is_relation and answer.is_relation
         if are_named or (are_relations and _is_equation(reference) == _is_equation(answer)):
             return self._nodes(reference, answer)
         return self._nodes(_without_braces(expected), _without_braces(found))
@@ -87,7 +73,7 @@ class Comparison:
         given = {name for name, _ in pairs}
         if len(given - {None}) == len(items) > 1:
             return _system(pairs)
-        is_mixed = any(pair is None and is_relation(item) for pair, item in zip(found, items, strict=True))
+        is_mixed = any(pair is None and item.is_relation for pair, item in zip(found, items, strict=True))
         if found[0] is None or len(given) > 1 or is_mixed:
             return None, node
         values = [item if pair is None else pair[1] for pair, item in zip(found, items, strict=True)]
@@ -96,9 +82,9 @@ class Comparison:
     def _assignment(self, node: Node) -> tuple[Node | None, Node] | None:
         """Return the name and the value of an equation that gives a value; in `2 + 3 = 5` without a name."""
         sides, relations = list(node.parts), node.kind.split()
-        if not is_relation(node) or set(relations) - {"=", "~"}:
+        if not node.is_relation or set(relations) - {"=", "~"}:
             return None
-        if relations[-1] == "~" and not names(sides[-2]):
+        if relations[-1] == "~" and not sides[-2].names:
             rounded = sides.pop()
             relations.pop()
             if not isinstance(rounded, Number) or not rounds_to(sides[-1], rounded):
@@ -106,7 +92,7 @@ class Comparison:
         first = sides[0]
         words = first.text[1:] if isinstance(first, Name) and first.text.startswith('"') else ""
         is_name = _is_only_names(first) and self.are_known(words.split())
-        known = [side for side in sides if not names(side) and not is_group(side)]
+        known = [side for side in sides if not side.names and not side.is_group]
         if "~" in relations[1:] or (not is_name and len(known) != len(sides)):
             return None
         if not all(self._nodes(known[0], side) for side in known[1:]):
@@ -121,14 +107,14 @@ class Comparison:
         are_equal = _are_equal_regions(reference, answer)
         if are_equal is not None:
             return are_equal
-        if is_relation(reference) or is_relation(answer):
-            return is_relation(reference) and is_relation(answer) and self._relations(reference, answer)
+        if reference.is_relation or answer.is_relation:
+            return reference.is_relation and answer.is_relation and self._relations(reference, answer)
         if {reference.kind, answer.kind} == {
             "matrix",
             "binom",
         }:  # a column of two numbers looks like `\binom{1}{2}`
             reference, answer = map(_column, (reference, answer))
-        if is_group(reference) or is_group(answer):
+        if reference.is_group or answer.is_group:
             return self._groups(reference, answer)
         return are_equal_leaves(reference, answer)
 
@@ -142,13 +128,13 @@ class Comparison:
             return self._nodes(one.value, other.value)
         if (signs[0] or not _is_below_one(one.value)) and self._nodes(one.value, other.value):
             return True
-        if is_group(one.value) or is_group(other.value):
+        if one.value.is_group or other.value.is_group:
             return False
         expected = Tree("/", (one.value, _HUNDRED)) if signs[0] else one.value
         return self._nodes(expected, Tree("/", (other.value, _HUNDRED)) if signs[1] else other.value)
 
     def _groups(self, reference: Node, answer: Node) -> bool:
-        one, other = (node if is_group(node) else Tree("", (node,)) for node in (reference, answer))
+        one, other = (node if node.is_group else Tree("", (node,)) for node in (reference, answer))
         kinds = {"list" if node.kind == "or" else node.kind for node in (one, other)}
         if kinds <= {"list", "set"} or kinds in ({"cup"}, {"cap"}):
             return self._in_any_order(one, other, can_repeat=kinds != {"list"})
@@ -183,11 +169,11 @@ class Comparison:
     def _one_relation(self, one: Node, other: Node) -> bool:
         if one.kind != other.kind:
             return False
-        if any(is_group(node) or isinstance(node, Quantity) for side in (one, other) for node in walk(side)):
+        if any(node.is_group or isinstance(node, Quantity) for side in (one, other) for node in side.walk()):
             return self._in_order(one, other)
         is_equation = one.kind in ("=", "!=")
         first, second = (_difference(each, is_equation=is_equation) for each in (one, other))
-        if INFINITY in names(first) | names(second) or not (names(first) and names(second)):
+        if INFINITY in first.names | second.names or not (first.names and second.names):
             return False
         return are_proportional(first, second, is_positive=not is_equation)
 
@@ -210,7 +196,7 @@ def _are_of_x(name: Node | None, other: Node | None) -> bool:
 def _is_only_names(node: Node) -> bool:
     r"""Return whether a side is just a name: `x`, `AB`, `f(2)`, `\frac{a}{b}`, `(x,y)`, `\cos A`."""
     if isinstance(node, Name):
-        return node.text not in SETS and node.text != INFINITY and bool(names(node))
+        return node.text not in SETS and node.text != INFINITY and bool(node.names)
     if node.kind.startswith("call "):
         return True
     is_value = node.kind in GROUPS - {"()"} or node.kind in ("", "-", "^", "root", "factorial", "binom")
@@ -243,8 +229,8 @@ def _pairs(node: Node) -> list[Node]:
 def _difference(relation: Node, *, is_equation: bool) -> Node:
     """Return the difference of two sides; of an equation, multiplied by all its denominators with variables."""
     difference: Node = Tree("+", (relation.parts[0], Tree("-", (relation.parts[1],))))
-    for node in walk(difference) if is_equation else ():
-        if node.kind == "/" and names(node.parts[1]):
+    for node in difference.walk() if is_equation else ():
+        if node.kind == "/" and node.parts[1].names:
             difference = Tree("*", (difference, node.parts[1]))
     return difference
 
@@ -257,9 +243,9 @@ def _line(node: Node) -> str | None:
     if node.kind == "or":
         lines = {_line(part) for part in node.parts}
         return lines.pop() if len(lines) == 1 else None
-    if not is_relation(node) or _is_equation(node):
+    if not node.is_relation or _is_equation(node):
         return None
-    variables = [side.text for side in node.parts if isinstance(side, Name) and names(side) - {INFINITY}]
+    variables = [side.text for side in node.parts if isinstance(side, Name) and side.names - {INFINITY}]
     return variables[0] if len(variables) == 1 else None
 
 

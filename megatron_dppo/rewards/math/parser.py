@@ -23,8 +23,6 @@ from megatron_dppo.rewards.math.text import (
     Quantity,
     Tokens,
     Tree,
-    is_group,
-    is_relation,
     negative,
     spellings,
     words_of,
@@ -323,7 +321,7 @@ class _Parser(Tokens):
             raise NotUnderstoodError
         if node.kind == "list":
             return Tree(opener + closer, node.parts)
-        if opener + closer not in ("()", "[]") or isinstance(node, Quantity) or is_relation(node):
+        if opener + closer not in ("()", "[]") or isinstance(node, Quantity) or node.is_relation:
             raise NotUnderstoodError
         is_interval = opener == "[" and self.next in ("", ",", ";", ")", "]", "}", r"\}", r"\cup", r"\cap")
         return Tree("[]", (node,)) if is_interval else node
@@ -399,7 +397,7 @@ class _Parser(Tokens):
     def _function_argument(self) -> Node:
         if self.has("("):
             node = self._bracket("(")
-            if is_group(node):
+            if node.is_group:
                 raise NotUnderstoodError
             return node
         if self.next == "{":

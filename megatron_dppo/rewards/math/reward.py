@@ -25,7 +25,6 @@ from megatron_dppo.rewards.math.text import (
     spellings,
     tidy,
     unwrap,
-    walk,
     words_of,
 )
 from megatron_dppo.types import FinishReason, Prompt
@@ -134,7 +133,7 @@ def _is_right(reference: str, answer: str, prompt: Prompt) -> bool:
     if wanted != letter or expected or not found:  # a letter alone, and the same one with something behind it
         return wanted == letter
     tree, words = _parsed(found), _Words(_problem(prompt))
-    if tree and all(words.are_known(each.words) for each in walk(tree) if isinstance(each, Quantity)):
+    if tree and all(words.are_known(each.words) for each in tree.walk() if isinstance(each, Quantity)):
         return True
     text = _plain(found)
     return text in _LAST_CHOICES or text in _plain(tidy(words.problem))

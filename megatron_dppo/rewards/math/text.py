@@ -31,6 +31,29 @@ class Node:
     kind: str = ""
     parts: tuple["Node", ...] = ()
 
+    def walk(self) -> Iterator["Node"]:
+        """Yield a tree and all trees in it."""
+        yield self
+        for part in (self.value,) if isinstance(self, Quantity) else self.parts:
+            yield from part.walk()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Variables of a tree, and its functions with unknown values."""
+        nodes = list(self.walk())
+        found = {each.text for each in nodes if isinstance(each, Name)} - CONSTANTS
+        return frozenset(found | {each.kind[5:] for each in nodes if each.kind.startswith("call ")})
+
+    @property
+    def is_relation(self) -> bool:
+        """Whether a tree is an equation, an inequality or a chain of them."""
+        return bool(self.kind) and all(kind in RELATIONS.values() for kind in self.kind.split())
+
+    @property
+    def is_group(self) -> bool:
+        """Whether a tree is a list, a set, an interval, a union or a matrix, and so not a number."""
+        return self.kind in GROUPS
+
 
 @dataclass(frozen=True)
 class Number(Node):
@@ -324,27 +347,3 @@ def negative(node: Node) -> Node:
     if isinstance(node, Quantity):
         return Quantity(negative(node.value), node.words, node.mark)
     return Tree("-", (node,))
-
-
-def walk(node: Node) -> Iterator[Node]:
-    """Yield a tree and all trees in it."""
-    yield node
-    for part in (node.value,) if isinstance(node, Quantity) else node.parts:
-        yield from walk(part)
-
-
-def names(node: Node) -> frozenset[str]:
-    """Return the variables of a tree, and its functions with unknown values."""
-    nodes = list(walk(node))
-    found = {each.text for each in nodes if isinstance(each, Name)} - CONSTANTS
-    return frozenset(found | {each.kind[5:] for each in nodes if each.kind.startswith("call ")})
-
-
-def is_relation(node: Node) -> bool:
-    """Return whether a tree is an equation, an inequality or a chain of them."""
-    return bool(node.kind) and all(kind in RELATIONS.values() for kind in node.kind.split())
-
-
-def is_group(node: Node) -> bool:
-    """Return whether a tree is a list, a set, an interval, a union or a matrix, and so not a number."""
-    return node.kind in GROUPS

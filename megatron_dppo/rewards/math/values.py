@@ -5,9 +5,7 @@ the digits of the largest or smallest number in it. Expressions with variables a
 sides of every kink. The limits are of bits and of work, so that every machine gives the same result.
 """
 
-# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false
-# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
-# FLINT's types are not complete.
+# pyright: basic
 import contextlib
 import math
 import zlib
@@ -18,7 +16,7 @@ from typing import Any
 
 from flint import acb, arb, ctx, fmpq, fmpz
 
-from megatron_dppo.rewards.math.text import CONSTANTS, SETS, Name, Node, Number, Tree, names, walk, words_of
+from megatron_dppo.rewards.math.text import CONSTANTS, SETS, Name, Node, Number, Tree, words_of
 
 INFINITY = r"\infty"
 _NO_NUMBERS = frozenset({INFINITY, r"\dots", *SETS})
@@ -253,7 +251,7 @@ def are_equal_leaves(reference: Node, answer: Node) -> bool:
         signs = infinity_sign(reference), infinity_sign(answer)
         if signs != (None, None):
             return signs[0] == signs[1]
-        if (names(reference) | names(answer)) & _NO_NUMBERS:
+        if (reference.names | answer.names) & _NO_NUMBERS:
             return False
         for decimal, other in ((reference, answer), (answer, reference)):
             if isinstance(decimal, Number) and _is_precise(decimal) and rounds_to(other, decimal):
@@ -272,7 +270,7 @@ def infinity_sign(node: Node) -> int | None:
 
 def _agree(first: Node, second: Node) -> bool:
     difference, num_points, has_large = Tree("+", (first, Tree("-", (second,)))), 0, False
-    if not names(difference):
+    if not difference.names:
         return _is_zero(difference, {})
     for point in _points(first, second):
         try:
@@ -335,7 +333,7 @@ def _is_precise(number: Number) -> bool:
 
 def rounds_to(node: Node, decimal: Number) -> bool:
     """Return whether a value without variables, rounded or cut off to the decimal's places, equals it."""
-    if names(node):
+    if node.names:
         return False
     places = decimal.places or 0
     if isinstance(node, Number) and node.places is not None and node.places < places:
@@ -365,11 +363,11 @@ def approximate(node: Node) -> Fraction | None:
 
 def _points(first: Node, second: Node) -> Iterator[Mapping[str, Any]]:
     """Yield points of several sizes and both signs, from the constants of both trees."""
-    nodes = [*walk(first), *walk(second)]
+    nodes = [*first.walk(), *second.walk()]
     kinds = {node.kind for node in nodes} - {""}
     sizes = sorted(size for size in map(_size, nodes) if size)[-8:] or [Fraction(1)]
     scales = [*map(Fraction, (1, 10, 100, 1000)), *sizes, 2 * sizes[-1], 10 * sizes[-1], 1000 * sizes[-1]]
-    variables = sorted(names(first) | names(second))
+    variables = sorted(first.names | second.names)
     for number in range(_NUM_SMOOTH if kinds <= _SMOOTH else _NUM_KINKED):
         point = dict[str, Any]()
         for name in variables:
@@ -388,7 +386,7 @@ def _size(node: Node) -> Fraction:
     """Return the magnitude of a tree without variables, else 0: kinks are where an expression passes it."""
     value: Fraction | None = None
     with contextlib.suppress(UndefinedError, TooLargeError):
-        value = None if names(node) else approximate(node)
+        value = None if node.names else approximate(node)
     return abs(value or Fraction(0)).limit_denominator(10**9)
 
 

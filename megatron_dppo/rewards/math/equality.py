@@ -7,20 +7,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 
-from megatron_dppo.rewards.math.text import BRACKETS, GROUPS, LISTS, SETS, Name, Node, Number, Quantity, Tree
-from megatron_dppo.rewards.math.values import (
-    INFINITY,
-    UndefinedError,
-    approximate,
-    are_equal_leaves,
-    are_proportional,
-    infinity_sign,
-    rounds_to,
-)
+from megatron_dppo.rewards.math.text import BRACKETS, GROUPS, LISTS, Name, Node, Number, Quantity, Tree
+from megatron_dppo.rewards.math.values import UndefinedError, approximate, are_equal, is_multiple, rounds_to
 
 _MAX_ITEMS = 60
 _HUNDRED = Number(Fraction(100))
-_EVERYTHING = Tree("()", (Tree("-", (Name(INFINITY),)), Name(INFINITY)))
+_EVERYTHING = Tree("()", (Tree("-", (Name(r"\infty"),)), Name(r"\infty")))
 _ORDERS = {"<": (-1,), "<=": (-1, 0), "!=": (-1, 1)}
 _OPERATIONS: dict[str, Callable[[list[bool]], bool]] = {"or": any, "cup": any, "cap": all}
 _OPERATIONS["setminus"] = lambda has_point: has_point[0] and not has_point[1]
@@ -104,34 +96,33 @@ class Comparison:
             return True
         if isinstance(reference, Quantity) or isinstance(answer, Quantity):
             return self._quantities(reference, answer)
-        are_equal = _are_equal_regions(reference, answer)
-        if are_equal is not None:
-            return are_equal
+        is_same_region = _are_equal_regions(reference, answer)
+        if is_same_region is not None:
+            return is_same_region
         if reference.is_relation or answer.is_relation:
             return reference.is_relation and answer.is_relation and self._relations(reference, answer)
-        if {reference.kind, answer.kind} == {
-            "matrix",
-            "binom",
-        }:  # a column of two numbers looks like `\binom{1}{2}`
+        if {reference.kind, answer.kind} == {"matrix", "binom"}:
             reference, answer = map(_column, (reference, answer))
         if reference.is_group or answer.is_group:
             return self._groups(reference, answer)
-        return are_equal_leaves(reference, answer)
+        return are_equal(reference, answer)
 
     def _quantities(self, reference: Node, answer: Node) -> bool:
         """Compare values with words, units and marks around them."""
         one, other = (node if isinstance(node, Quantity) else Quantity(node) for node in (reference, answer))
         if not self.are_compatible(one, other):
             return False
-        signs = one.mark == "%", other.mark == "%"
-        if signs[0] == signs[1]:
-            return self._nodes(one.value, other.value)
-        if (signs[0] or not _is_below_one(one.value)) and self._nodes(one.value, other.value):
+        is_percent = [each.mark == "%" for each in (one, other)]
+        size = approximate(one.value) if is_percent == [False, True] else Fraction(1)
+        # a sign behind a fraction of one changes the value, otherwise it may be left out
+        if size is not None and not 0 < abs(size) < 1 and self._nodes(one.value, other.value):
             return True
-        if one.value.is_group or other.value.is_group:
+        if is_percent[0] == is_percent[1] or one.value.is_group or other.value.is_group:
             return False
-        expected = Tree("/", (one.value, _HUNDRED)) if signs[0] else one.value
-        return self._nodes(expected, Tree("/", (other.value, _HUNDRED)) if signs[1] else other.value)
+        values = [
+            Tree("/", (each.value, _HUNDRED)) if each.mark == "%" else each.value for each in (one, other)
+        ]
+        return self._nodes(*values)
 
     def _groups(self, reference: Node, answer: Node) -> bool:
         one, other = (node if node.is_group else Tree("", (node,)) for node in (reference, answer))
@@ -161,21 +152,15 @@ class Comparison:
     def _relations(self, reference: Node, answer: Node) -> bool:
         """Compare equations and inequalities: each difference is a constant times the other's."""
         expected, found = _pairs(reference), _pairs(answer)
-        orders = itertools.permutations(found) if len(found) <= 3 else [found]
-        return len(expected) == len(found) and any(
-            all(map(self._one_relation, expected, order)) for order in orders
-        )
-
-    def _one_relation(self, one: Node, other: Node) -> bool:
-        if one.kind != other.kind:
-            return False
+        if len(expected) > 1 or len(found) > 1:
+            return self._in_any_order(Tree("list", (*expected,)), Tree("list", (*found,)))
+        one, other = expected[0], found[0]
         if any(node.is_group or isinstance(node, Quantity) for side in (one, other) for node in side.walk()):
-            return self._in_order(one, other)
+            return one.kind == other.kind and self._in_order(one, other)
         is_equation = one.kind in ("=", "!=")
         first, second = (_difference(each, is_equation=is_equation) for each in (one, other))
-        if INFINITY in first.names | second.names or not (first.names and second.names):
-            return False
-        return are_proportional(first, second, is_positive=not is_equation)
+        are_comparable = one.kind == other.kind and first.names and second.names
+        return bool(are_comparable) and is_multiple(first, second, is_positive=not is_equation)
 
 
 def _system(pairs: Iterable[tuple[Node | None, Node]]) -> tuple[Node, Node]:
@@ -196,17 +181,11 @@ def _are_of_x(name: Node | None, other: Node | None) -> bool:
 def _is_only_names(node: Node) -> bool:
     r"""Return whether a side is just a name: `x`, `AB`, `f(2)`, `\frac{a}{b}`, `(x,y)`, `\cos A`."""
     if isinstance(node, Name):
-        return node.text not in SETS and node.text != INFINITY and bool(node.names)
+        return bool(node.names)
     if node.kind.startswith("call "):
         return True
     is_value = node.kind in GROUPS - {"()"} or node.kind in ("", "-", "^", "root", "factorial", "binom")
     return not is_value and all(map(_is_only_names, node.parts))
-
-
-def _is_below_one(node: Node) -> bool:
-    """Return whether a number is a fraction of one, so that a per cent sign changes its value."""
-    value = approximate(node)
-    return value is None or 0 < abs(value) < 1
 
 
 def _without_braces(node: Node) -> Node:
@@ -215,6 +194,7 @@ def _without_braces(node: Node) -> Node:
 
 
 def _column(node: Node) -> Node:
+    r"""Return two numbers above each other as a column: `\binom{1}{2}` may mean one."""
     return Tree("matrix", tuple(Tree("row", (part,)) for part in node.parts)) if node.kind == "binom" else node
 
 
@@ -245,7 +225,7 @@ def _line(node: Node) -> str | None:
         return lines.pop() if len(lines) == 1 else None
     if not node.is_relation or _is_equation(node):
         return None
-    variables = [side.text for side in node.parts if isinstance(side, Name) and side.names - {INFINITY}]
+    variables = [side.text for side in node.parts if isinstance(side, Name) and side.names]
     return variables[0] if len(variables) == 1 else None
 
 
@@ -271,7 +251,7 @@ def _are_equal_regions(reference: Node, answer: Node) -> bool | None:
         return None
     rank, before = 0, None
     for end, place in sorted(places.items(), key=lambda item: item[1]):
-        rank += 2 * (before is None or not are_equal_leaves(before, end))
+        rank += 2 * (before is None or not are_equal(before, end))
         ranks[end], before = (place if isinstance(place, float) else rank), end
     sides = [partial(_side, ranks, point) for point in (-math.inf, *range(rank + 3), math.inf)]
     found = [(_has_point(reference, side), _has_point(answer, side)) for side in sides]
@@ -317,8 +297,9 @@ def _has_point(node: Node, side: Callable[[Node], int]) -> bool:
 
 
 def _place(end: Node) -> Fraction | float:
-    sign = infinity_sign(end)
-    value = approximate(end) if sign is None else sign * math.inf
+    if end in _EVERYTHING.parts:
+        return math.inf if isinstance(end, Name) else -math.inf
+    value = approximate(end)
     if value is None:
         raise UndefinedError
     return value

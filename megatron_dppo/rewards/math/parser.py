@@ -7,12 +7,10 @@ What is around a value (words, a unit, a per cent sign) is kept in a `Quantity`.
 import itertools
 import re
 from fractions import Fraction
+from functools import lru_cache
 
 from megatron_dppo.rewards.math.text import (
-    ACCENTS,
-    EMPTY,
     FUNCTIONS,
-    LETTERS,
     OF_MANY,
     RELATIONS,
     TRIGONOMETRIC,
@@ -23,7 +21,8 @@ from megatron_dppo.rewards.math.text import (
     Quantity,
     Tokens,
     Tree,
-    negative,
+    require,
+    spell_out,
     spellings,
     words_of,
 )
@@ -31,27 +30,36 @@ from megatron_dppo.rewards.math.text import (
 _CURRENCIES = spellings(r"dollar \$ $; euro € \euro; yen ¥; rupee ₹; sterling £ \pounds")
 _MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 1000, "lakh": 10**5, "million": 10**6, "crore": 10**7}
 _MULTIPLIERS.update({"billion": 10**9, "trillion": 10**12})
+MAX_LENGTH = 1000  # characters of an answer that is compared as a value
 _MAX_SIGNS = 4  # plus-minus signs of one item
 _LEAD = words_of("""
     the a an final correct answer answers is are so therefore thus hence we get have there it equals equal
     to value values result solution solutions total number of way ways""")
-_SIGNS = frozenset({"+", "-", r"\pm", r"\mp"})
+_SIGNS = frozenset({"+", "-", r"\pm"})
 _TIMES, _DIVIDE = frozenset({r"\cdot", r"\times", "*"}), frozenset({"/", r"\div"})
+_ACCENTS = words_of("""
+    overline bar vec hat widehat tilde widetilde dot ddot overrightarrow overleftarrow mathcal mathfrak""")
+_LETTERS = words_of("""
+    alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi
+    chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega infty angle triangle ell
+    partial prime star dots""")
 _FACTORS = words_of("frac sqrt binom lfloor lceil begin mathbb emptyset").union(
-    FUNCTIONS, OF_MANY, LETTERS, ACCENTS
+    FUNCTIONS, OF_MANY, _LETTERS, _ACCENTS
 )
+_DATE = re.compile(r"[0-9]{1,2}([/-])[0-9]{1,2}\1[0-9]{2,4}|[0-9]{4}([/-])[0-9]{1,2}\2[0-9]{1,2}")  # 1/2/2020
 
 
-def parse(text: str) -> Node:
-    """Return the tree of a tidy text.
-
-    Raises:
-        NotUnderstoodError: The text cannot be parsed.
-    """
-    parser = _Parser(text)
-    node = parser.items()
-    if parser.next:
-        raise NotUnderstoodError
+@lru_cache(maxsize=256)  # all responses to a prompt share the reference
+def parsed(text: str) -> Node | None:
+    """Return the tree of a tidy text, or `None` if it is not understood completely."""
+    value = spell_out(text)
+    try:
+        require(len(value) <= MAX_LENGTH and not _DATE.fullmatch(value))
+        parser = _Parser(value)
+        node = parser.items()
+        require(not parser.next)
+    except (NotUnderstoodError, RecursionError):
+        return None
     return node
 
 
@@ -59,7 +67,7 @@ class _Parser(Tokens):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._bars = 0  # open `|`
-        self._signs = dict[int, str]()  # places of `\pm` and `\mp` in the current item
+        self._signs = list[int]()  # places of `\pm` in the current item
         self._is_angle = False
         self._mark = ""  # of the current side: degrees or a base
 
@@ -77,22 +85,18 @@ class _Parser(Tokens):
         return Tree("or" if separators == {r"\lor"} else "list", tuple(items))
 
     def _for_both_signs(self) -> list[Node]:
-        r"""Parse an item once for each choice of its signs `\pm`. With `\mp`, all its signs are one choice."""
-        start, before = self.place, self._signs
-        self._signs = signs = dict[int, str]()
+        r"""Parse an item once for each choice of its signs `\pm`."""
+        start, before, signs = self.place, self._signs, list[int]()
+        self._signs = signs
         found = [self._relation()]
-        if len(signs) > _MAX_SIGNS:
-            raise NotUnderstoodError
-        if signs:
-            count = 1 if r"\mp" in signs.values() else len(signs)
-            found.clear()
-            for choice in itertools.product("+-", repeat=count):
-                for (place, sign), plus in zip(signs.items(), choice * (len(signs) // count), strict=True):
-                    self.tokens[place] = plus if sign == r"\pm" else "-" if plus == "+" else "+"
-                self.place = start
-                found.append(self._relation())
-            for place, sign in signs.items():
+        require(len(signs) <= _MAX_SIGNS)
+        for choice in [*itertools.product("+-", repeat=len(signs))][1:]:  # the first one is found already
+            for place, sign in zip(signs, choice, strict=True):
                 self.tokens[place] = sign
+            self.place = start
+            found.append(self._relation())
+        for place in signs:
+            self.tokens[place] = r"\pm"
         self._signs = before
         return found
 
@@ -108,8 +112,7 @@ class _Parser(Tokens):
         while words and self.has(","):  # Therefore, the answer is 5
             words += self._words()
         if not {*map(str.casefold, words)} <= _LEAD:
-            if self.next != "=":
-                raise NotUnderstoodError
+            require(self.next == "=")
             return Name('"' + " ".join(words))
         if words:
             _ = self.has(":") or self.has("=")
@@ -120,11 +123,11 @@ class _Parser(Tokens):
             kind = self.take()[1:]
             parts = node.parts if node.kind == kind != "setminus" else (node,)
             node = Tree(kind, (*parts, self._sum()))
-        marks = {mark, self._mark, _CURRENCIES.get(self.next, ""), "%" * (self.next == r"\%")} - {""}
-        self.place += self.next in (r"\%", *_CURRENCIES)
+        behind = "%" if self.next == r"\%" else _CURRENCIES.get(self.next, "")
+        self.place += bool(behind)
+        marks = {mark, self._mark, behind} - {""}
+        require(len(marks) <= 1)
         self._mark = before
-        if len(marks) > 1:
-            raise NotUnderstoodError
         words = self._words()
         if words and words[0] in _MULTIPLIERS:
             node = Tree("*", (node, Number(Fraction(_MULTIPLIERS[words.pop(0)]))))
@@ -146,36 +149,32 @@ class _Parser(Tokens):
     def _signed_term(self) -> Node:
         if self.next not in _SIGNS:
             return self._product()
-        if self.next in (r"\pm", r"\mp"):
-            self._signs[self.place] = self.next
+        if self.next == r"\pm":
+            self._signs.append(self.place)
         sign = self.take()
-        if self.next in _SIGNS - {"-"}:
-            raise NotUnderstoodError
+        require(self.next not in _SIGNS - {"-"})
         term = self._signed_term()
-        return negative(term) if sign == "-" else term
+        return _negative(term) if sign == "-" else term
 
     def _product(self) -> Node:
         node = self._implicit_product()
         if self.next == ":":
             return self._ratio(node)
         while self.next in _TIMES | _DIVIDE:
-            operator = self.take()
+            kind = "*" if self.take() in _TIMES else "/"
             is_minus = self.has("-")
             factor = self._implicit_product()
-            pair = node, negative(factor) if is_minus else factor
-            node = Tree("*" if operator in _TIMES else "/", pair)
+            node = Tree(kind, (node, _negative(factor) if is_minus else factor))
         return node
 
     def _ratio(self, first: Node) -> Node:
         """Parse a ratio of numbers, or a time of day."""
-        parts, texts = [first], [self.tokens[self.place - 1]]
+        start, parts = self.place - 1, [first]
         while self.has(":"):
-            texts.append(self.next)
             parts.append(self._power())
         values = [part.value for part in parts if isinstance(part, Number)]
-        if len(values) < len(parts) or not sum(values):
-            raise NotUnderstoodError
-        if re.fullmatch(r"0?([0-9]|1[0-9]|2[0-4]):[0-5][0-9]", ":".join(texts)):
+        require(len(values) == len(parts) and sum(values) != 0)
+        if re.fullmatch(r"0?([0-9]|1[0-9]|2[0-4]):[0-5][0-9]", "".join(self.tokens[start : self.place])):
             return Tree("clock", tuple(parts))
         if len(parts) == 2:
             return Tree("/", tuple(parts))
@@ -187,14 +186,12 @@ class _Parser(Tokens):
         if isinstance(node, Number) and self.tokens[self.place - 1] == first and self.next == r"\frac":
             node = self._mixed(node)
         while self._starts_factor():
-            if in_function and self.next == "(":
-                raise NotUnderstoodError  # is `\\sin x(y+1)` a product of sines?
+            require(not in_function or self.next != "(")  # is `\\sin x(y+1)` a product of sines?
             if in_function and self.next[1:] in FUNCTIONS:
                 break
-            if self.next[0] in ".0123456789":
-                after = self.tokens[self.place + 1 : self.place + 2]
-                if (self.tokens[self.place - 1], *after) not in (("}", "^"), ("!", "!")):
-                    raise NotUnderstoodError  # numbers side by side, or a power without braces
+            if self.next[0] in ".0123456789":  # numbers side by side, or a power without braces
+                around = self.tokens[self.place - 1], *self.tokens[self.place + 1 : self.place + 2]
+                require(around in (("}", "^"), ("!", "!")))
             node = Tree("*", (node, self._power()))
         return node
 
@@ -204,8 +201,7 @@ class _Parser(Tokens):
         above, below = fraction.parts if fraction.kind == "/" else (None, None)
         if not (isinstance(above, Number) and isinstance(below, Number)):
             return Tree("*", (whole, fraction))
-        if whole.places is not None or not 0 < above.value < below.value:
-            raise NotUnderstoodError
+        require(whole.places is None and 0 < above.value < below.value)
         return Tree("+", (whole, fraction))
 
     def _starts_factor(self) -> bool:
@@ -219,46 +215,40 @@ class _Parser(Tokens):
     def _power(self, *, is_first: bool = False) -> Node:
         node = self._atom(is_first=is_first)
         has_power = False
-        while True:
-            if self.has("^", r"\circ") or self.has("^", "{", r"\circ", "}"):
+        while self.next in ("^", "!"):
+            if self.has("^", r"\circ"):
                 node = self._degrees(node)
-            elif self.has("^"):
-                if has_power:
-                    raise NotUnderstoodError
-                has_power = True
-                node = Tree("^", (node, self._argument()))
-            elif self.has("!"):
-                if self.next == "!" or has_power:
-                    raise NotUnderstoodError  # `n!!` is not a factorial's factorial, `2^3!` is ambiguous
+                continue
+            require(not has_power)  # `2^3!` is ambiguous
+            if self.has("!"):
+                require(self.next != "!")  # `n!!` is not a factorial's factorial
                 node = Tree("factorial", (node,))
             else:
-                return node
+                self.take("^")
+                has_power = True
+                node = Tree("^", (node, self._argument()))
+        return node
 
     def _degrees(self, node: Node) -> Node:
         if self._is_angle:
             return Tree("/", (Tree("*", (node, Name(r"\pi"))), Number(Fraction(180))))
-        scale = self.take() if self.next in ("C", "F", "K") else ""
-        if self._mark not in ("", f"degree {scale}".strip()):
-            raise NotUnderstoodError
-        self._mark = f"degree {scale}".strip()
+        mark = f"degree {self.take()}" if self.next in ("C", "F", "K") else "degree"
+        require(self._mark in ("", mark))
+        self._mark = mark
         return node
 
-    def _argument(self) -> Node:
-        """Parse a group in braces, or the operand that one token starts: a digit, a letter, a command."""
-        if self.next == "{":
-            return self._group()
-        if self.next.isdigit() and len(self.next) > 1:  # TeX reads `x^12` as `x^{1}2`, which is hardly meant
-            raise NotUnderstoodError
+    def _argument(self, *, is_digit: bool = False) -> Node:
+        r"""Parse a group in braces, or the operand that one token starts: a digit, a letter, a command.
+
+        Without braces, `\frac` and `\sqrt` take only one digit of a number.
+        """
+        if is_digit and self.next[:1].isdigit():
+            self.tokens[self.place : self.place + 1] = list(self.next)
+        # TeX reads `x^12` as `x^{1}2`, which is hardly meant
+        require(len(self.next) == 1 or not self.next.isdigit())
         return self._atom()
 
-    def _digit(self) -> Node:
-        r"""Parse an argument of `\frac` or `\sqrt`. Without braces it is only one digit of a number."""
-        if self.next[:1].isdigit():
-            self.tokens[self.place : self.place + 1] = list(self.next)
-        return self._argument()
-
     def _group(self) -> Node:
-        self.take("{")
         bars, self._bars = self._bars, 0
         node = self._sum()
         if self.next in (r"\over", r"\choose"):
@@ -282,17 +272,14 @@ class _Parser(Tokens):
             self._bars -= 1
             self.take("|")
             return node
-        if token not in "{([":
-            raise NotUnderstoodError
-        self.place -= token == "{"
+        require(token in "{([")
         return self._group() if token == "{" else self._bracket(token)
 
     def _number(self, token: str) -> Node:
         places = len(token.partition(".")[2]) if "." in token else None
         if self.has("_"):  # in another base
             base = self.raw_group()
-            if not base.isdigit() or places is not None or int(max(token)) >= int(base) or self._mark:
-                raise NotUnderstoodError
+            require(base.isdigit() and places is None and int(max(token)) < int(base) and not self._mark)
             self._mark = f"base {base}"
         return Number(Fraction(f"0{token}"), places)
 
@@ -317,12 +304,11 @@ class _Parser(Tokens):
         node = self.items(has_choices=False)
         self._bars = bars
         closer = self.take()
-        if closer not in (")", "]"):
-            raise NotUnderstoodError
+        require(closer in (")", "]"))
         if node.kind == "list":
             return Tree(opener + closer, node.parts)
-        if opener + closer not in ("()", "[]") or isinstance(node, Quantity) or node.is_relation:
-            raise NotUnderstoodError
+        is_plain = not isinstance(node, Quantity) and not node.is_relation
+        require(is_plain and opener + closer in ("()", "[]"))
         is_interval = opener == "[" and self.next in ("", ",", ";", ")", "]", "}", r"\}", r"\cup", r"\cap")
         return Tree("[]", (node,)) if is_interval else node
 
@@ -331,34 +317,29 @@ class _Parser(Tokens):
         if name in FUNCTIONS:
             return self._function(name)
         if name in OF_MANY:
-            self.take("(")
-            node = self._bracket("(")
-            if not (node.kind == "()"):
-                raise NotUnderstoodError
+            node = self._atom()
+            require(node.kind == "()")
             return Tree(name, node.parts)
         if name in ("frac", "binom"):
             first = self.tokens[self.place : self.place + 3]
-            if first[:2] == ["{", "d"] and first[2:] != ["}"]:
-                raise NotUnderstoodError  # a derivative is not a quotient
-            return Tree("/" if name == "frac" else "binom", (self._digit(), self._digit()))
+            require(first[:2] != ["{", "d"] or first[2:] == ["}"])  # a derivative is not a quotient
+            parts = self._argument(is_digit=True), self._argument(is_digit=True)
+            return Tree("/" if name == "frac" else "binom", parts)
         if name == "sqrt":
-            index: Node = Number(Fraction(2))
-            if self.has("["):
-                index = self._sum()
-                self.take("]")
-            return Tree("root", (self._digit(), index))
+            has_index = self.has("[")
+            index = self._sum() if has_index else Number(Fraction(2))
+            require(not has_index or self.has("]"))
+            return Tree("root", (self._argument(is_digit=True), index))
         if name in ("lfloor", "lceil"):
             node = self._sum()
             self.take(rf"\r{name[1:]}")
             return Tree(name[1:], (node,))
+        if name == "emptyset" or (name == "{" and self.has(r"\}")):
+            return Tree("set", ())
         if name == "{":
-            if self.has(r"\}"):
-                return EMPTY
             node = self.items()
             self.take(r"\}")
             return Tree("set", node.parts if node.kind == "list" else (node,))
-        if name == "emptyset":
-            return EMPTY
         if name == "mathbb":
             return Name(rf"\mathbb{{{self.raw_group()}}}")
         return self._matrix() if name == "begin" else self._styled(token)
@@ -369,56 +350,51 @@ class _Parser(Tokens):
             while self.next.isascii() and self.next.isalpha():  # their order matters
                 letters += self.take()
             return Name(f"{token} {letters}")
-        if token[1:] in ACCENTS:
+        if token[1:] in _ACCENTS:
             content = self.raw_group()
-            if not content or content[0].isdigit():
-                raise NotUnderstoodError
+            require(not content[:1].isdigit() and bool(content))
             token = f"{token}{{{content}}}"
-        elif token[1:] not in LETTERS:
-            raise NotUnderstoodError
+        else:
+            require(token[1:] in _LETTERS)
         return Name(f"{token}_{self.raw_group()}" if self.has("_") else token)
 
     def _function(self, name: str) -> Node:
         base = self._argument() if self.has("_") else None
         power = self._argument() if self.has("^") else None
-        base = self._argument() if base is None and self.has("_") else base
+        require(base is None or name == "log")
         is_angle, self._is_angle = self._is_angle, name in TRIGONOMETRIC
-        argument = self._function_argument()
-        self._is_angle = is_angle
-        if base is not None and name != "log":
-            raise NotUnderstoodError
         if power == Number(Fraction(-1)):
-            if name not in TRIGONOMETRIC:
-                raise NotUnderstoodError
+            require(name in TRIGONOMETRIC)
             name, power = f"arc{name}", None
+        if self.next in ("(", "{"):
+            argument = self._atom()
+            require(not argument.is_group)
+        elif self.next[1:] in FUNCTIONS:
+            argument = self._power()
+        else:
+            argument = self._implicit_product(in_function=True)
+        self._is_angle = is_angle
         node = Tree(name, (argument,) if base is None else (argument, base))
         return node if power is None else Tree("^", (node, power))
 
-    def _function_argument(self) -> Node:
-        if self.has("("):
-            node = self._bracket("(")
-            if node.is_group:
-                raise NotUnderstoodError
-            return node
-        if self.next == "{":
-            return self._group()
-        if self.next[1:] in FUNCTIONS:
-            return self._power()
-        return self._implicit_product(in_function=True)
-
     def _matrix(self) -> Node:
         kind = self.raw_group()
-        if kind not in ("matrix", "pmatrix", "bmatrix", "Bmatrix", "smallmatrix"):
-            raise NotUnderstoodError
+        require(kind in ("matrix", "pmatrix", "bmatrix", "Bmatrix", "smallmatrix"))
         rows = [[self._sum()]]
-        while self.next != r"\end":
+        while not self.has(r"\end"):
             if self.has("&"):
                 rows[-1].append(self._sum())
             else:
                 self.take(r"\\")
                 if self.next != r"\end":
                     rows.append([self._sum()])
-        self.take()
-        if self.raw_group() != kind or len({len(row) for row in rows}) != 1:
-            raise NotUnderstoodError
+        require(self.raw_group() == kind and len({len(row) for row in rows}) == 1)
         return Tree("matrix", tuple(Tree("row", tuple(row)) for row in rows))
+
+
+def _negative(node: Node) -> Node:
+    if isinstance(node, Number):
+        return Number(-node.value, node.places)
+    if isinstance(node, Quantity):
+        return Quantity(_negative(node.value), node.words, node.mark)
+    return Tree("-", (node,))

@@ -12,21 +12,8 @@ from functools import lru_cache
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.base import RewardResult, register
-from megatron_dppo.rewards.math.parser import parse
-from megatron_dppo.rewards.math.text import (
-    MAX_LENGTH,
-    Node,
-    NotUnderstoodError,
-    Quantity,
-    integer,
-    is_regrouped,
-    is_same_text,
-    spell_out,
-    spellings,
-    tidy,
-    unwrap,
-    words_of,
-)
+from megatron_dppo.rewards.math.parser import MAX_LENGTH, parsed
+from megatron_dppo.rewards.math.text import Quantity, integer, is_same_text, spellings, tidy, unwrap, words_of
 from megatron_dppo.types import FinishReason, Prompt
 
 _PIECE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)  # an escaped brace does not count
@@ -43,17 +30,12 @@ _SENTENCE = re.compile(  # "yes, it does" and "no, it is not"
     r"(?:(yes|true)|no|false), (?:it|this|that|they|there|he|she) "
     r"(?:is|are|does|do|can|will)(?(1)|(?: ?not|n't))"
 )
-_DATE = re.compile(r"[0-9]{1,2}([/-])[0-9]{1,2}\1[0-9]{2,4}|[0-9]{4}([/-])[0-9]{1,2}\2[0-9]{1,2}")  # 1/2/2020
 _ONE_AT_A_TIME = threading.Lock()  # FLINT's precision is a property of the process
 _FEWEST_LETTERS = 4  # of a plain word; shorter ones are variables
-_PHRASES = {
-    r"\emptyset": "no solution|no solutions|there is no solution|there are no solutions|empty set"
-    "|the empty set",
-    r"\mathbb{R}": "all real numbers|all reals|the set of all real numbers",
-    r"\infty": "infinity",
-    "does not exist": "dne",
-}
-_MEANING = {phrase: meaning for meaning, phrases in _PHRASES.items() for phrase in phrases.split("|")}
+_MEANING = spellings(r"""
+    \emptyset no_solution no_solutions there_is_no_solution there_are_no_solutions empty_set the_empty_set
+    \mathbb{R} all_real_numbers all_reals the_set_of_all_real_numbers
+    \infty infinity; does_not_exist dne""")
 _LAST_CHOICES = frozenset({"none of these", "none of the above", "all of these", "all of the above"})
 _UNITS = spellings("""
     mm millimeter millimetre; cm centimeter centimetre; m meter metre; km kilometer kilometre; in inch inche
@@ -61,7 +43,6 @@ _UNITS = spellings("""
     mg milligram; g gram gm; kg kilogram; oz ounce; lb pound; ml milliliter millilitre; l liter litre
     mph mi/h; km/h kph kmh; m/s; degree deg; radian rad; cent; dollar usd; euro eur; yen; rupee; sterling
     unit""")
-_POWERS = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
 _NOUNS = words_of("""
     th st nd rd way student person people boy girl child children man men woman women player team game apple
     orange marble ball book card coin bead box page point piece triangle solution digit integer number step old
@@ -79,8 +60,7 @@ def math_reward(prompt: Prompt, response: str, finish_reason: FinishReason) -> R
     Raises:
         RewardError: The prompt's reference answer is empty.
     """
-    boxed = last_boxed(prompt.answer)
-    reference = tidy(prompt.answer if boxed is None else boxed)
+    reference = _reference(prompt.answer)
     if not reference:
         raise RewardError(
             f"prompt {prompt.id}: found answer {prompt.answer!r}; expected text or LaTeX. "
@@ -97,11 +77,15 @@ def is_matched_as_text(answer: str) -> bool:
 
     Words and letters of a choice count as readable. It takes about 0.2 ms, and never more than a few.
     """
-    boxed = last_boxed(answer)
-    reference = tidy(answer if boxed is None else boxed)
+    reference = _reference(answer)
     letter, rest = _without_letter(reference)
     is_read = integer(reference) is not None or (letter and not rest) or _are_same_words(rest, rest)
-    return not is_read and _parsed(rest) is None
+    return not is_read and parsed(rest) is None
+
+
+def _reference(answer: str) -> str:
+    boxed = last_boxed(answer)
+    return tidy(answer if boxed is None else boxed)
 
 
 def _compare(reference: str, answer: str, prompt: Prompt) -> tuple[bool, bool]:
@@ -123,8 +107,6 @@ def _is_right(reference: str, answer: str, prompt: Prompt) -> bool:
     numbers = integer(reference), integer(answer)
     if None not in numbers:
         return numbers[0] == numbers[1]
-    if is_regrouped(reference, answer):
-        return True
     (wanted, expected), (letter, found) = _without_letter(reference), _without_letter(answer)
     if wanted and letter and wanted != letter:
         return False
@@ -132,7 +114,7 @@ def _is_right(reference: str, answer: str, prompt: Prompt) -> bool:
         return _are_equal_values(expected, found, prompt)
     if wanted != letter or expected or not found:  # a letter alone, and the same one with something behind it
         return wanted == letter
-    tree, words = _parsed(found), _Words(_problem(prompt))
+    tree, words = parsed(found), _Words(_problem(prompt))
     if tree and all(words.are_known(each.words) for each in tree.walk() if isinstance(each, Quantity)):
         return True
     text = _plain(found)
@@ -142,13 +124,13 @@ def _is_right(reference: str, answer: str, prompt: Prompt) -> bool:
 def _are_equal_values(reference: str, answer: str, prompt: Prompt) -> bool:
     from megatron_dppo.rewards.math.equality import Comparison
 
-    reference, answer = (_MEANING.get(_plain(text), text) for text in (reference, answer))
+    reference, answer = (_MEANING.get(_plain(text).replace(" ", "_"), text) for text in (reference, answer))
     if is_same_text(reference, answer):
         return True
     are_same = _are_same_words(reference, answer)
     if are_same is not None:
         return are_same
-    expected, found = _parsed(reference), _parsed(answer)
+    expected, found = parsed(reference), parsed(answer)
     if expected is None or found is None:
         return False
     words = _Words(_problem(prompt))
@@ -164,17 +146,6 @@ def _problem(prompt: Prompt) -> str:
     if prompt.text is not None:
         return prompt.text
     return "\n".join(str(message.get("content")) for message in prompt.messages or ())
-
-
-@lru_cache(maxsize=256)  # all responses to a prompt share the reference
-def _parsed(text: str) -> Node | None:
-    value = spell_out(text)
-    if _DATE.fullmatch(value) or len(value) > MAX_LENGTH:
-        return None
-    try:
-        return parse(value)
-    except (NotUnderstoodError, RecursionError):
-        return None
 
 
 def _are_same_words(reference: str, answer: str) -> bool | None:
@@ -222,11 +193,9 @@ class _Words:
             return False  # 101 is not 101_2
         one, other = (_said(each.words) | ({each.mark} - {"", "%"}) for each in (reference, answer))
         has_unit = not (one | other).isdisjoint(_UNITS.values())
-        if (one and other and not (one <= other or other <= one)) or (
-            has_unit and "%" in (reference.mark, answer.mark)
-        ):
-            return False
-        return all(map(self._may_be_left_out, one ^ other))
+        is_part = not one or not other or one <= other or other <= one
+        is_mixed = has_unit and "%" in (reference.mark, answer.mark)
+        return is_part and not is_mixed and all(map(self._may_be_left_out, one ^ other))
 
     def _may_be_left_out(self, word: str) -> bool:
         is_mark = word in ("degree C", "degree F", "degree K") or word.startswith("base ")
@@ -245,24 +214,16 @@ def _singular(word: str) -> str:
 
 def _said(words: Sequence[str]) -> frozenset[str]:
     """Return words in one spelling, with units by their symbols."""
-    parts = [word.partition("^") for word in words]
-    text = " ".join(_singular(_SYNONYMS.get(word.casefold(), word)) + hat + power for word, hat, power in parts)
-    text = re.sub(r"(\S+) per (\S+)", _rate, text)
-    said, power = list[str](), ""
-    for word in text.split():
-        base, _, given = word.partition("^")
-        if word in _POWERS and not power:
-            power = _POWERS[word]
-        else:
-            said.append(_UNITS.get(base, base) + f"^{given or power}" * bool(given or power))
-            power = ""
-    return frozenset([*said, *(["squared"] if power else [])])
+    text = " ".join(map(_spelled, words))
+    text = re.sub(r"(\S+) per (\S+)", lambda match: _UNITS.get(f"{match[1]}/{match[2]}", match[0]), text)
+    text = re.sub(r"(?:square|sq) (\S+)", r"\1^2", text)
+    return frozenset(re.sub(r"(?:cubic|cu) (\S+)", r"\1^3", text).split())
 
 
-def _rate(match: re.Match[str]) -> str:
-    """Return `km/h` for "kilometer per hour", if it is one of the units."""
-    rate = "/".join(_UNITS.get(word, word) for word in match.groups())
-    return _UNITS.get(rate, match[0])
+def _spelled(word: str) -> str:
+    base, hat, power = word.partition("^")
+    base = _singular(_SYNONYMS.get(base.casefold(), base))
+    return f"{_UNITS.get(base, base)}{hat}{power}"
 
 
 def last_boxed(text: str) -> str | None:

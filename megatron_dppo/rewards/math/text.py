@@ -6,6 +6,7 @@ A token is a command, a number, letters, a sign, or a word: `tokens(r"5\text{ cm
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from unicodedata import normalize
 
@@ -19,10 +20,6 @@ def spellings(text: str) -> dict[str, str]:
     """Return the first word of its group for each word. A semicolon or a line break ends a group."""
     groups = [group.split() for group in re.split("[;\n]", text)]
     return {word: group[0] for group in groups for word in group}
-
-
-class NotUnderstoodError(Exception):
-    """A text is not an expression, list, set, interval, relation or matrix, or it is ambiguous."""
 
 
 class Node:
@@ -41,7 +38,7 @@ class Node:
     def names(self) -> frozenset[str]:
         """Variables of a tree, and its functions with unknown values."""
         nodes = list(self.walk())
-        found = {each.text for each in nodes if isinstance(each, Name)} - CONSTANTS
+        found = {each.text for each in nodes if isinstance(each, Name)} - _NO_VARIABLES
         return frozenset(found | {each.kind[5:] for each in nodes if each.kind.startswith("call ")})
 
     @property
@@ -93,24 +90,15 @@ class Quantity(Node):
 RELATIONS = spellings(
     r"= \in; ~ \approx; < \lt; > \gt; <= \le \leq \leqslant; >= \ge \geq \geqslant; != \ne \neq"
 )
-SETS = frozenset(rf"\mathbb{{{letter}}}" for letter in "RZNQC")
-EMPTY = Tree("set", ())
 CONSTANTS = frozenset({r"\pi", "e", "i"})
+_NO_VARIABLES = CONSTANTS.union({r"\infty", r"\dots"}, (rf"\mathbb{{{letter}}}" for letter in "RZNQC"))
 BRACKETS = frozenset({"()", "[]", "(]", "[)"})
 LISTS = frozenset({"list", "or"})
 GROUPS = frozenset({*BRACKETS, *LISTS, "set", "matrix", "row", "cup", "cap", "setminus"})
-ACCENTS = words_of("""
-    overline bar vec hat widehat tilde widetilde dot ddot overrightarrow overleftarrow mathcal mathfrak
-    mathscr""")
-LETTERS = words_of("""
-    alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi
-    chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega infty angle triangle ell
-    partial prime star dots""")
-MAX_LENGTH = 1000  # characters of an answer that is compared as a value
+
 TRIGONOMETRIC = ("sin", "cos", "tan", "cot", "sec", "csc")
-INVERSE_AND_HYPERBOLIC = (("", ""), ("arc", ""), ("", "h"), ("ar", "h"))  # what is before and behind a name
 FUNCTIONS = words_of("ln lg log exp").union(
-    f"{before}{name}{after}" for name in TRIGONOMETRIC for before, after in INVERSE_AND_HYPERBOLIC
+    *((name, f"arc{name}", f"{name}h", f"ar{name}h") for name in TRIGONOMETRIC)
 )
 OF_MANY = words_of("gcd lcm max min")
 # Words that may stand behind a value glued to it, or behind a space in plain text; others need four letters.
@@ -124,16 +112,12 @@ _SIGNS = spellings(r"""
 _CHARACTERS = str.maketrans(
     {sign: f"{spelling} " for sign, spelling in _SIGNS.items() if len(sign) == 1}
     | {"℃": r"^\circ C", "℉": r"^\circ F", **dict(zip("−’′⁄。", "-''/.", strict=True))}
-    | {chr(code + 0xFEE0): chr(code) for code in range(ord("!"), ord("~") + 1)}  # of full width
+    | {chr(code + 0xFEE0): chr(code) for code in range(ord("!"), ord("~"))}  # of full width
 )
 _COMMANDS = spellings(r"""
     \frac dfrac tfrac cfrac; \binom dbinom tbinom; \cdot cdotp ast; \dots ldots cdots dotsc dotsb
     ^\circ degree degrees textdegree; \emptyset varnothing; \lor vee; \phi varphi; \epsilon varepsilon
     \theta vartheta; | vert lvert rvert; , land wedge; \{ lbrace; \} rbrace; [ lbrack; ] rbrack""")
-_COMMANDS.update(
-    dict.fromkeys(words_of("displaystyle textstyle scriptstyle limits nolimits null relax strut"), "")
-)
-_COMMANDS.update({f"{big}{side}": "" for big in ("big", "Big", "bigg", "Bigg") for side in ("", "l", "r")})
 _FONTS = "text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt|bfit)|[mh]box|boldsymbol|bm|underline"
 _STYLE = rf"\\(?:{_FONTS}|operatorname)"
 _WRAPPED = re.compile(_STYLE + r" ?\{([^{}]*)\}")
@@ -150,6 +134,7 @@ _SPELLINGS = _rules(
     (r"(\\\\)|\\!\s*|(\\[,;:> ]|\\q?quad(?![a-zA-Z])|~|\s+)", lambda m: m[1] or " " * bool(m[2])),
     ("(?<![0-9])–|–(?![0-9])", "-"),  # an en dash between two numbers is a range
     (r"\\([a-zA-Z]+)", lambda m: f"{_COMMANDS[m[1]]} " if m[1] in _COMMANDS else m[0]),
+    (r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|[bB]igg?[lr]?)(?![a-zA-Z])", " "),
     (r"\\(?:text)?color ?\{[^{}]*\}|\\tag\*? ?\{[^{}]*\}", ""),
     (r"\\(?:left|right|middle) ?(?=[()\[\]|]|\\[{}|]|\\[lr](?:floor|ceil|angle))", ""),
     (r"\\(?:left|right) ?\.", ""),
@@ -192,6 +177,8 @@ _INTEGER = re.compile(r"[+-]?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0
 _THOUSANDS = re.compile(
     r"(?<![0-9.,])[1-9][0-9]{0,2}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?![0-9,]|\.[0-9]*[, ][0-9])"
 )
+_DECIMAL = re.compile(r"-?[0-9]+\.(?![0-9]{3}$)[0-9]+")
+_INDIAN = re.compile("[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}")
 _LOOSE = re.compile(r"(?<![0-9A-Za-z]) +| +(?![0-9A-Za-z])|(?<=[0-9]) +(?=[A-Za-z])|(?<=[A-Za-z]) +(?=[0-9])")
 _TOKEN = re.compile(
     rf"\s+|{_STYLE} ?\{{(?P<styled>[^{{}}]*)\}}"
@@ -231,26 +218,21 @@ def unwrap(text: str) -> str:
 
 
 def is_same_text(reference: str, answer: str) -> bool:
-    r"""Return whether two tidy texts are the same, apart from spaces and `\text{...}`."""
+    r"""Return whether two tidy texts are the same, apart from spaces and `\text{...}`.
+
+    A decimal comma and the groups of 12,34,567 are understood only if the reference has neither.
+    """
     one, other = (_LOOSE.sub("", " ".join(unwrap(text).split())) for text in (reference, answer))
+    if _DECIMAL.fullmatch(one):
+        other = other.replace(",", ".") if re.fullmatch("[-0-9]+,[0-9]+", other) else other
+    elif _INDIAN.fullmatch(other) and one.isdigit():
+        other = other.replace(",", "")
     return one == other and bool(one)
 
 
-def integer(text: str) -> str | None:
-    """Return a tidy integer as text without commas and leading zeros, or `None` if it is not an integer."""
-    if not _INTEGER.fullmatch(text):
-        return None
-    digits = text.lstrip("+-").replace(",", "").replace(" ", "").lstrip("0")
-    return ("-" if text.startswith("-") and digits else "") + (digits or "0")
-
-
-def is_regrouped(reference: str, answer: str) -> bool:
-    """Return whether an answer is the reference with a decimal comma, or grouped as in 12,34,567."""
-    if re.fullmatch(r"-?[0-9]+\.[0-9]+", reference) and len(reference.partition(".")[2]) != 3:
-        return answer == reference.replace(".", ",")
-    return (
-        bool(re.fullmatch(r"[0-9]{1,2}(,[0-9]{2})+,[0-9]{3}", answer)) and answer.replace(",", "") == reference
-    )
+def integer(text: str) -> Decimal | None:
+    """Return the value of a tidy integer with any number of digits, or `None` if it is not an integer."""
+    return Decimal(re.sub("[, ]", "", text)) if _INTEGER.fullmatch(text) else None
 
 
 def tokens(text: str, *, is_words: bool = False) -> list[str]:
@@ -301,6 +283,16 @@ def _of_letters(run: str, before: list[str], *, has_space: bool, is_words: bool)
     return list(run)
 
 
+class NotUnderstoodError(Exception):
+    """A text is not an expression, list, set, interval, relation or matrix, or it is ambiguous."""
+
+
+def require(is_understood: bool) -> None:
+    """Raise an error if a text is not understood."""
+    if not is_understood:
+        raise NotUnderstoodError
+
+
 class Tokens:
     """Tokens of a text, and the place of the next one."""
 
@@ -316,8 +308,7 @@ class Tokens:
     def take(self, token: str | None = None) -> str:
         """Return the next token and advance. Another one than the given one is not understood."""
         found = self.next
-        if not found or (token is not None and found != token):
-            raise NotUnderstoodError
+        require(bool(found) and token in (None, found))
         self.place += 1
         return found
 
@@ -332,18 +323,7 @@ class Tokens:
         if not self.has("{"):
             return self.take().removeprefix('"')
         pieces, depth = list[str](), 1
-        while True:
-            token = self.take()
-            depth += {"{": 1, "}": -1}.get(token, 0)
-            if depth == 0:
-                return "".join(pieces)
-            pieces.append(token.removeprefix('"'))
-
-
-def negative(node: Node) -> Node:
-    """Return a tree with a minus before it."""
-    if isinstance(node, Number):
-        return Number(-node.value, node.places)
-    if isinstance(node, Quantity):
-        return Quantity(negative(node.value), node.words, node.mark)
-    return Tree("-", (node,))
+        while depth:
+            pieces.append(self.take().removeprefix('"'))
+            depth += {"{": 1, "}": -1}.get(pieces[-1], 0)
+        return "".join(pieces[:-1])

@@ -8,18 +8,19 @@ sides of every kink. The limits are of bits and of work, so that every machine g
 # pyright: basic
 import contextlib
 import math
+import operator
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial, reduce
 from typing import Any
 
 from flint import acb, arb, ctx, fmpq, fmpz
 
-from megatron_dppo.rewards.math.text import CONSTANTS, SETS, Name, Node, Number, Tree, words_of
+from megatron_dppo.rewards.math.text import CONSTANTS, FUNCTIONS, Name, Node, Number, Tree, words_of
 
-INFINITY = r"\infty"
-_NO_NUMBERS = frozenset({INFINITY, r"\dots", *SETS})
 _FIRST_BITS, _MAX_BITS = 256, 20_000  # precision of balls
 _PRECISE_BITS = 2_048
 _MAX_EXACT_BITS = 1 << 17
@@ -29,6 +30,7 @@ _MAX_WORK = 4e10  # sum of the squared precisions of all operations: about a sec
 _NUM_SMOOTH, _NUM_KINKED, _FEWEST_POINTS = 12, 60, 4
 _FEWEST_PLACES, _MOST_PLACES = 6, 100  # of a decimal that may be rounded; and its digits after leading zeros
 _WHOLE, _STEPS, _SMOOTH = words_of("factorial binom"), words_of("floor ceil gcd lcm"), words_of("+ - * /")
+_EXPONENTIAL = words_of("exp sinh cosh sech csch")
 _INDICES = frozenset("nmkijNMK")  # variables that are integers where steps occur
 
 
@@ -40,28 +42,22 @@ class UndefinedError(Exception):
     """A tree has no value: it divides by zero, or is not a number."""
 
 
+@dataclass
 class _Computation:
     """Computes trees at one point to a precision in bits."""
 
-    def __init__(self, bits: int, point: Mapping[str, Any]) -> None:
-        self._bits, self._point = bits, point
-        self.largest = 0  # bits of the largest number so far, or of the smallest number's inverse
-        self._work = 0.0
+    bits: int
+    point: Mapping[str, Any]
+    largest: int = 0  # bits of the largest number so far, or of the smallest number's inverse
+    work: float = 0.0
 
     def value(self, node: Node) -> Any:
-        """Return a rational number (`fmpq`) or a ball (`acb`)."""
-        with ctx.workprec(self._bits):
+        """Return a rational number (`fmpq`) or a ball (`acb`), or `None` if the tree has no value."""
+        with ctx.workprec(self.bits):
             try:
                 return self._value(node)
-            except ZeroDivisionError:
-                raise UndefinedError from None
-
-    def value_or_none(self, node: Node) -> Any:
-        """Return `None` if the tree has no value."""
-        try:
-            return self.value(node)
-        except UndefinedError:
-            return None
+            except (UndefinedError, ZeroDivisionError):
+                return None
 
     def _value(self, node: Node) -> Any:
         if isinstance(node, Number):
@@ -69,19 +65,15 @@ class _Computation:
         if isinstance(node, Name):
             if node.text in CONSTANTS:
                 return {r"\pi": acb.pi, "e": acb(1).exp, "i": partial(acb, 0, 1)}[node.text]()
-            if node.text not in self._point:
+            if node.text not in self.point:
                 raise UndefinedError
-            return self._point[node.text]
-        if not node.kind:
-            raise UndefinedError
-        self._work += self._bits**2 * (20.0 if node.kind in _WHOLE else 1.0)
-        if self._work > _MAX_WORK:
+            return self.point[node.text]
+        self.work += self.bits**2 * (20.0 if node.kind in _WHOLE else 1.0)
+        if self.work > _MAX_WORK:
             raise TooLargeError
         parts = [self._value(part) for part in node.parts]
         if node.kind in ("tanh", "coth"):  # its distance from 1 is a power of e
             self.largest = max(self.largest, math.ceil(3 * float(_small(acb(parts[0])).abs_upper())))
-        if node.kind.startswith("call "):
-            return self._counted(_unknown_function(acb(self._point[node.kind[5:]]), parts))
         return self._counted(_apply(node.kind, parts))
 
     def _counted(self, value: Any) -> Any:
@@ -93,7 +85,7 @@ class _Computation:
                 raise UndefinedError
             mantissa, exponent = value.abs_lower().man_exp()
             size = abs(int(exponent) + fmpz(mantissa).bit_length()) if mantissa else 0
-            limit += self._bits
+            limit += self.bits
         if size > limit:
             raise TooLargeError
         self.largest = max(self.largest, size)
@@ -109,6 +101,8 @@ def _apply(kind: str, parts: list[Any]) -> Any:
         return _rational_power(acb(parts[0]), parts[1] if kind == "^" else 1 / parts[1])
     if kind not in _BALLS:
         raise UndefinedError
+    if kind in _EXPONENTIAL:
+        _small(acb(parts[0]))
     return _BALLS[kind](*map(acb, parts))
 
 
@@ -143,11 +137,14 @@ def _combinations(upper: int, lower: int) -> int:
     return math.comb(upper, _bounded(lower, min(lower, upper - lower) * upper.bit_length(), _MAX_EXACT_BITS))
 
 
+_FIELD: Mapping[str, Callable[..., Any]] = {
+    "+": lambda *terms: reduce(operator.add, terms),
+    "-": operator.neg,
+    "*": operator.mul,
+    "/": operator.truediv,
+}
 _EXACT: Mapping[str, Callable[..., Any]] = {
-    "+": lambda *terms: reduce(fmpq.__add__, terms),
-    "-": lambda term: -term,
-    "*": lambda one, other: one * other,
-    "/": lambda above, below: above / below,
+    **_FIELD,
     "^": _power,
     "factorial": partial(_of_whole, lambda number: math.factorial(_bounded(number, number, 10_000))),
     "binom": partial(_of_whole, _combinations),
@@ -199,36 +196,15 @@ def _gamma(number: Any) -> Any:
     return (number + 1).gamma()
 
 
-def _unknown_function(shift: Any, arguments: list[Any]) -> Any:
-    """Return a value for which no identity holds."""
-    total = acb(0)
-    for place, argument in enumerate(map(acb, arguments), 1):
-        total += place * (_small(argument * shift + shift).cos() + shift * argument * argument)
-    return total
-
-
-_FORMS = (("", ""), ("arc", ""), ("", "h"), ("ar", "h"))
 _BALLS: Mapping[str, Callable[..., Any]] = {
-    **{
-        f"{arc}{name}{h}": getattr(acb, f"{arc[:1]}{name}{h}")
-        for name in ("sin", "cos", "tan")
-        for arc, h in _FORMS
-    },
-    **{f"{name}{h}": getattr(acb, f"{name}{h}") for name in ("cot", "sec", "csc") for h in ("", "h")},
-    **{
-        name: partial(lambda name, x: getattr(acb, name)(_small(x)), name)
-        for name in ("exp", "sinh", "cosh", "sech", "csch")
-    },
+    **{name: getattr(acb, own) for name in FUNCTIONS if hasattr(acb, own := re.sub("^arc?", "a", name))},
+    **_FIELD,
     "arccot": lambda x: (1 / x).atan(),
     "arcsec": lambda x: (1 / x).acos(),
     "arccsc": lambda x: (1 / x).asin(),
     "ln": acb.log,
     "lg": lambda x: x.log() / acb(10).log(),
     "log": lambda x, base=None: x.log() / (acb(10) if base is None else base).log(),
-    "+": lambda *terms: sum(terms, acb(0)),
-    "-": lambda x: -x,
-    "*": lambda x, y: x * y,
-    "/": lambda x, y: x / y,
     "^": _ball_power,
     "root": lambda x, index: _ball_power(x, 1 / index),
     "factorial": _gamma,
@@ -241,31 +217,16 @@ _BALLS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def are_equal_leaves(reference: Node, answer: Node) -> bool:
+def are_equal(reference: Node, answer: Node) -> bool:
     """Return whether two numbers or expressions are equal for all values of the variables.
 
     Raises:
         TooLargeError: A number is too large to compute.
     """
-    try:
-        signs = infinity_sign(reference), infinity_sign(answer)
-        if signs != (None, None):
-            return signs[0] == signs[1]
-        if (reference.names | answer.names) & _NO_NUMBERS:
-            return False
-        for decimal, other in ((reference, answer), (answer, reference)):
-            if isinstance(decimal, Number) and _is_precise(decimal) and rounds_to(other, decimal):
-                return True
-        return _agree(reference, answer)
-    except UndefinedError:
-        return False
-
-
-def infinity_sign(node: Node) -> int | None:
-    """Return 1 or -1 if a tree is infinity with that sign, else `None`."""
-    if node == Name(INFINITY):
-        return 1
-    return -1 if node == Tree("-", (Name(INFINITY),)) else None
+    for decimal, other in ((reference, answer), (answer, reference)):
+        if isinstance(decimal, Number) and _is_precise(decimal) and rounds_to(other, decimal):
+            return True
+    return _agree(reference, answer)
 
 
 def _agree(first: Node, second: Node) -> bool:
@@ -274,7 +235,7 @@ def _agree(first: Node, second: Node) -> bool:
         return _is_zero(difference, {})
     for point in _points(first, second):
         try:
-            values = [_Computation(_FIRST_BITS, point).value_or_none(node) for node in (first, second)]
+            values = [_Computation(_FIRST_BITS, point).value(node) for node in (first, second)]
         except TooLargeError:
             has_large = True
             continue
@@ -295,26 +256,24 @@ def _is_zero(node: Node, point: Mapping[str, Any]) -> bool:
     while True:
         computation = _Computation(bits, point)
         value = computation.value(node)
-        if isinstance(value, fmpq) or not value.contains(0):
-            return bool(value == 0)
+        if value is None or isinstance(value, fmpq) or not value.contains(0):
+            return value == 0
         needed = 2 * computation.largest + _FIRST_BITS
         if bits >= needed:
-            if not value.rad() < arb(2) ** (-bits // 4):
-                raise UndefinedError
-            return True
+            return bool(value.rad() < arb(2) ** (-bits // 4))
         if needed > _MAX_BITS:
             raise TooLargeError
         bits = needed
 
 
-def are_proportional(first: Node, second: Node, *, is_positive: bool) -> bool:
+def is_multiple(first: Node, second: Node, *, is_positive: bool) -> bool:
     """Return whether one expression is a constant, not zero, times the other one."""
-    pairs = list[tuple[Any, Any]]()
+    values = list[list[Any]]()
+    for point in _points(first, second):
+        with contextlib.suppress(TooLargeError):
+            values.append([_Computation(_PRECISE_BITS, point).value(node) for node in (first, second)])
     with ctx.workprec(_PRECISE_BITS):
-        for point in _points(first, second):
-            with contextlib.suppress(UndefinedError, TooLargeError):
-                one, other = (_Computation(_PRECISE_BITS, point).value(node) for node in (first, second))
-                pairs.append((acb(one), acb(other)))
+        pairs = [(acb(one), acb(other)) for one, other in values if one is not None and other is not None]
         known = [(one, other) for one, other in pairs if not (one.contains(0) or other.contains(0))]
         if len(pairs) < _FEWEST_POINTS or not known:
             return False
@@ -352,7 +311,7 @@ def approximate(node: Node) -> Fraction | None:
     Raises:
         TooLargeError: A number is too large.
     """
-    value = _Computation(_PRECISE_BITS, {}).value_or_none(node)
+    value = _Computation(_PRECISE_BITS, {}).value(node)
     if value is None or isinstance(value, fmpq):
         return None if value is None else Fraction(int(value.p), int(value.q))
     if not value.imag.contains(0) or not value.real.rad() < 1:
@@ -367,31 +326,24 @@ def _points(first: Node, second: Node) -> Iterator[Mapping[str, Any]]:
     kinds = {node.kind for node in nodes} - {""}
     sizes = sorted(size for size in map(_size, nodes) if size)[-8:] or [Fraction(1)]
     scales = [*map(Fraction, (1, 10, 100, 1000)), *sizes, 2 * sizes[-1], 10 * sizes[-1], 1000 * sizes[-1]]
-    variables = sorted(first.names | second.names)
     for number in range(_NUM_SMOOTH if kinds <= _SMOOTH else _NUM_KINKED):
         point = dict[str, Any]()
-        for name in variables:
-            part = _coordinate(name, number)
+        for name in sorted(first.names | second.names):
+            hashed = zlib.crc32(f"{number} {name}".encode(errors="replace"))
+            part = Fraction(hashed % 9973 + 1009, 4999)  # 0.2 to 2.2
+            is_negative = number % 4 == 1 or (number % 4 > 1 and (hashed >> 8) & 1)
             scale = scales[zlib.crc32(f"{name} {number}".encode()) % len(scales) if number >= 8 else 0]
+            value = part * scale * (-1 if is_negative else 1)
             if kinds & _WHOLE:
-                point[name] = fmpq(math.floor(min(sizes[-1], 100)) + 2 + int(abs(part) * 1000) % 40)
+                value = Fraction(math.floor(min(sizes[-1], 100)) + 2 + int(part * 1000) % 40)
             elif kinds & _STEPS and (name[0] in _INDICES or number % 2):
-                point[name] = fmpq(math.floor(part * 7 * scale))
-            else:
-                point[name] = fmpq(*(part * scale).as_integer_ratio())
+                value = Fraction(math.floor(value * 7))
+            point[name] = fmpq(*value.as_integer_ratio())
         yield point
 
 
 def _size(node: Node) -> Fraction:
     """Return the magnitude of a tree without variables, else 0: kinks are where an expression passes it."""
-    value: Fraction | None = None
-    with contextlib.suppress(UndefinedError, TooLargeError):
-        value = None if node.names else approximate(node)
-    return abs(value or Fraction(0)).limit_denominator(10**9)
-
-
-def _coordinate(name: str, number: int) -> Fraction:
-    """Return a variable's value before it is scaled, with a magnitude of 0.2 to 2.2."""
-    hashed = zlib.crc32(f"{number} {name}".encode(errors="replace"))
-    is_negative = number % 4 == 1 or (number % 4 > 1 and (hashed >> 8) & 1)
-    return Fraction(hashed % 9973 + 1009, 4999) * (-1 if is_negative else 1)
+    with contextlib.suppress(TooLargeError):
+        return abs((None if node.names else approximate(node)) or Fraction(0)).limit_denominator(10**9)
+    return Fraction(0)

@@ -2,10 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 
 from megatron_dppo.rewards.math.text import BRACKETS, GROUPS, LISTS, Name, Node, Number, Quantity, Tree
 from megatron_dppo.rewards.math.values import UndefinedError, approximate, are_equal, is_multiple, rounds_to
@@ -241,7 +240,11 @@ def _are_equal_regions(reference: Node, answer: Node) -> bool | None:
     places, ranks = dict[Node, Fraction | float](), dict[Node, float]()
 
     def found_end(end: Node) -> int:
-        places[end] = _place(end)
+        value = math.inf if isinstance(end, Name) else -math.inf
+        place = value if end in _EVERYTHING.parts else approximate(end)
+        if place is None:
+            raise UndefinedError
+        places[end] = place
         return 0
 
     try:
@@ -253,15 +256,13 @@ def _are_equal_regions(reference: Node, answer: Node) -> bool | None:
     for end, place in sorted(places.items(), key=lambda item: item[1]):
         rank += 2 * (before is None or not are_equal(before, end))
         ranks[end], before = (place if isinstance(place, float) else rank), end
-    sides = [partial(_side, ranks, point) for point in (-math.inf, *range(rank + 3), math.inf)]
-    found = [(_has_point(reference, side), _has_point(answer, side)) for side in sides]
+    found = list[tuple[bool, bool]]()
+    for point in (-math.inf, *range(rank + 3), math.inf):
+        sides = {end: (point > rank) - (point < rank) for end, rank in ranks.items()}
+        found.append((_has_point(reference, sides.__getitem__), _has_point(answer, sides.__getitem__)))
     if (True, True) not in found:
         return None  # `(3,1)` is a point, and no empty interval
     return all(one == other for one, other in found)
-
-
-def _side(ranks: Mapping[Node, float], point: float, end: Node) -> int:
-    return (point > ranks[end]) - (point < ranks[end])
 
 
 def _has_point(node: Node, side: Callable[[Node], int]) -> bool:
@@ -294,12 +295,3 @@ def _has_point(node: Node, side: Callable[[Node], int]) -> bool:
             raise UndefinedError
         bounds.append((side(right) if left == Name(line) else -side(left)) in _ORDERS[pair.kind])
     return all(bounds)
-
-
-def _place(end: Node) -> Fraction | float:
-    if end in _EVERYTHING.parts:
-        return math.inf if isinstance(end, Name) else -math.inf
-    value = approximate(end)
-    if value is None:
-        raise UndefinedError
-    return value

@@ -184,7 +184,12 @@ class _Parser(Tokens):
         first = self.next
         node = self._power(is_first=True)
         if isinstance(node, Number) and self.tokens[self.place - 1] == first and self.next == r"\frac":
-            node = self._mixed(node)
+            # a mixed number if the fraction is proper, with integers
+            whole, fraction = node, self._power()
+            values = [part.value for part in fraction.parts if isinstance(part, Number)]
+            is_mixed = fraction.kind == "/" and len(values) == 2
+            require(not is_mixed or (whole.places is None and 0 < values[0] < values[1]))
+            node = Tree("+" if is_mixed else "*", (whole, fraction))
         while self._starts_factor():
             require(not in_function or self.next != "(")  # is `\\sin x(y+1)` a product of sines?
             if in_function and self.next[1:] in FUNCTIONS:
@@ -194,15 +199,6 @@ class _Parser(Tokens):
                 require(around in (("}", "^"), ("!", "!")))
             node = Tree("*", (node, self._power()))
         return node
-
-    def _mixed(self, whole: Number) -> Node:
-        """Parse an integer before a fraction. It is a mixed number if the fraction is proper, with integers."""
-        fraction = self._power()
-        above, below = fraction.parts if fraction.kind == "/" else (None, None)
-        if not (isinstance(above, Number) and isinstance(below, Number)):
-            return Tree("*", (whole, fraction))
-        require(whole.places is None and 0 < above.value < below.value)
-        return Tree("+", (whole, fraction))
 
     def _starts_factor(self) -> bool:
         token = self.next

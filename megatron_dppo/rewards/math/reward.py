@@ -170,8 +170,8 @@ def _without_letter(text: str) -> tuple[str | None, str]:
     found = _LETTERED.match(text)
     if not found or (found[4] and not found["style"]) or re.search(r"\([A-J]\)", unwrap(found["rest"])):
         return None, text
-    is_open = found["style"] and not found["end"]
-    return found[2] or found[3] or found[4], f"{found['style']}{found['rest']}" if is_open else found["rest"]
+    rest = f"{'' if found['end'] else found['style'] or ''}{found['rest']}"
+    return (None, text) if rest.count("{") != rest.count("}") else (found[2] or found[3] or found[4], rest)
 
 
 # Words, units and marks around a value

@@ -111,6 +111,57 @@ TOO_LARGE = [
 NOT_UNDERSTOOD = ["9!!!!", "(" * 20 + "1", "9^9^9", "9^{9}^{9}", "9^9!", "9^{99}!", "9**9**9"]
 
 
+REGIONS = [  # the same points, then other points
+    (r"[1,2]\cup[2,4]", r"[1,4]", r"[1,2)\cup(2,4]"),
+    (r"(0,5)", r"(0,3]\cup(2,5)", r"(0,3)\cup(3,5)"),
+    (r"(0,1)\cup\{1\}\cup(1,6)", r"(0,6)", r"(0,6]"),
+    (r"(-\infty,4)\cap(1,9)", r"1<x<4", r"1<x\le 4"),
+    (r"x\ne 3", r"(3,\infty)\cup(-\infty,3)", r"\mathbb{R}"),
+    (r"\mathbb{R}\setminus\{1,7\}", r"(-\infty,1)\cup(1,7)\cup(7,\infty)", r"(-\infty,1)\cup(7,\infty)"),
+    (r"x\ge 6", r"[6,\infty)", r"[6,\infty]"),
+    (r"\sqrt{8}<x<9", r"(2\sqrt{2},9)", r"(2\sqrt{2}+10^{-900},9)"),
+]
+
+
+@pytest.mark.parametrize(("reference", "same", "other"), REGIONS)
+def test_parts_of_the_real_line_are_compared_by_their_points(reference: str, same: str, other: str) -> None:
+    assert scored(reference, same) == scored(same, reference) == RIGHT
+    assert scored(reference, other) == scored(other, reference) == WRONG
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer"),
+    [
+        ("(5,2)", "(6,3)"),  # pairs of numbers, and no empty intervals
+        ("(4,4)", "(7,7)"),
+        (r"(7,\sqrt{7}\sqrt{7})", "(4,4)"),
+        ("9<x<1", "8<x<1"),
+        (r"x\in(1,3)", r"1<y<3"),
+        (r"(-\infty,b)\cup(b,\infty)", r"(-\infty,b]\cup(b,\infty)"),
+    ],
+)
+def test_what_looks_like_the_same_points_is_wrong(reference: str, answer: str) -> None:
+    assert scored(reference, answer) == WRONG
+
+
+def test_both_signs_are_chosen_for_a_whole_item() -> None:
+    assert scored(r"\frac{3\pm\sqrt{7}}{2}", r"\frac{(3\pm\sqrt7)}{2}") == RIGHT
+    assert scored(r"(2\pm 1, 5)", "(1,5),(3,5)") == RIGHT
+    assert scored(r"\{2\pm 1\}", r"\{3,1\}") == RIGHT
+    assert scored(r"(2\pm 1, 5)", "(1,3,5)") == WRONG
+    assert scored(r"2\pm 3\mp 4", "1,3") == WRONG  # which signs belong together is not read
+
+
+@pytest.mark.parametrize("answer", [r"\frac{1}{0}\approx 7", r"x=\ln 0\approx 7", r"\frac{0}{0}<x"])
+def test_an_approximation_of_nothing_is_wrong(answer: str) -> None:
+    assert scored("7", answer) == WRONG
+
+
+def test_functions_without_a_definition_are_compared_as_written() -> None:
+    assert scored("f(x)+2", " f(x) + 2") == RIGHT
+    assert scored("f(x)+2", "2+f(x)") == WRONG
+
+
 @pytest.mark.parametrize("answer", TOO_LARGE)
 def test_numbers_with_too_many_digits_are_wrong_and_counted(answer: str) -> None:
     assert scored("5", answer) == TOO_HARD

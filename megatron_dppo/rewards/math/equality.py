@@ -12,9 +12,10 @@ from megatron_dppo.rewards.math.values import UndefinedError, approximate, are_e
 _MAX_ITEMS = 60
 _HUNDRED = Number(Fraction(100))
 _EVERYTHING = Tree("()", (Tree("-", (Name(r"\infty"),)), Name(r"\infty")))
-_ORDERS = {"<": (-1,), "<=": (-1, 0), "!=": (-1, 1)}
-_OPERATIONS: dict[str, Callable[[list[bool]], bool]] = {"or": any, "cup": any, "cap": all}
-_OPERATIONS["setminus"] = lambda has_point: has_point[0] and not has_point[1]
+_Points = set[float]
+_OPERATIONS: dict[str, Callable[..., _Points]] = {"or": _Points.union, "cup": _Points.union}
+_OPERATIONS.update({"cap": _Points.intersection, "setminus": _Points.difference})
+_REGIONS = BRACKETS.union(_OPERATIONS)
 
 
 @dataclass(frozen=True)
@@ -233,65 +234,65 @@ def _are_equal_regions(reference: Node, answer: Node) -> bool | None:
 
     The ends of all intervals, and a point on each side of every end, stand for all points.
     """
-    both = reference, answer
-    lines = {_line(node) for node in both} - {None}
-    if len(lines) > 1 or any(node.kind == "set" for node in both):
-        return None  # `x > 2` is not `y > 2`
-    places, ranks = dict[Node, Fraction | float](), dict[Node, float]()
+    kinds, lines = {reference.kind, answer.kind}, {_line(reference), _line(answer)} - {None}
+    if len(lines) > 1 or not (lines or kinds & _REGIONS) or "set" in kinds or kinds <= BRACKETS:
+        return None  # `x > 2` is not `y > 2`, and two sets or two intervals are compared by their items
+    line, places, ranks = lines.pop() if lines else None, dict[Node, Fraction | float](), dict[Node, float]()
 
-    def found_end(end: Node) -> int:
-        value = math.inf if isinstance(end, Name) else -math.inf
-        place = value if end in _EVERYTHING.parts else approximate(end)
+    def found_end(end: Node) -> float:
+        infinity = math.inf if isinstance(end, Name) else -math.inf
+        place = infinity if end in _EVERYTHING.parts else approximate(end)
         if place is None:
             raise UndefinedError
         places[end] = place
-        return 0
+        return 0.0
 
     try:
-        for node in both:
-            _has_point(node, found_end)
+        for node in (reference, answer):
+            _points_in(node, line, (), found_end)
     except UndefinedError:
         return None
     rank, before = 0, None
     for end, place in sorted(places.items(), key=lambda item: item[1]):
         rank += 2 * (before is None or not are_equal(before, end))
         ranks[end], before = (place if isinstance(place, float) else rank), end
-    found = list[tuple[bool, bool]]()
-    for point in (-math.inf, *range(rank + 3), math.inf):
-        sides = {end: (point > rank) - (point < rank) for end, rank in ranks.items()}
-        found.append((_has_point(reference, sides.__getitem__), _has_point(answer, sides.__getitem__)))
-    if (True, True) not in found:
-        return None  # `(3,1)` is a point, and no empty interval
-    return all(one == other for one, other in found)
+    points = -math.inf, *range(1, rank + 2), math.inf
+    one, other = (_points_in(node, line, points, ranks.__getitem__) for node in (reference, answer))
+    return one == other if one & other else None  # `(3,1)` is a point, and no empty interval
 
 
-def _has_point(node: Node, side: Callable[[Node], int]) -> bool:
-    """Return whether a point is in a part of the real line.
+def _points_in(
+    node: Node, line: str | None, points: Sequence[float], place: Callable[[Node], float]
+) -> _Points:
+    """Return the points that are in a part of the real line.
 
     Args:
         node: Tree of the part.
-        side: Tells whether the point is before an end (-1), at it (0) or behind it (1).
+        line: Variable of inequalities.
+        points: Points to choose from.
+        place: Returns the point at an end.
 
     Raises:
         UndefinedError: The tree is no such part.
     """
     if node == Name(r"\mathbb{R}"):
         node = _EVERYTHING
-    line = _line(node)
     if node.kind in BRACKETS and len(node.parts) == 2:
-        start, end = map(side, node.parts)
-        is_behind = -start in _ORDERS["<=" if node.kind[0] == "[" else "<"]
-        return is_behind and end in _ORDERS["<=" if node.kind[1] == "]" else "<"]
+        start, end = ends = [place(end) for end in node.parts]
+        open_ends = {end for end, bracket in zip(ends, node.kind, strict=True) if bracket in "()"}
+        return {point for point in points if start <= point <= end} - open_ends
     if node.kind == "set":
-        return 0 in [side(end) for end in node.parts]
-    if node.kind in _OPERATIONS and (line is not None or node.kind != "or"):
-        return _OPERATIONS[node.kind]([_has_point(part, side) for part in node.parts])
-    if line is None:
+        return {place(end) for end in node.parts}
+    if node.kind in _OPERATIONS:
+        return _OPERATIONS[node.kind](*[_points_in(part, line, points, place) for part in node.parts])
+    if line is None or not node.is_relation or _is_equation(node):
         raise UndefinedError
-    bounds = [_has_point(_EVERYTHING, side)]
+    found = _points_in(_EVERYTHING, line, points, place)
     for pair in _pairs(node):
         left, right = pair.parts
         if Name(line) not in (left, right):
             raise UndefinedError
-        bounds.append((side(right) if left == Name(line) else -side(left)) in _ORDERS[pair.kind])
-    return all(bounds)
+        end = place(right if left == Name(line) else left)
+        beyond = {point for point in points if (point > end if left == Name(line) else point < end)}
+        found -= {end} if pair.kind == "!=" else beyond if pair.kind == "<=" else beyond | {end}
+    return found

@@ -83,6 +83,7 @@ def is_matched_as_text(answer: str) -> bool:
     return not is_read and parsed(rest) is None
 
 
+@lru_cache(maxsize=256)  # all responses to a prompt share the reference
 def _reference(answer: str) -> str:
     boxed = last_boxed(answer)
     return tidy(answer if boxed is None else boxed)

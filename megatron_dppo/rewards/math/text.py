@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from operator import methodcaller
 from unicodedata import normalize
 
 
@@ -121,11 +122,15 @@ _COMMANDS = spellings(r"""
 _FONTS = "text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt|bfit)|[mh]box|boldsymbol|bm|underline"
 _STYLE = rf"\\(?:{_FONTS}|operatorname)"
 _WRAPPED = re.compile(_STYLE + r" ?\{([^{}]*)\}")
-_Spelling = str | Callable[[re.Match[str]], str]
+_Spelling = Callable[[re.Match[str]], str]
 
 
-def _rules(*rules: tuple[str, _Spelling]) -> list[tuple[re.Pattern[str], _Spelling]]:
-    return [(re.compile(pattern), spelling) for pattern, spelling in rules]
+def _rules(*rules: tuple[str, str | _Spelling]) -> list[tuple[re.Pattern[str], _Spelling]]:
+    """Return patterns and functions: unlike a template, a function costs nothing if nothing matches."""
+    expanding = (
+        (pattern, methodcaller("expand", each) if isinstance(each, str) else each) for pattern, each in rules
+    )
+    return [(re.compile(pattern), spelling) for pattern, spelling in expanding]
 
 
 _SPELLINGS = _rules(
@@ -200,7 +205,7 @@ def spell_out(text: str) -> str:
     r"""Return a tidy value with one spelling of mixed numbers, decimals, brackets and thousands."""
     if found := _SCIENTIFIC.fullmatch(unwrap(text)):
         return rf"{found[1]}\cdot 10^{{{found[2]}}}"
-    for pattern, spelling in _VALUES:
+    for pattern, spelling in _VALUES if {"[", "]"} & set(text) else _VALUES[:2]:
         text = pattern.sub(spelling, text)
     if not _BRACKET.search(_THOUSANDS.sub("", text)):  # there is no list and no bracket
         text = _THOUSANDS.sub(lambda match: re.sub("[, ]", "", match[0]), text)

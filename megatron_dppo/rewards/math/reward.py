@@ -28,7 +28,7 @@ _WORDS = re.compile(r"[^\W\d_]+(?:[ ,'-]+[^\W\d_]+)*")
 _ARTICLE = re.compile(r"(?:an?|the) (?=.{4})")
 _SENTENCE = re.compile(  # "yes, it does" and "no, it is not"
     r"(?:(yes|true)|no|false), (?:it|this|that|they|there|he|she) "
-    r"(?:is|are|does|do|can|will)(?(1)|(?: ?not|n't))"
+    r"(?:is|are|does|do|can|will)(?(1)|(?: not|n't|(?<=can)not))"
 )
 _ONE_AT_A_TIME = threading.Lock()  # FLINT's precision is a property of the process
 _FEWEST_LETTERS = 4  # of a plain word; shorter ones are variables

@@ -199,6 +199,11 @@ class RolloutTokens:
     # number of learning tokens in the response; for custom rules
     topk: RolloutTopK | None = None  # ids, log_probs [T, K]
 
+    @property
+    def topk_ids(self) -> Integer[Tensor, "T K"] | None:
+        """[T, K] ids of the Top-K, if there are any."""
+        return None if self.topk is None else self.topk.ids
+
     def rows(self, which: Any) -> Self:
         """Return the record of selected tokens, chosen by an index, a mask or a slice."""
         return each_token(self, lambda values, _: values[which])

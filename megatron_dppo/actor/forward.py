@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Float, Int, Integer, Shaped
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -27,6 +26,7 @@ from megatron_dppo.kernels import (
     packed_policy_loss,
     score_norms,
 )
+from megatron_dppo.kernels.output_layer import OutputLayer
 from megatron_dppo.kernels.reference import TokenLogProbs
 from megatron_dppo.kernels.shards import PackedResponses
 from megatron_dppo.mcore.fixes import release_last_microbatch
@@ -207,23 +207,6 @@ def to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
-class _Vocabulary(TypedDict):
-    """Arguments of the losses about the vocabulary."""
-
-    temperature: float
-    vocab_start: int
-    vocab_size: int
-    tp_group: dist.ProcessGroup | None
-
-
-class _Layer(TypedDict):
-    """Arguments of the losses from hidden states about the output layer."""
-
-    sequence_parallel: bool
-    chunk_bytes: int
-    logits_dtype: torch.dtype | None
-
-
 class OutputHead:
     """Computes the loss from the output layer's input or from its logits, as set by `loss_from`."""
 
@@ -250,20 +233,15 @@ class OutputHead:
         """
         self._last: Any = chunks[-1]
         self._objective, self._reported_topk = objective, reported_topk
-        shard = vocab_shard(vocab_size)
-        self._vocabulary: _Vocabulary = {
-            "temperature": temperature,
-            "vocab_start": shard.start,
-            "vocab_size": vocab_size,
-            "tp_group": shard.group,
-        }
-        self._layer: _Layer | None = None
-        if options.loss_from == "hidden_states":
-            self._layer = {
-                "sequence_parallel": self._last.config.sequence_parallel,
-                "chunk_bytes": options.logits_chunk_bytes,
-                "logits_dtype": torch.float32 if options.logits_dtype == "float32" else None,
-            }
+        self._layer = OutputLayer(vocab_shard(vocab_size), temperature)
+        self._is_from_hidden = options.loss_from == "hidden_states"
+        if self._is_from_hidden:
+            self._layer = replace(
+                self._layer,
+                is_sequence_parallel=self._last.config.sequence_parallel,
+                chunk_bytes=options.logits_chunk_bytes,
+                logits_dtype=torch.float32 if options.logits_dtype == "float32" else None,
+            )
             if self._last.post_process:
                 self._last.output_layer.forward = _pass_on
 
@@ -290,25 +268,11 @@ class OutputHead:
             topk = each_token(topk, lambda columns, _: columns[:, : self._reported_topk])
         tokens = replace(microbatch, topk=topk)
         output, layer = self._of_rows(output, rows)
-        if layer is not None:
-            return packed_linear_policy_loss(
-                output,
-                self._weight,
-                tokens,
-                objective=self._objective,
-                responses=responses,
-                loss_scale=self._loss_scale(output.device),
-                **self._vocabulary,
-                **layer,
-            )
-        return packed_policy_loss(
-            output,
-            tokens,
-            objective=self._objective,
-            responses=responses,
-            inplace_backward=True,
-            **self._vocabulary,
-        )
+        inputs = (tokens, self._objective, layer, responses)
+        if self._is_from_hidden:
+            loss_scale = self._loss_scale(output.device)
+            return packed_linear_policy_loss(output, self._weight, *inputs, loss_scale=loss_scale)
+        return packed_policy_loss(output, *inputs, inplace_backward=True)
 
     def log_probs(
         self,
@@ -327,37 +291,34 @@ class OutputHead:
         """
         m, mask = microbatch, microbatch.loss_mask
         output, layer = self._of_rows(output, rows)
-        vocabulary = self._vocabulary.copy()
         if temperature is not None:
-            vocabulary["temperature"] = temperature
-        ids = m.topk.ids if has_topk and m.topk is not None else None
+            layer = replace(layer, temperature=temperature)
+        ids = m.topk_ids if has_topk else None
         norms = None
-        if layer is None:
-            found = fused_log_probs(output, m.targets, loss_mask=mask, topk_ids=ids, **vocabulary)
+        if self._is_from_hidden:
+            inputs = (output, self._weight, m.targets, layer)
+            found = linear_log_probs(*inputs, loss_mask=mask, topk_ids=ids)
             if has_score_norms:
-                norms = score_norms(output, self._weight, m.targets, loss_mask=mask, **vocabulary)
+                norms = linear_score_norms(*inputs, loss_mask=mask)
         else:
-            inputs = (output, self._weight, m.targets)
-            found = linear_log_probs(*inputs, loss_mask=mask, topk_ids=ids, **vocabulary, **layer)
+            found = fused_log_probs(output, m.targets, layer, loss_mask=mask, topk_ids=ids)
             if has_score_norms:
-                norms = linear_score_norms(*inputs, loss_mask=mask, **vocabulary, **layer)
+                norms = score_norms(output, self._weight, m.targets, layer, loss_mask=mask)
         return replace(found, score_norms=norms)
 
     def _of_rows(
         self, output: Float[Tensor, "tokens columns"], rows: RepeatedRows | None
-    ) -> tuple[Float[Tensor, "rows columns"], _Layer | None]:
+    ) -> tuple[Float[Tensor, "rows columns"], OutputLayer]:
         """Return the output of each row of the loss, and how the output layer is applied to it."""
         layer = self._layer
         if rows is None:
             return output, layer
-        if layer is not None and layer["sequence_parallel"]:
+        if layer.is_sequence_parallel:
             # The loss sums the gradient over ranks, so that each rank only takes its own tokens' part of it.
-            group = self._vocabulary["tp_group"]
             output = gather_from_sequence_parallel_region(
-                output, tensor_parallel_output_grad=False, group=group
+                output, tensor_parallel_output_grad=False, group=layer.shard.group
             )
-            layer = layer.copy()
-            layer["sequence_parallel"] = False
+            layer = replace(layer, is_sequence_parallel=False)
         return rows.take(output), layer
 
     def nothing(self, output: Float[Tensor, "rows columns"]) -> Float[Tensor, ""]:

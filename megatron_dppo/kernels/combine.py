@@ -14,7 +14,7 @@ from megatron_dppo.algorithms.loss_terms import OPTIONAL_INPUTS
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels import ops, reference
 from megatron_dppo.kernels.encoding import MAX_TOP_K, decode, encode, is_compiled
-from megatron_dppo.kernels.reference import ROWS
+from megatron_dppo.kernels.reference import ROWS, wide_dtype
 from megatron_dppo.kernels.shards import PackedResponses, VocabShard, require_cover
 from megatron_dppo.types import ROLLOUT_TOKENS, RolloutTokens, RolloutTopK, each_token
 
@@ -43,13 +43,18 @@ def given_topk(
 
 
 def checked_tokens(
-    objective: Objective, tokens: RolloutTokens, num_tokens: int, vocab_size: int, dtype: torch.dtype
+    objective: Objective,
+    tokens: RolloutTokens,
+    output: Float[Tensor, "rows columns"],
+    num_tokens: int,
+    vocab_size: int,
 ) -> RolloutTokens:
     """Return the tokens of a loss in the kernels' types, contiguous, after the checks of `require_tokens`.
 
-    Unused Top-K columns, and the optional inputs that the objective does not read, are left out. `dtype` is
-    float32, or float64 if the logits are float64. The other arguments are as for `require_tokens`.
+    Unused Top-K columns, and the optional inputs that the objective does not read, are left out. Numbers are
+    float32, or float64 if `output`, the logits or hidden states, is. Other arguments: see `require_tokens`.
     """
+    dtype = wide_dtype(output)
     known: dict[str, Any] = {name: getattr(tokens, name) for name in ROLLOUT_TOKENS}
     known |= {name: None for name in OPTIONAL_INPUTS if name not in objective.inputs_of_terms}
     if objective.anchor != "recomputed":
@@ -217,19 +222,8 @@ def combine_statistics(
         responses: Responses, needed by rules over complete responses, which read all their tokens.
     """
     if is_compiled(objective):
-        topk = tokens.topk
-        return combine(
-            statistics,
-            tokens.targets,
-            None if topk is None else topk.ids,
-            tokens.rollout_log_probs,
-            None if topk is None else topk.log_probs,
-            tokens.old_log_probs,
-            tokens.advantages,
-            tokens.loss_mask,
-            tokens.token_weights,
-            encode(objective),
-        )
+        topk = (None, None) if tokens.topk is None else (tokens.topk.ids, tokens.topk.log_probs)
+        return combine(statistics, [getattr(tokens, name) for name in _COMBINED] + [*topk], encode(objective))
     has_known_values = ops.is_compiled_for(statistics.device.type)
     if responses is None or not objective.needs_responses:
         return reference.combine(statistics, objective, tokens, has_known_values=has_known_values)
@@ -243,39 +237,28 @@ def combine_statistics(
     return responses.own(rows, dim=1), responses.own(topk_log_probs)
 
 
-@custom_op("megatron_dppo::combine", mutates_args=())
-def combine(
-    statistics: Tensor,
-    targets: Tensor,
-    topk_ids: Tensor | None,
-    rollout_log_probs: Tensor,
-    topk_rollout_log_probs: Tensor | None,
-    old_log_probs: Tensor | None,
-    advantages: Tensor,
-    loss_mask: Tensor | None,
-    token_weights: Tensor | None,
-    objective: list[float],
-) -> tuple[Tensor, Tensor]:
+# Fields of `RolloutTokens` that the operator takes, before the ids and log-probs of the Top-K.
+_COMBINED = ("targets", "rollout_log_probs", "advantages", "loss_mask", "token_weights", "old_log_probs")
+
+
+@custom_op(
+    "megatron_dppo::combine",
+    mutates_args=(),
+    schema="(Tensor statistics, Tensor?[] tokens, float[] objective) -> (Tensor, Tensor)",
+)
+def combine(statistics: Tensor, tokens: list[Tensor | None], objective: list[float]) -> tuple[Tensor, Tensor]:
     """([len(ROWS), T], [T, K] log-probs) from the statistics [shards, T, 4+K] of all shards; no gradient.
 
-    The operator takes the fields of a `RolloutTokens`, because a schema has no records.
+    The operator takes the fields of a `RolloutTokens` as a list, because a schema has no records.
     """
-    topk = None
-    if topk_ids is not None and topk_rollout_log_probs is not None:
-        topk = RolloutTopK(topk_ids, topk_rollout_log_probs)
-    tokens = RolloutTokens(
-        targets=targets,
-        rollout_log_probs=rollout_log_probs,
-        advantages=advantages,
-        loss_mask=loss_mask,
-        token_weights=token_weights,
-        old_log_probs=old_log_probs,
-        topk=topk,
-    )
-    return ops.kernels_of(statistics).combine(statistics, decode(objective), tokens)
+    *values, ids, log_probs = tokens
+    topk = None if ids is None or log_probs is None else RolloutTopK(ids, log_probs)
+    known: dict[str, Any] = dict(zip(_COMBINED, values, strict=True))
+    return ops.kernels_of(statistics).combine(statistics, decode(objective), RolloutTokens(**known, topk=topk))
 
 
 @combine.register_fake
-def _(statistics: Tensor, targets: Tensor, topk_ids: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
-    num_rows, num_topk = statistics.shape[1], 0 if topk_ids is None else topk_ids.shape[1]
+def _(statistics: Tensor, tokens: list[Tensor | None], *_: Any) -> tuple[Tensor, ...]:
+    num_rows, ids = statistics.shape[1], tokens[-2]
+    num_topk = 0 if ids is None else ids.shape[1]
     return statistics.new_empty((len(ROWS), num_rows)), statistics.new_empty((num_rows, num_topk))

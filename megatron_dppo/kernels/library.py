@@ -26,7 +26,7 @@ from megatron_dppo.kernels.encoding import (
     number_of,
     require_compiled,
 )
-from megatron_dppo.kernels.reference import ROWS, STATISTICS
+from megatron_dppo.kernels.reference import ROWS, STATISTICS, LogitColumns
 from megatron_dppo.types import RolloutTokens
 
 ABI_VERSION = 1
@@ -174,12 +174,8 @@ class KernelLibrary:
         logits: Tensor,
         targets: Tensor,
         topk_ids: Tensor | None,
-        *,
-        vocab_start: int,
-        num_columns: int,
         is_learning: Tensor | None,
-        temperature: float,
-        with_entropy: bool,
+        columns: LogitColumns,
     ) -> Tensor:
         """Return a shard's statistics of each row, [N, 4 + K] float32; see `dppo_row_statistics` in capi.h.
 
@@ -187,14 +183,11 @@ class KernelLibrary:
             logits: [N, columns] float32 or bfloat16, this shard's.
             targets: [N] int64 global ids.
             topk_ids: [N, K] int32 global ids, -1 pads.
-            vocab_start: Global id of the shard's first column.
-            num_columns: Number of the shard's columns that are tokens; the other columns are never read.
             is_learning: [N] bool; other rows are not read. `None` means that all rows learn.
-            temperature: Divisor of the logits.
-            with_entropy: Whether the entropy will be needed.
+            columns: Columns of the logits.
         """
         check = ArgumentChecker("row_statistics", self.device_type, logits.device)
-        rows = check.logits("logits", logits, num_columns)
+        rows = check.logits("logits", logits, columns.num)
         top_k = 0 if topk_ids is None else check.top_k(topk_ids)
         statistics = torch.empty(rows, STATISTICS + top_k, dtype=torch.float32, device=logits.device)
         self._run(
@@ -204,14 +197,14 @@ class KernelLibrary:
             LOGITS_DTYPES[logits.dtype],
             rows,
             logits.stride(0),
-            num_columns,
-            vocab_start,
+            columns.num,
+            columns.start,
             check.pointer("targets", targets, torch.int64, (rows,)),
             check.pointer("topk_ids", topk_ids, torch.int32, (rows, top_k)),
             top_k,
             check.pointer("is_learning", is_learning, torch.bool, (rows,)),
-            1 / temperature,
-            with_entropy,
+            1 / columns.temperature,
+            columns.with_entropy,
             statistics.data_ptr(),
         )
         return statistics
@@ -229,8 +222,7 @@ class KernelLibrary:
             ConfigError: The kernels do not know the objective's rule or divergence.
         """
         encoded = _Objective.of(objective)
-        check = ArgumentChecker("combine", self.device_type, statistics.device)
-        topk_ids = None if tokens.topk is None else tokens.topk.ids
+        check, topk_ids = ArgumentChecker("combine", self.device_type, statistics.device), tokens.topk_ids
         topk_mu = tokens.topk.log_probs if tokens.topk is not None and objective.needs_topk else None
         old_log_probs = tokens.old_log_probs if objective.anchor == "recomputed" else None
         top_k = 0 if topk_ids is None else check.top_k(topk_ids)
@@ -267,13 +259,10 @@ class KernelLibrary:
         logits: Tensor,
         rows: Tensor,
         targets: Tensor,
+        columns: LogitColumns,
         *,
-        vocab_start: int,
-        num_columns: int,
-        temperature: float,
-        with_entropy: bool,
-        upstream: Tensor | None,
-        sources: Tensor | None,
+        upstream: Tensor | None = None,
+        sources: Tensor | None = None,
         out: Tensor,
     ) -> None:
         """Write the gradient of the summed loss with respect to `logits` into `out`.
@@ -282,18 +271,15 @@ class KernelLibrary:
             logits: [N, columns], as for `row_statistics`.
             rows: [11, N] float32 of `combine`.
             targets: [N] int64.
-            vocab_start: Global id of the first column, as for `row_statistics`.
-            num_columns: Number of columns that are tokens; the columns of `out` from here on get 0.
-            temperature: Divisor of the logits, as for `row_statistics`.
-            with_entropy: Whether the loss has an entropy bonus.
+            columns: Columns of the logits; the columns of `out` that are no tokens get 0.
             upstream: float32 scalar, the gradient of the summed loss; `None` means 1.
             sources: [M] int64: row i of `out` is the gradient of row sources[i] of `logits`; `None` is row i.
             out: [M, columns] of the dtype of `logits`; it may be `logits` itself. In that case, and with
                 `sources`, a row that is written must be its own source or the source of no row.
         """
         check = ArgumentChecker("logits_gradient", self.device_type, logits.device)
-        num_rows = check.logits("logits", logits, num_columns)
-        num_written = check.logits("out", out, num_columns)
+        num_rows = check.logits("logits", logits, columns.num)
+        num_written = check.logits("out", out, columns.num)
         if out.dtype != logits.dtype:
             check.fail("out", str(out.dtype), f"{logits.dtype} like logits")
         if out.shape[1] != logits.shape[1]:
@@ -309,15 +295,15 @@ class KernelLibrary:
             num_written,
             logits.stride(0),
             out.stride(0),
-            num_columns,
+            columns.num,
             out.shape[1],
-            vocab_start,
+            columns.start,
             check.pointer("targets", targets, torch.int64, (num_rows,)),
             check.pointer("rows", rows, torch.float32, (len(ROWS), num_rows)),
             num_rows,
             check.pointer("sources", sources, torch.int64, (num_written,)),
-            1 / temperature,
-            with_entropy,
+            1 / columns.temperature,
+            columns.with_entropy,
             check.pointer("upstream", upstream, torch.float32, ()),
         )
 

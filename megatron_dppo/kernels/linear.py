@@ -24,8 +24,8 @@ from megatron_dppo.kernels.combine import check_values, checked_tokens, combine_
 from megatron_dppo.kernels.loss import FusedPolicyLoss, describe, responses_of
 from megatron_dppo.kernels.ops import accumulate_product_
 from megatron_dppo.kernels.output_layer import CHUNK_BYTES, OutputLayer
-from megatron_dppo.kernels.reference import ROWS, STATISTICS, TokenLogProbs, log_probs_of
-from megatron_dppo.kernels.shards import PackedResponses
+from megatron_dppo.kernels.reference import ROWS, STATISTICS, TokenLogProbs, log_probs_of, wide_dtype
+from megatron_dppo.kernels.shards import PackedResponses, VocabShard
 from megatron_dppo.types import RolloutTokens
 
 
@@ -94,21 +94,10 @@ def fused_linear_policy_loss(
         ref_log_probs=ref_log_probs,
         topk=given_topk(objective, topk_ids, topk_rollout_log_probs),
     )
-    return packed_linear_policy_loss(
-        hidden,
-        weight,
-        tokens,
-        objective,
-        responses=responses_of(objective, response_lengths, targets),
-        temperature=temperature,
-        vocab_start=vocab_start,
-        vocab_size=vocab_size,
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        chunk_bytes=chunk_bytes,
-        logits_dtype=logits_dtype,
-        debug=debug,
-    )
+    shard = VocabShard.of(weight.shape[0], vocab_start, vocab_size, tp_group)
+    layer = OutputLayer(shard, temperature, sequence_parallel, chunk_bytes, logits_dtype)
+    responses = responses_of(objective, response_lengths, targets)
+    return packed_linear_policy_loss(hidden, weight, tokens, objective, layer, responses, debug=debug)
 
 
 def packed_linear_policy_loss(
@@ -116,17 +105,11 @@ def packed_linear_policy_loss(
     weight: Float[Tensor, "V H"],
     tokens: RolloutTokens,
     objective: Objective,
-    *,
+    layer: OutputLayer,
     responses: PackedResponses | None = None,
-    temperature: float = 1.0,
-    vocab_start: int = 0,
-    vocab_size: int | None = None,
-    tp_group: dist.ProcessGroup | None = None,
-    sequence_parallel: bool = False,
-    chunk_bytes: int = CHUNK_BYTES,
-    logits_dtype: torch.dtype | None = None,
+    *,
+    loss_scale: Float[Tensor, ""] | None = None,
     debug: bool = False,
-    loss_scale: Tensor | None = None,
 ) -> FusedPolicyLoss:
     """`fused_linear_policy_loss` of a record of tokens, such as a micro-batch; it takes and raises the same.
 
@@ -135,83 +118,48 @@ def packed_linear_policy_loss(
         weight: Output layer's weight, as for `fused_linear_policy_loss`.
         tokens: All of the T tokens.
         objective: Objective to optimise.
+        layer: How the weight is split, and how logits are made with it.
         responses: Responses of the tokens. If they are split over context-parallel ranks, all of these ranks
             call this together.
-        temperature: Divides the logits.
-        vocab_start: Global id of the weight's first row.
-        vocab_size: Vocabulary size of the model, without padding.
-        tp_group: The ranks that hold the other rows of the weight.
-        sequence_parallel: Whether the tokens of `hidden` are split over the ranks of `tp_group`.
-        chunk_bytes: Bytes of the logits that exist at once.
-        logits_dtype: float32 for logits that are not rounded to the type of `hidden`; `None` for that type.
-        debug: Also check values, at the price of device synchronisations.
         loss_scale: One number, the gradient of `loss_sum` in the backward pass. If it is given, and the weight
             has a float32 `main_grad`, each chunk adds to `main_grad` directly, without a buffer of the weight's
             size. So this forward pass has a side effect: exactly one backward pass must follow, and it fails
             with another gradient of `loss_sum`.
+        debug: Also check values, at the price of device synchronisations.
     """
-    layer = OutputLayer.of(
-        hidden,
-        weight,
-        vocab_start=vocab_start,
-        vocab_size=vocab_size,
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        temperature=temperature,
-        chunk_bytes=chunk_bytes,
-        logits_dtype=logits_dtype,
-    )
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    ready = checked_tokens(objective, tokens, layer.num_tokens, layer.shard.vocab_size, dtype)
+    layer.require(hidden, weight)
+    ready = checked_tokens(objective, tokens, hidden, layer.num_tokens(hidden), layer.shard.vocab_size)
     if debug:
         check_values(objective, ready, layer.shard, weight.shape[0])
     is_training = torch.is_grad_enabled()
     found = None
     if objective.needs_responses:
-        topk_ids = None if ready.topk is None else ready.topk.ids
-        statistics = _all_statistics(layer, hidden, weight, ready.targets, ready.loss_mask, topk_ids)
+        statistics = _all_statistics(hidden, weight, layer, ready.targets, ready.loss_mask, ready.topk_ids)
         found = combine_statistics(statistics, ready, objective, responses)
     results = _LinearPolicyLoss.apply(hidden, weight, layer, ready, objective, found, loss_scale, is_training)
     return describe(*results, has_topk=tokens.topk is not None)
 
 
-@torch.no_grad()
 def linear_log_probs(
     hidden: Float[Tensor, "rows H"],
     weight: Float[Tensor, "V H"],
     targets: Integer[Tensor, " T"],
+    layer: OutputLayer,
     *,
     loss_mask: Bool[Tensor, " T"] | None = None,
     topk_ids: Integer[Tensor, "T K"] | None = None,
-    temperature: float = 1.0,
-    vocab_start: int = 0,
-    vocab_size: int | None = None,
-    tp_group: dist.ProcessGroup | None = None,
-    sequence_parallel: bool = False,
-    chunk_bytes: int = CHUNK_BYTES,
-    logits_dtype: torch.dtype | None = None,
 ) -> TokenLogProbs:
     """Compute log-probs and entropies without gradient; arguments as for `fused_linear_policy_loss`."""
-    layer = OutputLayer.of(
-        hidden,
-        weight,
-        vocab_start=vocab_start,
-        vocab_size=vocab_size,
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        temperature=temperature,
-        chunk_bytes=chunk_bytes,
-        logits_dtype=logits_dtype,
-    )
+    layer.require(hidden, weight)
     ids = None if topk_ids is None else topk_ids.to(torch.int32).contiguous()
-    return log_probs_of(_all_statistics(layer, hidden, weight, targets, loss_mask, ids), ids, loss_mask)
+    return log_probs_of(_all_statistics(hidden, weight, layer, targets, loss_mask, ids), ids, loss_mask)
 
 
 @torch.no_grad()
 def _all_statistics(
-    layer: OutputLayer,
     hidden: Tensor,
     weight: Tensor,
+    layer: OutputLayer,
     targets: Tensor,
     loss_mask: Tensor | None,
     topk_ids: Tensor | None,
@@ -219,9 +167,9 @@ def _all_statistics(
     """Compute the statistics of all tokens, [shards, T, 4+K], chunk by chunk; 0 outside the loss mask."""
     width = STATISTICS + (0 if topk_ids is None else topk_ids.shape[1])
     whole = layer.gathered(hidden)
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    statistics = torch.zeros((layer.num_shards, layer.num_tokens, width), dtype=dtype, device=hidden.device)
-    for which in layer.chunks(loss_mask):
+    shape = (layer.shard.num_ranks, whole.shape[0], width)
+    statistics = torch.zeros(shape, dtype=wide_dtype(hidden), device=hidden.device)
+    for which in layer.chunks(weight, whole.shape[0], loss_mask):
         logits = layer.logits(whole[which], weight)
         ids = None if topk_ids is None else topk_ids[which]
         statistics[:, which] = layer.statistics(logits, targets[which], ids)
@@ -253,14 +201,14 @@ class _LinearPolicyLoss(torch.autograd.Function):
         by_weight = None
         if needs_weight:
             by_weight = total if is_direct else torch.zeros_like(weight, dtype=wide)
-        rows, topk = found or _neutral_results(layer.num_tokens, tokens)
+        rows, topk = found or _neutral_results(tokens)
         is_done = found is not None and by_hidden is None and by_weight is None
-        for which in () if is_done else layer.chunks(tokens.loss_mask):
+        for which in () if is_done else layer.chunks(weight, whole.shape[0], tokens.loss_mask):
             own = replace(tokens, loss_mask=None).rows(which)  # all of them learn
             inputs = whole[which]
             logits = layer.logits(inputs, weight)
             if found is None:
-                statistics = layer.statistics(logits, own.targets, None if own.topk is None else own.topk.ids)
+                statistics = layer.statistics(logits, own.targets, own.topk_ids)
                 own_rows, topk[which] = combine_statistics(statistics, own, objective)
                 rows[:, which] = own_rows
             else:
@@ -297,12 +245,12 @@ class _LinearPolicyLoss(torch.autograd.Function):
         return by_hidden, by_weight, None, None, None, None, None, None
 
 
-def _neutral_results(num_tokens: int, tokens: RolloutTokens) -> tuple[Tensor, Tensor]:
+def _neutral_results(tokens: RolloutTokens) -> tuple[Tensor, Tensor]:
     """Return the rows and Top-K log-probs of tokens that do not learn."""
+    num_tokens, ids = tokens.targets.numel(), tokens.topk_ids
     rows = tokens.advantages.new_zeros((len(ROWS), num_tokens))
     rows[ROWS.index("ratio")] = 1.0
-    num_topk = 0 if tokens.topk is None else tokens.topk.ids.shape[1]
-    return rows, tokens.advantages.new_full((num_tokens, num_topk), -math.inf)
+    return rows, tokens.advantages.new_full((num_tokens, 0 if ids is None else ids.shape[1]), -math.inf)
 
 
 def _write_gradient(
@@ -322,17 +270,9 @@ def _write_gradient(
     live = is_live.nonzero()[:, 0]
     num_live = live.numel()
     sources = torch.arange(num_live, device=live.device).masked_scatter(~is_live[:num_live], live.flip(0))
-    ops.logits_gradient_(
-        logits,
-        rows,
-        targets,
-        upstream,
-        None if num_live == logits.shape[0] else sources,
-        layer.shard.start,
-        layer.shard.vocab_size,
-        layer.temperature,
-        objective.entropy_coef != 0,
-    )
+    moved = None if num_live == logits.shape[0] else sources
+    settings = layer.settings(with_entropy=objective.entropy_coef != 0)
+    ops.logits_gradient_(logits, rows, targets, upstream, moved, *settings)
     return sources
 
 

@@ -14,11 +14,11 @@ from megatron_dppo.algorithms import Objective
 from megatron_dppo.algorithms.inputs import CLAMP_COUNTED_FROM
 from megatron_dppo.algorithms.loss import TokenUpdates, update_metrics
 from megatron_dppo.algorithms.responses import require_lengths
-from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels import ops
 from megatron_dppo.kernels.combine import check_values, checked_tokens, combine_statistics, given_topk
+from megatron_dppo.kernels.output_layer import OutputLayer
 from megatron_dppo.kernels.reference import ROWS, TokenLogProbs, log_probs_of
-from megatron_dppo.kernels.shards import PackedResponses, VocabShard, gather_statistics, require_shard
+from megatron_dppo.kernels.shards import PackedResponses, VocabShard
 from megatron_dppo.types import RolloutTokens
 
 
@@ -98,17 +98,10 @@ def fused_policy_loss(
         ref_log_probs=ref_log_probs,
         topk=given_topk(objective, topk_ids, topk_rollout_log_probs),
     )
+    layer = OutputLayer(VocabShard.of(logits.shape[-1], vocab_start, vocab_size, tp_group), temperature)
+    responses = responses_of(objective, response_lengths, targets)
     return packed_policy_loss(
-        logits,
-        tokens,
-        objective,
-        responses=responses_of(objective, response_lengths, targets),
-        temperature=temperature,
-        vocab_start=vocab_start,
-        vocab_size=vocab_size,
-        tp_group=tp_group,
-        inplace_backward=inplace_backward,
-        debug=debug,
+        logits, tokens, objective, layer, responses, inplace_backward=inplace_backward, debug=debug
     )
 
 
@@ -116,12 +109,9 @@ def packed_policy_loss(
     logits: Float[Tensor, "T V"],
     tokens: RolloutTokens,
     objective: Objective,
-    *,
+    layer: OutputLayer,
     responses: PackedResponses | None = None,
-    temperature: float = 1.0,
-    vocab_start: int = 0,
-    vocab_size: int | None = None,
-    tp_group: dist.ProcessGroup | None = None,
+    *,
     inplace_backward: bool = False,
     debug: bool = False,
 ) -> FusedPolicyLoss:
@@ -129,33 +119,15 @@ def packed_policy_loss(
 
     `responses` may be split over context-parallel ranks, which then call this together.
     """
-    shard = require_shard(logits, vocab_start, vocab_size, tp_group)
-    require_temperature(temperature)
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    ready = checked_tokens(objective, tokens, logits.shape[0], shard.vocab_size, dtype)
+    layer.require_logits(logits)
+    ready = checked_tokens(objective, tokens, logits, logits.shape[0], layer.shard.vocab_size)
     if debug:
-        check_values(objective, ready, shard, logits.shape[1])
-    topk_ids = None if ready.topk is None else ready.topk.ids
-    own = token_statistics(logits, ready.targets, topk_ids, ready.loss_mask, shard, temperature)
-    statistics = gather_statistics(own, tp_group)
+        check_values(objective, ready, layer.shard, logits.shape[1])
+    statistics = layer.statistics(logits, ready.targets, ready.topk_ids, ready.loss_mask)
     rows, topk_log_probs = combine_statistics(statistics, ready, objective, responses)
-    with_entropy = objective.entropy_coef != 0
-    settings = (shard.start, shard.vocab_size, temperature, with_entropy, inplace_backward)
-    loss_sum = ops.loss_of_rows(logits, rows, ready.targets, *settings)
+    settings = layer.settings(with_entropy=objective.entropy_coef != 0)
+    loss_sum = ops.loss_of_rows(logits, rows, ready.targets, *settings, inplace_backward)
     return describe(loss_sum, rows, topk_log_probs, has_topk=tokens.topk is not None)
-
-
-def require_temperature(temperature: float) -> None:
-    """Raise unless the temperature is a valid divisor of logits.
-
-    Raises:
-        ConfigError: It is not a finite number above 0.
-    """
-    if not 0 < temperature < float("inf"):
-        action = "Pass the temperature that the rollout sampled with."
-        raise ConfigError(
-            Problem("fused_policy_loss.temperature", repr(temperature), "a finite number > 0", action)
-        )
 
 
 def responses_of(
@@ -172,36 +144,18 @@ def responses_of(
     return PackedResponses(lengths.long())
 
 
-def token_statistics(
-    logits: Float[Tensor, "T V"],
-    targets: Integer[Tensor, " T"],
-    topk_ids: Integer[Tensor, "T K"] | None,
-    loss_mask: Bool[Tensor, " T"] | None,
-    shard: VocabShard,
-    temperature: float,
-) -> Float[Tensor, "T 4+K"]:
-    """Return the statistics of this rank's columns; see `reference.row_statistics`."""
-    start, size = shard.start, shard.vocab_size
-    return ops.row_statistics(logits.detach(), targets, topk_ids, loss_mask, start, size, temperature, True)
-
-
 def fused_log_probs(
     logits: Float[Tensor, "T V"],
     targets: Integer[Tensor, " T"],
+    layer: OutputLayer,
     *,
     loss_mask: Bool[Tensor, " T"] | None = None,
     topk_ids: Integer[Tensor, "T K"] | None = None,
-    temperature: float = 1.0,
-    vocab_start: int = 0,
-    vocab_size: int | None = None,
-    tp_group: dist.ProcessGroup | None = None,
 ) -> TokenLogProbs:
     """Compute log-probs and entropies without gradient; arguments as for `fused_policy_loss`."""
-    shard = require_shard(logits, vocab_start, vocab_size, tp_group)
-    require_temperature(temperature)
+    layer.require_logits(logits)
     ids = None if topk_ids is None else topk_ids.to(torch.int32).contiguous()
-    own = token_statistics(logits, targets, ids, loss_mask, shard, temperature)
-    return log_probs_of(gather_statistics(own, tp_group), ids, loss_mask)
+    return log_probs_of(layer.statistics(logits, targets, ids, loss_mask), ids, loss_mask)
 
 
 def describe(

@@ -18,8 +18,7 @@ from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels import reference
 from megatron_dppo.kernels.build import cuda_library
 from megatron_dppo.kernels.library import KernelLibrary
-from megatron_dppo.kernels.reference import ROWS, STATISTICS
-from megatron_dppo.kernels.shards import num_columns
+from megatron_dppo.kernels.reference import ROWS, STATISTICS, LogitColumns, wide_dtype
 
 
 @cache
@@ -43,53 +42,40 @@ def kernels_of(tensor: Tensor) -> Any:
     return kernels_for(tensor.device.type)
 
 
-@custom_op("megatron_dppo::row_statistics", mutates_args=())
+# Arguments of each operator on logits, after its tensors; `LogitColumns.of` explains them.
+_SETTINGS = "int vocab_start, int vocab_size, float temperature, bool with_entropy"
+
+
+@custom_op(
+    "megatron_dppo::row_statistics",
+    mutates_args=(),
+    schema=f"(Tensor logits, Tensor targets, Tensor? topk_ids, Tensor? is_learning, {_SETTINGS}) -> Tensor",
+)
 def row_statistics(
-    logits: Tensor,
-    targets: Tensor,
-    topk_ids: Tensor | None,
-    is_learning: Tensor | None,
-    vocab_start: int,
-    vocab_size: int,
-    temperature: float,
-    with_entropy: bool,
+    logits: Tensor, targets: Tensor, topk_ids: Tensor | None, is_learning: Tensor | None, *settings: Any
 ) -> Tensor:
     """[T, 4+K] of this shard's logits [T, V/shards]; see `reference.row_statistics`."""
-    return kernels_of(logits).row_statistics(
-        logits,
-        targets,
-        topk_ids,
-        vocab_start=vocab_start,
-        num_columns=num_columns(logits.shape[1], vocab_start, vocab_size),
-        is_learning=is_learning,
-        temperature=temperature,
-        with_entropy=with_entropy,
-    )
+    columns = LogitColumns.of(logits, *settings)
+    return kernels_of(logits).row_statistics(logits, targets, topk_ids, is_learning, columns)
 
 
 @row_statistics.register_fake
 def _(logits: Tensor, targets: Tensor, topk_ids: Tensor | None, *_: Any) -> Tensor:
     width = STATISTICS + (0 if topk_ids is None else topk_ids.shape[1])
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    return logits.new_empty((logits.shape[0], width), dtype=dtype)
+    return logits.new_empty((logits.shape[0], width), dtype=wide_dtype(logits))
 
 
-@custom_op("megatron_dppo::logits_gradient", mutates_args=())
+@custom_op(
+    "megatron_dppo::logits_gradient",
+    mutates_args=(),
+    schema=f"(Tensor logits, Tensor rows, Tensor targets, Tensor? upstream, {_SETTINGS}) -> Tensor",
+)
 def logits_gradient(
-    logits: Tensor,
-    rows: Tensor,
-    targets: Tensor,
-    upstream: Tensor | None,
-    vocab_start: int,
-    vocab_size: int,
-    temperature: float,
-    with_entropy: bool,
+    logits: Tensor, rows: Tensor, targets: Tensor, upstream: Tensor | None, *settings: Any
 ) -> Tensor:
     """[T, V/shards], the loss's gradient by the logits; see `reference.logits_gradient`."""
-    gradient = torch.empty_like(logits)
-    _write_gradient(
-        logits, rows, targets, upstream, None, vocab_start, vocab_size, temperature, with_entropy, gradient
-    )
+    columns, gradient = LogitColumns.of(logits, *settings), torch.empty_like(logits)
+    kernels_of(logits).logits_gradient(logits, rows, targets, columns, upstream=upstream, out=gradient)
     return gradient
 
 
@@ -98,63 +84,33 @@ def _(logits: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(logits)
 
 
-@custom_op("megatron_dppo::logits_gradient_", mutates_args=("logits",))
+@custom_op(
+    "megatron_dppo::logits_gradient_",
+    mutates_args=("logits",),
+    schema="(Tensor(a!) logits, Tensor rows, Tensor targets, Tensor? upstream, Tensor? sources, "
+    f"{_SETTINGS}) -> ()",
+)
 def logits_gradient_(
     logits: Tensor,
     rows: Tensor,
     targets: Tensor,
     upstream: Tensor | None,
     sources: Tensor | None,
-    vocab_start: int,
-    vocab_size: int,
-    temperature: float,
-    with_entropy: bool,
+    *settings: Any,
 ) -> None:
     """Write the gradient over the logits, or, with `sources` [N], those rows' over the first N of them."""
-    _write_gradient(
-        logits, rows, targets, upstream, sources, vocab_start, vocab_size, temperature, with_entropy, logits
-    )
-
-
-def _write_gradient(
-    logits: Tensor,
-    rows: Tensor,
-    targets: Tensor,
-    upstream: Tensor | None,
-    sources: Tensor | None,
-    vocab_start: int,
-    vocab_size: int,
-    temperature: float,
-    with_entropy: bool,
-    out: Tensor,
-) -> None:
-    if sources is not None:
-        out = out[: sources.numel()]
+    columns, out = LogitColumns.of(logits, *settings), logits if sources is None else logits[: sources.numel()]
     kernels_of(logits).logits_gradient(
-        logits,
-        rows,
-        targets,
-        vocab_start=vocab_start,
-        num_columns=num_columns(logits.shape[1], vocab_start, vocab_size),
-        temperature=temperature,
-        with_entropy=with_entropy,
-        upstream=upstream,
-        sources=sources,
-        out=out,
+        logits, rows, targets, columns, upstream=upstream, sources=sources, out=out
     )
 
 
-@custom_op("megatron_dppo::loss_of_rows", mutates_args=())
-def loss_of_rows(
-    logits: Tensor,
-    rows: Tensor,
-    targets: Tensor,
-    vocab_start: int,
-    vocab_size: int,
-    temperature: float,
-    with_entropy: bool,
-    is_in_place: bool,
-) -> Tensor:
+@custom_op(
+    "megatron_dppo::loss_of_rows",
+    mutates_args=(),
+    schema=f"(Tensor logits, Tensor rows, Tensor targets, {_SETTINGS}, bool is_in_place) -> Tensor",
+)
+def loss_of_rows(logits: Tensor, rows: Tensor, targets: Tensor, *settings: Any) -> Tensor:
     """Sum the loss of the rows [len(ROWS), T] that `combine` made of the logits [T, V/shards]; a scalar.
 
     The logits are not read, but the loss is differentiated by them. If `is_in_place` is set, their gradient is

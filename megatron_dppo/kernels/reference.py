@@ -54,16 +54,35 @@ class TokenLogProbs:
         return torch.cat([part for part in parts if part is not None], dim=1)
 
 
+@dataclass(frozen=True)
+class LogitColumns:
+    """How the kernels read and write the columns of one shard's logits."""
+
+    start: int  # global id of the first column
+    num: int  # columns that are tokens; the others are never read, and get a gradient of 0
+    temperature: float  # divides the logits
+    with_entropy: bool  # whether the entropy is needed, or has a gradient
+
+    @classmethod
+    def of(
+        cls,
+        logits: Float[Tensor, "T V"],
+        vocab_start: int,
+        vocab_size: int,
+        temperature: float,
+        with_entropy: bool,
+    ) -> "LogitColumns":
+        """Return the columns of the shard from `vocab_start` on; those from `vocab_size` on are padding."""
+        num = max(0, min(logits.shape[1], vocab_size - vocab_start))
+        return cls(vocab_start, num, temperature, with_entropy)
+
+
 def row_statistics(
     logits: Float[Tensor, "T V"],
     targets: Integer[Tensor, " T"],
     topk_ids: Integer[Tensor, "T K"] | None,
-    *,
-    vocab_start: int,
-    num_columns: int,
     is_learning: Bool[Tensor, " T"] | None,
-    temperature: float,
-    with_entropy: bool = True,
+    columns: LogitColumns,
 ) -> Float[Tensor, "T 4+K"]:
     """Return one shard's statistics of each row: (m, s, w, y of the target, y of each top-K id).
 
@@ -71,9 +90,9 @@ def row_statistics(
     of other shards, or of padding, give 0; rows that do not learn give (-inf, 0, 0, ...).
     """
     ids = targets[:, None] if topk_ids is None else torch.cat([targets[:, None], topk_ids.long()], dim=1)
-    scale = LOG2E / temperature
+    scale = LOG2E / columns.temperature
     parts = [
-        _row_statistics(logits[rows, :num_columns], ids[rows] - vocab_start, scale, with_entropy)
+        _row_statistics(logits[rows, : columns.num], ids[rows] - columns.start, scale, columns.with_entropy)
         for rows in _blocks(logits.shape)
     ]
     statistics = torch.cat(parts)
@@ -86,7 +105,7 @@ def row_statistics(
 
 def _row_statistics(logits: Tensor, local_ids: Tensor, scale: float, with_entropy: bool) -> Tensor:
     num_columns = logits.shape[1]
-    own = _widened(logits) * scale
+    own = logits.to(wide_dtype(logits)) * scale
     if num_columns:
         highest = own.amax(1, keepdim=True)
         is_here = (local_ids >= 0) & (local_ids < num_columns)
@@ -175,7 +194,7 @@ def combine(
         ConfigError: A learning token's inputs have an invalid value; see `algorithms.policy_loss`.
     """
     merged = _merge(statistics)
-    found = _token_log_probs(merged, None if tokens.topk is None else tokens.topk.ids, tokens.loss_mask)
+    found = _token_log_probs(merged, tokens.topk_ids, tokens.loss_mask)
     inputs = PolicyLossInputs.of(
         tokens,
         found.log_probs,
@@ -216,14 +235,11 @@ def logits_gradient(
     logits: Float[Tensor, "T V"],
     rows: Float[Tensor, "ROWS T"],
     targets: Integer[Tensor, " T"],
+    columns: LogitColumns,
     *,
-    vocab_start: int,
-    num_columns: int,
-    temperature: float,
-    with_entropy: bool,
-    upstream: Tensor | None,
-    sources: Tensor | None,
-    out: Tensor,
+    upstream: Tensor | None = None,
+    sources: Integer[Tensor, " N"] | None = None,
+    out: Float[Tensor, "N V"],
 ) -> None:
     """Write the loss's gradient by the logits to `out`, which may be the logits themselves.
 
@@ -233,29 +249,27 @@ def logits_gradient(
         logits: [T, V/shards].
         rows: [len(ROWS), T], from `combine`.
         targets: [T] int64.
-        vocab_start: Global id of the first column.
-        num_columns: Columns that are tokens; the others get 0.
-        temperature: Divisor of the logits, as in `row_statistics`.
-        with_entropy: Whether the entropy has a gradient.
+        columns: Columns of the logits, as in `row_statistics`.
         upstream: Scalar, the gradient by the loss; `None` means 1.
         sources: [N] int64: row i of `out` is for row sources[i] of the logits; `None` keeps the order.
         out: [N, V/shards] of the logits' dtype.
     """
+    num_columns = columns.num
     named = {name: row[:, None] for name, row in zip(ROWS, rows, strict=True)}
-    scale = 1.0 / temperature if upstream is None else upstream.to(rows.dtype) / temperature
+    scale = 1.0 / columns.temperature if upstream is None else upstream.to(rows.dtype) / columns.temperature
     by_log_prob, by_entropy = named["log_prob_gradient"] * scale, named["entropy_gradient"] * scale
     for block in _blocks(out.shape):
         source = block if sources is None else sources[block]
-        own = _widened(logits[source, :num_columns]) * (LOG2E / temperature)
+        own = logits[source, :num_columns].to(rows.dtype) * (LOG2E / columns.temperature)
         log2_pi = own.sub_(named["highest"][source]).sub_(named["log2_sum"][source])
         by_own, by_its_entropy = by_log_prob[source], by_entropy[source]
-        if with_entropy:
+        if columns.with_entropy:
             pi = log2_pi.exp2()
             surprise = log2_pi.clamp_(min=-1e30).mul_(LN2).add_(named["entropy"][source])
             gradient = surprise.mul_(-by_its_entropy).sub_(by_own).mul_(pi)
         else:
             gradient = log2_pi.exp2_().mul_(-by_own)
-        local = (targets[source] - vocab_start)[:, None]
+        local = (targets[source] - columns.start)[:, None]
         is_here = (local >= 0) & (local < num_columns)
         if num_columns:
             gradient.scatter_add_(1, local.clamp(0, num_columns - 1), torch.where(is_here, by_own, 0.0))
@@ -264,5 +278,6 @@ def logits_gradient(
     out[:, num_columns:] = 0.0
 
 
-def _widened(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
+def wide_dtype(values: Tensor) -> torch.dtype:
+    """Return the type of log-probs and gradients by them, from logits or hidden states of any type."""
+    return torch.float64 if values.dtype == torch.float64 else torch.float32

@@ -4,7 +4,7 @@ Tensor parallelism splits the vocabulary, so that ranks exchange statistics. Con
 tokens of responses, so that rules over complete responses join them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -27,10 +27,18 @@ class VocabShard:
     vocab_size: int  # of the model, without the columns that pad the last shards
     group: dist.ProcessGroup | None = None  # the ranks that hold the other columns; None without a split
 
+    @classmethod
+    def of(
+        cls, width: int, start: int, vocab_size: int | None, group: dist.ProcessGroup | None
+    ) -> "VocabShard":
+        """Return the shard of `width` columns; a vocabulary of size `None` has no padding."""
+        shard = cls(start, 0, group)
+        return replace(shard, vocab_size=width * shard.num_ranks if vocab_size is None else vocab_size)
 
-def num_columns(width: int, vocab_start: int, vocab_size: int) -> int:
-    """Return how many of `width` columns from `vocab_start` on are tokens of the vocabulary."""
-    return max(0, min(width, vocab_size - vocab_start))
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks that share the vocabulary."""
+        return 1 if self.group is None else self.group.size()
 
 
 def gather_statistics(
@@ -44,36 +52,31 @@ def gather_statistics(
     return gathered.view(group.size(), *own.shape)
 
 
-def require_shard(
-    logits: Float[Tensor, "T V"], vocab_start: int, vocab_size: int | None, group: dist.ProcessGroup | None
-) -> VocabShard:
-    """Return this rank's shard of the vocabulary.
+def require_shard(logits: Float[Tensor, "T V"], shard: VocabShard) -> None:
+    """Refuse logits that are not this rank's shard of the vocabulary.
 
     Raises:
         ConfigError: The logits are not a matrix of a supported type, the first rank's shard does not start at
             column 0, or the last rank's shard does not reach the end of the vocabulary.
     """
-    size = 1 if group is None else group.size()
-    rank = 0 if group is None else group.rank()
+    size, rank = shard.num_ranks, 0 if shard.group is None else shard.group.rank()
     if logits.dim() != 2 or logits.dtype not in LOGIT_TYPES:
         found = f"shape {list(logits.shape)}, {logits.dtype}"
         expected = "[T, V/tp] in bfloat16, float32 or float64"
         raise ConfigError(
             Problem("fused_policy_loss.logits", found, expected, "Flatten batch and sequence into T.")
         )
-    whole = logits.shape[1] * size if vocab_size is None else vocab_size
-    end = vocab_start + logits.shape[1]
-    if vocab_start < 0 or (rank == 0 and vocab_start != 0) or (rank == size - 1 and end < whole):
+    start, whole, end = shard.start, shard.vocab_size, shard.start + logits.shape[1]
+    if start < 0 or (rank == 0 and start != 0) or (rank == size - 1 and end < whole):
         raise ConfigError(
             Problem(
                 "fused_policy_loss.vocab_start",
-                f"columns {vocab_start} to {end} on rank {rank} of {size}",
+                f"columns {start} to {end} on rank {rank} of {size}",
                 f"shards in rank order that cover the {whole} tokens of the vocabulary",
                 "Pass the global id of the shard's first column, vocab_size without padding, and the group "
                 "whose ranks hold the other columns.",
             )
         )
-    return VocabShard(vocab_start, whole, group)
 
 
 def require_cover(shard: VocabShard, width: int, device: torch.device) -> None:

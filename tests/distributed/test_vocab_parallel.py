@@ -1,5 +1,6 @@
 """A vocabulary split over ranks gives what the whole one gives: results, masks and every gradient."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def differences(runtime: Runtime, objective: Objective, dtype: torch.dtype) -> d
         linear_score_norms,
         score_norms,
     )
+    from megatron_dppo.kernels.shards import VocabShard
     from tests.support.loss_batches import make_batch
 
     rank, size = runtime.rank, runtime.world_size
@@ -53,8 +55,10 @@ def differences(runtime: Runtime, objective: Objective, dtype: torch.dtype) -> d
     fused_policy_loss(whole, **exact.arguments, objective=objective).loss_sum.backward()
     assert whole.grad is not None
 
-    scored = {name: batch.arguments[name] for name in ("targets", "loss_mask", "temperature", "vocab_size")}
-    expected_norms = linear_score_norms(exact.hidden, exact.weight, **scored)
+    targets, mask = batch.microbatch.targets, batch.microbatch.loss_mask
+    shard_of_rank = VocabShard(own.start, VOCAB, dist.group.WORLD)
+    layer = replace(batch.layer, shard=shard_of_rank, chunk_bytes=4000)
+    expected_norms = linear_score_norms(exact.hidden, exact.weight, targets, exact.layer, loss_mask=mask)
 
     logits = (batch.hidden @ batch.weight.T)[:, own].clone()
     logits[:, max(VOCAB - own.start, 0) :] = torch.nan  # padding
@@ -82,9 +86,10 @@ def differences(runtime: Runtime, objective: Objective, dtype: torch.dtype) -> d
         errors[f"{name}: loss"] = relative(out.loss_sum, expected.loss_sum)
         errors[f"{name}: by hidden"] = relative(part.grad, hidden.grad[rows])
         errors[f"{name}: by weight"] = relative(shard.grad, weight.grad[own])
-        norms = linear_score_norms(part, shard, **scored, **split, sequence_parallel=is_split, chunk_bytes=4000)
+        layer = replace(layer, is_sequence_parallel=is_split)
+        norms = linear_score_norms(part, shard, targets, layer, loss_mask=mask)
         errors[f"{name}: score norms"] = relative(norms, expected_norms)
-    norms = score_norms(logits.detach(), batch.weight[own], **scored, **split)
+    norms = score_norms(logits.detach(), batch.weight[own], targets, layer, loss_mask=mask)
     errors["score norms"] = relative(norms, expected_norms)
     results = [found.loss_sum[None], *(getattr(found, field).reshape(-1) for field in FIELDS)]
     return {"errors": errors, "bits": torch.cat(results).detach().numpy().tobytes()}

@@ -177,8 +177,9 @@ def rows_of(arguments: dict[str, Any], logits: Tensor, objective: Objective) -> 
     a, size = arguments, arguments["vocab_size"]
     ids = a["topk_ids"]
     statistics = ops.row_statistics(logits, a["targets"], ids, a["loss_mask"], 0, size, a["temperature"], True)
-    tokens = (a["targets"], ids, a["rollout_log_probs"], a["topk_rollout_log_probs"], None, a["advantages"])
-    return combine(statistics[None], *tokens, a["loss_mask"], a["token_weights"], encode(objective))[0]
+    names = ("targets", "rollout_log_probs", "advantages", "loss_mask", "token_weights")
+    tokens = [*(a[name] for name in names), None, ids, a["topk_rollout_log_probs"]]
+    return combine(statistics[None], tokens, encode(objective))[0]
 
 
 def test_more_logits_than_31_bits_count() -> None:
@@ -241,8 +242,9 @@ def test_log_probs_without_gradient_take_the_same_path() -> None:
     hidden, weight = batch.hidden.to(DEVICE), batch.weight.to(DEVICE)
     arguments = moved(batch.arguments, DEVICE)
     out = fused_linear_policy_loss(hidden, weight, **arguments, objective=preset("pg_is"))
-    chosen = {key: arguments[key] for key in ("loss_mask", "topk_ids", "temperature", "vocab_size")}
-    found = linear_log_probs(hidden, weight, arguments["targets"], **chosen, chunk_bytes=3000)
+    chosen = {key: arguments[key] for key in ("loss_mask", "topk_ids")}
+    layer = replace(batch.layer, chunk_bytes=3000)
+    found = linear_log_probs(hidden, weight, arguments["targets"], layer, **chosen)
     for name in ("log_probs", "entropy", "topk_log_probs"):
         torch.testing.assert_close(getattr(found, name), getattr(out, name), rtol=1e-5, atol=1e-5)
 
@@ -251,11 +253,11 @@ def test_log_probs_without_gradient_take_the_same_path() -> None:
 def test_score_norms_are_those_of_float64(dtype: torch.dtype, tolerance: float) -> None:
     batch = make_batch(torch.float32)
     hidden, weight = batch.hidden.to(dtype), batch.weight.to(dtype)
-    names = ("targets", "loss_mask", "temperature", "vocab_size")
-    chosen = {name: batch.arguments[name] for name in names}
-    expected = linear_score_norms(hidden.double(), weight.double(), **chosen)
-    options: dict[str, Any] = dict(chunk_bytes=3000, logits_dtype=torch.float32)
-    found = linear_score_norms(hidden.to(DEVICE), weight.to(DEVICE), **moved(chosen, DEVICE), **options)
+    targets, mask = batch.microbatch.targets, batch.microbatch.loss_mask
+    expected = linear_score_norms(hidden.double(), weight.double(), targets, batch.layer, loss_mask=mask)
+    layer = replace(batch.layer, chunk_bytes=3000, logits_dtype=torch.float32)
+    hidden, weight, targets, mask = (x.to(DEVICE) for x in (hidden, weight, targets, mask))
+    found = linear_score_norms(hidden, weight, targets, layer, loss_mask=mask)
     assert relative(found.cpu(), expected) <= tolerance
 
 

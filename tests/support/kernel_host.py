@@ -17,7 +17,7 @@ from megatron_dppo.algorithms import (
 )
 from megatron_dppo.kernels.encoding import is_compiled
 from megatron_dppo.kernels.library import KernelLibrary
-from megatron_dppo.kernels.reference import ROWS
+from megatron_dppo.kernels.reference import ROWS, LogitColumns
 from megatron_dppo.types import RolloutTokens, RolloutTopK
 
 PADDING = (math.nan, 1e4)
@@ -189,11 +189,8 @@ def statistics_of(library: KernelLibrary, tokens: Tokens, shards: list[Shard], w
             shard.logits,
             tokens.targets,
             tokens.topk_ids if tokens.topk_ids.shape[1] > 0 else None,
-            vocab_start=shard.start,
-            num_columns=shard.num_columns,
-            is_learning=tokens.is_learning,
-            temperature=tokens.temperature,
-            with_entropy=with_entropy,
+            tokens.is_learning,
+            LogitColumns(shard.start, shard.num_columns, tokens.temperature, with_entropy),
         )
         for shard in shards
     ]
@@ -231,17 +228,9 @@ def gradient_of(
     sources: Tensor | None = None,
 ) -> Tensor:
     """`KernelLibrary.logits_gradient` of one shard; returns `out`."""
+    columns = LogitColumns(shard.start, shard.num_columns, tokens.temperature, with_entropy)
     library.logits_gradient(
-        shard.logits,
-        planes,
-        tokens.targets,
-        vocab_start=shard.start,
-        num_columns=shard.num_columns,
-        temperature=tokens.temperature,
-        with_entropy=with_entropy,
-        upstream=upstream,
-        sources=sources,
-        out=out,
+        shard.logits, planes, tokens.targets, columns, upstream=upstream, sources=sources, out=out
     )
     return out
 

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.algorithms import Objective, PolicyLossInputs, PolicyLossOutput, policy_loss
+from megatron_dppo.kernels.output_layer import OutputLayer
 from megatron_dppo.kernels.reference import TokenLogProbs
+from megatron_dppo.kernels.shards import VocabShard
 from megatron_dppo.types import Microbatch, RolloutTopK
 
 
@@ -26,6 +28,11 @@ class Batch:
     def logits(self) -> Tensor:
         """[T, V] without padding columns."""
         return (self.hidden @ self.weight.T)[:, : self.vocab_size]
+
+    @property
+    def layer(self) -> OutputLayer:
+        """The output layer on one rank."""
+        return OutputLayer(VocabShard(0, self.vocab_size), self.temperature)
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def recording(*, keeps_weights: bool = False) -> Iterator[Recorded]:
 
     def watch_loss(loss: Callable[..., Any], at: int) -> Callable[..., Any]:
         def watched(*args: Any, **options: Any) -> Any:
-            before = _trained(args[at], options["temperature"], chosen, parts)
+            before = _trained(args[at], args[at + 2].temperature, chosen, parts)
             out = loss(*args, **options)
             seen.steps[-1].append(before(out.log_probs))
             return out

@@ -1,5 +1,6 @@
 """The fused losses equal the loss by log-softmax and autograd, in float64 and to rounding in float32."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -141,11 +142,9 @@ def test_log_probs_without_gradient_take_the_same_path() -> None:
         batch.hidden,
         batch.weight,
         m.targets,
+        replace(batch.layer, chunk_bytes=3000),
         loss_mask=m.loss_mask,
-        topk_ids=arguments["topk_ids"],
-        temperature=batch.temperature,
-        vocab_size=batch.vocab_size,
-        chunk_bytes=3000,
+        topk_ids=m.topk_ids,
     )
     for name in ("log_probs", "entropy", "topk_log_probs"):
         torch.testing.assert_close(getattr(found, name), getattr(out, name), rtol=1e-12, atol=1e-12)
@@ -159,10 +158,10 @@ def test_score_norms_are_those_of_autograd(dtype: torch.dtype) -> None:
     log_probs = logits.log_softmax(1).gather(1, m.targets[:, None]).sum()
     (scores,) = torch.autograd.grad(log_probs, hidden)
     expected = torch.where(m.loss_mask, scores.norm(dim=1), 0.0)
-    names = ("targets", "loss_mask", "temperature", "vocab_size")
-    arguments = {name: value for name, value in batch.arguments.items() if name in names}
-    found = linear_score_norms(batch.hidden, batch.weight, **arguments, chunk_bytes=3000)
-    of_logits = score_norms(batch.hidden @ batch.weight.T, batch.weight, **arguments)
+    layer = replace(batch.layer, chunk_bytes=3000)
+    found = linear_score_norms(batch.hidden, batch.weight, m.targets, layer, loss_mask=m.loss_mask)
+    logits = batch.hidden @ batch.weight.T
+    of_logits = score_norms(logits, batch.weight, m.targets, layer, loss_mask=m.loss_mask)
     for norms in (found, of_logits):
         assert norms.dtype == dtype
         assert relative(norms, expected) <= TOLERANCE[dtype]

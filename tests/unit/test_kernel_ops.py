@@ -29,8 +29,8 @@ def combine_arguments(batch: Batch, logits: torch.Tensor) -> tuple[Any, ...]:
     m = batch.microbatch
     assert m.topk is not None
     statistics = ops.row_statistics(*statistics_arguments(batch, logits.detach()))[None]
-    tokens = (m.targets, m.topk.ids, m.rollout_log_probs, m.topk.log_probs, None, m.advantages)
-    return (statistics, *tokens, m.loss_mask, m.token_weights, encode(TOPK_KL))
+    tokens = [m.targets, m.rollout_log_probs, m.advantages, m.loss_mask, m.token_weights, None]
+    return (statistics, [*tokens, m.topk.ids, m.topk.log_probs], encode(TOPK_KL))
 
 
 def test_opcheck_finds_nothing() -> None:
@@ -102,13 +102,11 @@ def test_megatrons_buffer_gets_the_weights_gradient(is_scale_known: bool) -> Non
     buffer = torch.ones_like(weight)
     weight.main_grad = buffer  # type: ignore[attr-defined]
     weight.zero_out_wgrad = True  # type: ignore[attr-defined]
-    tokens, options = batch.microbatch, options_of(batch)
+    tokens, layer = batch.microbatch, replace(batch.layer, chunk_bytes=3000)
     scale = torch.tensor([2.0]) if is_scale_known else None
     for states, parameter in ((hidden, weight), (others, other)):
         known = scale if parameter is weight else None
-        out = packed_linear_policy_loss(
-            states, parameter, tokens, TOPK_KL, chunk_bytes=3000, loss_scale=known, **options
-        )
+        out = packed_linear_policy_loss(states, parameter, tokens, TOPK_KL, layer, loss_scale=known)
         (2 * out.loss_sum).backward()
     assert other.grad is not None and weight.grad is not None
     torch.testing.assert_close(buffer - 1, other.grad, rtol=1e-5, atol=1e-6)
@@ -117,22 +115,15 @@ def test_megatrons_buffer_gets_the_weights_gradient(is_scale_known: bool) -> Non
     assert weight.grad_added_to_main_grad and not weight.grad.any()  # type: ignore[attr-defined]
 
 
-def options_of(batch: Batch) -> dict[str, Any]:
-    """The vocabulary's part of the arguments of a loss."""
-    return {"temperature": batch.temperature, "vocab_size": batch.vocab_size}
-
-
 def test_a_known_loss_scale_spares_every_buffer_of_the_weights_size() -> None:
     """One tensor of that size is allocated, which autograd gets and nobody writes; else a second, of sums."""
     batch, allocated = make_batch(torch.float32, num_tokens=64, vocab_size=1500), list[list[int]]()
-    tokens, options = batch.microbatch, options_of(batch)
+    tokens, layer = batch.microbatch, replace(batch.layer, chunk_bytes=4 * 1500 * 4)
     for scale in (None, torch.ones(())):
         weight = torch.nn.Parameter(batch.weight.clone())
         weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
         with Traffic(weight.numel()) as traffic:
-            out = packed_linear_policy_loss(
-                batch.hidden, weight, tokens, TOPK_KL, chunk_bytes=4 * 1500 * 4, loss_scale=scale, **options
-            )
+            out = packed_linear_policy_loss(batch.hidden, weight, tokens, TOPK_KL, layer, loss_scale=scale)
             out.loss_sum.backward()
         allocated.append([size for size in traffic.allocations if size >= weight.nbytes])
         if scale is not None:
@@ -144,10 +135,8 @@ def test_a_loss_scale_that_backward_does_not_bring_is_refused() -> None:
     batch = make_batch(torch.float32)
     weight = torch.nn.Parameter(batch.weight.clone())
     weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
-    tokens, options = batch.microbatch, options_of(batch)
-    out = packed_linear_policy_loss(
-        batch.hidden, weight, tokens, TOPK_KL, loss_scale=torch.tensor(2.0), **options
-    )
+    tokens, layer = batch.microbatch, replace(batch.layer, chunk_bytes=3000)
+    out = packed_linear_policy_loss(batch.hidden, weight, tokens, TOPK_KL, layer, loss_scale=torch.tensor(2.0))
     with pytest.raises(RuntimeError, match="loss_scale"):
         out.loss_sum.backward()
 

@@ -19,6 +19,7 @@ from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.engines.embedded.sampling import draw, most_probable, sampling_log_probs
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.kernels.output_layer import CHUNK_BYTES, OutputLayer
+from megatron_dppo.kernels.shards import VocabShard
 from megatron_dppo.plan.activations import Assumptions, LayerModel, LayerTokens, kept_by_layers
 from megatron_dppo.plan.cost import step_time
 from megatron_dppo.plan.job import (
@@ -307,18 +308,10 @@ def test_the_loss_from_hidden_states_holds_one_chunk_and_the_gradients() -> None
 def test_chunks_are_those_of_the_loss(logits_dtype: str, megabytes: float) -> None:
     budget = int(megabytes * 2**20)
     options = AlgorithmConfig.model_validate({"logits_chunk_bytes": budget, "logits_dtype": logits_dtype})
-    layer = OutputLayer.of(
-        torch.empty(1, 4, dtype=torch.bfloat16, device="meta"),
-        torch.empty(COLUMNS, 4, dtype=torch.bfloat16, device="meta"),
-        vocab_start=0,
-        vocab_size=COLUMNS,
-        tp_group=None,
-        sequence_parallel=False,
-        temperature=1.0,
-        chunk_bytes=budget,
-        logits_dtype=torch.float32 if logits_dtype == "float32" else None,
-    )
-    assert chunk_tokens(options, COLUMNS, dtype_bytes=2) == layer.chunk_tokens
+    dtype = torch.float32 if logits_dtype == "float32" else None
+    layer = OutputLayer(VocabShard(0, COLUMNS), chunk_bytes=budget, logits_dtype=dtype)
+    weight = torch.empty(COLUMNS, 4, dtype=torch.bfloat16, device="meta")
+    assert chunk_tokens(options, COLUMNS, dtype_bytes=2) == layer.chunk_tokens(weight)
     assert AlgorithmConfig().logits_chunk_bytes == CHUNK_BYTES
 
 

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from megatron_dppo.algorithms import preset
 from megatron_dppo.kernels import fused_linear_policy_loss, fused_policy_loss, linear_log_probs
+from megatron_dppo.kernels.output_layer import OutputLayer
+from megatron_dppo.kernels.shards import VocabShard
 from tools.benchmarks.loss_cases import TOP_K, Case
 
 Value = Literal["loss", "surrogate", "plain_loss", "log_probs", "nothing"]
@@ -113,6 +115,11 @@ def _our_loss(name: str, case: Case, logits: Tensor) -> Tensor:
 
 def _our_linear_loss(name: str, case: Case, hidden: Tensor, weight: Tensor) -> Tensor:
     return fused_linear_policy_loss(hidden, weight, **_tokens(case, name)).loss_sum
+
+
+def _our_log_probs(case: Case, hidden: Tensor, weight: Tensor) -> Tensor:
+    layer = OutputLayer(VocabShard(0, weight.shape[0]))
+    return linear_log_probs(hidden, weight, case.targets, layer).log_probs
 
 
 def _one_product(case: Case, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -221,7 +228,6 @@ def contenders() -> list[Contender]:
     """Return our losses in three forms, a plain PyTorch loss, floors, and other libraries' losses."""
     topk, binary = "dppo_topk_kl", "dppo_binary_tv"
     floor: Any = dict(value="nothing", is_differentiated=False)
-    log_probs: Function = lambda case, h, weight: linear_log_probs(h, weight, case.targets).log_probs  # noqa: E731
     ours, on_gpu = partial(Contender, is_ours=True), partial(Contender, needs_gpu=True)
     group: Any = dict(view="sequence", remark="a tensor-parallel group of one")
     found = [
@@ -230,7 +236,7 @@ def contenders() -> list[Contender]:
         Contender("log_softmax + gather", "logits", _load_log_softmax, remark=COMPILED),
         ours(f"ours, {topk}", "linear", lambda: partial(_our_linear_loss, topk)),
         Contender("three matrix products", "linear", lambda: _three_products, **floor, remark=TWO_LIVE),
-        ours("ours", "log_probs", lambda: log_probs, "log_probs"),
+        ours("ours", "log_probs", lambda: _our_log_probs, "log_probs"),
         Contender("one matrix product", "log_probs", lambda: _one_product, **floor, remark="the floor"),
         Contender("Megatron fused CE", "logits", _load_megatron, **group),
         on_gpu("Liger GRPO", "logits", _load_liger_grpo, "surrogate", view="batch"),

@@ -1,18 +1,26 @@
-"""The fused losses equal the loss by log-softmax and autograd, in float64 and to rounding in float32."""
+"""The fused losses equal the loss by log-softmax and autograd: each objective, form and implementation.
 
-from dataclasses import replace
+An implementation is PyTorch in float64 or float32, or the kernels' source, which is compiled for the host here
+and for a GPU in tests/gpu/test_fused_loss_on_gpu.py. The latter runs these tests unchanged. Objectives that the
+kernels do not know are combined in PyTorch, between kernels that read and write the logits.
+"""
+
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_dppo.algorithms import PRESETS, Objective, preset
 from megatron_dppo.kernels import (
+    FusedPolicyLoss,
     fused_linear_policy_loss,
     fused_metrics,
     fused_policy_loss,
     linear_log_probs,
     linear_score_norms,
+    ops,
     score_norms,
 )
 from tests.support.loss_batches import Batch, make_batch, policy_loss_from_logits
@@ -46,6 +54,7 @@ VARIANTS: dict[str, Objective] = {
         top_k=6,
     ),
 }
+TOPK_KL = preset("dppo_topk_kl", top_k=6, entropy_coef=0.01)
 OF_HIDDEN_STATES = (
     "dppo_topk_kl",
     "entropy bonus",
@@ -64,16 +73,63 @@ OF_HIDDEN_STATES = (
     "gspo with k3",
     "own of responses",
 )
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 FIELDS = ("log_probs", "entropy", "topk_log_probs", "divergence", "ratio", "weight", "coefficient", "mask")
+FLOAT32, BFLOAT16 = 2e-5, 2e-2  # relative
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+@dataclass(frozen=True)
+class Implementation:
+    """What computes a loss, and what it is compared with."""
+
+    dtype: torch.dtype
+    exact: torch.dtype  # in which log-softmax and autograd compute the expected values
+    device: str = "cpu"
+
+    @property
+    def tolerance(self) -> float:
+        return 1e-12 if self.dtype == torch.float64 else FLOAT32
+
+    def batch(self, objective: Objective, **sizes: int) -> Batch:
+        """A batch with more Top-K columns than a divergence uses.
+
+        The first token is nearly certain. In a comparison with float64 it does not learn, because float32 does
+        not know how certain it is.
+        """
+        batch = make_batch(self.dtype, top_k=objective.top_k + 2, **sizes)
+        batch.microbatch.loss_mask[0] = self.exact == self.dtype
+        return batch
+
+    def moved(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Tensors on the device, the rest as it is."""
+        return {
+            key: value.to(self.device) if isinstance(value, Tensor) else value for key, value in values.items()
+        }
+
+    def leaf(self, values: Tensor) -> Tensor:
+        """A copy on the device that wants a gradient."""
+        return values.detach().to(self.device, copy=True).requires_grad_()
+
+
+@pytest.fixture(params=["float64", "float32", "host", "host and float64"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Implementation:
+    """PyTorch or the kernels' source, compared in its own type or in float64."""
+    dtype = torch.float64 if request.param == "float64" else torch.float32
+    if "host" in request.param:
+        library = request.getfixturevalue("host_library")
+        monkeypatch.setattr(ops, "kernels_of", lambda tensor: library)
+        monkeypatch.setattr(ops, "is_compiled_for", lambda device_type: True)  # which checks no values
+    return Implementation(dtype, torch.float64 if "float64" in request.param else dtype)
+
+
+FLOAT32_ONLY = pytest.mark.parametrize("implementation", ["host and float64"], indirect=True)
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
     found, expected = (x.detach().double().nan_to_num(neginf=-1e3, posinf=1e3) for x in (found, expected))
     return float((found - expected).norm() / expected.norm().clamp(min=1e-9))
 
 
-def expected_of(batch: Batch, objective: Objective, logits: torch.Tensor) -> tuple[Any, torch.Tensor]:
+def expected_of(batch: Batch, objective: Objective, logits: Tensor) -> tuple[Any, Tensor]:
     """The long way's results, with those of a row that does not learn made neutral, and the gradient."""
     logits = logits.detach().clone().requires_grad_()
     out, tokens = policy_loss_from_logits(logits, batch.microbatch, objective, batch.temperature)
@@ -82,94 +138,174 @@ def expected_of(batch: Batch, objective: Objective, logits: torch.Tensor) -> tup
     assert tokens.topk_log_probs is not None and logits.grad is not None
     named = {name: getattr(out, name) for name in ("loss_sum", *FIELDS[3:])}
     named |= {"log_probs": tokens.log_probs.where(learns, 0), "entropy": tokens.entropy.where(learns, 0)}
-    named["topk_log_probs"] = tokens.topk_log_probs.where(learns[:, None], -torch.inf)
+    used = tokens.topk_log_probs[:, : objective.top_k if objective.needs_topk else None]
+    named["topk_log_probs"] = used.where(learns[:, None], -torch.inf)
     return {**named, "metrics": out.metrics}, logits.grad
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def grad(tensor: Tensor) -> Tensor:
+    """A tensor's gradient on the CPU."""
+    assert tensor.grad is not None
+    return tensor.grad.cpu()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_from_logits_equals_autograd(name: str, dtype: torch.dtype) -> None:
-    objective, batch = VARIANTS[name], make_batch(dtype, top_k=VARIANTS[name].top_k)
-    expected, gradient = expected_of(batch, objective, batch.logits)
-    logits = batch.logits.clone().requires_grad_()
-    out = fused_policy_loss(logits, **batch.arguments, objective=objective)
+def test_from_logits_equals_autograd(name: str, in_place: bool, implementation: Implementation) -> None:
+    objective = VARIANTS[name]
+    batch = implementation.batch(objective)
+    expected, gradient = expected_of(batch, objective, batch.logits.to(implementation.exact))
+    logits, arguments = implementation.leaf(batch.logits), implementation.moved(batch.arguments)
+    out = fused_policy_loss(logits, **arguments, objective=objective, inplace_backward=in_place)
+    (found,) = torch.autograd.grad(out.loss_sum, logits)
+    check(implementation, out, expected, objective, batch)
+    assert (found.data_ptr() == logits.data_ptr()) == in_place
+    assert relative(found.cpu(), gradient) <= implementation.tolerance
+
+
+@FLOAT32_ONLY
+@pytest.mark.parametrize("padding", [torch.nan, 1e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_padding_and_rows_that_do_not_learn_are_not_looked_at(
+    dtype: torch.dtype, padding: float, implementation: Implementation
+) -> None:
+    batch = implementation.batch(TOPK_KL)
+    logits = torch.nn.functional.pad(batch.logits.to(dtype), (0, 7), value=padding)
+    logits[~batch.microbatch.loss_mask] = torch.nan
+    expected, gradient = expected_of(batch, TOPK_KL, batch.logits.to(dtype).double())
+    own = implementation.leaf(logits)
+    out = fused_policy_loss(own, **implementation.moved(batch.arguments), objective=TOPK_KL)
     out.loss_sum.backward()
-    assert logits.grad is not None
-    check(out, expected, objective, batch, TOLERANCE[dtype])
-    assert relative(logits.grad, gradient) <= TOLERANCE[dtype]
+    check(implementation, out, expected, TOPK_KL, batch)
+    limit = FLOAT32 if dtype == torch.float32 else 2**-8
+    assert relative(grad(own)[:, : batch.vocab_size], gradient) <= limit
+    assert not grad(own)[:, batch.vocab_size :].any() and not grad(own)[~batch.microbatch.loss_mask].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])
 @pytest.mark.parametrize("name", OF_HIDDEN_STATES)
-def test_from_hidden_states_equals_autograd(name: str, chunk_tokens: int, dtype: torch.dtype) -> None:
-    objective, batch = VARIANTS[name], make_batch(dtype, top_k=VARIANTS[name].top_k)
-    hidden, weight = batch.hidden.clone().requires_grad_(), batch.weight.clone().requires_grad_()
-    expected, by_logits = expected_of(batch, objective, batch.logits)
+def test_from_hidden_states_equals_autograd(
+    name: str, chunk_tokens: int, implementation: Implementation
+) -> None:
+    objective = VARIANTS[name]
+    batch = implementation.batch(objective)
+    hidden, weight = implementation.leaf(batch.hidden), implementation.leaf(batch.weight)
+    expected, by_logits = expected_of(batch, objective, batch.logits.to(implementation.exact))
     by_logits = torch.nn.functional.pad(by_logits, (0, weight.shape[0] - batch.vocab_size))
-    chunk_bytes = chunk_tokens * weight.shape[0] * dtype.itemsize
     out = fused_linear_policy_loss(
-        hidden, weight, **batch.arguments, objective=objective, chunk_bytes=chunk_bytes
+        hidden,
+        weight,
+        **implementation.moved(batch.arguments),
+        objective=objective,
+        chunk_bytes=chunk_tokens * weight.shape[0] * weight.itemsize,
     )
     (3 * out.loss_sum).backward()
-    assert hidden.grad is not None and weight.grad is not None
-    check(out, expected, objective, batch, TOLERANCE[dtype])
-    assert relative(hidden.grad, 3 * by_logits @ batch.weight) <= TOLERANCE[dtype]
-    assert relative(weight.grad, 3 * by_logits.T @ batch.hidden) <= TOLERANCE[dtype]
+    check(implementation, out, expected, objective, batch)
+    wide = implementation.exact
+    assert relative(grad(hidden), 3 * by_logits @ batch.weight.to(wide)) <= implementation.tolerance
+    assert relative(grad(weight), 3 * by_logits.T @ batch.hidden.to(wide)) <= implementation.tolerance
 
 
-def check(out: Any, expected: dict[str, Any], objective: Objective, batch: Batch, tolerance: float) -> None:
+def check(
+    implementation: Implementation,
+    out: FusedPolicyLoss,
+    expected: dict[str, Any],
+    objective: Objective,
+    batch: Batch,
+) -> None:
+    """Each field and metric, and the loss, within what the implementation's type resolves."""
+    tolerance, on_cpu = implementation.tolerance, replace(implementation, device="cpu")
+    found = replace(out, **on_cpu.moved({field.name: getattr(out, field.name) for field in fields(out)}))
     of_ratio = objective.log_ratio_coef * expected["ratio"].log().square().sum()
     size_of_terms = (expected["coefficient"] * expected["log_probs"]).abs().sum() + of_ratio
     if objective.ref_kl_coef != 0:
         size_of_terms += expected["loss_sum"].abs()
-    assert abs(out.loss_sum - expected["loss_sum"]) <= tolerance * size_of_terms
+    assert abs(found.loss_sum - expected["loss_sum"]) <= tolerance * size_of_terms
+    is_rounded = implementation.exact != implementation.dtype
     for field in FIELDS:
-        assert relative(getattr(out, field), expected[field]) <= tolerance, field
-    m = batch.microbatch
-    found = fused_metrics(
-        objective, out, m.rollout_log_probs, m.advantages, m.loss_mask, old_log_probs=m.old_log_probs
-    )
-    for name, value in expected["metrics"].items():
-        assert relative(found[name], value) <= tolerance, name
+        if field != "divergence" or not is_rounded:
+            assert relative(getattr(found, field), expected[field]) <= tolerance, field
+    names = ("rollout_log_probs", "advantages", "loss_mask", "old_log_probs")
+    tokens = {name: batch.arguments[name] for name in names}
+    metrics = expected["metrics"]
+    if is_rounded:
+        # A log-prob's rounding moves a KL of the two-outcome distribution by up to that over 1 - p.
+        rest = -torch.expm1(expected["log_probs"].double().clamp(max=-1e-9))
+        allowed = 5e-6 + 1e-5 * expected["divergence"] + 2e-7 / rest
+        learns = batch.microbatch.loss_mask
+        assert ((found.divergence - expected["divergence"]).abs() <= allowed)[learns].all()
+        metrics = fused_metrics(objective, found, **tokens)
+    on_device = fused_metrics(objective, out, **implementation.moved(tokens))
+    for name, value in metrics.items():
+        assert relative(on_device[name].cpu(), value) <= tolerance, name
 
 
-def test_log_probs_without_gradient_take_the_same_path() -> None:
-    batch = make_batch(torch.float64)
-    m, arguments = batch.microbatch, batch.arguments
-    out = fused_linear_policy_loss(batch.hidden, batch.weight, **arguments, objective=preset("pg_is"))
-    found = linear_log_probs(
-        batch.hidden,
-        batch.weight,
-        m.targets,
-        replace(batch.layer, chunk_bytes=3000),
-        loss_mask=m.loss_mask,
-        topk_ids=m.topk_ids,
-    )
-    for name in ("log_probs", "entropy", "topk_log_probs"):
-        torch.testing.assert_close(getattr(found, name), getattr(out, name), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_score_norms_are_those_of_autograd(dtype: torch.dtype) -> None:
-    exact, batch = make_batch(torch.float64), make_batch(dtype)
-    hidden, m = exact.hidden.clone().requires_grad_(), exact.microbatch
-    logits = (hidden @ exact.weight.T)[:, : exact.vocab_size] / exact.temperature
-    log_probs = logits.log_softmax(1).gather(1, m.targets[:, None]).sum()
-    (scores,) = torch.autograd.grad(log_probs, hidden)
-    expected = torch.where(m.loss_mask, scores.norm(dim=1), 0.0)
+def test_log_probs_without_gradient_take_the_same_path(implementation: Implementation) -> None:
+    batch = make_batch(implementation.dtype)
+    arguments = implementation.moved(batch.arguments)
+    hidden, weight = implementation.leaf(batch.hidden), implementation.leaf(batch.weight)
+    out = fused_linear_policy_loss(hidden, weight, **arguments, objective=preset("pg_is"))
+    chosen = {name: arguments[name] for name in ("loss_mask", "topk_ids")}
     layer = replace(batch.layer, chunk_bytes=3000)
-    found = linear_score_norms(batch.hidden, batch.weight, m.targets, layer, loss_mask=m.loss_mask)
-    logits = batch.hidden @ batch.weight.T
-    of_logits = score_norms(logits, batch.weight, m.targets, layer, loss_mask=m.loss_mask)
+    found = linear_log_probs(hidden, weight, arguments["targets"], layer, **chosen)
+    limit = 1e-12 if implementation.dtype == torch.float64 else 1e-5
+    for name in ("log_probs", "entropy", "topk_log_probs"):
+        torch.testing.assert_close(getattr(found, name), getattr(out, name), rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("is_half", [False, True])
+def test_score_norms_are_those_of_autograd(is_half: bool, implementation: Implementation) -> None:
+    batch, dtype = make_batch(implementation.dtype), torch.bfloat16 if is_half else implementation.dtype
+    hidden, weight, m = batch.hidden.to(dtype), batch.weight.to(dtype), batch.microbatch
+    exact = hidden.double().requires_grad_()
+    logits = (exact @ weight.double().T)[:, : batch.vocab_size] / batch.temperature
+    log_probs = logits.log_softmax(1).gather(1, m.targets[:, None]).sum()
+    (scores,) = torch.autograd.grad(log_probs, exact)
+    expected = torch.where(m.loss_mask, scores.norm(dim=1), 0.0)
+    layer = replace(batch.layer, chunk_bytes=3000, logits_dtype=torch.float32)
+    hidden, weight, targets, mask = (
+        x.to(implementation.device) for x in (hidden, weight, m.targets, m.loss_mask)
+    )
+    found = linear_score_norms(hidden, weight, targets, layer, loss_mask=mask)
+    wide = implementation.dtype
+    of_logits = score_norms(hidden.to(wide) @ weight.to(wide).T, weight, targets, layer, loss_mask=mask)
     for norms in (found, of_logits):
-        assert norms.dtype == dtype
-        assert relative(norms, expected) <= TOLERANCE[dtype]
+        assert norms.dtype == (torch.float32 if is_half else dtype)
+        assert relative(norms.cpu(), expected) <= (BFLOAT16 if is_half else implementation.tolerance)
+
+
+@FLOAT32_ONLY
+@pytest.mark.parametrize("logits_dtype", [None, torch.float32], ids=str)
+def test_bfloat16_hidden_states_accumulate_in_float32(
+    logits_dtype: torch.dtype | None, implementation: Implementation
+) -> None:
+    batch = make_batch(torch.float32, num_tokens=600, vocab_size=500, padding=12)
+    hidden = implementation.leaf(batch.hidden.bfloat16())
+    weight = torch.nn.Parameter(implementation.leaf(batch.weight.bfloat16()).detach())
+    weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
+    rounded = replace(batch, hidden=hidden.detach().cpu().double(), weight=weight.detach().cpu().double())
+    objective = preset("pg_is", ratio_cap=1e-3)  # no mask and no ratio that rounding could turn
+    seen = rounded.logits if logits_dtype is not None else rounded.logits.bfloat16().double()
+    _, by_logits = expected_of(batch, objective, seen)
+    by_logits = torch.nn.functional.pad(by_logits, (0, 12))
+    out = fused_linear_policy_loss(
+        hidden,
+        weight,
+        **implementation.moved(batch.arguments),
+        objective=objective,
+        chunk_bytes=128 * 512 * 2,
+        logits_dtype=logits_dtype,
+    )
+    out.loss_sum.backward()
+    assert relative(grad(hidden), by_logits @ rounded.weight) <= BFLOAT16
+    main_grad = weight.main_grad  # type: ignore[attr-defined]
+    assert main_grad.dtype == torch.float32
+    assert relative(main_grad.cpu(), by_logits.T @ rounded.hidden) <= BFLOAT16 / 2
 
 
 def test_the_gradient_of_a_bfloat16_output_layer_is_summed_over_chunks_in_float32() -> None:
     """500 chunks of one token give what one chunk gives; sums in bfloat16 are half a percent off."""
-    batch, sums = make_batch(torch.float32, num_tokens=500), list[torch.Tensor]()
+    batch, sums = make_batch(torch.float32, num_tokens=500), list[Tensor]()
     for chunk_tokens in (1, 500):
         weight = batch.weight.bfloat16().requires_grad_()
         weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]

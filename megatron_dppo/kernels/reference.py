@@ -98,7 +98,7 @@ def row_statistics(
     statistics = torch.cat(parts)
     if is_learning is None:
         return statistics
-    neutral = torch.zeros_like(statistics[0])
+    neutral = statistics.new_zeros(statistics.shape[1])
     neutral[0] = -math.inf
     return torch.where(is_learning[:, None], statistics, neutral)
 

@@ -104,6 +104,12 @@ def host_library() -> KernelLibrary:
     return LibraryOn(cuda_library(), torch.device("cuda"))
 
 
+@pytest.fixture
+def kernels(host_library: KernelLibrary) -> KernelLibrary:
+    """The GPU's, for the tests that also run on the reference."""
+    return host_library
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_two_runs_give_the_same_bits(host_library: KernelLibrary, dtype: torch.dtype) -> None:
     tokens = random_tokens(512, 9001, 20, dtype=dtype)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,14 +12,13 @@ from megatron_dppo.algorithms import (
     Objective,
     PolicyLossInputs,
     PolicyLossOutput,
-    TopKLogProbs,
     policy_loss,
     preset,
 )
 from megatron_dppo.kernels.encoding import is_compiled
 from megatron_dppo.kernels.library import KernelLibrary
 from megatron_dppo.kernels.reference import ROWS, LogitColumns
-from megatron_dppo.types import RolloutTokens, RolloutTopK
+from megatron_dppo.types import RolloutTokens, RolloutTopK, each_token
 
 PADDING = (math.nan, 1e4)
 
@@ -46,6 +46,41 @@ class Tokens:
     is_learning: Tensor  # [N] bool
     token_weights: Tensor  # [N]
     temperature: float = 1.0
+
+    @classmethod
+    def of(cls, rollout_log_probs: Tensor, **changes: Any) -> "Tokens":
+        """Tokens with id 0 that all learn, with advantage and weight 1, no Top-K, and no logits."""
+        num, ones = len(rollout_log_probs), torch.ones(len(rollout_log_probs))
+        known: dict[str, Any] = dict(
+            logits=torch.empty(0),
+            targets=torch.zeros(num, dtype=torch.int64),
+            topk_ids=torch.empty(num, 0, dtype=torch.int32),
+            topk_rollout_log_probs=torch.empty(num, 0),
+            rollout_log_probs=rollout_log_probs,
+            old_log_probs=rollout_log_probs,
+            advantages=ones,
+            is_learning=ones.bool(),
+            token_weights=ones,
+        )
+        return cls(**known | changes)
+
+    def record(self, ignored: float = math.nan) -> RolloutTokens:
+        """The same as the kernels take it, with `ignored` in all rows that do not learn."""
+
+        def filled(values: Tensor) -> Tensor:
+            learns = self.is_learning if values.dim() == 1 else self.is_learning[:, None]
+            return values.where(learns, ignored)
+
+        has_topk = self.topk_ids.shape[1] > 0
+        return RolloutTokens(
+            targets=self.targets,
+            rollout_log_probs=filled(self.rollout_log_probs),
+            advantages=filled(self.advantages),
+            loss_mask=self.is_learning,
+            token_weights=filled(self.token_weights),
+            old_log_probs=filled(self.old_log_probs),
+            topk=RolloutTopK(self.topk_ids, filled(self.topk_rollout_log_probs)) if has_topk else None,
+        )
 
 
 def random_tokens(
@@ -122,24 +157,13 @@ def exact_loss(tokens: Tokens, objective: Objective) -> Exact:
     log_probs = (logits / tokens.temperature).log_softmax(-1)
     masses = log_probs.exp()
     entropy = -(masses * log_probs.masked_fill(masses == 0, 0)).sum(-1)
-    ids = tokens.topk_ids.long()
-    topk = TopKLogProbs(
-        ids, tokens.topk_rollout_log_probs.double(), log_probs.gather(1, ids.clamp(min=0)).detach()
+    at_targets = log_probs.gather(1, tokens.targets[:, None])[:, 0]
+    at_topk = log_probs.gather(1, tokens.topk_ids.long().clamp(min=0)).detach()
+    record = each_token(tokens.record(), lambda x, _: x.double() if x.is_floating_point() else x)
+    inputs = PolicyLossInputs.of(
+        record, at_targets, topk_log_probs=at_topk, entropy=entropy, response_lengths=None
     )
-    loss = policy_loss(
-        objective,
-        PolicyLossInputs(
-            log_probs=log_probs.gather(1, tokens.targets[:, None])[:, 0],
-            rollout_log_probs=tokens.rollout_log_probs.double(),
-            advantages=tokens.advantages,
-            loss_mask=tokens.is_learning,
-            old_log_probs=tokens.old_log_probs.double(),
-            topk=topk,
-            targets=tokens.targets,
-            token_weights=tokens.token_weights,
-            entropy=entropy,
-        ),
-    )
+    loss = policy_loss(objective, inputs)
     loss.loss_sum.backward()
     assert logits.grad is not None
     return Exact(log_probs.detach(), entropy.detach(), loss, logits.grad)
@@ -201,19 +225,7 @@ def combined(
     library: KernelLibrary, tokens: Tokens, statistics: Tensor, objective: Objective
 ) -> tuple[Tensor, Tensor]:
     """`KernelLibrary.combine`, with NaN in all rows that do not learn."""
-    ignored = ~tokens.is_learning
-    has_topk = tokens.topk_ids.shape[1] > 0
-    topk_rollout = tokens.topk_rollout_log_probs.masked_fill(ignored[:, None], math.nan)
-    record = RolloutTokens(
-        targets=tokens.targets,
-        rollout_log_probs=tokens.rollout_log_probs.masked_fill(ignored, math.nan),
-        advantages=tokens.advantages.masked_fill(ignored, math.nan),
-        loss_mask=tokens.is_learning,
-        token_weights=tokens.token_weights.masked_fill(ignored, math.nan),
-        old_log_probs=tokens.old_log_probs.masked_fill(ignored, math.nan),
-        topk=RolloutTopK(tokens.topk_ids, topk_rollout) if has_topk else None,
-    )
-    return library.combine(statistics, objective, record)
+    return library.combine(statistics, objective, tokens.record())
 
 
 def gradient_of(

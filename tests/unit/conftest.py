@@ -2,10 +2,12 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 
+from megatron_dppo.kernels import reference
 from megatron_dppo.kernels.build import build_host_library
 from megatron_dppo.kernels.library import KernelLibrary
 
@@ -20,6 +22,12 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatabl
 def host_library(tmp_path_factory: pytest.TempPathFactory) -> KernelLibrary:
     """The kernels' source, compiled for the host."""
     return KernelLibrary(build_host_library(tmp_path_factory.mktemp("kernels") / "libdppo_host.so"))
+
+
+@pytest.fixture(params=["host", "PyTorch"])
+def kernels(request: pytest.FixtureRequest) -> Any:
+    """The three kernels: their source, compiled for the host, and the reference."""
+    return request.getfixturevalue("host_library") if request.param == "host" else reference
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from megatron_dppo.algorithms import (
     topk_partition,
 )
 from megatron_dppo.kernels.encoding import number_of
-from megatron_dppo.kernels.library import KernelLibrary
 from megatron_dppo.kernels.reference import ROWS
 from megatron_dppo.types import RolloutTokens
 from tests.support.kernel_host import (
@@ -102,20 +102,11 @@ def float32_loss(
     tokens: Tokens, objective: Objective, planes: torch.Tensor, topk: torch.Tensor
 ) -> PolicyLossOutput:
     """`policy_loss` of the kernel's own log-probs and entropy."""
-    return policy_loss(
-        objective,
-        PolicyLossInputs(
-            log_probs=planes[ROWS.index("log_probs")],
-            rollout_log_probs=tokens.rollout_log_probs,
-            advantages=tokens.advantages,
-            loss_mask=tokens.is_learning,
-            old_log_probs=tokens.old_log_probs,
-            topk=TopKLogProbs(tokens.topk_ids, tokens.topk_rollout_log_probs, topk),
-            targets=tokens.targets,
-            token_weights=tokens.token_weights,
-            entropy=planes[ROWS.index("entropy")],
-        ),
+    own, entropy = planes[ROWS.index("log_probs")], planes[ROWS.index("entropy")]
+    inputs = PolicyLossInputs.of(
+        tokens.record(), own, topk_log_probs=topk, entropy=entropy, response_lengths=None
     )
+    return policy_loss(objective, inputs)
 
 
 def roundoff_of_divergences(
@@ -144,11 +135,11 @@ def roundoff_of_divergences(
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: objective.name)
-def test_it_is_policy_loss_in_float32(host_library: KernelLibrary, objective: Objective) -> None:
+def test_it_is_policy_loss_in_float32(kernels: Any, objective: Objective) -> None:
     num_masked = 0
     for seed in range(3):
         tokens, statistics = hard_tokens(seed)
-        planes, topk = combined(host_library, tokens, statistics, objective)
+        planes, topk = combined(kernels, tokens, statistics, objective)
         rows = dict(zip(ROWS, planes, strict=True))
         out = float32_loss(tokens, objective, planes, topk)
         noise = roundoff_of_divergences(tokens, objective, planes, topk)
@@ -179,35 +170,30 @@ def test_it_is_policy_loss_in_float32(host_library: KernelLibrary, objective: Ob
     assert num_masked > 0 or objective.rule == "none" or objective.delta == math.inf
 
 
-def test_the_last_used_column_is_replaced_wherever_it_is(host_library: KernelLibrary) -> None:
+def test_the_last_used_column_is_replaced_wherever_it_is(kernels: Any) -> None:
     num_used = torch.tensor([0, 1, 31, 32, 33, 40, 63, 64])
     rows, columns = len(num_used), torch.arange(64)
     ids = torch.where(columns < num_used[:, None], columns, -1).int()
-    tokens = Tokens(
-        logits=torch.empty(0),
+    tokens = Tokens.of(
+        torch.full((rows,), math.log(0.1)),
         targets=torch.full((rows,), 99),
         topk_ids=ids,
         topk_rollout_log_probs=torch.full((rows, 64), math.log(0.01)),
-        rollout_log_probs=torch.full((rows,), math.log(0.1)),
-        old_log_probs=torch.zeros(rows),
-        advantages=torch.ones(rows),
-        is_learning=torch.ones(rows, dtype=torch.bool),
-        token_weights=torch.ones(rows),
     )
     policy = torch.cat([torch.tensor([0.2]), (1 + columns) / 4000]).expand(rows, -1)  # each column its own
     begin = torch.tensor([0.0, 1.0, 0.0]).expand(rows, -1)
     statistics = torch.cat([begin, policy.log2()], dim=1)[None]
     for include_other in (True, False):
         objective = preset("dppo_topk_tv", top_k=64, sampled_token="replace", include_other=include_other)
-        planes, topk = combined(host_library, tokens, statistics, objective)
+        planes, topk = combined(kernels, tokens, statistics, objective)
         expected = float32_loss(tokens, objective, planes, topk).divergence
         torch.testing.assert_close(planes[ROWS.index("divergence")], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_rows_that_do_not_learn_are_neutral(host_library: KernelLibrary) -> None:
+def test_rows_that_do_not_learn_are_neutral(kernels: Any) -> None:
     tokens, statistics = hard_tokens(0)
     statistics[:, ~tokens.is_learning] = math.nan
-    planes, topk = combined(host_library, tokens, statistics, preset("dppo_topk_kl", entropy_coef=0.1))
+    planes, topk = combined(kernels, tokens, statistics, preset("dppo_topk_kl", entropy_coef=0.1))
     ignored = planes[:, ~tokens.is_learning]
     assert (ignored[ROWS.index("ratio")] == 1).all()
     assert (ignored[[i for i, name in enumerate(ROWS) if name != "ratio"]] == 0).all()
@@ -215,17 +201,12 @@ def test_rows_that_do_not_learn_are_neutral(host_library: KernelLibrary) -> None
     assert torch.isneginf(topk[tokens.topk_ids < 0]).all()
 
 
-def test_without_options_all_learn_with_weight_1(host_library: KernelLibrary) -> None:
+def test_without_options_all_learn_with_weight_1(kernels: Any) -> None:
     tokens, statistics = hard_tokens(0)
-    everything = replace(
-        tokens,
-        is_learning=torch.ones_like(tokens.is_learning),
-        token_weights=torch.ones_like(tokens.token_weights),
-        topk_ids=tokens.topk_ids[:, :0],
-    )
+    everything = Tokens.of(tokens.rollout_log_probs, targets=tokens.targets, advantages=tokens.advantages)
     objective = preset("dppo_binary_kl")
-    expected, _ = combined(host_library, everything, statistics[:, :, :4].contiguous(), objective)
-    got, topk = host_library.combine(
+    expected, _ = combined(kernels, everything, statistics[:, :, :4].contiguous(), objective)
+    got, topk = kernels.combine(
         statistics[:, :, :4].contiguous(),
         objective,
         RolloutTokens(
@@ -238,10 +219,10 @@ def test_without_options_all_learn_with_weight_1(host_library: KernelLibrary) ->
     assert torch.equal(got, expected)
 
 
-def test_an_infinite_kl_masks(host_library: KernelLibrary) -> None:
+def test_an_infinite_kl_masks(kernels: Any) -> None:
     tokens, statistics = hard_tokens(0)
     objective = preset("dppo_binary_kl", delta=1e30)
-    planes, _ = combined(host_library, tokens, statistics, objective)
+    planes, _ = combined(kernels, tokens, statistics, objective)
     rows = dict(zip(ROWS, planes, strict=True))
     is_infinite = rows["divergence"].isposinf()
     moves_away = torch.where(
@@ -254,14 +235,14 @@ def test_an_infinite_kl_masks(host_library: KernelLibrary) -> None:
 
 
 @pytest.mark.parametrize("num_shards", [2, 8])
-def test_a_nan_logit_shows_wherever_it_is(host_library: KernelLibrary, num_shards: int) -> None:
+def test_a_nan_logit_shows_wherever_it_is(kernels: Any, num_shards: int) -> None:
     tokens = replace(random_tokens(12, 300, 3), is_learning=torch.ones(12, dtype=torch.bool))
     logits = tokens.logits.clone()
     columns = torch.linspace(0, 299, 12).long()
     logits[torch.arange(12), columns] = math.nan
     # A shard that knows nothing but -inf and the NaN.
     logits[11, 290:299] = -math.inf
-    result = run(host_library, replace(tokens, logits=logits), preset("dppo_binary_tv"), num_shards=num_shards)
+    result = run(kernels, replace(tokens, logits=logits), preset("dppo_binary_tv"), num_shards=num_shards)
     for name in ("log_probs", "entropy", "divergence", "ratio"):
         assert result.rows[name].isnan().all(), name
     live = (tokens.advantages != 0) & (tokens.token_weights != 0)
@@ -270,15 +251,15 @@ def test_a_nan_logit_shows_wherever_it_is(host_library: KernelLibrary, num_shard
     assert (result.padding == 0).all()
 
 
-def test_merging_depends_on_the_order_of_ranks_alone(host_library: KernelLibrary) -> None:
+def test_merging_depends_on_the_order_of_ranks_alone(kernels: Any) -> None:
     tokens = random_tokens(24, 300, 20)
     objective = preset("dppo_topk_kl", entropy_coef=0.01)
     for num_shards in (1, 2, 4, 8):
         shards = shards_of(tokens, num_shards, math.nan)
         results = []
         for _rank in range(2):  # each merges its own copy of what was gathered
-            statistics = statistics_of(host_library, tokens, shards, with_entropy=True)
-            results.append(combined(host_library, tokens, statistics.clone(), objective))
+            statistics = statistics_of(kernels, tokens, shards, with_entropy=True)
+            results.append(combined(kernels, tokens, statistics.clone(), objective))
         assert torch.equal(results[0][0], results[1][0])
         assert results[0][1] is not None and results[1][1] is not None
         assert torch.equal(results[0][1], results[1][1])

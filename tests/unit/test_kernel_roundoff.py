@@ -1,6 +1,7 @@
 """The kernels where float32 does not know how certain a policy is, against float64 and the PyTorch code."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,18 +42,13 @@ def peaked_policies() -> PeakedPolicies:
 
 
 def tokens_of(p: PeakedPolicies) -> Tokens:
-    topk, num = p.topk(TOP_K, torch.float32), len(p.targets)
-    mu = p.sampled(p.log_probs(torch.float32)[1])
-    return Tokens(
+    topk = p.topk(TOP_K, torch.float32)
+    return Tokens.of(
+        p.sampled(p.log_probs(torch.float32)[1]),
         logits=p.logits.float(),
         targets=p.targets,
         topk_ids=topk.ids.int(),
         topk_rollout_log_probs=topk.rollout_log_probs,
-        rollout_log_probs=mu,
-        old_log_probs=mu,
-        advantages=torch.ones(num),
-        is_learning=torch.ones(num, dtype=torch.bool),
-        token_weights=torch.ones(num),
     )
 
 
@@ -60,17 +56,8 @@ def test_the_ends_of_log_probs_are_those_of_the_pytorch_code(host_library: Kerne
     eps = torch.finfo(torch.float32).eps
     ends = [0.0, -1e-40, -eps / 4, -eps, -31 * eps, -33 * eps, -0.0099, -0.0102, -0.7, -20, -120, -math.inf]
     pi, mu = (x.flatten() for x in torch.meshgrid(torch.tensor(ends), torch.tensor(ends), indexing="ij"))
-    tokens = Tokens(
-        logits=torch.empty(0),
-        targets=torch.zeros(len(pi), dtype=torch.int64),
-        topk_ids=torch.ones(len(pi), 1, dtype=torch.int32),
-        topk_rollout_log_probs=mu.flip(0)[:, None].contiguous(),
-        rollout_log_probs=mu,
-        old_log_probs=mu,
-        advantages=torch.ones(len(pi)),
-        is_learning=torch.ones(len(pi), dtype=torch.bool),
-        token_weights=torch.ones(len(pi)),
-    )
+    ids = torch.ones(len(pi), 1, dtype=torch.int32)
+    tokens = Tokens.of(mu, topk_ids=ids, topk_rollout_log_probs=mu.flip(0)[:, None].contiguous())
     one, zero = torch.ones_like(pi), torch.zeros_like(pi)
     statistics = torch.stack([zero, one, zero, pi / math.log(2), pi.roll(5) / math.log(2)], dim=1)[None]
     for name in ("dppo_binary_kl", "dppo_binary_kl_decoupled", "dppo_topk_kl"):
@@ -83,13 +70,13 @@ def test_the_ends_of_log_probs_are_those_of_the_pytorch_code(host_library: Kerne
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=5e-7)
 
 
-def test_coarser_partitions_are_closer_in_the_kernels(host_library: KernelLibrary) -> None:
+def test_coarser_partitions_are_closer_in_the_kernels(kernels: Any) -> None:
     p = peaked_policies()
     tokens = tokens_of(p)
-    statistics = statistics_of(host_library, tokens, shards_of(tokens, 2, math.nan), with_entropy=False)
+    statistics = statistics_of(kernels, tokens, shards_of(tokens, 2, math.nan), with_entropy=False)
 
     def divergence(name: str, **fields: object) -> Tensor:
-        return combined(host_library, tokens, statistics, preset(name, **fields))[0][ROWS.index("divergence")]
+        return combined(kernels, tokens, statistics, preset(name, **fields))[0][ROWS.index("divergence")]
 
     tvs, kls = (
         [divergence(f"dppo_topk_{kind}", top_k=TOP_K, sampled_token=each) for each in SAMPLED_TOKENS]
@@ -102,7 +89,7 @@ def test_coarser_partitions_are_closer_in_the_kernels(host_library: KernelLibrar
     assert binary.isinf().any() and (binary == 0).any()
 
     # The PyTorch code, on the kernels' own log-probs.
-    planes, of_topk = combined(host_library, tokens, statistics, preset("dppo_topk_kl", top_k=TOP_K))
+    planes, of_topk = combined(kernels, tokens, statistics, preset("dppo_topk_kl", top_k=TOP_K))
     pi, mu = planes[ROWS.index("log_probs")].clamp(max=0), tokens.rollout_log_probs
     assert (pi == 0).sum() > 50
     topk = TopKLogProbs(tokens.topk_ids, tokens.topk_rollout_log_probs, of_topk.clamp(max=0))

@@ -5,6 +5,7 @@ import math
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,25 +43,23 @@ def planes_of(library: KernelLibrary, tokens: Tokens, shards: list[Shard]) -> to
 
 @DTYPES
 @pytest.mark.parametrize(("offset", "stride"), [(1, 312), (0, 307), (3, 305)])
-def test_unaligned_rows_equal_aligned_ones(
-    host_library: KernelLibrary, dtype: torch.dtype, offset: int, stride: int
-) -> None:
+def test_unaligned_rows_equal_aligned_ones(kernels: Any, dtype: torch.dtype, offset: int, stride: int) -> None:
     tokens = random_tokens(8, 300, 3, dtype=dtype)
     aligned = shards_of(tokens, 1, math.nan)[0]
     storage = torch.full((8 * stride + offset,), math.nan, dtype=dtype)
     view = storage[offset:].as_strided((8, 304), (stride, 1), offset)
     view.copy_(aligned.logits)
     shard = replace(aligned, logits=view)
-    planes = planes_of(host_library, tokens, [aligned])
+    planes = planes_of(kernels, tokens, [aligned])
     learns = tokens.is_learning
-    unaligned = planes_of(host_library, tokens, [shard])
+    unaligned = planes_of(kernels, tokens, [shard])
     torch.testing.assert_close(unaligned, planes, rtol=1e-5, atol=2e-6)
     assert torch.equal(unaligned[ROWS.index("highest")], planes[ROWS.index("highest")])
     outs = [torch.full_like(aligned.logits, 7) for _ in range(2)]
-    expected = gradient_of(host_library, tokens, aligned, planes, out=outs[0])
-    got = gradient_of(host_library, tokens, shard, planes, out=outs[1])
+    expected = gradient_of(kernels, tokens, aligned, planes, out=outs[0])
+    got = gradient_of(kernels, tokens, shard, planes, out=outs[1])
     assert torch.equal(got, expected)
-    in_place = gradient_of(host_library, tokens, shard, planes, out=view)
+    in_place = gradient_of(kernels, tokens, shard, planes, out=view)
     assert torch.equal(in_place[learns], expected[learns])
 
 
@@ -71,7 +70,7 @@ def exact_statistics(y: torch.Tensor) -> torch.Tensor:
 
 
 @DTYPES
-def test_every_width_at_every_distance_from_16_bytes(host_library: KernelLibrary, dtype: torch.dtype) -> None:
+def test_every_width_at_every_distance_from_16_bytes(kernels: Any, dtype: torch.dtype) -> None:
     """Rows of 1 to 40 columns, one after another: heads, vectors and tails of every length, also compacted."""
     generator = torch.Generator().manual_seed(0)
     num = 8
@@ -85,13 +84,13 @@ def test_every_width_at_every_distance_from_16_bytes(host_library: KernelLibrary
         tokens = replace(
             random_tokens(num, 64, 0), logits=logits, targets=targets, is_learning=torch.ones(num).bool()
         )
-        statistics = statistics_of(host_library, tokens, [shard], with_entropy=True)
+        statistics = statistics_of(kernels, tokens, [shard], with_entropy=True)
         y = logits.double() / math.log(2)
         torch.testing.assert_close(statistics[0, :, :3].double(), exact_statistics(y), rtol=1e-5, atol=1e-5)
         chosen = y.gather(1, targets[:, None])[:, 0]
         torch.testing.assert_close(statistics[0, :, 3].double(), chosen, rtol=1e-6, atol=0)
 
-        planes, _ = combined(host_library, tokens, statistics, preset("pg_is"))
+        planes, _ = combined(kernels, tokens, statistics, preset("pg_is"))
         sources = torch.randint(num, (num,), generator=generator)
         g = planes[ROWS.index("log_prob_gradient")].double()[:, None]
         one_hot = torch.nn.functional.one_hot(targets, width)
@@ -100,14 +99,14 @@ def test_every_width_at_every_distance_from_16_bytes(host_library: KernelLibrary
         for distance in range(3):
             space = torch.full((num * width + 8,), 7.0, dtype=dtype)
             out = space[distance : distance + num * width].view(num, width)
-            gradient_of(host_library, tokens, shard, planes, out=out, with_entropy=False, sources=sources)
+            gradient_of(kernels, tokens, shard, planes, out=out, with_entropy=False, sources=sources)
             error = (out.double() - exact).abs()
             assert (error <= 5e-6 * g[sources].abs() + rounding * exact.abs()).all(), width
             assert (space[:distance] == 7).all() and (space[distance + num * width :] == 7).all(), width
 
 
 @DTYPES
-def test_nan_is_kept_wherever_it_stands(host_library: KernelLibrary, dtype: torch.dtype) -> None:
+def test_nan_is_kept_wherever_it_stands(kernels: Any, dtype: torch.dtype) -> None:
     """In the head, in chunks of vectors, in the rest of them, in the tail; -inf alone counts for nothing."""
     width = 128 * 4 * 8 + 100 + 5
     places = [0, 1, 7, 900, 128 * 4 * 8 + 3, width - 9, width - 1]
@@ -120,7 +119,7 @@ def test_nan_is_kept_wherever_it_stands(host_library: KernelLibrary, dtype: torc
     tokens = replace(
         random_tokens(len(logits), 64, 0), logits=logits, is_learning=torch.ones(len(logits)).bool()
     )
-    found = statistics_of(host_library, tokens, [Shard(logits, 0, width)], with_entropy=True)[0]
+    found = statistics_of(kernels, tokens, [Shard(logits, 0, width)], with_entropy=True)[0]
     assert found[: len(places), 1].isnan().all()
     assert found[-1, :3].tolist() == [-math.inf, 0.0, 0.0]
     assert found[-2, :3].tolist() == [0.0, width - width // 2, 0.0]
@@ -128,10 +127,10 @@ def test_nan_is_kept_wherever_it_stands(host_library: KernelLibrary, dtype: torc
 
 @DTYPES
 @pytest.mark.parametrize("vocab_size", [9001, 33001, 65603], ids=["narrow", "wider", "widest"])
-def test_long_rows(host_library: KernelLibrary, dtype: torch.dtype, vocab_size: int) -> None:
+def test_long_rows(kernels: Any, dtype: torch.dtype, vocab_size: int) -> None:
     """Blocks of 128, 256 and 512 threads; rows that end within a chunk of vectors, and within a vector."""
     tokens = random_tokens(7, vocab_size, 20, dtype=dtype)
-    result, exact = run(host_library, tokens, OBJECTIVE), exact_loss(tokens, OBJECTIVE)
+    result, exact = run(kernels, tokens, OBJECTIVE), exact_loss(tokens, OBJECTIVE)
     learns = tokens.is_learning
     at_target = exact.log_probs.gather(1, tokens.targets[:, None])[:, 0]
     torch.testing.assert_close(result.rows["log_probs"][learns].double(), at_target[learns], atol=2e-5, rtol=0)
@@ -189,27 +188,27 @@ def test_upstream_scales_the_gradient(host_library: KernelLibrary) -> None:
     assert (gradient(math.inf)[dead] == 0).all()
 
 
-def test_without_entropy_neither_pass_knows_of_it(host_library: KernelLibrary) -> None:
+def test_without_entropy_neither_pass_knows_of_it(kernels: Any) -> None:
     tokens = random_tokens(24, 300, 3)
     shard = shards_of(tokens, 1, math.nan)[0]
-    statistics = statistics_of(host_library, tokens, [shard], with_entropy=False)
+    statistics = statistics_of(kernels, tokens, [shard], with_entropy=False)
     assert (statistics[:, :, 2] == 0).all()
-    with_entropy = statistics_of(host_library, tokens, [shard], with_entropy=True)
+    with_entropy = statistics_of(kernels, tokens, [shard], with_entropy=True)
     kept = [0, 1, *range(3, 7)]
     assert torch.equal(statistics[:, :, kept], with_entropy[:, :, kept])
-    bonus, _ = combined(host_library, tokens, with_entropy, OBJECTIVE)
-    plain, _ = combined(host_library, tokens, with_entropy, preset("dppo_binary_tv"))
+    bonus, _ = combined(kernels, tokens, with_entropy, OBJECTIVE)
+    plain, _ = combined(kernels, tokens, with_entropy, preset("dppo_binary_tv"))
     gradients = [
-        gradient_of(host_library, tokens, shard, planes, out=torch.empty_like(shard.logits), with_entropy=False)
+        gradient_of(kernels, tokens, shard, planes, out=torch.empty_like(shard.logits), with_entropy=False)
         for planes in (bonus, plain)
     ]
     assert torch.equal(*gradients)
 
 
-def test_statistics_of_a_shard(host_library: KernelLibrary) -> None:
+def test_statistics_of_a_shard(kernels: Any) -> None:
     tokens = random_tokens(8, 300, 4, temperature=0.5)
     shard = shards_of(tokens, 4, math.nan)[1]
-    statistics = statistics_of(host_library, tokens, [shard], with_entropy=True)[0]
+    statistics = statistics_of(kernels, tokens, [shard], with_entropy=True)[0]
     y = tokens.logits.double()[:, shard.start : shard.start + shard.num_columns] * 2 / math.log(2)
     learns = tokens.is_learning & (y.amax(1) > -math.inf)
     torch.testing.assert_close(
@@ -222,14 +221,14 @@ def test_statistics_of_a_shard(host_library: KernelLibrary) -> None:
     nothing = torch.tensor([-math.inf] + [0.0] * 7)
     assert (statistics[~tokens.is_learning] == nothing).all()
     no_columns = replace(shard, logits=shard.logits[:, :0], num_columns=0)
-    assert (statistics_of(host_library, tokens, [no_columns], with_entropy=True) == nothing).all()
+    assert (statistics_of(kernels, tokens, [no_columns], with_entropy=True) == nothing).all()
 
 
 @pytest.mark.parametrize("vocab_size", [20, 7])
-def test_top_k_of_the_whole_vocabulary_and_more(host_library: KernelLibrary, vocab_size: int) -> None:
+def test_top_k_of_the_whole_vocabulary_and_more(kernels: Any, vocab_size: int) -> None:
     tokens = random_tokens(16, max(8, vocab_size), 20)
     objective = preset("dppo_topk_kl", delta=0.01)
-    result, exact = run(host_library, tokens, objective, num_shards=2), exact_loss(tokens, objective)
+    result, exact = run(kernels, tokens, objective, num_shards=2), exact_loss(tokens, objective)
     # Float32 resolves no tail below 4e-6, which is worth that much of a KL, and a log-prob near 0.
     torch.testing.assert_close(result.rows["divergence"].double(), exact.loss.divergence, atol=2e-5, rtol=1e-5)
 
@@ -251,9 +250,9 @@ def test_addresses_beyond_2_to_the_31(host_library: KernelLibrary, tmp_path: Pat
     assert torch.equal(gradient_of(host_library, tokens, shard, planes, out=far), expected)
 
 
-def test_no_rows(host_library: KernelLibrary) -> None:
+def test_no_rows(kernels: Any) -> None:
     tokens = rows_of(random_tokens(8, 300, 3), slice(0))
-    result = run(host_library, tokens, preset("dppo_topk_tv"), num_shards=2)
+    result = run(kernels, tokens, preset("dppo_topk_tv"), num_shards=2)
     assert result.planes.shape == (11, 0)
     assert result.gradient.shape == (0, 300)
 

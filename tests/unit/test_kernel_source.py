@@ -1,13 +1,13 @@
 """The kernels' source, run on the host, against `policy_loss` in float64."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.kernels.encoding import number_of
-from megatron_dppo.kernels.library import KernelLibrary
 from tests.support.kernel_host import (
     PADDING,
     Exact,
@@ -96,20 +96,18 @@ OBJECTIVES = [
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("index", range(len(OBJECTIVES)), ids=lambda i: f"{i}-{OBJECTIVES[i].name}")
-def test_every_objective(host_library: KernelLibrary, index: int, dtype: torch.dtype) -> None:
+def test_every_objective(kernels: Any, index: int, dtype: torch.dtype) -> None:
     objective = OBJECTIVES[index]
     top_k = objective.top_k if objective.needs_topk else (0, 3)[index % 2]
     tokens = random_tokens(24, 300, top_k, dtype=dtype, temperature=(1.0, 0.7)[index % 2], seed=index)
-    result = run(
-        host_library, tokens, objective, num_shards=(1, 2, 4, 8)[index % 4], poison=PADDING[index // 4 % 2]
-    )
+    result = run(kernels, tokens, objective, num_shards=(1, 2, 4, 8)[index % 4], poison=PADDING[index // 4 % 2])
     assert_matches(tokens, objective, result, exact_loss(tokens, objective))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("num_shards", [1, 2, 4, 8])
-def test_shards(host_library: KernelLibrary, num_shards: int, dtype: torch.dtype) -> None:
+def test_shards(kernels: Any, num_shards: int, dtype: torch.dtype) -> None:
     objective = preset("dppo_topk_kl", entropy_coef=0.01)
     tokens = random_tokens(12, 2011, 20, dtype=dtype, temperature=0.7, seed=num_shards)
-    result = run(host_library, tokens, objective, num_shards=num_shards, poison=PADDING[num_shards % 2])
+    result = run(kernels, tokens, objective, num_shards=num_shards, poison=PADDING[num_shards % 2])
     assert_matches(tokens, objective, result, exact_loss(tokens, objective))

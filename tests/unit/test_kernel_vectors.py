@@ -2,12 +2,12 @@
 
 import math
 from itertools import groupby
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_dppo.algorithms import preset
-from megatron_dppo.kernels.library import KernelLibrary
 from megatron_dppo.kernels.reference import ROWS
 from tests.support.dppo_vectors import CASES, SETTINGS, VECTORS, build, column, is_decided, log_softmax
 from tests.support.kernel_host import Tokens, combined, run
@@ -31,27 +31,25 @@ def tokens_of(cases: list[dict]) -> Tokens:
         columns = padded(logits, WIDTH, -math.inf), padded(ids, TOP_K, -1), padded(mu[ids], TOP_K, math.nan)
         rows.append((*columns, mu[a], old[a]))
     logits, ids, topk_mu, mu, old = map(torch.stack, zip(*rows, strict=True))
-    return Tokens(
+    return Tokens.of(
+        mu.float(),
         logits=logits,
         targets=torch.tensor([case["a"] for case in cases]),
         topk_ids=ids.int(),
         topk_rollout_log_probs=topk_mu.float(),
-        rollout_log_probs=mu.float(),
         old_log_probs=old.float(),
         advantages=torch.tensor([case["A"] for case in cases], dtype=torch.float32),
-        is_learning=torch.ones(len(cases), dtype=torch.bool),
-        token_weights=torch.ones(len(cases)),
         temperature=cases[0]["T"],
     )
 
 
 @pytest.mark.parametrize("num_shards", [1, 4])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_vectors(host_library: KernelLibrary, setting: str, num_shards: int) -> None:
+def test_vectors(kernels: Any, setting: str, num_shards: int) -> None:
     num_decided = 0
     for _, group in groupby(sorted(CASES, key=lambda case: case["T"]), key=lambda case: case["T"]):
         cases = list(group)
-        result = run(host_library, tokens_of(cases), build(setting, TOP_K), num_shards=num_shards)
+        result = run(kernels, tokens_of(cases), build(setting, TOP_K), num_shards=num_shards)
         for row, case in enumerate(cases):
             where = f"{setting} {case['id']} {case['tag']}"
             expected = case["algos"][setting]
@@ -77,21 +75,11 @@ def test_vectors(host_library: KernelLibrary, setting: str, num_shards: int) -> 
 
 
 @pytest.mark.parametrize("case", VECTORS["prob_level"], ids=lambda case: case["note"][:30])
-def test_exact_probabilities(host_library: KernelLibrary, case: dict) -> None:
+def test_exact_probabilities(kernels: Any, case: dict) -> None:
     if case["mu_a"] == 0:
         return  # no learning token has that: policy_loss refuses it
     mu, pi = (torch.tensor([case[p]]).log() for p in ("mu_a", "pi_a"))
-    tokens = Tokens(
-        logits=torch.empty(0),
-        targets=torch.zeros(1, dtype=torch.int64),
-        topk_ids=torch.empty(1, 0, dtype=torch.int32),
-        topk_rollout_log_probs=torch.empty(1, 0),
-        rollout_log_probs=mu,
-        old_log_probs=mu,
-        advantages=torch.tensor([case["A"]], dtype=torch.float32),
-        is_learning=torch.ones(1, dtype=torch.bool),
-        token_weights=torch.ones(1),
-    )
+    tokens = Tokens.of(mu, advantages=torch.tensor([case["A"]], dtype=torch.float32))
     statistics = torch.tensor([[[0.0, 1.0, 0.0, pi.item() / math.log(2)]]])
     is_exact = "2^-30" not in case["note"]  # float32's exp rounds that case onto the threshold, or just below
     expected = {
@@ -100,7 +88,7 @@ def test_exact_probabilities(host_library: KernelLibrary, case: dict) -> None:
         "negative_mask": (case["tv_bin"], case["mask_neg_geq"]),
     }
     for name, (divergence, mask) in expected.items():
-        planes, _ = combined(host_library, tokens, statistics, preset(name, delta=case["delta"]))
+        planes, _ = combined(kernels, tokens, statistics, preset(name, delta=case["delta"]))
         got = dict(zip(ROWS, planes[:, 0].tolist(), strict=True))
         assert got["divergence"] == pytest.approx(float(divergence), abs=1e-6), name
         assert got["weight"] == mask or (name == "negative_mask" and not is_exact), name

@@ -27,17 +27,7 @@ def by_kernels(library: KernelLibrary) -> Implementation:
 
     def masked(objective: Objective, log_probs: Tensor, rollout: Tensor, advantage: float) -> Masked:
         pi, one, zero = log_probs.float(), torch.ones(len(rollout)), torch.zeros(len(rollout))
-        tokens = Tokens(
-            logits=torch.empty(0),
-            targets=torch.zeros(len(pi), dtype=torch.int64),
-            topk_ids=torch.ones(len(pi), 0, dtype=torch.int32),
-            topk_rollout_log_probs=torch.ones(len(pi), 0),
-            rollout_log_probs=rollout.float(),
-            old_log_probs=rollout.float(),
-            advantages=one * advantage,
-            is_learning=one.bool(),
-            token_weights=one,
-        )
+        tokens = Tokens.of(rollout.float(), advantages=one * advantage)
         statistics = torch.stack([zero, one, zero, pi / math.log(2)], dim=1)[None]
         planes, _ = combined(library, tokens, statistics, objective)
         return tuple(planes[ROWS.index(name)] for name in ("ratio", "divergence", "weight"))  # type: ignore[return-value]

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from megatron_dppo.algorithms import Objective, preset
-from megatron_dppo.kernels import fused_linear_policy_loss, fused_policy_loss, ops
+from megatron_dppo.algorithms import preset
+from megatron_dppo.kernels import fused_linear_policy_loss, fused_policy_loss
 from tests.support.loss_batches import Batch, make_batch
 from tests.unit import test_fused_loss
 from tests.unit.test_fused_loss import TOPK_KL, Implementation, grad, relative
@@ -30,30 +30,6 @@ for _name in [name for name in vars(test_fused_loss) if name.startswith("test_")
 def implementation() -> Implementation:
     """The compiled kernels, for the tests of the host's."""
     return ON_GPU
-
-
-def test_compacted_rows_equal_those_in_place() -> None:
-    batch = make_batch(torch.float32)
-    logits, arguments = batch.logits.to(DEVICE), moved(batch.arguments)
-    out = fused_policy_loss(own := leaf(batch.logits), **arguments, objective=TOPK_KL)
-    out.loss_sum.backward()
-    rows = rows_of(arguments, logits, TOPK_KL)
-    sources = torch.tensor([0, 39, 2, 37, 4], device=DEVICE)
-    ops.logits_gradient_(logits, rows, arguments["targets"], None, sources, 0, batch.vocab_size, 0.7, True)
-    assert own.grad is not None and torch.equal(logits[:5], own.grad[sources])
-
-
-def rows_of(arguments: dict[str, Any], logits: Tensor, objective: Objective) -> Tensor:
-    """[len(ROWS), T]: what the gradient is made from."""
-    from megatron_dppo.kernels.combine import combine
-    from megatron_dppo.kernels.encoding import encode
-
-    a, size = arguments, arguments["vocab_size"]
-    ids = a["topk_ids"]
-    statistics = ops.row_statistics(logits, a["targets"], ids, a["loss_mask"], 0, size, a["temperature"], True)
-    names = ("targets", "rollout_log_probs", "advantages", "loss_mask", "token_weights")
-    tokens = [*(a[name] for name in names), None, ids, a["topk_rollout_log_probs"]]
-    return combine(statistics[None], tokens, encode(objective))[0]
 
 
 def test_more_logits_than_31_bits_count() -> None:

@@ -1,8 +1,10 @@
 """tests/vectors/dppo_vectors.json: exact values (mpmath, 60 digits), and how its settings are called here."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -72,3 +74,36 @@ def column(setting: str) -> str:
 
 def is_decided(expected: dict, ratio: float, roundoff: float) -> bool:
     return expected["margin"] is None or expected["margin"] > roundoff * max(1.0, ratio)
+
+
+# Relative and absolute errors, and how near to a threshold rounding may decide.
+TOLERANCES = {torch.float64: (1e-11, 1e-13, 1e-12), torch.float32: (5e-5, 3e-6, 1e-5)}
+
+
+def assert_exact(
+    setting: str, case: dict, found: Mapping[str, float], gradient: list[float], dtype: torch.dtype
+) -> bool:
+    """Compare a token's results, and its gradient by the logits; false if rounding may decide its mask.
+
+    `found` has the names of `kernels.reference.ROWS`, the entropy if it is known.
+    """
+    rtol, atol, roundoff = TOLERANCES[dtype]
+    expected, where = case["algos"][setting], f"{setting} {case['id']} {case['tag']}"
+
+    def close(actual: float, exact: object, atol: float = atol) -> None:
+        assert actual == pytest.approx(float(str(exact)), rel=rtol, abs=atol), where
+
+    close(found["ratio"], case["ratio"])
+    close(found["divergence"], case["D"][column(setting)])
+    if "entropy" in found:
+        close(found["entropy"], case["entropy_pi"])
+    if not is_decided(expected, case["ratio"], roundoff):
+        return False
+    assert found["weight"] == expected["mask"], where
+    close(found["coefficient"], expected["coef"])
+    wide = atol * (1 + abs(expected["coef"]))
+    close(found["loss"], expected["loss_sg"], wide)
+    for actual, exact in zip(gradient[: case["V"]], expected["dlogits"], strict=True):
+        close(actual, exact, wide)
+    assert not any(gradient[case["V"] :]), where
+    return True

@@ -201,7 +201,7 @@ class Result:
     rows: dict[str, Tensor]  # [N] each
     planes: Tensor  # [11, N], the same
     topk_log_probs: Tensor | None  # [N, K]
-    gradient: Tensor  # [N, V] float32
+    gradient: Tensor  # [N, V]
     padding: Tensor  # [N, ...]: gradient of the columns that are no tokens
     shards: list[Shard]
 
@@ -268,7 +268,7 @@ def run(
             planes,
             out=own,
             with_entropy=with_bonus,
-        ).float()
+        )
         for shard in shards
     ]
     return Result(

@@ -1,6 +1,5 @@
 """Every algorithm against exact values (mpmath, 60 digits) of tests/vectors/dppo_vectors.json."""
 
-import math
 from itertools import chain
 
 import pytest
@@ -20,7 +19,7 @@ from megatron_dppo.algorithms import (
     token_weights,
 )
 from megatron_dppo.algorithms.presets import FIELD
-from tests.support.dppo_vectors import CASES, SETTINGS, VECTORS, build, column, is_decided, log_softmax
+from tests.support.dppo_vectors import CASES, SETTINGS, VECTORS, assert_exact, build, log_softmax
 
 EVERY_SETTING = pytest.mark.parametrize("setting", SETTINGS)
 BOTH_DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
@@ -65,59 +64,15 @@ def run_case(setting: str, case: dict, dtype: torch.dtype) -> tuple[PolicyLossOu
 @EVERY_SETTING
 @BOTH_DTYPES
 def test_vectors(setting: str, dtype: torch.dtype):
-    rtol, atol, roundoff = (1e-11, 1e-13, 1e-12) if dtype == torch.float64 else (5e-5, 3e-6, 1e-5)
     num_decided = 0
     for case in CASES:
-        where = f"{setting} {case['id']} {case['tag']}"
-        expected = case["algos"][setting]
-        out, grad = run_case(setting, case, dtype)
+        out, gradient = run_case(setting, case, dtype)
         assert {out.loss_sum.dtype, out.ratio.dtype, out.divergence.dtype, out.coefficient.dtype} == {dtype}
-
-        def close(actual, exact, where=where, atol=atol):
-            assert float(actual) == pytest.approx(float(exact), rel=rtol, abs=atol), where
-
-        close(out.ratio, case["ratio"])
-        close(out.divergence, case["D"][column(setting)])
         assert out.mask.dtype == torch.bool
-        if not is_decided(expected, case["ratio"], roundoff):
-            continue
-        num_decided += 1
-        assert bool(out.mask) == bool(expected["mask"]), where
-        close(out.coefficient, expected["coef"])
-        close(out.loss_sum.detach(), expected["loss_sg"], atol=atol * (1 + abs(expected["coef"])))
-        for actual, exact in zip(grad.tolist(), expected["dlogits"], strict=True):
-            close(actual, exact, atol=atol * (1 + abs(expected["coef"])))
+        found = {name: getattr(out, name).item() for name in ("ratio", "divergence", "coefficient")}
+        found |= {"weight": out.mask.item(), "loss": out.loss_sum.item()}
+        num_decided += assert_exact(setting, case, found, gradient.tolist(), dtype)
     assert num_decided > 0.9 * len(CASES)
-
-
-@EVERY_SETTING
-def test_vectors_in_one_padded_batch(setting: str):
-    num_columns = max(len(case["topk_ids_mu"]) for case in CASES)
-    rows = []
-    for case in CASES:
-        pi, mu, old = (log_softmax(case, which, torch.float64)[1].detach() for which in ("pi", "mu", "old"))
-        ids = case["topk_ids_mu"]
-        pad = [-1] * (num_columns - len(ids))
-        garbage = torch.full((len(pad),), math.nan)
-        topk = (torch.tensor(ids + pad), torch.cat([mu[ids], garbage]), torch.cat([pi[ids], garbage]))
-        rows.append((pi[case["a"]], mu[case["a"]], old[case["a"]], *topk))
-    log_probs, rollout, old, ids, topk_rollout, topk_pi = map(torch.stack, zip(*rows, strict=True))
-    out = policy_loss(
-        build(setting, num_columns),
-        PolicyLossInputs(
-            log_probs=log_probs,
-            rollout_log_probs=rollout,
-            advantages=torch.tensor([case["A"] for case in CASES]),
-            old_log_probs=old,
-            topk=TopKLogProbs(ids.int(), topk_rollout, topk_pi),
-            targets=torch.tensor([case["a"] for case in CASES]),
-        ),
-    )
-    expected = torch.tensor([float(case["D"][column(setting)]) for case in CASES], dtype=torch.float64)
-    torch.testing.assert_close(out.divergence, expected, rtol=1e-11, atol=1e-13)
-    for row, case in enumerate(CASES):
-        if is_decided(case["algos"][setting], case["ratio"], 1e-12):
-            assert bool(out.mask[row]) == bool(case["algos"][setting]["mask"]), case["id"]
 
 
 @BOTH_DTYPES

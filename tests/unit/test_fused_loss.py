@@ -23,6 +23,8 @@ from megatron_dppo.kernels import (
     ops,
     score_norms,
 )
+from megatron_dppo.kernels.combine import combine
+from megatron_dppo.kernels.encoding import encode
 from tests.support.loss_batches import Batch, make_batch, policy_loss_from_logits
 
 VARIANTS: dict[str, Objective] = {
@@ -180,6 +182,22 @@ def test_padding_and_rows_that_do_not_learn_are_not_looked_at(
     limit = FLOAT32 if dtype == torch.float32 else 2**-8
     assert relative(grad(own)[:, : batch.vocab_size], gradient) <= limit
     assert not grad(own)[:, batch.vocab_size :].any() and not grad(own)[~batch.microbatch.loss_mask].any()
+
+
+def test_compacted_rows_equal_those_in_place(implementation: Implementation) -> None:
+    batch = make_batch(implementation.dtype)
+    logits, arguments = batch.logits.to(implementation.device), implementation.moved(batch.arguments)
+    out = fused_policy_loss(own := implementation.leaf(logits), **arguments, objective=TOPK_KL)
+    out.loss_sum.backward()
+    targets, ids, mask = (arguments[name] for name in ("targets", "topk_ids", "loss_mask"))
+    settings = batch.layer.settings(with_entropy=True)
+    statistics = ops.row_statistics(logits, targets, ids, mask, *settings)[None]
+    names = ("targets", "rollout_log_probs", "advantages", "loss_mask", "token_weights")
+    tokens = [*(arguments[name] for name in names), None, ids, arguments["topk_rollout_log_probs"]]
+    rows, _ = combine(statistics, tokens, encode(TOPK_KL))
+    sources = torch.tensor([0, 39, 2, 37, 4], device=implementation.device)
+    ops.logits_gradient_(logits, rows, targets, None, sources, *settings)
+    assert own.grad is not None and torch.equal(logits[:5], own.grad[sources])
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])

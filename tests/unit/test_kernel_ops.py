@@ -83,17 +83,6 @@ def test_the_gradient_may_be_written_over_the_logits_once() -> None:
         torch.autograd.grad(out.loss_sum, written)
 
 
-def test_compacted_rows_equal_those_in_place() -> None:
-    batch = make_batch(torch.float32)
-    logits = batch.logits
-    rows, _ = combine(*combine_arguments(batch, logits))
-    end = (0, batch.vocab_size, 0.7, True)
-    whole = ops.logits_gradient(logits, rows, batch.microbatch.targets, None, *end)
-    sources = torch.tensor([0, 39, 2, 37, 4])
-    ops.logits_gradient_(logits, rows, batch.microbatch.targets, None, sources, *end)
-    assert torch.equal(logits[:5], whole[sources])
-
-
 @pytest.mark.parametrize("is_scale_known", [False, True])
 def test_megatrons_buffer_gets_the_weights_gradient(is_scale_known: bool) -> None:
     batch = make_batch(torch.float32)

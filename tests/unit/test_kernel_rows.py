@@ -25,6 +25,7 @@ from tests.support.kernel_host import (
     shards_of,
     statistics_of,
 )
+from tests.unit.test_kernel_source import assert_matches
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 OBJECTIVE = preset("dppo_binary_tv", entropy_coef=0.01)
@@ -130,16 +131,7 @@ def test_nan_is_kept_wherever_it_stands(kernels: Any, dtype: torch.dtype) -> Non
 def test_long_rows(kernels: Any, dtype: torch.dtype, vocab_size: int) -> None:
     """Blocks of 128, 256 and 512 threads; rows that end within a chunk of vectors, and within a vector."""
     tokens = random_tokens(7, vocab_size, 20, dtype=dtype)
-    result, exact = run(kernels, tokens, OBJECTIVE), exact_loss(tokens, OBJECTIVE)
-    learns = tokens.is_learning
-    at_target = exact.log_probs.gather(1, tokens.targets[:, None])[:, 0]
-    torch.testing.assert_close(result.rows["log_probs"][learns].double(), at_target[learns], atol=2e-5, rtol=0)
-    torch.testing.assert_close(
-        result.rows["entropy"][learns].double(), exact.entropy[learns], atol=5e-6, rtol=0
-    )
-    scale = (exact.loss.coefficient.abs() + OBJECTIVE.entropy_coef)[:, None]
-    error = (result.gradient.double() - exact.gradient).abs()
-    assert (error <= scale * 5e-6 + (exact.gradient.abs() * 2**-8 if dtype == torch.bfloat16 else 0)).all()
+    assert_matches(tokens, OBJECTIVE, run(kernels, tokens, OBJECTIVE), exact_loss(tokens, OBJECTIVE))
 
 
 @DTYPES

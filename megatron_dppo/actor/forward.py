@@ -19,12 +19,10 @@ from megatron_dppo.data.batches.packing import TokenSlice, token_slice, zigzag
 from megatron_dppo.data.batches.prefixes import RepeatedRows, SharedPrefixes, tokens_in_loss
 from megatron_dppo.kernels import (
     FusedPolicyLoss,
-    fused_log_probs,
-    linear_log_probs,
-    linear_score_norms,
     packed_linear_policy_loss,
     packed_policy_loss,
     score_norms,
+    token_log_probs,
 )
 from megatron_dppo.kernels.output_layer import OutputLayer
 from megatron_dppo.kernels.reference import TokenLogProbs
@@ -233,9 +231,8 @@ class OutputHead:
         """
         self._last: Any = chunks[-1]
         self._objective, self._reported_topk = objective, reported_topk
-        self._layer = OutputLayer(vocab_shard(vocab_size), temperature)
-        self._is_from_hidden = options.loss_from == "hidden_states"
-        if self._is_from_hidden:
+        self._layer = OutputLayer(vocab_shard(vocab_size), temperature, options.loss_from != "hidden_states")
+        if not self._layer.is_applied:
             self._layer = replace(
                 self._layer,
                 is_sequence_parallel=self._last.config.sequence_parallel,
@@ -269,10 +266,10 @@ class OutputHead:
         tokens = replace(microbatch, topk=topk)
         output, layer = self._of_rows(output, rows)
         inputs = (tokens, self._objective, layer, responses)
-        if self._is_from_hidden:
-            loss_scale = self._loss_scale(output.device)
-            return packed_linear_policy_loss(output, self._weight, *inputs, loss_scale=loss_scale)
-        return packed_policy_loss(output, *inputs, inplace_backward=True)
+        if layer.is_applied:
+            return packed_policy_loss(output, *inputs, inplace_backward=True)
+        loss_scale = self._loss_scale(output.device)
+        return packed_linear_policy_loss(output, self._weight, *inputs, loss_scale=loss_scale)
 
     def log_probs(
         self,
@@ -289,22 +286,13 @@ class OutputHead:
         `has_score_norms`: compute the logits again, and the norm of d log pi / d h for each target (h: the
         output layer's input). Logits are divided by `temperature`, or by the sampler's.
         """
-        m, mask = microbatch, microbatch.loss_mask
         output, layer = self._of_rows(output, rows)
         if temperature is not None:
             layer = replace(layer, temperature=temperature)
-        ids = m.topk_ids if has_topk else None
-        norms = None
-        if self._is_from_hidden:
-            inputs = (output, self._weight, m.targets, layer)
-            found = linear_log_probs(*inputs, loss_mask=mask, topk_ids=ids)
-            if has_score_norms:
-                norms = linear_score_norms(*inputs, loss_mask=mask)
-        else:
-            found = fused_log_probs(output, m.targets, layer, loss_mask=mask, topk_ids=ids)
-            if has_score_norms:
-                norms = score_norms(output, self._weight, m.targets, layer, loss_mask=mask)
-        return replace(found, score_norms=norms)
+        inputs, mask = (output, self._weight, microbatch.targets, layer), microbatch.loss_mask
+        ids = microbatch.topk_ids if has_topk else None
+        norms = score_norms(*inputs, loss_mask=mask) if has_score_norms else None
+        return replace(token_log_probs(*inputs, loss_mask=mask, topk_ids=ids), score_norms=norms)
 
     def _of_rows(
         self, output: Float[Tensor, "tokens columns"], rows: RepeatedRows | None

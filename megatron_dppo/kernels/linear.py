@@ -21,10 +21,11 @@ from torch import Tensor
 from megatron_dppo.algorithms import Objective
 from megatron_dppo.kernels import ops
 from megatron_dppo.kernels.combine import check_values, checked_tokens, combine_statistics, given_topk
+from megatron_dppo.kernels.log_probs import all_statistics
 from megatron_dppo.kernels.loss import FusedPolicyLoss, describe, responses_of
 from megatron_dppo.kernels.ops import accumulate_product_
 from megatron_dppo.kernels.output_layer import CHUNK_BYTES, OutputLayer
-from megatron_dppo.kernels.reference import ROWS, STATISTICS, TokenLogProbs, log_probs_of, wide_dtype
+from megatron_dppo.kernels.reference import ROWS
 from megatron_dppo.kernels.shards import PackedResponses, VocabShard
 from megatron_dppo.types import RolloutTokens
 
@@ -95,7 +96,13 @@ def fused_linear_policy_loss(
         topk=given_topk(objective, topk_ids, topk_rollout_log_probs),
     )
     shard = VocabShard.of(weight.shape[0], vocab_start, vocab_size, tp_group)
-    layer = OutputLayer(shard, temperature, sequence_parallel, chunk_bytes, logits_dtype)
+    layer = OutputLayer(
+        shard,
+        temperature,
+        is_sequence_parallel=sequence_parallel,
+        chunk_bytes=chunk_bytes,
+        logits_dtype=logits_dtype,
+    )
     responses = responses_of(objective, response_lengths, targets)
     return packed_linear_policy_loss(hidden, weight, tokens, objective, layer, responses, debug=debug)
 
@@ -134,46 +141,10 @@ def packed_linear_policy_loss(
     is_training = torch.is_grad_enabled()
     found = None
     if objective.needs_responses:
-        statistics = _all_statistics(hidden, weight, layer, ready.targets, ready.loss_mask, ready.topk_ids)
+        statistics = all_statistics(hidden, weight, layer, ready.targets, ready.loss_mask, ready.topk_ids)
         found = combine_statistics(statistics, ready, objective, responses)
     results = _LinearPolicyLoss.apply(hidden, weight, layer, ready, objective, found, loss_scale, is_training)
     return describe(*results, has_topk=tokens.topk is not None)
-
-
-def linear_log_probs(
-    hidden: Float[Tensor, "rows H"],
-    weight: Float[Tensor, "V H"],
-    targets: Integer[Tensor, " T"],
-    layer: OutputLayer,
-    *,
-    loss_mask: Bool[Tensor, " T"] | None = None,
-    topk_ids: Integer[Tensor, "T K"] | None = None,
-) -> TokenLogProbs:
-    """Compute log-probs and entropies without gradient; arguments as for `fused_linear_policy_loss`."""
-    layer.require(hidden, weight)
-    ids = None if topk_ids is None else topk_ids.to(torch.int32).contiguous()
-    return log_probs_of(_all_statistics(hidden, weight, layer, targets, loss_mask, ids), ids, loss_mask)
-
-
-@torch.no_grad()
-def _all_statistics(
-    hidden: Tensor,
-    weight: Tensor,
-    layer: OutputLayer,
-    targets: Tensor,
-    loss_mask: Tensor | None,
-    topk_ids: Tensor | None,
-) -> Tensor:
-    """Compute the statistics of all tokens, [shards, T, 4+K], chunk by chunk; 0 outside the loss mask."""
-    width = STATISTICS + (0 if topk_ids is None else topk_ids.shape[1])
-    whole = layer.gathered(hidden)
-    shape = (layer.shard.num_ranks, whole.shape[0], width)
-    statistics = torch.zeros(shape, dtype=wide_dtype(hidden), device=hidden.device)
-    for which in layer.chunks(weight, whole.shape[0], loss_mask):
-        logits = layer.logits(whole[which], weight)
-        ids = None if topk_ids is None else topk_ids[which]
-        statistics[:, which] = layer.statistics(logits, targets[which], ids)
-    return statistics
 
 
 class _LinearPolicyLoss(torch.autograd.Function):

@@ -17,7 +17,7 @@ from megatron_dppo.algorithms.responses import require_lengths
 from megatron_dppo.kernels import ops
 from megatron_dppo.kernels.combine import check_values, checked_tokens, combine_statistics, given_topk
 from megatron_dppo.kernels.output_layer import OutputLayer
-from megatron_dppo.kernels.reference import ROWS, TokenLogProbs, log_probs_of
+from megatron_dppo.kernels.reference import ROWS
 from megatron_dppo.kernels.shards import PackedResponses, VocabShard
 from megatron_dppo.types import RolloutTokens
 
@@ -98,7 +98,7 @@ def fused_policy_loss(
         ref_log_probs=ref_log_probs,
         topk=given_topk(objective, topk_ids, topk_rollout_log_probs),
     )
-    layer = OutputLayer(VocabShard.of(logits.shape[-1], vocab_start, vocab_size, tp_group), temperature)
+    layer = OutputLayer(VocabShard.of(logits.shape[-1], vocab_start, vocab_size, tp_group), temperature, True)
     responses = responses_of(objective, response_lengths, targets)
     return packed_policy_loss(
         logits, tokens, objective, layer, responses, inplace_backward=inplace_backward, debug=debug
@@ -119,7 +119,7 @@ def packed_policy_loss(
 
     `responses` may be split over context-parallel ranks, which then call this together.
     """
-    layer.require_logits(logits)
+    layer.require(logits, None)
     ready = checked_tokens(objective, tokens, logits, logits.shape[0], layer.shard.vocab_size)
     if debug:
         check_values(objective, ready, layer.shard, logits.shape[1])
@@ -142,20 +142,6 @@ def responses_of(
         return None
     require_lengths(lengths, targets.numel(), objective.name)
     return PackedResponses(lengths.long())
-
-
-def fused_log_probs(
-    logits: Float[Tensor, "T V"],
-    targets: Integer[Tensor, " T"],
-    layer: OutputLayer,
-    *,
-    loss_mask: Bool[Tensor, " T"] | None = None,
-    topk_ids: Integer[Tensor, "T K"] | None = None,
-) -> TokenLogProbs:
-    """Compute log-probs and entropies without gradient; arguments as for `fused_policy_loss`."""
-    layer.require_logits(logits)
-    ids = None if topk_ids is None else topk_ids.to(torch.int32).contiguous()
-    return log_probs_of(layer.statistics(logits, targets, ids, loss_mask), ids, loss_mask)
 
 
 def describe(

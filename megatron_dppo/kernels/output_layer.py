@@ -1,11 +1,6 @@
-"""Makes logits from hidden states chunk by chunk, and the norms of scores from these.
+"""The output layer as a loss needs it; it makes logits from hidden states chunk by chunk."""
 
-The score d log pi(y) / dh = W^T (e_y - pi) / temperature is what every policy gradient of a token is a multiple
-of: two losses with coefficients c and c' have gradients by the hidden states whose inner product is
-sum_t c_t c'_t |score_t|^2. So one number per token compares any two of them.
-"""
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,60 +8,55 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
-from megatron_dppo.algorithms.paper_rules import Unmasked
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels import ops
-from megatron_dppo.kernels.combine import combine_statistics
 from megatron_dppo.kernels.ops import wide_product
-from megatron_dppo.kernels.reference import ROWS, wide_dtype
 from megatron_dppo.kernels.shards import VocabShard, gather_statistics, require_shard
-from megatron_dppo.types import RolloutTokens
 
 CHUNK_BYTES = 2**30
 """Bytes of the logits that exist at once: about 3500 tokens of 152k columns in bfloat16."""
 
 
 ROW_MULTIPLE = 128  # number of tokens in a chunk is a multiple of this, the tile size of matrix products
-_ANY = Unmasked(name="any")  # whose rows hold the normaliser of the softmax, as every objective's do
 
 
 @dataclass(frozen=True)
 class OutputLayer:
     """What the output layer of a model is to a loss; methods that need its weight take it as an argument.
 
-    A loss from logits reads the shard and the temperature.
+    The output of the model is hidden states, or logits, of which only the shard and the temperature are read.
     """
 
     shard: VocabShard  # columns of this rank
     temperature: float = 1.0  # divides the logits
+    is_applied: bool = False  # the output of the model is logits
     is_sequence_parallel: bool = False  # the tokens of hidden states are split over the shard's group
     chunk_bytes: int = CHUNK_BYTES  # of the logits that exist at once, if they are made from hidden states
     logits_dtype: torch.dtype | None = None  # float32 if they are not rounded to the hidden states' type
 
-    def require_logits(self, logits: Float[Tensor, "T V"]) -> None:
-        """Refuse logits that are not this rank's, and a temperature that is no divisor.
+    def require(self, output: Float[Tensor, "rows columns"], weight: Float[Tensor, "V H"] | None) -> None:
+        """Refuse logits that are not this rank's, or hidden states and a weight that do not make these.
 
         Raises:
-            ConfigError: See `require_shard`; or the temperature is not a finite number above 0.
+            ConfigError: They do not fit each other, or do not cover the vocabulary; or the temperature is not a
+                finite number above 0.
         """
+        logits = output
+        if not self.is_applied:
+            assert weight is not None, "hidden states need the weight"
+            is_matrix = output.dim() == 2 == weight.dim()
+            if not is_matrix or output.shape[1:] != weight.shape[1:] or output.dtype != weight.dtype:
+                found = (
+                    f"hidden {list(output.shape)} {output.dtype}, weight {list(weight.shape)} {weight.dtype}"
+                )
+                expected = "[T, H] and [V/tp, H] of one type"
+                action = "Pass the output layer's input and weight."
+                raise ConfigError(Problem("fused_linear_policy_loss", found, expected, action))
+            logits = output.new_empty((0, weight.shape[0]), dtype=self._dtype_of(output))
         require_shard(logits, self.shard)
         if not 0 < self.temperature < float("inf"):
             found, action = repr(self.temperature), "Pass the temperature that the rollout sampled with."
             raise ConfigError(Problem("fused_policy_loss.temperature", found, "a finite number > 0", action))
-
-    def require(self, hidden: Float[Tensor, "rows H"], weight: Float[Tensor, "V H"]) -> None:
-        """Refuse hidden states and a weight that make no logits of this rank.
-
-        Raises:
-            ConfigError: They do not fit each other, or do not cover the vocabulary.
-        """
-        is_matrix = hidden.dim() == 2 == weight.dim()
-        if not is_matrix or hidden.shape[1:] != weight.shape[1:] or hidden.dtype != weight.dtype:
-            found = f"hidden {list(hidden.shape)} {hidden.dtype}, weight {list(weight.shape)} {weight.dtype}"
-            expected = "[T, H] and [V/tp, H] of one type"
-            action = "Pass the output layer's input and weight."
-            raise ConfigError(Problem("fused_linear_policy_loss", found, expected, action))
-        self.require_logits(hidden.new_empty((0, weight.shape[0]), dtype=self._dtype_of(hidden)))
 
     def _dtype_of(self, hidden: Tensor) -> torch.dtype:
         return torch.promote_types(hidden.dtype, self.logits_dtype or hidden.dtype)
@@ -94,7 +84,9 @@ class OutputLayer:
             yield from learning.split(size)
 
     def logits(self, hidden: Float[Tensor, "N H"], weight: Float[Tensor, "V H"]) -> Float[Tensor, "N V"]:
-        """Return the logits of a chunk of tokens, [N, V/tp]."""
+        """Return the logits [N, V/tp] of a chunk of tokens, from their hidden states or logits."""
+        if self.is_applied:
+            return hidden
         if self._dtype_of(hidden) == hidden.dtype:
             return hidden @ weight.t()
         return wide_product(hidden, weight.t())
@@ -134,63 +126,3 @@ class OutputLayer:
         own = gradient.new_empty(gradient.shape[0] // num_ranks, gradient.shape[1])
         dist.reduce_scatter_tensor(own, gradient, group=self.shard.group)
         return own
-
-
-@torch.no_grad()
-def linear_score_norms(
-    hidden: Float[Tensor, "rows H"],
-    weight: Float[Tensor, "V H"],
-    targets: Integer[Tensor, " T"],
-    layer: OutputLayer,
-    *,
-    loss_mask: Bool[Tensor, " T"],
-) -> Float[Tensor, " T"]:
-    """Return |d log pi(target) / d hidden|, [T] float32 (float64 of float64); 0 outside the loss mask.
-
-    Logits are made as by `fused_linear_policy_loss`, and this takes one more product with the weight. All
-    tensor-parallel ranks get the same result.
-
-    Raises:
-        ConfigError: Hidden states and weight do not fit each other, or do not cover the vocabulary.
-    """
-    layer.require(hidden, weight)
-    whole = layer.gathered(hidden)
-    return _norms(layer, weight, targets, loss_mask, lambda which: layer.logits(whole[which], weight))
-
-
-@torch.no_grad()
-def score_norms(
-    logits: Float[Tensor, "T V"],
-    weight: Float[Tensor, "V H"],
-    targets: Integer[Tensor, " T"],
-    layer: OutputLayer,
-    *,
-    loss_mask: Bool[Tensor, " T"],
-) -> Float[Tensor, " T"]:
-    """Return what `linear_score_norms` does, from the logits [T, V/tp] that the weight [V/tp, H] made."""
-    layer.require_logits(logits)
-    return _norms(layer, weight, targets, loss_mask, lambda which: logits[which])
-
-
-def _norms(
-    layer: OutputLayer,
-    weight: Tensor,
-    targets: Tensor,
-    loss_mask: Tensor,
-    logits_of: Callable[[Tensor | slice], Tensor],
-) -> Float[Tensor, " T"]:
-    dtype = wide_dtype(weight)
-    norms = torch.zeros(targets.numel(), dtype=dtype, device=weight.device)
-    for which in layer.chunks(weight, targets.numel(), loss_mask.bool()):
-        logits, chosen = logits_of(which), targets[which]  # a copy: `which` are indices
-        zeros = torch.zeros_like(chosen, dtype=dtype)
-        tokens = RolloutTokens(targets=chosen, rollout_log_probs=zeros, advantages=zeros)
-        rows, _ = combine_statistics(layer.statistics(logits, chosen, None), tokens, _ANY)
-        rows[ROWS.index("log_prob_gradient")] = 1.0
-        ops.logits_gradient_(logits, rows, chosen, None, None, *layer.settings(with_entropy=False))
-        scores = logits.to(weight.dtype)
-        by_hidden = wide_product(scores, weight) if weight.dtype == torch.bfloat16 else scores @ weight
-        if layer.shard.num_ranks > 1:
-            dist.all_reduce(by_hidden, group=layer.shard.group)
-        norms[which] = by_hidden.norm(dim=1)
-    return norms

@@ -35,7 +35,6 @@ def differences(runtime: Runtime, objective: Objective, dtype: torch.dtype) -> d
     from megatron_dppo.kernels import (
         fused_linear_policy_loss,
         fused_policy_loss,
-        linear_score_norms,
         score_norms,
     )
     from megatron_dppo.kernels.shards import VocabShard
@@ -58,7 +57,7 @@ def differences(runtime: Runtime, objective: Objective, dtype: torch.dtype) -> d
     targets, mask = batch.microbatch.targets, batch.microbatch.loss_mask
     shard_of_rank = VocabShard(own.start, VOCAB, dist.group.WORLD)
     layer = replace(batch.layer, shard=shard_of_rank, chunk_bytes=4000)
-    expected_norms = linear_score_norms(exact.hidden, exact.weight, targets, exact.layer, loss_mask=mask)
+    expected_norms = score_norms(exact.hidden, exact.weight, targets, exact.layer, loss_mask=mask)
 
     logits = (batch.hidden @ batch.weight.T)[:, own].clone()
     logits[:, max(VOCAB - own.start, 0) :] = torch.nan  # padding
@@ -87,8 +86,9 @@ def differences(runtime: Runtime, objective: Objective, dtype: torch.dtype) -> d
         errors[f"{name}: by hidden"] = relative(part.grad, hidden.grad[rows])
         errors[f"{name}: by weight"] = relative(shard.grad, weight.grad[own])
         layer = replace(layer, is_sequence_parallel=is_split)
-        norms = linear_score_norms(part, shard, targets, layer, loss_mask=mask)
+        norms = score_norms(part, shard, targets, layer, loss_mask=mask)
         errors[f"{name}: score norms"] = relative(norms, expected_norms)
+    layer = replace(exact.layer, shard=shard_of_rank, is_applied=True)
     norms = score_norms(logits.detach(), batch.weight[own], targets, layer, loss_mask=mask)
     errors["score norms"] = relative(norms, expected_norms)
     results = [found.loss_sum[None], *(getattr(found, field).reshape(-1) for field in FIELDS)]

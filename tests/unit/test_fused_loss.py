@@ -18,10 +18,9 @@ from megatron_dppo.kernels import (
     fused_linear_policy_loss,
     fused_metrics,
     fused_policy_loss,
-    linear_log_probs,
-    linear_score_norms,
     ops,
     score_norms,
+    token_log_probs,
 )
 from megatron_dppo.kernels.combine import combine
 from megatron_dppo.kernels.encoding import encode
@@ -265,7 +264,7 @@ def test_log_probs_without_gradient_take_the_same_path(implementation: Implement
     out = fused_linear_policy_loss(hidden, weight, **arguments, objective=preset("pg_is"))
     chosen = {name: arguments[name] for name in ("loss_mask", "topk_ids")}
     layer = replace(batch.layer, chunk_bytes=3000)
-    found = linear_log_probs(hidden, weight, arguments["targets"], layer, **chosen)
+    found = token_log_probs(hidden, weight, arguments["targets"], layer, **chosen)
     limit = 1e-12 if implementation.dtype == torch.float64 else 1e-5
     for name in ("log_probs", "entropy", "topk_log_probs"):
         torch.testing.assert_close(getattr(found, name), getattr(out, name), rtol=limit, atol=limit)
@@ -284,9 +283,10 @@ def test_score_norms_are_those_of_autograd(is_half: bool, implementation: Implem
     hidden, weight, targets, mask = (
         x.to(implementation.device) for x in (hidden, weight, m.targets, m.loss_mask)
     )
-    found = linear_score_norms(hidden, weight, targets, layer, loss_mask=mask)
+    found = score_norms(hidden, weight, targets, layer, loss_mask=mask)
     wide = implementation.dtype
-    of_logits = score_norms(hidden.to(wide) @ weight.to(wide).T, weight, targets, layer, loss_mask=mask)
+    logits, applied = hidden.to(wide) @ weight.to(wide).T, replace(layer, is_applied=True)
+    of_logits = score_norms(logits, weight, targets, applied, loss_mask=mask)
     for norms in (found, of_logits):
         assert norms.dtype == (torch.float32 if is_half else dtype)
         assert relative(norms.cpu(), expected) <= (BFLOAT16 if is_half else implementation.tolerance)

@@ -7,7 +7,7 @@ import torch
 
 from megatron_dppo.algorithms import PolicyLossInputs, TopKLogProbs, policy_loss, preset
 from megatron_dppo.data.batches.packing import pack
-from megatron_dppo.kernels import fused_log_probs
+from megatron_dppo.kernels import token_log_probs
 from megatron_dppo.kernels.output_layer import OutputLayer
 from megatron_dppo.kernels.shards import VocabShard
 from tests.support.loss_batches import policy_loss_from_logits
@@ -24,7 +24,7 @@ def test_log_probs_and_entropy_equal_float64(dtype: torch.dtype, temperature: fl
     x, targets = logits(dtype), torch.arange(9)
     exact = (x.double() / temperature).log_softmax(-1)
     ids = torch.tensor([[3, 59, -1]]).expand(9, 3)
-    got = fused_log_probs(x, targets, OutputLayer(VocabShard(0, 60), temperature), topk_ids=ids)
+    got = token_log_probs(x, None, targets, OutputLayer(VocabShard(0, 60), temperature, True), topk_ids=ids)
     assert got.log_probs.dtype == torch.float32 and got.topk_log_probs is not None
     torch.testing.assert_close(got.log_probs.double(), exact[torch.arange(9), targets], rtol=1e-6, atol=3e-6)
     torch.testing.assert_close(got.entropy.double(), -(exact.exp() * exact).sum(-1), rtol=1e-6, atol=3e-6)

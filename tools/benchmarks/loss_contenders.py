@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.algorithms import preset
-from megatron_dppo.kernels import fused_linear_policy_loss, fused_policy_loss, linear_log_probs
+from megatron_dppo.kernels import fused_linear_policy_loss, fused_policy_loss, token_log_probs
 from megatron_dppo.kernels.output_layer import OutputLayer
 from megatron_dppo.kernels.shards import VocabShard
 from tools.benchmarks.loss_cases import TOP_K, Case
@@ -119,7 +119,7 @@ def _our_linear_loss(name: str, case: Case, hidden: Tensor, weight: Tensor) -> T
 
 def _our_log_probs(case: Case, hidden: Tensor, weight: Tensor) -> Tensor:
     layer = OutputLayer(VocabShard(0, weight.shape[0]))
-    return linear_log_probs(hidden, weight, case.targets, layer).log_probs
+    return token_log_probs(hidden, weight, case.targets, layer).log_probs
 
 
 def _one_product(case: Case, hidden: Tensor, weight: Tensor) -> Tensor:

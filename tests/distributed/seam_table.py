@@ -49,10 +49,10 @@ _AS_IT_IS = {
         data.worker_environment  workers.worker_process:WorkerProcess.__init__  environment
         rollout.max_response_tokens  rollout.scoring:OverlongShaping.__call__  self.max_response_tokens
         rollout.max_response_tokens  data.batches.gradient_steps:sequence_weights  response_length
-        rollout.temperature  actor.forward:packed_linear_policy_loss  temperature
-        rollout.temperature  actor.forward:linear_log_probs  temperature
-        algorithm.logits_chunk_bytes  actor.forward:packed_linear_policy_loss  chunk_bytes
-        algorithm.logits_chunk_bytes  actor.forward:linear_log_probs  chunk_bytes
+        rollout.temperature  actor.forward:packed_linear_policy_loss  layer.temperature
+        rollout.temperature  actor.forward:token_log_probs  layer.temperature
+        algorithm.logits_chunk_bytes  actor.forward:packed_linear_policy_loss  layer.chunk_bytes
+        algorithm.logits_chunk_bytes  actor.forward:token_log_probs  layer.chunk_bytes
         optimizer.distributed  actor.actor:Actor.__init__  self._ddp.0.ddp_config.use_distributed_optimizer
         optimizer.offload  actor.offload:TrainerMemory.states_here  self.is_offloading
         checkpoint.resume  run_folder.folder:RunFolder.open  resume
@@ -60,7 +60,7 @@ _AS_IT_IS = {
         tracking.prometheus_address  run_folder.folder:open_backends  config.tracking.*
     """,
     "turns": """
-        rollout.temperature  actor.forward:packed_policy_loss  temperature
+        rollout.temperature  actor.forward:packed_policy_loss  layer.temperature
         algorithm.delta  actor.forward:packed_policy_loss  objective.delta_low
         algorithm.delta  actor.forward:packed_policy_loss  objective.delta_high
         algorithm.{anchor,ref_kl_coef,ref_kl}  actor.forward:packed_policy_loss  objective.*

@@ -59,7 +59,7 @@ def test_a_field_of_a_column_can_be_named(tmp_path: Path) -> None:
     assert load_prompts(path, "prompt", "reward_model.style")[0].answer == "rule-lighteval/MATH_v2"
     with refused(f"{path}, row 1", "'reward_model.truth'", error=DataError):
         load_prompts(path, "prompt", "reward_model.truth")
-    assert cell({"a.b": 1, "a": {"b": 2}}, "a.b") == 1
+    assert cell("", {"a.b": 1, "a": {"b": 2}}, "a.b") == 1
 
 
 def test_a_file_of_no_known_schema_lists_them(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def prepare(source: DataSource, tokenizer: Any, options: PrepareOptions, progres
     schema, counts = schema_of(source, options), dict[str, int]()
     bad_rows = BadRows(source.name, options.drops_bad_rows)
     reader = QuestionReader(source.name, schema, options.keeps_answers, bad_rows)
-    rows = progress(source.rows, "rows", source.num_rows)
+    rows = progress(source.rows, "rows", None)
     questions = each_once(reader.read(rows, counts), counts)
     num_questions = len(questions)
     questions = _of_language(questions, options.language, counts)

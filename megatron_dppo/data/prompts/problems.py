@@ -15,7 +15,6 @@ from megatron_dppo.data.prompts.rows import (
     answer_of,
     cell,
     fault,
-    missing_column,
     text_of,
     with_roots,
 )
@@ -108,10 +107,7 @@ class QuestionReader:
 
     def _question(self, number: int, row: Row, counts: Counts) -> Question | None:
         here, schema = f"{self.where}, row {number}", self.schema
-        try:
-            asked, answer = cell(row, schema.prompt), cell(row, schema.answer)
-        except KeyError as error:
-            raise missing_column(here, str(error.args[0]), list(row), OPTION_KEYS) from None
+        asked, answer = (cell(here, row, name, OPTION_KEYS) for name in (schema.prompt, schema.answer))
         if answer is not None and not self.keeps_answers:
             text_of(here, "the answer, with --answers final", answer)
         reference, label = ("", None) if answer is None else answer_of(here, answer)

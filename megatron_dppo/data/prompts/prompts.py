@@ -118,11 +118,11 @@ class _RowReader:
 
     def __call__(self, number: int, row: Mapping[str, object]) -> PromptRow:
         where = f"{self.path}, row {number}"
-        cell, answer = (_require_cell(where, row, name) for name in (self.prompt_column, self.answer_column))
+        value, answer = (cell(where, row, name) for name in (self.prompt_column, self.answer_column))
         row_id = text_of(where, "id", row.get("id", number))
         source = text_of(where, self.source_column, row.get(self.source_column, self.path.stem))
         answer, label = answer_of(where, answer)
-        asked = prompt_cell(where, row, cell, self.named, CONFIG_KEYS[0])
+        asked = prompt_cell(where, row, value, self.named, CONFIG_KEYS[0])
         prompt = replace(prompt_of(row_id, answer, source, asked), metadata=_metadata(where, row), label=label)
         first = self.rows_by_id.setdefault(row_id, number)
         if first != number:
@@ -206,13 +206,6 @@ def detect_schema(path: Path, prompt_column: str, columns: Iterable[str]) -> Sch
         action = "Set data.answer_column, or make a prompt file with megatron-dppo prepare-data."
         raise fault(str(path), f"columns {list(columns)}", expected, action)
     return schema
-
-
-def _require_cell(where: str, row: Mapping[str, object], column: str) -> object:
-    try:
-        return cell(row, column)
-    except KeyError:
-        raise missing_column(where, column, list(row)) from None
 
 
 def _metadata(where: str, row: Mapping[str, object]) -> Mapping[str, Any] | None:

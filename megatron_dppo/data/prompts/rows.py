@@ -12,9 +12,8 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +32,7 @@ _NUM_ROWS_WITH_COLUMNS = 100  # rows of a .jsonl file that are searched for colu
 
 CONFIG_KEYS = ("data.prompt_column", "data.answer_column")
 """Config settings that name the prompt and answer columns."""
+Row = Mapping[str, object]
 
 
 def read_columns(path: Path) -> list[str]:
@@ -52,43 +52,69 @@ def read_columns(path: Path) -> list[str]:
     if not path.is_file():
         found = "a folder" if path.is_dir() else "no such file"
         raise fault(str(path), found, "a prompt file", "Check the path, relative to the working directory.")
+    return _columns_of(path)
+
+
+def _columns_of(path: Path) -> list[str]:
     if path.suffix == ".parquet":
-        metadata = _parquet_file(path)
-        columns, is_empty = cast(list[str], metadata.schema_arrow.names), metadata.metadata.num_rows == 0
+        file = _parquet_file(path)
+        if file.metadata.num_rows:
+            return cast(list[str], file.schema_arrow.names)
     else:
-        columns = _json_columns(each_line(path))
-        is_empty = columns is None
-    if is_empty:
-        raise fault(str(path), "no rows", "at least one prompt", "Check how the file was written.")
-    return columns or []
+        rows = (row for _, row in each_row(path) if not isinstance(row, DataError))
+        columns = dict.fromkeys(chain.from_iterable(islice(rows, _NUM_ROWS_WITH_COLUMNS)))
+        _, first = next(iter(each_row(path)), (0, None))
+        if isinstance(first, DataError) and not columns:
+            raise first
+        if first is not None:
+            return list(columns)
+    raise fault(str(path), "no rows", "at least one prompt", "Check how the file was written.")
 
 
-def _json_columns(rows: "Iterable[tuple[int, Row | DataError]]") -> list[str] | None:
-    """Return the keys of the first lines with a JSON object, or `None` if there are no lines.
-
-    Raises:
-        DataError: No line of the file has a JSON object.
-    """
-    columns, num_rows, first_fault = dict[str, None](), 0, None
-    for _, row in rows:
-        if isinstance(row, DataError):
-            first_fault = first_fault or row
-            continue
-        columns.update(dict.fromkeys(row))
-        num_rows += 1
-        if num_rows == _NUM_ROWS_WITH_COLUMNS:
-            break
-    if not num_rows and first_fault is not None:
-        raise first_fault
-    return list(columns) if num_rows else None
-
-
-def each_row(path: Path) -> Iterator[tuple[int, Mapping[str, object] | DataError]]:
-    """Yield (row number, row or error). Rows count from 1; in a .jsonl file the number is the line number."""
+def each_row(path: Path) -> Iterable[tuple[int, Row | DataError]]:
+    """Return (row number, row or error) of each row. Rows count from 1; a .jsonl file has line numbers."""
     if path.suffix == ".jsonl":
         return each_line(path)
-    batches = (cast(list[dict[str, object]], batch.to_pylist()) for batch in _parquet_file(path).iter_batches())
+    if path.suffix != ".parquet":
+        return _text_rows(path)
+    batches = (cast(list[Row], batch.to_pylist()) for batch in _parquet_file(path).iter_batches())
     return enumerate((row for batch in batches for row in batch), start=1)
+
+
+def _text_rows(path: Path) -> Iterator[tuple[int, Row | DataError]]:
+    """Yield the rows of a table of text, or of a compressed file.
+
+    The first line of a table has the columns. Its cells stay text: "007" is no number. The csv module finds
+    rows with too few cells, which pandas, and so `datasets`, fills up with nulls.
+    """
+    kind, open_file = _kind_of(path)
+    try:
+        if kind not in _DELIMITERS:
+            yield from each_line(path, open_file)
+            return
+        with io.TextIOWrapper(open_file(path, "rb"), "utf-8-sig", newline="") as lines:
+            table = csv.reader(lines, delimiter=_DELIMITERS[kind], strict=True)
+            columns = next(table, list[str]())
+            if len({*columns}) < len(columns):
+                raise fault(str(path), f"columns {columns}", "different names", "Correct the first line.")
+            for number, cells in enumerate(filter(None, table), start=1):
+                row: Row | DataError = dict(zip(columns, cells, strict=False))
+                if len(cells) != len(columns):
+                    action = "Put cells with a delimiter or a line break into quotes."
+                    expected = f"{len(columns)}, one per column"
+                    row = fault(f"{path}, row {number}", f"{len(cells)} cells", expected, action)
+                yield number, row
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, csv.Error, UnicodeDecodeError) as error:
+        found = f"{type(error).__name__}: {error}"
+        expected = "a complete file of the kind that its name ends with, in UTF-8"
+        raise fault(str(path), found, expected, "Write the file again; it may have been cut off.") from error
+
+
+def _kind_of(path: Path) -> tuple[str, Callable[..., Any]]:
+    """Return the suffix of a file, or of the file that is compressed in it, and the function that opens it."""
+    if path.suffix in _COMPRESSED:
+        return Path(path.stem).suffix, _COMPRESSED[path.suffix]
+    return path.suffix, Path.open
 
 
 def _parquet_file(path: Path) -> Any:
@@ -195,27 +221,22 @@ def with_roots(*paths: str) -> frozenset[str]:
     return frozenset(paths) | {path.partition(".")[0] for path in paths}
 
 
-def cell(row: Mapping[str, object], path: str) -> object:
-    """Return the value at a path of a row.
-
-    Raises:
-        KeyError: The row has no such column, or the column has no such field.
-    """
-    if path in row:
-        return row[path]
-    column, _, field = path.partition(".")
-    inner = row[column]
-    if not field or not isinstance(inner, dict):
-        raise KeyError(path)
-    return cell(cast(dict[str, object], inner), field)
+def cell(where: str, row: Row, path: str, keys: Sequence[str] = CONFIG_KEYS) -> object:
+    """Return the value at a path of a row, or raise the error for a missing column."""
+    inner: object = row
+    rest = path
+    while isinstance(inner, dict):
+        fields = cast(dict[str, object], inner)
+        if rest in fields:
+            return fields[rest]
+        column, _, rest = rest.partition(".")
+        inner = fields.get(column)
+    raise missing_column(where, path, list(row), keys)
 
 
 def spellings(schemas: Iterable[Schema]) -> str:
     """Return the known pairs of columns as text for messages."""
     return " or ".join(f"{schema.prompt} and {schema.answer}" for schema in schemas)
-
-
-Row = Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -225,7 +246,6 @@ class DataSource:
     name: str
     columns: Sequence[str]
     rows: Iterable[tuple[int, Row | DataError]]  # (row number from 1, row); line numbers of a .jsonl file
-    num_rows: int | None  # None if it is not known before reading
 
 
 def open_source(name: str, configs: Sequence[str] = (), split: str = "train") -> DataSource:
@@ -236,79 +256,27 @@ def open_source(name: str, configs: Sequence[str] = (), split: str = "train") ->
             `datasets` wrote or that contains data files; or a name on the hub. `datasets` reads the last two.
         configs: Configurations to read one after the other; ("all",) for all.
         split: Split of a folder or of a data set on the hub.
-
-    Raises:
-        DataError: The file, configuration or split does not exist or cannot be read, or the hub cannot be
-            reached.
     """
     path = Path(name)
     if path.suffix in SUFFIXES:
-        return DataSource(name, read_columns(path), each_row(path), None)
+        return DataSource(name, read_columns(path), each_row(path))
     if path.is_file():
-        return _open_other_file(path)
+        kind, open_file = _kind_of(path)
+        if kind not in _DELIMITERS and (kind != ".jsonl" or open_file is Path.open):
+            found = f"{path}, which ends in {path.suffix!r}"
+            raise fault("--source", found, SOURCES, "Convert the file, or name the folder that contains it.")
+        return DataSource(str(path), _columns_of(path), each_row(path))
     datasets: Any = import_module("datasets")
-    action = "Check --source, --config and --split; offline, give --source a file that was downloaded before."
     try:
         parts = _parts(datasets, name, configs, split)
-        columns = _columns(parts[0])
+        columns = cast(list[str], parts[0].column_names or list(next(iter(parts[0]))))
     except (ValueError, OSError, KeyError) as error:
         found = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        action = (
+            "Check --source, --config and --split; offline, give --source a file that was downloaded before."
+        )
         raise fault(f"--source {name}", found, "a data set that opens", action) from error
-    counts = [getattr(part, "num_rows", None) for part in parts]
-    total = None if None in counts else sum(cast(list[int], counts))
-    return DataSource(name, columns, enumerate(_read(name, parts), start=1), total)
-
-
-def _open_other_file(path: Path) -> DataSource:
-    """Open a table of text, or a compressed file. Cells of a table stay text: "007" is no number.
-
-    Raises:
-        DataError: The file is of another kind, cannot be read, or has no rows.
-    """
-    open_file = _COMPRESSED.get(path.suffix)
-    kind = Path(path.stem).suffix if open_file else path.suffix
-    if kind == ".jsonl" and open_file:
-        rows = partial(each_line, path, open_file)
-    elif kind in _DELIMITERS:
-        rows = partial(_table_rows, path, open_file or Path.open, _DELIMITERS[kind])
-    else:
-        found = f"{path}, which ends in {path.suffix!r}"
-        raise fault("--source", found, SOURCES, "Convert the file, or name the folder that contains it.")
-    columns = _json_columns(_whole(path, rows()))
-    if columns is None:
-        raise fault(str(path), "no rows", "at least one prompt", "Check how the file was written.")
-    return DataSource(str(path), columns, _whole(path, rows()), None)
-
-
-def _table_rows(
-    path: Path, open_file: Callable[..., Any], delimiter: str
-) -> Iterator[tuple[int, Row | DataError]]:
-    """Yield (row number from 1, row or error) of a table of text; the first line has the columns."""
-    with io.TextIOWrapper(open_file(path, "rb"), "utf-8-sig", newline="") as lines:
-        table: Iterator[list[str]] = csv.reader(lines, delimiter=delimiter, strict=True)
-        columns = next(table, list[str]())
-        if len({*columns}) < len(columns):
-            raise fault(str(path), f"columns {columns}", "different names", "Correct the first line.")
-        for number, cells in enumerate((cells for cells in table if cells), start=1):
-            if len(cells) == len(columns):
-                yield number, dict(zip(columns, cells, strict=True))
-            else:
-                found, action = f"{len(cells)} cells", "Put cells with a delimiter or a line break into quotes."
-                yield number, fault(f"{path}, row {number}", found, f"{len(columns)}, one per column", action)
-
-
-def _whole(path: Path, rows: Iterable[tuple[int, Row | DataError]]) -> Iterator[tuple[int, Row | DataError]]:
-    """Yield the rows of a file.
-
-    Raises:
-        DataError: The file ends too early, or is not what its name says.
-    """
-    try:
-        yield from rows
-    except (OSError, EOFError, zlib.error, lzma.LZMAError, csv.Error, UnicodeDecodeError) as error:
-        found = f"{type(error).__name__}: {error}"
-        expected = "a complete file of the kind that its name ends with, in UTF-8"
-        raise fault(str(path), found, expected, "Write the file again; it may have been cut off.") from error
+    return DataSource(name, columns, enumerate(_read(name, parts), start=1))
 
 
 def _parts(datasets: Any, name: str, configs: Sequence[str], split: str) -> list[Any]:
@@ -324,16 +292,12 @@ def _parts(datasets: Any, name: str, configs: Sequence[str], split: str) -> list
     ]
 
 
-def _columns(part: Any) -> list[str]:
-    """Return the columns of a part, from its metadata or else from its first row."""
-    return cast(list[str], part.column_names or list(next(iter(part))))
-
-
 def _read(name: str, parts: Sequence[Any]) -> Iterator[Row]:
     try:
         yield from cast(Iterable[Row], chain.from_iterable(parts))
     except (ValueError, OSError) as error:
-        action = "Try again, or give --source a file that was downloaded before."
-        raise fault(
-            f"--source {name}", f"{type(error).__name__}: {error}", "rows to the end", action
-        ) from error
+        found, action = (
+            f"{type(error).__name__}: {error}",
+            "Try again, or give --source a file on this machine.",
+        )
+        raise fault(f"--source {name}", found, "rows to the end", action) from error

@@ -1,14 +1,16 @@
 """The command prepare-data, which writes prompt files."""
 
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from megatron_dppo.cli.options import user_errors
+from megatron_dppo.errors import writing_to
 
 if TYPE_CHECKING:  # it imports transformers, which takes seconds
-    from megatron_dppo.data.prompts.prepare import Prepared
+    from megatron_dppo.data.prompts.prepare import Prepared, PrepareOptions
 
 app = typer.Typer()
 
@@ -73,11 +75,10 @@ def prepare_data(
     the suffix .counts.json contains row counts. Exit code 2: invalid arguments.
     """
     with user_errors():
-        from megatron_dppo.data.prompts.prepare import PrepareOptions
-        from megatron_dppo.data.prompts.prompt_file import (
+        from megatron_dppo.data.prompts.prepare import (
             DATA_SETS,
+            PrepareOptions,
             open_data_set,
-            refuse_unusable,
             write_prompt_file,
         )
 
@@ -97,20 +98,42 @@ def prepare_data(
             question_column=question_column,
             answer_column=answer_column,
         )
-        columns = (question_column, answer_column)
-        refuse_unusable(out, source or data_set.source, *columns, template, instruction)
+        _refuse_unusable(out, source or data_set.source, options)
         opened = open_data_set(data_set, source, config, split)
         typer.echo(f"reading {opened.name}: columns {', '.join(opened.columns)}", err=True)
         prepared = write_prompt_file(out, opened, tokenizer, options)
     _report(prepared, out)
 
 
+def _refuse_unusable(out: Path, source: str | None, options: "PrepareOptions") -> None:
+    """Reject contradictory options before anything is read."""
+    from megatron_dppo.data.prompts.rows import fault
+
+    if source is None:
+        raise fault("--source", "nothing", "a file, a folder or a name on the hub", "Name the data set.")
+    if out.suffix != ".jsonl":
+        raise fault("--out", str(out), "a name that ends in .jsonl", "Choose another name.")
+    if out.exists():
+        raise fault("--out", f"{out}, which exists", "a new file", "Choose another name, or delete it.")
+    if options.instruction is not None and options.template != "chat":
+        expected = "--template chat, which inserts it into prompts"
+        action = "Choose that template, or leave the instruction out."
+        raise fault("--instruction", f"one with --template {options.template}", expected, action)
+    if (options.question_column is None) != (options.answer_column is None):
+        found = "one of --question-column and --answer-column"
+        raise fault("columns", found, "both or none", "Name both columns.")
+    with writing_to("--out", out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=out.parent):
+            pass
+
+
 def _report(prepared: "Prepared", out: Path) -> None:
     """Print the counts, the doubts, and the rewards that go with the prompts."""
-    from megatron_dppo.data.prompts.prompt_file import sha256_of, summary
+    from megatron_dppo.data.prompts.prepare import sha256_of
     from megatron_dppo.rewards import REWARDS, answer_form
 
-    typer.echo(summary(prepared))
+    typer.echo(_summary(prepared))
     typer.echo(f"{out}: sha256 {sha256_of(out)}")
     for doubt in prepared.doubts:
         typer.echo(f"warning: {doubt}", err=True)
@@ -123,3 +146,21 @@ def _report(prepared: "Prepared", out: Path) -> None:
         typer.echo(
             "note: not all prompts ask for an answer in one form that a registered reward reads", err=True
         )
+
+
+def _summary(prepared: "Prepared") -> str:
+    """Return the recognised schema and each count as lines for the terminal."""
+    from megatron_dppo.data.prompts.final_answer import excerpt
+
+    schema = prepared.schema
+    rows = [*prepared.counts.items(), ("longest prompt, tokens", prepared.longest_prompt_tokens)]
+    if prepared.num_instructions_removed:
+        rows.append(("had DAPO's instruction, which was replaced", prepared.num_instructions_removed))
+    if prepared.answers_taken:
+        text, answer = prepared.answers_taken[0]
+        what = f"answers taken out of a text, the first, {answer!r}, out of {excerpt(text)}"
+        rows.append((what, len(prepared.answers_taken)))
+    lines = [f"schema: {schema.name} ({schema.prompt}, {schema.answer})"]
+    if prepared.unread_columns:
+        lines.append(f"columns that are not read: {', '.join(prepared.unread_columns)}")
+    return "\n".join([*lines, *(f"{count:>12,}  {what}" for what, count in rows)])

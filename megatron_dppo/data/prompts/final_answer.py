@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_dppo.errors import DataError, Problem
 from megatron_dppo.rewards import is_matched_as_text
 
 AnswerKind = Literal["bare", "marked", "prose", "with_words"]
@@ -104,6 +105,31 @@ def text_only_doubt(answers: Sequence[tuple[int, str]], num_answers: int, where:
         "value in another spelling counts as wrong. Write such answers as one value that 'math' can parse "
         "(see rewards/README.md), or leave these rows out."
     )
+
+
+def answer_doubts(where: str, answers: Sequence[tuple[int, str]]) -> Iterator[str]:
+    """Yield doubts about answer cells with more text than the answer, given as (row number, cell).
+
+    Raises:
+        DataError: Most cells are texts without a marked final answer.
+    """
+    odd = dict[AnswerKind, list[tuple[int, str]]]()
+    for number, answer in answers:
+        odd.setdefault(answer_kind(answer), []).append((number, answer))
+    shown = {kind: f"{excerpt(rows[0][1])} in row {rows[0][0]}" for kind, rows in odd.items()}
+    num_prose = len(odd.get("prose", []))
+    if 2 * num_prose > len(answers):
+        found = f"{num_prose} of {len(answers)} answers that {KINDS['prose']}, such as {shown['prose']}"
+        expected = r"bare answers, or texts that end in '#### 18', \boxed{18} or 'The answer is 18'"
+        action = (
+            "Name a column of bare answers with --question-column and --answer-column, or keep these for a "
+            "custom reward with --answers as-is."
+        )
+        raise DataError(Problem(where, found, expected, action))
+    for kind, what in KINDS.items():
+        if kind in odd:
+            share = f"{len(odd[kind])} of {len(answers)} answers {what}, such as {shown[kind]}"
+            yield f"{share}: a response with a bare right answer may earn nothing."
 
 
 def excerpt(cell: str) -> str:

@@ -1,30 +1,29 @@
-"""Prepares a file of prompts from a published data set, and counts the rows that are dropped."""
+"""Writes a prompt file from a published data set: deduplicates problems and counts every dropped row."""
 
+import hashlib
+import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from megatron_dppo.data.prompts.final_answer import (
-    KINDS,
-    AnswerKind,
-    answer_kind,
-    excerpt,
-    text_only_doubt,
-)
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from megatron_dppo.architectures.sizes import config_file
+from megatron_dppo.data.prompts.final_answer import answer_doubts, answer_kind, text_only_doubt
 from megatron_dppo.data.prompts.messages import READ_COLUMNS, TEMPLATE_ARGUMENTS, TOOLS
 from megatron_dppo.data.prompts.problems import (
     OPTION_KEYS,
-    BadRows,
-    Counts,
     Language,
     Question,
-    QuestionReader,
     each_once,
     language_of,
     problem_alone,
     problem_in_chat,
+    read_questions,
 )
 from megatron_dppo.data.prompts.prompts import prompt_of
 from megatron_dppo.data.prompts.rows import (
@@ -35,15 +34,35 @@ from megatron_dppo.data.prompts.rows import (
     detect,
     fault,
     has,
+    open_source,
     spellings,
+    with_roots,
 )
-from megatron_dppo.data.prompts.survey import NUM_BARE, SpecialTokens
+from megatron_dppo.data.prompts.survey import NUM_BARE, FaultyRows, SpecialTokens
 from megatron_dppo.data.prompts.templates import TEMPLATES, asked_form, require_tokenizer, whole_tokens
-from megatron_dppo.errors import DataError
+from megatron_dppo.errors import DataError, Problem
+from megatron_dppo.runtime.files import write_jsonl, write_whole
 from megatron_dppo.types import AnswerForm, Prompt
 
-Progress = Callable[[Iterable[Any], str, int | None], Iterable[Any]]
-"""Receives an iterable, its description and its length. Yields the items unchanged, and shows the progress."""
+
+@dataclass(frozen=True)
+class DataSet:
+    """Source, splits and number of problems of a published data set."""
+
+    source: str | None
+    split: str = "train"
+    configs: tuple[str, ...] = ()
+    num_problems: int | None = None
+
+
+DATA_SETS = {
+    "dapo-math-17k": DataSet("BytedTsinghua-SIA/DAPO-Math-17k"),
+    "math": DataSet("EleutherAI/hendrycks_math", configs=("all",)),
+    "math-sanity": DataSet("sail/Sanity-Test-R1D-1.5B", num_problems=1460),
+    "aime24": DataSet("HuggingFaceH4/aime_2024", num_problems=30),
+    "aime25": DataSet("opencompass/AIME2025", "test", ("all",), num_problems=30),
+    "custom": DataSet(None),
+}
 
 
 @dataclass(frozen=True)
@@ -85,14 +104,52 @@ class Prepared:
     doubts: Sequence[str]  # sentences about what may be wrong with the rows
 
 
-def prepare(source: DataSource, tokenizer: Any, options: PrepareOptions, progress: Progress) -> Prepared:
+def open_data_set(
+    data_set: DataSet, source: str | None, configs: Sequence[str] | None, split: str | None
+) -> DataSource:
+    """Open the published data set, or the user's `source` without the published configs and split."""
+    opened = data_set if source is None else DataSet(source)
+    return open_source(opened.source or "", configs or opened.configs, split or opened.split)
+
+
+def write_prompt_file(out: Path, opened: DataSource, tokenizer: Path, options: PrepareOptions) -> Prepared:
+    """Prepare the prompts of a data set, and write them and their counts. Each file is written atomically."""
+    prepared = prepare(opened, _load_tokenizer(tokenizer), options)
+    write_jsonl(out, prepared.rows)
+    found = {"read_from": opened.name, "tokenizer": str(tokenizer), **asdict(options)} | {
+        "schema": asdict(prepared.schema),
+        "counts": prepared.counts,
+        "instructions_removed": prepared.num_instructions_removed,
+        "answers_taken_out_of_texts": len(prepared.answers_taken),
+        "doubts": list(prepared.doubts),
+        "longest_prompt_tokens": prepared.longest_prompt_tokens,
+        "sha256": sha256_of(out),
+    }
+    counts_file = out.with_name(f"{out.stem}.counts.json")
+    write_whole(counts_file, [json.dumps(found, indent=2, ensure_ascii=False) + "\n"])
+    return prepared
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    if not folder.is_dir():
+        raise fault("--tokenizer", f"{folder}", "the folder of a model", "Download the model first.")
+    config = config_file(folder)  # a converted folder has it in hf/
+    try:
+        return AutoTokenizer.from_pretrained(  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+            folder if config is None else config.parent, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        action = "Give the folder that model.load will name."
+        raise fault("--tokenizer", f"{folder}: {error}", "a tokenizer", action) from error
+
+
+def prepare(source: DataSource, tokenizer: Any, options: PrepareOptions) -> Prepared:
     """Read a data set, deduplicate and filter its problems, and put them into the template.
 
     Args:
         source: Data set to read completely.
         tokenizer: The transformers tokenizer that training will use.
         options: Columns, filters and template.
-        progress: Shows the progress of reading rows and of tokenising prompts.
 
     Raises:
         DataError: No known schema fits, rows cannot be used and are not dropped, the template does not fit the
@@ -100,18 +157,28 @@ def prepare(source: DataSource, tokenizer: Any, options: PrepareOptions, progres
             problems is not the expected one, or no prompt is left.
     """
     require_tokenizer(options.template, tokenizer)
-    schema, counts = schema_of(source, options), dict[str, int]()
-    bad_rows = BadRows(source.name, options.drops_bad_rows)
-    reader = QuestionReader(source.name, schema, options.keeps_answers, bad_rows)
-    rows = progress(source.rows, "rows", None)
-    questions = each_once(reader.read(rows, counts), counts)
+    schema, counts, bad_rows = schema_of(source, options), dict[str, int](), FaultyRows()
+    source = replace(source, rows=_progress(source.rows, "rows"))
+    questions = each_once(read_questions(source, schema, options.keeps_answers, counts, bad_rows), counts)
     num_questions = len(questions)
-    questions = _of_language(questions, options.language, counts)
-    tokenized = list(_tokenize(source.name, questions, tokenizer, options, bad_rows, progress))
-    bad_rows.refuse(counts["read"])
-    counts["that cannot be used"] = bad_rows.rows.num_rows
-    _require_number(source.name, num_questions, options, counts)
-    answer_doubts = [] if options.keeps_answers else list(_doubts_of_answers(source.name, questions))
+    if options.language is not None:
+        questions = [question for question in questions if language_of(question.problem) == options.language]
+        counts["in another language"] = num_questions - len(questions)
+    tokenized = list(_tokenize(source.name, questions, tokenizer, options, bad_rows))
+    counts["that cannot be used"] = bad_rows.num_rows
+    if bad_rows.num_rows and not options.drops_bad_rows:
+        found = f"{bad_rows.num_rows} of {counts['read']} rows that cannot be used{bad_rows.shown}"
+        action = "Correct these rows, or leave them out with --bad-rows drop."
+        raise DataError(
+            Problem(source.name, found, "a prompt and an answer in each row", action, bad_rows.lines)
+        )
+    if options.num_problems not in (None, num_questions):
+        found = f"{num_questions} problems ({format_counts(counts)})"
+        action = "Check --source, --config and --split; `custom` prepares any other set."
+        raise fault(source.name, found, f"the {options.num_problems} of {options.name}", action)
+    doubts = list[str]()
+    if not options.keeps_answers:
+        doubts += answer_doubts(source.name, [(question.row, question.answer) for question in questions])
     tokenized = _short_enough(source.name, tokenized, options, counts)
     if options.limit is not None:
         counts["beyond the limit"] = max(0, len(tokenized) - options.limit)
@@ -121,25 +188,21 @@ def prepare(source: DataSource, tokenizer: Any, options: PrepareOptions, progres
     if not tokenized:
         action = "Loosen --language, --max-prompt-tokens or --limit, or check --source."
         raise fault(source.name, f"no prompt left ({format_counts(counts)})", "at least one", action)
+    kept = [each.question for each in tokenized]
     forms: set[AnswerForm | None] = {asked_form(each.prompt, options.template) for each in tokenized}
     if forms == {"boxed"}:
-        answer_doubts += _doubts_of_labels([each.question for each in tokenized])
+        doubts += _doubts_of_labels(kept)
+    named = with_roots(schema.prompt, schema.answer) | READ_COLUMNS
     return Prepared(
         rows=[_row(each.prompt, options.template) for each in tokenized],
         schema=schema,
         counts=counts,
-        num_instructions_removed=sum(
-            options.replaces_instructions and each.question.had_instruction for each in tokenized
-        ),
-        answers_taken=[
-            (each.question.had_solution, each.question.answer)
-            for each in tokenized
-            if each.question.had_solution
-        ],
+        num_instructions_removed=sum(options.replaces_instructions and each.had_instruction for each in kept),
+        answers_taken=[(each.had_solution, each.answer) for each in kept if each.had_solution],
         longest_prompt_tokens=max(len(each.tokens) for each in tokenized),
-        unread_columns=[name for name in source.columns if name not in reader.named | READ_COLUMNS],
+        unread_columns=[name for name in source.columns if name not in named],
         form=forms.pop() if len(forms) == 1 else None,
-        doubts=[*answer_doubts, *_doubts_of_tokens(tokenizer, tokenized, options.template)],
+        doubts=[*doubts, *_doubts_of_tokens(tokenizer, tokenized, options.template)],
     )
 
 
@@ -157,48 +220,18 @@ def _tokenize(
     questions: Sequence[Question],
     tokenizer: Any,
     options: PrepareOptions,
-    bad_rows: BadRows,
-    progress: Progress,
+    bad_rows: FaultyRows,
 ) -> Iterator[_Tokenized]:
-    for question in progress(questions, "prompts", len(questions)):
+    for question in _progress(questions, "prompts"):
         try:
             prompt = _prompt(where, question, options)
         except DataError as error:
-            bad_rows.rows.add(str(error))
+            bad_rows.add(str(error))
             continue
         try:
             yield _Tokenized(question, prompt, whole_tokens(tokenizer, prompt))
         except DataError as error:
-            bad_rows.rows.add(f"{where}, row {question.row}: {error}")
-
-
-def _doubts_of_answers(where: str, questions: Sequence[Question]) -> Iterator[str]:
-    """Yield doubts about answer cells with more text than the answer.
-
-    Raises:
-        DataError: Most cells are texts without a marked final answer.
-    """
-    odd = dict[AnswerKind, list[Question]]()
-    for question in questions:
-        odd.setdefault(answer_kind(question.answer), []).append(question)
-    prose = odd.get("prose", [])
-    if 2 * len(prose) > len(questions):
-        found = (
-            f"{len(prose)} of {len(questions)} answers that are texts without a marked final answer, such as "
-        )
-        found += f"{excerpt(prose[0].answer)} in row {prose[0].row}"
-        expected = r"bare answers, or texts that end in '#### 18', \boxed{18} or 'The answer is 18'"
-        action = (
-            "Name a column of bare answers with --question-column and --answer-column, or keep these for a "
-            "custom reward with --answers as-is."
-        )
-        raise fault(where, found, expected, action)
-    for kind, what in KINDS.items():
-        if kind in odd:
-            share = f"{len(odd[kind])} of {len(questions)} answers {what}"
-            first = odd[kind][0]
-            cell = f"{excerpt(first.answer)} in row {first.row}"
-            yield f"{share}, such as {cell}: a response with a bare right answer may earn nothing."
+            bad_rows.add(f"{where}, row {question.row}: {error}")
 
 
 def _doubts_of_labels(questions: Sequence[Question]) -> Iterator[str]:
@@ -244,21 +277,6 @@ def format_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{what}: {count}" for what, count in counts.items())
 
 
-def _require_number(where: str, num_questions: int, options: PrepareOptions, counts: Counts) -> None:
-    if options.num_problems not in (None, num_questions):
-        found = f"{num_questions} problems ({format_counts(counts)})"
-        action = "Check --source, --config and --split; `custom` prepares any other set."
-        raise fault(where, found, f"the {options.num_problems} of {options.name}", action)
-
-
-def _of_language(questions: list[Question], language: Language | None, counts: Counts) -> list[Question]:
-    if language is None:
-        return questions
-    kept = [question for question in questions if language_of(question.problem) == language]
-    counts["in another language"] = len(questions) - len(kept)
-    return kept
-
-
 def _prompt(where: str, question: Question, options: PrepareOptions) -> Prompt:
     cell = question.cell
     if options.template == "chat":
@@ -274,7 +292,7 @@ def _prompt(where: str, question: Question, options: PrepareOptions) -> Prompt:
 
 
 def _short_enough(
-    where: str, tokenized: Sequence[_Tokenized], options: PrepareOptions, counts: Counts
+    where: str, tokenized: Sequence[_Tokenized], options: PrepareOptions, counts: dict[str, int]
 ) -> list[_Tokenized]:
     limit = options.max_prompt_tokens
     kept = [each for each in tokenized if len(each.tokens) <= limit]
@@ -294,3 +312,13 @@ def _row(prompt: Prompt, template: str) -> Row:
     row |= {} if prompt.tools is None else {TOOLS: list(prompt.tools)}
     row |= {} if prompt.template_arguments is None else {TEMPLATE_ARGUMENTS: prompt.template_arguments}
     return row | ({} if template == "none" else {"template": template})
+
+
+def _progress(items: Iterable[Any], what: str) -> Iterable[Any]:
+    return tqdm(items, desc=what, unit="", unit_scale=True, mininterval=1.0, leave=False)
+
+
+def sha256_of(file: Path) -> str:
+    """Return a file's SHA-256 in hexadecimal."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

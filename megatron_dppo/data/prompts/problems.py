@@ -4,12 +4,13 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_dppo.data.prompts.final_answer import final_answer, last_boxed
 from megatron_dppo.data.prompts.messages import Asked, PromptCell, prompt_cell
 from megatron_dppo.data.prompts.rows import (
+    DataSource,
     Row,
     Schema,
     answer_of,
@@ -20,7 +21,7 @@ from megatron_dppo.data.prompts.rows import (
 )
 from megatron_dppo.data.prompts.survey import FaultyRows
 from megatron_dppo.data.prompts.templates import with_instruction, without_dapo_instruction
-from megatron_dppo.errors import DataError, Problem
+from megatron_dppo.errors import DataError
 from megatron_dppo.types import Message
 
 Language = Literal["en", "zh"]
@@ -44,91 +45,59 @@ class Question:
     had_solution: str = ""  # the cell's text, if `answer` was extracted from it
 
     @property
-    def asked(self) -> Asked:
-        """The source's text or messages, unchanged."""
-        return self.cell.asked
-
-    @property
     def key(self) -> str:
         """The problem with normalised white space, and its tools. Equal problems have equal keys."""
         others = [self.cell.tools, self.cell.template_arguments]
         return " ".join(self.problem.split()) + (json.dumps(others, sort_keys=True) if any(others) else "")
 
 
-@dataclass
-class BadRows:
-    """Rows that cannot be used. They are counted, and then dropped or reported in one error."""
+def read_questions(
+    source: DataSource, schema: Schema, keeps_answers: bool, counts: Counts, bad_rows: FaultyRows
+) -> Iterator[Question]:
+    """Yield the questions of the rows with a problem and an answer, and count the other rows.
 
-    where: str
-    drop: bool
-    rows: FaultyRows = field(default_factory=FaultyRows)
-
-    def refuse(self, num_read: int) -> None:
-        """Raise an error if there are unusable rows and `drop` is not set.
-
-        Raises:
-            DataError: There are such rows. The error has their number and their causes.
-        """
-        if self.rows.num_rows and not self.drop:
-            found = f"{self.rows.num_rows} of {num_read} rows that cannot be used{self.rows.shown}"
-            action = "Correct these rows, or leave them out with --bad-rows drop."
-            expected = "a prompt and an answer in each row"
-            raise DataError(Problem(self.where, found, expected, action, self.rows.lines))
-
-
-@dataclass(frozen=True)
-class QuestionReader:
-    """Reads the rows of one source."""
-
-    where: str
-    schema: Schema
-    keeps_answers: bool  # whether cells are kept as they are, without extraction
-    bad_rows: BadRows
-
-    @property
-    def named(self) -> frozenset[str]:
-        """Columns of the problem and the answer."""
-        return with_roots(self.schema.prompt, self.schema.answer)
-
-    def read(self, rows: Iterable[tuple[int, Row | DataError]], counts: Counts) -> Iterator[Question]:
-        """Yield the questions of the rows with a problem and an answer, and count the other rows."""
-        counts.update({"read": 0, "without a problem": 0, "without an answer": 0})
-        for number, row in rows:
-            counts["read"] += 1
-            try:
-                if isinstance(row, DataError):
-                    raise row
-                question = self._question(number, row, counts)
-            except DataError as error:
-                self.bad_rows.rows.add(str(error))
-            else:
-                if question is not None:
-                    yield question
-
-    def _question(self, number: int, row: Row, counts: Counts) -> Question | None:
-        here, schema = f"{self.where}, row {number}", self.schema
-        asked, answer = (cell(here, row, name, OPTION_KEYS) for name in (schema.prompt, schema.answer))
-        if answer is not None and not self.keeps_answers:
-            text_of(here, "the answer, with --answers final", answer)
-        reference, label = ("", None) if answer is None else answer_of(here, answer)
-        taken = self._take_answer(reference)
-        if asked is None or asked in ("", []):
-            counts["without a problem"] += 1
-        elif not taken.strip():
-            counts["without an answer"] += 1
+    Args:
+        source: Data set to read.
+        schema: Columns of the problem and the answer.
+        keeps_answers: Whether answers are kept as they are, without extraction.
+        counts: Numbers of rows by outcome, which are set here.
+        bad_rows: Collection of rows that cannot be used.
+    """
+    counts.update({"read": 0, "without a problem": 0, "without an answer": 0})
+    for number, row in source.rows:
+        counts["read"] += 1
+        try:
+            if isinstance(row, DataError):
+                raise row
+            question = _question(f"{source.name}, row {number}", number, row, schema, keeps_answers)
+        except DataError as error:
+            bad_rows.add(str(error))
+            continue
+        if isinstance(question, Question):
+            yield question
         else:
-            read = prompt_cell(here, row, asked, self.named, OPTION_KEYS[0])
-            text = text_asked(read.asked)
-            problem = without_dapo_instruction(text)
-            solution = reference if taken != reference and not schema.is_solution else ""
-            return Question(number, read, problem.strip(), taken.strip(), problem != text, label, solution)
-        return None
+            counts[question] += 1
 
-    def _take_answer(self, reference: str) -> str:
-        """Return the final answer that a cell marks, or else the complete cell."""
-        if self.schema.is_solution:
-            return last_boxed(reference) or final_answer(reference) or ""
-        return reference if self.keeps_answers else final_answer(reference) or reference
+
+def _question(where: str, number: int, row: Row, schema: Schema, keeps_answers: bool) -> Question | str:
+    """Return the question of a row, or the count of rows without one that the row belongs to."""
+    asked, answer = (cell(where, row, name, OPTION_KEYS) for name in (schema.prompt, schema.answer))
+    if answer is not None and not keeps_answers:
+        text_of(where, "the answer, with --answers final", answer)
+    reference, label = ("", None) if answer is None else answer_of(where, answer)
+    if schema.is_solution:
+        taken = last_boxed(reference) or final_answer(reference) or ""
+    else:
+        taken = reference if keeps_answers else final_answer(reference) or reference
+    if asked is None or asked in ("", []):
+        return "without a problem"
+    if not taken.strip():
+        return "without an answer"
+    read = prompt_cell(where, row, asked, with_roots(schema.prompt, schema.answer), OPTION_KEYS[0])
+    text = text_asked(read.asked)
+    problem = without_dapo_instruction(text)
+    solution = reference if taken != reference and not schema.is_solution else ""
+    return Question(number, read, problem.strip(), taken.strip(), problem != text, label, solution)
 
 
 def each_once(questions: Iterable[Question], counts: Counts) -> list[Question]:
@@ -163,8 +132,9 @@ def problem_alone(where: str, question: Question) -> str:
     Raises:
         DataError: The prompt is not a single user message. The template would lose its other parts.
     """
-    if not isinstance(question.asked, str) and [m["role"] for m in question.asked] != ["user"]:
-        roles = ", ".join(message["role"] for message in question.asked)
+    asked = question.cell.asked
+    if not isinstance(asked, str) and [message["role"] for message in asked] != ["user"]:
+        roles = ", ".join(message["role"] for message in asked)
         action = "Use --template none, which keeps such prompts unchanged, or chat, which adds an instruction."
         raise fault(f"{where}, row {question.row}", f"messages of {roles}", "one message of the user", action)
     return question.problem
@@ -176,7 +146,7 @@ def problem_in_chat(where: str, question: Question, instruction: str | None) -> 
     Raises:
         DataError: The last message is not a user message.
     """
-    asked = question.asked
+    asked = question.cell.asked
     if instruction is not None and (isinstance(asked, str) or question.had_instruction):
         asked = question.problem
     messages = (Message(role="user", content=asked),) if isinstance(asked, str) else asked

@@ -93,11 +93,11 @@ def _text_rows(path: Path) -> Iterator[tuple[int, Row | DataError]]:
             yield from each_line(path, open_file)
             return
         with io.TextIOWrapper(open_file(path, "rb"), "utf-8-sig", newline="") as lines:
-            table = csv.reader(lines, delimiter=_DELIMITERS[kind], strict=True)
+            table: Iterator[list[str]] = csv.reader(lines, delimiter=_DELIMITERS[kind], strict=True)
             columns = next(table, list[str]())
             if len({*columns}) < len(columns):
                 raise fault(str(path), f"columns {columns}", "different names", "Correct the first line.")
-            for number, cells in enumerate(filter(None, table), start=1):
+            for number, cells in enumerate((cells for cells in table if cells), start=1):
                 row: Row | DataError = dict(zip(columns, cells, strict=False))
                 if len(cells) != len(columns):
                     action = "Put cells with a delimiter or a line break into quotes."
@@ -223,14 +223,13 @@ def with_roots(*paths: str) -> frozenset[str]:
 
 def cell(where: str, row: Row, path: str, keys: Sequence[str] = CONFIG_KEYS) -> object:
     """Return the value at a path of a row, or raise the error for a missing column."""
-    inner: object = row
+    inner: Any = row
     rest = path
     while isinstance(inner, dict):
-        fields = cast(dict[str, object], inner)
-        if rest in fields:
-            return fields[rest]
+        if rest in inner:
+            return cast(object, inner[rest])
         column, _, rest = rest.partition(".")
-        inner = fields.get(column)
+        inner = cast(Row, inner).get(column)
     raise missing_column(where, path, list(row), keys)
 
 

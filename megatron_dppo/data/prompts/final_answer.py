@@ -110,8 +110,7 @@ def text_only_doubt(answers: Sequence[tuple[int, str]], num_answers: int, where:
 def answer_doubts(where: str, answers: Sequence[tuple[int, str]]) -> Iterator[str]:
     """Yield doubts about answer cells with more text than the answer, given as (row number, cell).
 
-    Raises:
-        DataError: Most cells are texts without a marked final answer.
+    Cells that are mostly texts without a marked final answer are refused.
     """
     odd = dict[AnswerKind, list[tuple[int, str]]]()
     for number, answer in answers:

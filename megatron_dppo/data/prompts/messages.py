@@ -57,10 +57,6 @@ def prompt_cell(where: str, row: Fields, value: object, named: Collection[str], 
         value: Cell of the prompt column.
         named: Columns of the prompt and the answer.
         key: Setting that names the prompt column.
-
-    Raises:
-        DataError: The cell has another type, a message is not text, or an unread column would change the
-            prompt.
     """
     _refuse_other_columns(where, row, named)
     asked = _read_prompt(where, value, key)
@@ -227,11 +223,7 @@ def _is_empty(value: object) -> bool:
 
 
 def _without_nulls(where: str, value: object) -> dict[str, Any]:
-    """Return an object without its null fields, at any depth.
-
-    Raises:
-        DataError: A value cannot be written as JSON.
-    """
+    """Return an object without its null fields, at any depth."""
 
     def pruned(value: Any) -> Any:
         if isinstance(value, dict):

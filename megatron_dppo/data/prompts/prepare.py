@@ -252,11 +252,7 @@ def _doubts_of_tokens(tokenizer: Any, tokenized: Sequence[_Tokenized], template:
 
 
 def schema_of(source: DataSource, options: PrepareOptions) -> Schema:
-    """Return a schema of the named columns, or else the first schema that fits.
-
-    Raises:
-        DataError: A named column is missing, or no schema fits.
-    """
+    """Return a schema of the named columns, or else the first schema that fits."""
     question, answer = options.question_column, options.answer_column
     if question is not None and answer is not None:
         missing = [column for column in (question, answer) if not has(source.columns, column)]

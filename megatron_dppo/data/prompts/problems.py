@@ -127,11 +127,7 @@ def text_asked(asked: Asked) -> str:
 
 
 def problem_alone(where: str, question: Question) -> str:
-    """Return the problem as plain text for a template.
-
-    Raises:
-        DataError: The prompt is not a single user message. The template would lose its other parts.
-    """
+    """Return the problem as plain text for a template, which would lose all but one message of the user."""
     asked = question.cell.asked
     if not isinstance(asked, str) and [message["role"] for message in asked] != ["user"]:
         roles = ", ".join(message["role"] for message in asked)
@@ -141,11 +137,7 @@ def problem_alone(where: str, question: Question) -> str:
 
 
 def problem_in_chat(where: str, question: Question, instruction: str | None) -> tuple[Message, ...]:
-    """Return the problem as a chat, with the instruction added to the last message.
-
-    Raises:
-        DataError: The last message is not a user message.
-    """
+    """Return the problem as a chat, with the instruction added to the last message."""
     asked = question.cell.asked
     if instruction is not None and (isinstance(asked, str) or question.had_instruction):
         asked = question.problem

@@ -82,11 +82,7 @@ class PromptRow:
 def read_prompts(
     path: Path, prompt_column: str, answer_column: str | None, *, logs_schema: bool = False
 ) -> Iterator[PromptRow | DataError]:
-    """Yield the prompt of each row, or the row's error (see `load_prompts`).
-
-    Raises:
-        DataError: The file is missing, of another kind, empty, or lacks a column.
-    """
+    """Yield the prompt of each row, or the row's error (see `load_prompts`)."""
     available = read_columns(path)
     if not has(available, prompt_column):
         raise missing_column(str(path), prompt_column, available)
@@ -181,11 +177,7 @@ class TrainingPrompts:
 def load_training_prompts(
     files: Sequence[PromptFile], prompt_column: str, answer_column: str | None
 ) -> TrainingPrompts:
-    """Load the files of `data.prompts`. If there are several, each prompt has its file's name.
-
-    Raises:
-        DataError: A file cannot be used, see `load_prompts`.
-    """
+    """Load the files of `data.prompts`. If there are several, each prompt has its file's name."""
     loaded = [load_prompts(file.path, prompt_column, answer_column) for file in files]
     parts = parts_of(files, [len(prompts) for prompts in loaded])
     if len(files) > 1:
@@ -195,11 +187,7 @@ def load_training_prompts(
 
 
 def detect_schema(path: Path, prompt_column: str, columns: Iterable[str]) -> Schema:
-    """Return the schema of a file with these columns: our own, verl's or slime's.
-
-    Raises:
-        DataError: No known schema fits.
-    """
+    """Return the schema of a file with these columns: our own, verl's or slime's."""
     schema = detect(columns, TRAINING_SCHEMAS, prompt_column)
     if schema is None:
         expected = f"columns {spellings(TRAINING_SCHEMAS)}"
@@ -209,11 +197,7 @@ def detect_schema(path: Path, prompt_column: str, columns: Iterable[str]) -> Sch
 
 
 def _metadata(where: str, row: Mapping[str, object]) -> Mapping[str, Any] | None:
-    """Return the object of the first metadata column that has one.
-
-    Raises:
-        DataError: It is no object, or holds what JSON does not have.
-    """
+    """Return the object of the first metadata column that has one."""
     name = next((name for name in _METADATA if row.get(name) is not None), None)
     if name is None:
         return None

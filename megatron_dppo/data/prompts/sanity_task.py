@@ -53,11 +53,7 @@ class SanityRow(TypedDict):
 
 
 def make_prompts(n: int, seed: int, split: Split = "train") -> list[SanityRow]:
-    """Return `n` distinct problems of a split in an order that depends only on (seed, split).
-
-    Raises:
-        ConfigError: The split has fewer than `n` problems.
-    """
+    """Return `n` distinct problems of a split in an order that depends only on (seed, split)."""
     pairs = _pairs(split)
     if not 0 <= n <= len(pairs):
         found = Problem("sanity task", f"n = {n}", f"0 to {len(pairs)} for split {split!r}", "Ask for fewer.")

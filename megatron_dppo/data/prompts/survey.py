@@ -202,9 +202,6 @@ def survey(
     """Read every row, and tokenise its prompt in the same way as a rollout.
 
     Without a tokenizer, prompts are not tokenised.
-
-    Raises:
-        DataError: The file is missing, of another kind, empty, or lacks a column.
     """
     found = Survey(None if tokenizer is None else SpecialTokens(tokenizer), max_prompt_tokens)
     for row in progress(read_prompts(path, prompt_column, answer_column)):

@@ -84,11 +84,7 @@ def prompt_tokens(
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_arguments: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
-    """Tokenise a text prompt with the tokenizer's special tokens, or messages with its chat template.
-
-    Raises:
-        DataError: The tokenizer has no chat template for messages, or cannot encode the prompt.
-    """
+    """Tokenise a text prompt with the tokenizer's special tokens, or messages with its chat template."""
     if messages is not None:
         require_chat_template(tokenizer)
         return tuple(
@@ -107,11 +103,7 @@ def apply_chat_template(
     tokenize: bool = False,
     add_generation_prompt: bool = True,
 ) -> Any:
-    """Apply the chat template to messages. Return text, or a list of token ids with `tokenize`.
-
-    Raises:
-        DataError: The chat template rejects the messages, or the tokenizer cannot encode its output.
-    """
+    """Apply the chat template to messages. Return text, or a list of token ids with `tokenize`."""
     arguments = dict(template_arguments or {}) | ({"tools": list(tools)} if tools else {})
     try:
         return tokenizer.apply_chat_template(
@@ -126,11 +118,7 @@ def apply_chat_template(
 
 
 def _encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-    """Return the token ids of text.
-
-    Raises:
-        DataError: The tokenizer cannot encode the text.
-    """
+    """Return the token ids of text."""
     try:
         return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
     except Exception as error:  # tokenizers raise whatever they like
@@ -170,11 +158,7 @@ def require_tokenizer(template: str, tokenizer: Any) -> None:
 
 
 def require_chat_template(tokenizer: Any) -> None:
-    """Check that the tokenizer has a chat template.
-
-    Raises:
-        DataError: The tokenizer has no chat template.
-    """
+    """Check that the tokenizer has a chat template."""
     if not tokenizer.chat_template:
         action = "Make text prompts (megatron-dppo prepare-data --template base), or use a chat model."
         where = f"the tokenizer in {tokenizer.name_or_path}"
@@ -201,11 +185,7 @@ _MARK = "the-response-stands-here"
 
 
 def whole_tokens(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
-    """Return the token ids of a prompt as in a rollout, after a check that no part of the prompt is missing.
-
-    Raises:
-        DataError: The tokenizer cannot encode the prompt, or its chat template omits a part.
-    """
+    """Return the token ids of a prompt as in a rollout, after a check that no part of the prompt is missing."""
     options = (prompt.tools, prompt.template_arguments)
     tokens = prompt_tokens(tokenizer, prompt.text, prompt.messages, *options)
     if prompt.messages is not None:
@@ -229,9 +209,6 @@ def require_whole(
         tools: Tools of the chat.
         template_arguments: Arguments of the chat template.
         action: What to do if it does not.
-
-    Raises:
-        DataError: The template omits a part.
     """
     missing = [
         *unwritten(tokenizer, messages, tools, template_arguments),
@@ -261,9 +238,6 @@ def unwritten(
         tools: Tools of the chat.
         template_arguments: Arguments of the chat template.
         num_last: Number of messages at the end that are searched for; by default all of them and the tools.
-
-    Raises:
-        DataError: The chat template refuses the chat.
     """
     marked = [_marked(message, number) for number, message in enumerate(messages)]
     text = cast(str, apply_chat_template(tokenizer, marked, tools, template_arguments))
@@ -343,11 +317,7 @@ def _source(tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None) -> str:
 
 
 def turn_ends(tokenizer: Any) -> list[int]:
-    """Return the first added token after an assistant message, in the middle and at the end of a chat.
-
-    Raises:
-        DataError: The chat template rejects a chat of two turns.
-    """
+    """Return the first added token after an assistant message, in the middle and at the end of a chat."""
     question, response = Message(role="user", content="?"), Message(role="assistant", content=_MARK)
     chats = ([question, response, question], [question, response])
     texts = [cast(str, apply_chat_template(tokenizer, chat, add_generation_prompt=False)) for chat in chats]

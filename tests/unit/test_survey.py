@@ -10,7 +10,7 @@ import pytest
 
 from megatron_dppo.data.prompts.prompts import PromptsDigest, load_prompts
 from megatron_dppo.data.prompts.survey import Survey, survey
-from megatron_dppo.data.prompts.templates import ASKS_FOR, TEMPLATES, asked_form, prompt_tokens
+from megatron_dppo.data.prompts.templates import TEMPLATES, asked_form, prompt_tokens
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import Prompt
 from tests.support.byte_tokenizers import byte_tokenizer, qwen3_tokenizer
@@ -88,7 +88,9 @@ def test_a_template_is_known_by_its_name_and_by_its_words(
 ) -> None:
     asked = TEMPLATES[template]("What is 1 + 1?")
     row = {"prompt": asked, "answer": "2"} | ({"template": template} if is_named else {})
-    assert read(write(tmp_path / "p.jsonl", row), qwen3_tokenizer()).num_asking == {ASKS_FOR[template]: 1}
+    assert read(write(tmp_path / "p.jsonl", row), qwen3_tokenizer()).num_asking == {
+        TEMPLATES[template].asks_for: 1
+    }
 
 
 @pytest.mark.parametrize("text", ["What is 1 + 1? Answer:", "Give the answer.", "box it"])
@@ -99,7 +101,6 @@ def test_prompts_that_do_not_say_are_taken_for_neither(text: str) -> None:
 
 def test_words_do_not_overrule_a_name() -> None:
     assert asked_form(Prompt("1", "2", "p", text=r"\boxed"), "dapo") == "answer_line"
-    assert set(ASKS_FOR) == set(TEMPLATES)
 
 
 def test_rows_stream(tmp_path: Path) -> None:

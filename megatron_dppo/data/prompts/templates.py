@@ -1,7 +1,8 @@
 """Prompt templates by name, the tokenisation of prompts, and a check that chat templates write all of them."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from megatron_dppo.data.prompts.messages import Asked
@@ -18,31 +19,29 @@ _DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
 _R1_USER, _R1_ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
 
 
-def _base(problem: str) -> Asked:
-    return f"{problem}\n{_BOXED}"
-
-
-def _r1_distill(problem: str) -> Asked:
-    return f"{_R1_USER}{problem} {_BOXED}\n{_R1_ASSISTANT}<think>\n"
-
-
-def _thinking(problem: str) -> Asked:
-    return (Message(role="user", content=f"{problem}\n{_BOXED}"),)
-
-
-def _dapo(problem: str) -> Asked:
-    return (Message(role="user", content=f"{_DAPO_BEFORE}{problem}{_DAPO_AFTER}"),)
-
-
-TEMPLATES: Mapping[str, Callable[[str], Asked]] = {
-    "base": _base,
-    "r1_distill": _r1_distill,
-    "thinking": _thinking,
-    "dapo": _dapo,
-}
-
-
 PROBLEM = "{problem}"
+
+
+@dataclass(frozen=True)
+class Template:
+    """The words around a problem."""
+
+    text: str  # with PROBLEM in it
+    asks_for: AnswerForm
+    is_chat: bool = False  # whether the prompt is a message of the user, not text
+
+    def __call__(self, problem: str) -> Asked:
+        """Return the prompt with this problem."""
+        text = self.text.replace(PROBLEM, problem)
+        return (Message(role="user", content=text),) if self.is_chat else text
+
+
+TEMPLATES: Mapping[str, Template] = {
+    "base": Template(f"{PROBLEM}\n{_BOXED}", "boxed"),
+    "r1_distill": Template(f"{_R1_USER}{PROBLEM} {_BOXED}\n{_R1_ASSISTANT}<think>\n", "boxed"),
+    "thinking": Template(f"{PROBLEM}\n{_BOXED}", "boxed", is_chat=True),
+    "dapo": Template(f"{_DAPO_BEFORE}{PROBLEM}{_DAPO_AFTER}", "answer_line", is_chat=True),
+}
 
 
 def with_instruction(problem: str, instruction: str) -> str:
@@ -50,20 +49,13 @@ def with_instruction(problem: str, instruction: str) -> str:
     return instruction.replace(PROBLEM, problem) if PROBLEM in instruction else f"{problem}\n{instruction}"
 
 
-ASKS_FOR: Mapping[str, AnswerForm] = {
-    "base": "boxed",
-    "r1_distill": "boxed",
-    "thinking": "boxed",
-    "dapo": "answer_line",
-}
-"""Answer form that each template asks for."""
 _ASKS_FOR_LINE = re.compile(r"""(?:the form|on its own line)[^\n]{0,20}Answer:""", re.IGNORECASE)
 
 
 def asked_form(prompt: Prompt, template: str | None) -> AnswerForm | None:
     """Return the answer form that a prompt's template or its words ask for, or `None` if neither does."""
-    if template is not None and template in ASKS_FOR:
-        return ASKS_FOR[template]
+    if template is not None and template in TEMPLATES:
+        return TEMPLATES[template].asks_for
     text = prompt.text or "\n".join(message["content"] for message in prompt.messages or ())
     if r"\boxed" in text:
         return "boxed"
@@ -145,7 +137,7 @@ def require_tokenizer(template: str, tokenizer: Any) -> None:
     if template in ("thinking", "dapo", "chat"):
         require_chat_template(tokenizer)
     if template == "thinking":
-        asked = list(cast(tuple[Message, ...], _thinking("1 + 1?")))
+        asked = list(cast(tuple[Message, ...], TEMPLATES["thinking"]("1 + 1?")))
         options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False}
         plain = tokenizer.apply_chat_template(asked, **options)
         if plain != tokenizer.apply_chat_template(asked, **options, enable_thinking=True):

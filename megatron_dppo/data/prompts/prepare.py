@@ -3,7 +3,6 @@
 import hashlib
 import json
 import random
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from megatron_dppo.architectures.sizes import config_file
-from megatron_dppo.data.prompts.final_answer import answer_doubts, answer_kind, text_only_doubt
+from megatron_dppo.data.prompts.final_answer import answer_doubts, text_only_doubt
 from megatron_dppo.data.prompts.messages import READ_COLUMNS, TEMPLATE_ARGUMENTS, TOOLS
 from megatron_dppo.data.prompts.problems import (
     OPTION_KEYS,
@@ -25,7 +24,7 @@ from megatron_dppo.data.prompts.problems import (
     problem_in_chat,
     read_questions,
 )
-from megatron_dppo.data.prompts.prompts import prompt_of
+from megatron_dppo.data.prompts.prompts import PromptRow, prompt_of
 from megatron_dppo.data.prompts.rows import (
     PROBLEM_SCHEMAS,
     DataSource,
@@ -38,8 +37,8 @@ from megatron_dppo.data.prompts.rows import (
     spellings,
     with_roots,
 )
-from megatron_dppo.data.prompts.survey import NUM_BARE, FaultyRows, SpecialTokens
-from megatron_dppo.data.prompts.templates import TEMPLATES, asked_form, require_tokenizer, whole_tokens
+from megatron_dppo.data.prompts.survey import FaultyRows, SpecialTokens, Survey
+from megatron_dppo.data.prompts.templates import TEMPLATES, require_tokenizer, whole_tokens
 from megatron_dppo.errors import DataError, Problem
 from megatron_dppo.runtime.files import write_jsonl, write_whole
 from megatron_dppo.types import AnswerForm, Prompt
@@ -189,9 +188,15 @@ def prepare(source: DataSource, tokenizer: Any, options: PrepareOptions) -> Prep
         action = "Loosen --language, --max-prompt-tokens or --limit, or check --source."
         raise fault(source.name, f"no prompt left ({format_counts(counts)})", "at least one", action)
     kept = [each.question for each in tokenized]
-    forms: set[AnswerForm | None] = {asked_form(each.prompt, options.template) for each in tokenized}
-    if forms == {"boxed"}:
-        doubts += _doubts_of_labels(kept)
+    found = Survey(SpecialTokens(tokenizer), options.max_prompt_tokens, expects_text=options.template != "none")
+    for each in tokenized:
+        found.add(PromptRow(each.question.row, each.prompt, options.template), each.tokens)
+    form: AnswerForm | None = next(
+        (form for form, count in found.num_asking.items() if count == len(tokenized)), None
+    )
+    if form == "boxed" and (doubt := text_only_doubt(found.bare_answers, found.num_answers["bare"])):
+        doubts.append(doubt)
+    doubts += [f"{count} of {len(tokenized)} prompts {oddity}." for oddity, count in found.oddities.items()]
     named = with_roots(schema.prompt, schema.answer) | READ_COLUMNS
     return Prepared(
         rows=[_row(each.prompt, options.template) for each in tokenized],
@@ -199,10 +204,10 @@ def prepare(source: DataSource, tokenizer: Any, options: PrepareOptions) -> Prep
         counts=counts,
         num_instructions_removed=sum(options.replaces_instructions and each.had_instruction for each in kept),
         answers_taken=[(each.had_solution, each.answer) for each in kept if each.had_solution],
-        longest_prompt_tokens=max(len(each.tokens) for each in tokenized),
+        longest_prompt_tokens=found.longest,
         unread_columns=[name for name in source.columns if name not in named],
-        form=forms.pop() if len(forms) == 1 else None,
-        doubts=[*doubts, *_doubts_of_tokens(tokenizer, tokenized, options.template)],
+        form=form,
+        doubts=doubts,
     )
 
 
@@ -232,23 +237,6 @@ def _tokenize(
             yield _Tokenized(question, prompt, whole_tokens(tokenizer, prompt))
         except DataError as error:
             bad_rows.add(f"{where}, row {question.row}: {error}")
-
-
-def _doubts_of_labels(questions: Sequence[Question]) -> Iterator[str]:
-    """Yield a doubt if `math` can only match some bare answers as text. At most NUM_BARE of them are tried."""
-    bare = [(each.row, each.answer) for each in questions if answer_kind(each.answer) == "bare"]
-    doubt = text_only_doubt(bare[:: -(-len(bare) // NUM_BARE) or 1], len(bare))
-    if doubt is not None:
-        yield doubt
-
-
-def _doubts_of_tokens(tokenizer: Any, tokenized: Sequence[_Tokenized], template: str) -> Iterator[str]:
-    special, oddities = SpecialTokens(tokenizer), Counter[str]()
-    for each in tokenized:
-        may_be_text = template != "none" or each.prompt.messages is not None
-        oddities.update(special.oddities(each.tokens, may_be_text=may_be_text))
-    for oddity, count in oddities.items():
-        yield f"{count} of {len(tokenized)} prompts {oddity}."
 
 
 def schema_of(source: DataSource, options: PrepareOptions) -> Schema:

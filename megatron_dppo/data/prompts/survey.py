@@ -126,6 +126,7 @@ class Survey:
 
     special: SpecialTokens | None  # of the tokenizer; None if prompts are not tokenised
     max_prompt_tokens: int
+    expects_text: bool = False  # whether text is right for a tokenizer with a chat template
     num_rows: int = 0
     faulty: FaultyRows = field(default_factory=FaultyRows)  # rows that cannot be read or tokenised
     num_too_long: int = 0  # prompts of more than `max_prompt_tokens` tokens
@@ -177,7 +178,7 @@ class Survey:
         is_chat = row.prompt.messages is not None
         self.num_chats += is_chat
         if self.special is not None:
-            self.oddities.update(self.special.oddities(tokens, may_be_text=is_chat))
+            self.oddities.update(self.special.oddities(tokens, may_be_text=is_chat or self.expects_text))
             self.num_closed_thoughts += self.special.closes_thought(tokens)
         self._add_answer(row, answer_kind(row.prompt.answer))
 

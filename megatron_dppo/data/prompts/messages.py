@@ -60,11 +60,8 @@ def prompt_cell(where: str, row: Fields, value: object, named: Collection[str], 
     """
     _refuse_other_columns(where, row, named)
     asked = _read_prompt(where, value, key)
-    tools, arguments = row.get(TOOLS), row.get(TEMPLATE_ARGUMENTS)
-    given = {
-        name: cell for name, cell in ((TOOLS, tools), (TEMPLATE_ARGUMENTS, arguments)) if not _is_empty(cell)
-    }
-    given = {name: cell for name, cell in given.items() if name not in named}
+    columns = [name for name in (TOOLS, TEMPLATE_ARGUMENTS) if name not in named]
+    given = {name: row[name] for name in columns if not _is_empty(row.get(name))}
     if given and isinstance(asked, str):
         found = f"{' and '.join(given)} with a text prompt"
         action = "Make the prompt a list of messages, or leave the column out."

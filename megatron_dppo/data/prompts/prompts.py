@@ -4,8 +4,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +15,7 @@ from megatron_dppo.data.prompts.messages import READ_COLUMNS, PromptCell, prompt
 from megatron_dppo.data.prompts.rows import (
     CONFIG_KEYS,
     TRAINING_SCHEMAS,
+    Row,
     Schema,
     answer_of,
     cell,
@@ -93,45 +93,40 @@ def read_prompts(
             logger.info("%s: %s's columns: %s and %s", path, schema.name, schema.prompt, schema.answer)
     if not has(available, answer_column):
         raise missing_column(str(path), answer_column, available)
+    schema = Schema("", prompt_column, answer_column)
     source_column = "data_source" if "data_source" in available and "source" not in available else "source"
-    read = _RowReader(path, prompt_column, answer_column, source_column)
+    rows_by_id = dict[str, int]()
     for number, row in each_row(path):
+        if isinstance(row, DataError):
+            yield row
+            continue
+        where = f"{path}, row {number}"
         try:
-            yield row if isinstance(row, DataError) else read(number, row)
+            read = _read_row(where, row, schema, number, path.stem, source_column)
+            row_id = read.prompt.id
+            first = rows_by_id.setdefault(row_id, number)
+            if first != number:
+                found = f"id {row_id!r}, which row {first} has too"
+                raise fault(
+                    where, found, "a different id in each row", "Make ids unique, or drop the id column."
+                )
+            yield read
         except DataError as error:
             yield error
 
 
-@dataclass(frozen=True)
-class _RowReader:
-    """Reads the rows of one file with known columns."""
-
-    path: Path
-    prompt_column: str
-    answer_column: str
-    source_column: str
-    rows_by_id: dict[str, int] = field(default_factory=dict[str, int])
-
-    def __call__(self, number: int, row: Mapping[str, object]) -> PromptRow:
-        where = f"{self.path}, row {number}"
-        value, answer = (cell(where, row, name) for name in (self.prompt_column, self.answer_column))
-        row_id = text_of(where, "id", row.get("id", number))
-        source = text_of(where, self.source_column, row.get(self.source_column, self.path.stem))
-        answer, label = answer_of(where, answer)
-        asked = prompt_cell(where, row, value, self.named, CONFIG_KEYS[0])
-        prompt = replace(prompt_of(row_id, answer, source, asked), metadata=_metadata(where, row), label=label)
-        first = self.rows_by_id.setdefault(row_id, number)
-        if first != number:
-            found = f"id {row_id!r}, which row {first} has too"
-            raise fault(where, found, "a different id in each row", "Make ids unique, or drop the id column.")
-        template = row.get("template")
-        unread = [name for name, value in row.items() if value is not None and name not in self.named | _READ]
-        return PromptRow(number, prompt, template if isinstance(template, str) else None, unread)
-
-    @cached_property
-    def named(self) -> frozenset[str]:
-        """Columns of the prompt and the answer."""
-        return with_roots(self.prompt_column, self.answer_column)
+def _read_row(where: str, row: Row, schema: Schema, number: int, source: str, source_column: str) -> PromptRow:
+    """Read a row of a prompt file; its number and `source` are defaults."""
+    named = with_roots(schema.prompt, schema.answer)
+    value, answer = (cell(where, row, name) for name in (schema.prompt, schema.answer))
+    row_id = text_of(where, "id", row.get("id", number))
+    source = text_of(where, source_column, row.get(source_column, source))
+    answer, label = answer_of(where, answer)
+    asked = prompt_cell(where, row, value, named, CONFIG_KEYS[0])
+    prompt = replace(prompt_of(row_id, answer, source, asked), metadata=_metadata(where, row), label=label)
+    template = row.get("template")
+    unread = [name for name, value in row.items() if value is not None and name not in named | _READ]
+    return PromptRow(number, prompt, template if isinstance(template, str) else None, unread)
 
 
 class PromptsDigest:

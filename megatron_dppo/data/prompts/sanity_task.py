@@ -71,10 +71,13 @@ def teacher_batch(
     batch: int, generator: torch.Generator, slip_probability: float = SLIP_PROBABILITY
 ) -> tuple[Tensor, Tensor]:
     """Return token ids of `batch` training prompts [batch, 7] and of the teacher's responses [batch, 17]."""
+
+    def column(token: str) -> Tensor:
+        return torch.full((batch, 1), VOCABULARY[token])
+
     pairs = _pairs("train")
     a, b = pairs[torch.randint(len(pairs), (batch,), generator=generator)].unbind(1)
     words = _filler_words(batch, generator)
-    column = _ColumnOf(batch)
     total = torch.zeros_like(a)
     segments: list[Tensor] = []
     for j, digit in enumerate(_digits(b, 2).unbind(1)):
@@ -86,16 +89,6 @@ def teacher_batch(
     digits_a, digits_b = _digits(a, 2) + VOCABULARY["0"], _digits(b, 2) + VOCABULARY["0"]
     prompts = torch.cat([column(BOS), digits_a, column("*"), digits_b, column("=")], dim=1)
     return prompts, torch.cat(segments, dim=1)
-
-
-class _ColumnOf:
-    """Builds [batch, 1] columns of one token."""
-
-    def __init__(self, batch: int) -> None:
-        self._batch = batch
-
-    def __call__(self, token: str) -> Tensor:
-        return torch.full((self._batch, 1), VOCABULARY[token])
 
 
 @cache

@@ -75,7 +75,7 @@ def prompt_cell(where: str, row: Fields, value: object, named: Collection[str], 
 
 def _read_prompt(where: str, value: object, key: str) -> Asked:
     if isinstance(value, str):
-        parsed = _objects(_parse_json(value))
+        parsed = _objects(_parsed(value))
         if parsed and all("role" in item for item in parsed):
             value = parsed
         elif _LIKE_MESSAGES.match(value):
@@ -128,14 +128,14 @@ def _content(where: str, content: object) -> object:
 
 def _calls(where: str, value: object) -> list[Fields]:
     """Return the tool calls of a message, with arguments as objects, since templates write them as JSON."""
-    calls, given = list[Fields](), _objects(_parse_json(value) if isinstance(value, str) else value)
+    calls, given = list[Fields](), _objects(_parsed(value))
     for call in [{}] if given is None else given:
         function = _object(call.get("function", call)) or {}
         if not isinstance(function.get("name"), str):
             expected = "a list of calls, each with a function's 'name' and 'arguments'"
             raise fault(where, f"{describe_cell(value)} as tool_calls", expected, "Correct the message.")
         text = function.get("arguments", {})
-        arguments = _object(_parse_json(text) if isinstance(text, str) else text)
+        arguments = _object(_parsed(text))
         if arguments is None:
             found = f"{describe_cell(text)} as arguments of a tool call"
             raise fault(where, found, "an object, or its JSON", "Correct the message.")
@@ -145,10 +145,9 @@ def _calls(where: str, value: object) -> list[Fields]:
 
 
 def _tools(where: str, value: object) -> tuple[Fields, ...]:
-    parsed = _parse_json(value) if isinstance(value, str) else value
+    parsed = _parsed(value)
     if isinstance(parsed, list):
-        items = cast(list[object], parsed)
-        parsed = [_parse_json(item) if isinstance(item, str) else item for item in items]
+        parsed = [_parsed(item) for item in cast(list[object], parsed)]
     tools = _objects(parsed)
     if tools is None:
         expected = "a list of JSON schemas of functions, or its JSON"
@@ -159,7 +158,7 @@ def _tools(where: str, value: object) -> tuple[Fields, ...]:
 
 
 def _arguments(where: str, value: object) -> Fields:
-    parsed = _object(_parse_json(value) if isinstance(value, str) else value)
+    parsed = _object(_parsed(value))
     if parsed is None:
         expected = "an object of arguments by name, or its JSON"
         action = "Correct the column, or leave it out."
@@ -194,12 +193,14 @@ def _bad_prompt(where: str, found: str, key: str) -> DataError:
     return fault(where, f"{found} as the prompt", expected, action)
 
 
-def _parse_json(text: str) -> Any:
-    """Return the list or object that a JSON text contains; `None` for any other text."""
-    if not text.lstrip().startswith(("[", "{")):
+def _parsed(value: object) -> Any:
+    """Return the list or object that a JSON text contains, `None` for any other text, or else the value."""
+    if not isinstance(value, str):
+        return value
+    if not value.lstrip().startswith(("[", "{")):
         return None
     try:
-        return json.loads(text)
+        return json.loads(value)
     except ValueError:
         return None
 

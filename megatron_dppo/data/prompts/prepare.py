@@ -30,11 +30,10 @@ from megatron_dppo.data.prompts.rows import (
     DataSource,
     Row,
     Schema,
-    detect,
     fault,
     has,
     open_source,
-    spellings,
+    require_schema,
     with_roots,
 )
 from megatron_dppo.data.prompts.survey import FaultyRows, SpecialTokens, Survey
@@ -248,12 +247,8 @@ def schema_of(source: DataSource, options: PrepareOptions) -> Schema:
             return Schema("named columns", question, answer)
         found, expected = f"columns {list(source.columns)}", " and ".join(missing)
         raise fault(source.name, found, expected, f"Correct {' or '.join(OPTION_KEYS)}.")
-    schema = detect(source.columns, PROBLEM_SCHEMAS)
-    if schema is None:
-        expected = f"columns {spellings(PROBLEM_SCHEMAS)}"
-        action = "Name them with --question-column and --answer-column."
-        raise fault(source.name, f"columns {list(source.columns)}", expected, action)
-    return schema
+    action = "Name them with --question-column and --answer-column."
+    return require_schema(source.name, source.columns, PROBLEM_SCHEMAS, action)
 
 
 def format_counts(counts: Mapping[str, int]) -> str:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -20,13 +20,12 @@ from megatron_dppo.data.prompts.rows import (
     answer_of,
     cell,
     describe_cell,
-    detect,
     each_row,
     fault,
     has,
     missing_column,
     read_columns,
-    spellings,
+    require_schema,
     text_of,
     with_roots,
 )
@@ -181,14 +180,10 @@ def load_training_prompts(
     return TrainingPrompts([prompt for prompts in loaded for prompt in prompts], parts)
 
 
-def detect_schema(path: Path, prompt_column: str, columns: Iterable[str]) -> Schema:
+def detect_schema(path: Path, prompt_column: str, columns: Sequence[str]) -> Schema:
     """Return the schema of a file with these columns: our own, verl's or slime's."""
-    schema = detect(columns, TRAINING_SCHEMAS, prompt_column)
-    if schema is None:
-        expected = f"columns {spellings(TRAINING_SCHEMAS)}"
-        action = "Set data.answer_column, or make a prompt file with megatron-dppo prepare-data."
-        raise fault(str(path), f"columns {list(columns)}", expected, action)
-    return schema
+    action = "Set data.answer_column, or make a prompt file with megatron-dppo prepare-data."
+    return require_schema(str(path), columns, TRAINING_SCHEMAS, action, prompt_column)
 
 
 def _metadata(where: str, row: Mapping[str, object]) -> Mapping[str, Any] | None:

@@ -1,6 +1,9 @@
 """Reads the rows of files and of published data sets, finds their columns, and checks their cells.
 
-Every error names its row.
+Every error names its row. `datasets` reads folders and the hub, but no single file, because it would change
+values: a column has one type, so that 7 becomes 7.0 if another row has 0.5, and integers above 64 bits fail. One
+torn line fails its complete file. In a table, rows with too few cells are filled up, and if all rows have one
+too many, each cell moves to the column before it.
 """
 
 import bz2
@@ -84,8 +87,7 @@ def each_row(path: Path) -> Iterable[tuple[int, Row | DataError]]:
 def _text_rows(path: Path) -> Iterator[tuple[int, Row | DataError]]:
     """Yield the rows of a table of text, or of a compressed file.
 
-    The first line of a table has the columns. Its cells stay text: "007" is no number. The csv module finds
-    rows with too few cells, which pandas, and so `datasets`, fills up with nulls.
+    The first line of a table has the columns. Its cells stay text: "007" is no number.
     """
     kind, open_file = _kind_of(path)
     try:
@@ -210,6 +212,17 @@ def detect(columns: Iterable[str], schemas: Iterable[Schema], prompt: str | None
     return None
 
 
+def require_schema(
+    where: str, columns: Sequence[str], schemas: Sequence[Schema], action: str, prompt: str | None = None
+) -> Schema:
+    """Return the schema that `detect` finds, or raise the error with the columns of all schemas."""
+    schema = detect(columns, schemas, prompt)
+    if schema is None:
+        expected = " or ".join(f"{schema.prompt} and {schema.answer}" for schema in schemas)
+        raise fault(where, f"columns {list(columns)}", f"columns {expected}", action)
+    return schema
+
+
 def has(columns: Iterable[str], path: str) -> bool:
     """Whether a path begins with one of the columns."""
     present = set(columns)
@@ -231,11 +244,6 @@ def cell(where: str, row: Row, path: str, keys: Sequence[str] = CONFIG_KEYS) -> 
         column, _, rest = rest.partition(".")
         inner = cast(Row, inner).get(column)
     raise missing_column(where, path, list(row), keys)
-
-
-def spellings(schemas: Iterable[Schema]) -> str:
-    """Return the known pairs of columns as text for messages."""
-    return " or ".join(f"{schema.prompt} and {schema.answer}" for schema in schemas)
 
 
 @dataclass(frozen=True)

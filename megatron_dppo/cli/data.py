@@ -137,15 +137,12 @@ def _report(prepared: "Prepared", out: Path) -> None:
     typer.echo(f"{out}: sha256 {sha256_of(out)}")
     for doubt in prepared.doubts:
         typer.echo(f"warning: {doubt}", err=True)
-    fitting = [
-        reward for reward in REWARDS if prepared.form is not None and answer_form(reward) == prepared.form
-    ]
+    fitting = [reward for reward in REWARDS if prepared.form and answer_form(reward) == prepared.form]
     for reward in fitting:
         typer.echo(f'these prompts go with data.reward = "{reward}"')
     if not fitting:
-        typer.echo(
-            "note: not all prompts ask for an answer in one form that a registered reward reads", err=True
-        )
+        note = "note: not all prompts ask for an answer in one form that a registered reward reads"
+        typer.echo(note, err=True)
 
 
 def _summary(prepared: "Prepared") -> str:

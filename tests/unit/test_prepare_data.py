@@ -215,15 +215,19 @@ def test_answers_that_are_texts_are_refused_if_they_are_most(tmp_path: Path, mod
 
 @pytest.mark.parametrize("template", ["base", "dapo"])
 def test_answers_that_math_can_match_as_text_only_are_a_warning(
-    tmp_path: Path, model: Path, template: str
+    tmp_path: Path, model: Path, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [{"question": f"{cell}?", "answer": cell} for cell in ("5", "Tuesday", r"4\text{ to }9", "2, 3")]
+    cells = ("5", "Tuesday", r"4\text{ to }9", "2, 3", "4 cups")
+    rows = [{"question": f"{cell}?", "answer": cell} for cell in cells]
     source, out = write_rows(tmp_path / "s.jsonl", rows), tmp_path / "out.jsonl"
     result = run(out, "custom", source, model, *("--template", template))
     assert result.exit_code == 0, result.output
-    found = "warning: 1 of 4 bare answers have no value that reward 'math' can parse, such as "
-    found += r"'4\\text{ to }9' in row 3"
-    assert (found in result.output) == (template == "base")
+    found = "bare answers{} have no value that reward 'math' can parse, such as '4\\\\text{{ to }}9' in row 3"
+    assert (f"warning: 1 of 4 {found.format('')}" in result.output) == (template == "base")
+    monkeypatch.setattr("megatron_dppo.data.prompts.survey.NUM_BARE", 3)
+    result = run(tmp_path / "sampled.jsonl", "custom", source, model, *("--template", template))
+    sampled = f"warning: 1 of 2 {found.format(' that were sampled from 4')}"
+    assert (sampled in result.output) == (template == "base")
 
 
 BAD_ROWS: list[Any] = [
@@ -330,6 +334,10 @@ def test_faults_are_named_and_nothing_is_written(tmp_path: Path, model: Path) ->
         tmp_path / "chat.jsonl",
         [{"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "label": "1"}],
     )
+    fields = write_rows(
+        tmp_path / "fields.jsonl", [{"q": {"text": "1?"}, "a": "1"}, {"q": {"txt": "2?"}, "a": "2"}]
+    )
+    by_field = ("--question-column", "q.text", "--answer-column", "a")
     empty = write_rows(tmp_path / "empty.jsonl", [])
     bad_type = write_rows(tmp_path / "type.jsonl", [{"problem": "p", "answer": 1.5}])
     r1 = save(r1_tokenizer(), tmp_path / "r1")
@@ -339,6 +347,7 @@ def test_faults_are_named_and_nothing_is_written(tmp_path: Path, model: Path) ->
         ("custom", strange, model, (), "--question-column"),
         ("custom", strange, model, ("--question-column", "query"), "both or none"),
         ("custom", strange, model, ("--question-column", "query", "--answer-column", "glod"), "glod"),
+        ("custom", fields, model, by_field, "row 2: found columns ['q', 'a']; expected a column 'q.text'"),
         ("custom", empty, model, (), "found no rows"),
         ("custom", bad_type, model, (), "row 1: found float 1.5 as the answer"),
         ("custom", sanity, model, ("--language", "zh", "--max-prompt-tokens", "5"), "no prompt left (read: 10"),
@@ -450,20 +459,16 @@ def write_table(path: Path, rows: list[dict[str, str]], begin: str = "") -> Path
     return path
 
 
-@pytest.mark.parametrize("compression", OPENERS)
-@pytest.mark.parametrize("kind", [".csv", ".tsv", ".jsonl"])
-def test_tables_and_compressed_files_are_the_same_prompts(
-    tmp_path: Path, model: Path, kind: str, compression: str
-) -> None:
+def test_tables_and_compressed_files_are_the_same_prompts(tmp_path: Path, model: Path) -> None:
     """With a mark of the byte order, as spreadsheets write it."""
-    plain = write_table(tmp_path / "plain.jsonl", TABLE)
-    source = write_table(tmp_path / f"table{kind}{compression}", TABLE, "" if kind == ".jsonl" else "\ufeff")
-    outs = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    for out, each in zip(outs, (plain, source), strict=True):
-        result = run(out, "custom", each, model, "--template", "chat")
+    names = [f"table{kind}{compression}" for kind in (".jsonl", ".csv", ".tsv") for compression in OPENERS]
+    outs = [tmp_path / f"{number}.jsonl" for number in range(len(names))]
+    for name, out in zip(names, outs, strict=True):
+        source = write_table(tmp_path / name, TABLE, "" if ".jsonl" in name else "\ufeff")
+        result = run(out, "custom", source, model, "--template", "chat")
         assert result.exit_code == 0, result.output
-    assert outs[0].read_text() == outs[1].read_text()
-    assert [prompt.answer for prompt in load_prompts(outs[1], "prompt", "answer")] == ["007", "True", "1.50"]
+        assert out.read_text() == outs[0].read_text(), name
+    assert [prompt.answer for prompt in load_prompts(outs[0], "prompt", "answer")] == ["007", "True", "1.50"]
 
 
 def test_what_check_sends_to_prepare_data_is_read_or_refused_with_the_list(tmp_path: Path, model: Path) -> None:
@@ -476,6 +481,8 @@ def test_what_check_sends_to_prepare_data_is_read_or_refused_with_the_list(tmp_p
     (tmp_path / "fake.tsv.xz").write_text("question\tanswer\n1?\t1\n")
     (tmp_path / "latin.csv").write_bytes("question,answer\né?,1\n".encode("latin-1"))
     (tmp_path / "short.csv").write_text("question,answer\n1 + 1?,2\n3, or 4?,4\n")
+    (tmp_path / "long.csv").write_text("question,answer\n1 + 1?,2,\n3?,4,\n")
+    (tmp_path / "quoted.csv").write_text('question,answer\n"1 + 1"?,2\n')
     (tmp_path / "twice.csv").write_text("answer,answer\n1,2\n")
     (tmp_path / "empty.csv").write_text("question,answer\n")
     (tmp_path / "book.xlsx").write_bytes(b"PK")
@@ -485,6 +492,8 @@ def test_what_check_sends_to_prepare_data_is_read_or_refused_with_the_list(tmp_p
         "fake.tsv.xz": "LZMAError",
         "latin.csv": "expected a complete file of the kind that its name ends with, in UTF-8",
         "short.csv": "row 2: found 3 cells; expected 2, one per column",
+        "long.csv": "row 1: found 3 cells; expected 2, one per column",
+        "quoted.csv": "found Error: ',' expected after",
         "twice.csv": "expected different names",
         "empty.csv": "found no rows",
         "book.xlsx": "'.xlsx'; expected a file that ends in .jsonl, .csv or .tsv",

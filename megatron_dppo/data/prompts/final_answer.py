@@ -2,7 +2,7 @@ r"""Finds the final answer in a cell with more text, by the markers of published
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from operator import itemgetter
 from typing import Literal
 
 from megatron_dppo.errors import DataError, Problem
@@ -39,22 +39,14 @@ _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z][a-z']+|[\u3400-\u9fff]{2}")
 
 
-@dataclass(frozen=True)
-class Found:
-    """A final answer and its marker's position."""
-
-    start: int  # the marker's index in the cell
-    text: str
-
-
 def final_answer(cell: str) -> str | None:
     r"""Return the final answer that a text marks, or `None` without a marker or if the cell is only the answer.
 
     If there are several markers, the last one counts. Markers are `#### 18` on the last line (GSM8K), the last
     `\boxed{}` (MATH), `<answer>` tags, and "The answer is 4" or "Answer: 4" up to the end of the sentence.
     """
-    found = [each for each in _find_marked(cell) if each.text]
-    answer = max(found, key=lambda each: each.start).text if found else None
+    found = [each for each in _find_marked(cell) if each[1]]
+    answer = max(found, key=itemgetter(0))[1] if found else None
     return answer if answer != cell.strip() else None
 
 
@@ -72,7 +64,7 @@ def answer_kind(cell: str) -> AnswerKind:
 
 def last_boxed(solution: str) -> str:
     r"""Return the content of a solution's last \boxed{} or \fbox{}; empty if that box is not closed."""
-    return next((found.text for found in _find_boxed(solution)), "")
+    return next((text for _, text in _find_boxed(solution)), "")
 
 
 def number_of(cell: str) -> str | None:
@@ -137,19 +129,20 @@ def excerpt(cell: str) -> str:
     return repr(text if len(text) <= 60 else "..." + text[-60:])
 
 
-def _find_marked(cell: str) -> Iterator[Found]:
+def _find_marked(cell: str) -> Iterator[tuple[int, str]]:
+    """Yield the index and the text of each marked answer."""
     yield from _find_boxed(cell)
-    yield from (Found(match.start(), match[1].strip()) for match in _GSM8K.finditer(cell))
-    yield from (Found(match.start(), match[1].strip()) for match in _TAG.finditer(cell))
+    yield from ((match.start(), match[1].strip()) for match in _GSM8K.finditer(cell))
+    yield from ((match.start(), match[1].strip()) for match in _TAG.finditer(cell))
     for match in _SAID.finditer(cell):
         said = _without_sentence(match[1] or match[2] or match[3])
         if len(_WORD.findall(said)) < _DOZEN:
-            yield Found(match.start(), final_answer(said) or said)
+            yield match.start(), final_answer(said) or said
 
 
-def _find_boxed(solution: str) -> Iterator[Found]:
+def _find_boxed(solution: str) -> Iterator[tuple[int, str]]:
     r"""Yield the last box, if it is closed, with those before it that only "and" separates from it."""
-    found = list[Found]()
+    found = list[tuple[int, str]]()
     end = 0
     for box in _BOX.finditer(solution):
         begin, depth, closed = box.end(), 1, None
@@ -162,10 +155,10 @@ def _find_boxed(solution: str) -> Iterator[Found]:
             found.clear()
         if closed is None:
             return
-        found.append(Found(box.start(), solution[begin:closed]))
+        found.append((box.start(), solution[begin:closed]))
         end = closed + 1
     if found:
-        yield Found(found[0].start, ", ".join(dict.fromkeys(each.text for each in found)))
+        yield found[0][0], ", ".join(dict.fromkeys(text for _, text in found))
 
 
 def _without_sentence(said: str) -> str:

@@ -228,11 +228,7 @@ def _tokenize(
 ) -> Iterator[_Tokenized]:
     for question in _progress(questions, "prompts"):
         try:
-            prompt = _prompt(where, question, options)
-        except DataError as error:
-            bad_rows.add(str(error))
-            continue
-        try:
+            prompt = _prompt(question, options)
             yield _Tokenized(question, prompt, whole_tokens(tokenizer, prompt))
         except DataError as error:
             bad_rows.add(f"{where}, row {question.row}: {error}")
@@ -256,16 +252,15 @@ def format_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{what}: {count}" for what, count in counts.items())
 
 
-def _prompt(where: str, question: Question, options: PrepareOptions) -> Prompt:
+def _prompt(question: Question, options: PrepareOptions) -> Prompt:
     cell = question.cell
     if options.template == "chat":
-        cell = replace(cell, asked=problem_in_chat(where, question, options.instruction))
+        cell = replace(cell, asked=problem_in_chat(question, options.instruction))
     elif options.template != "none":
-        cell = replace(cell, asked=TEMPLATES[options.template](problem_alone(where, question)))
+        cell = replace(cell, asked=TEMPLATES[options.template](problem_alone(question)))
     if isinstance(cell.asked, str) and (cell.tools or cell.template_arguments):
-        found = f"tools or chat_template_kwargs with --template {options.template}, which makes text"
-        action = "Use --template chat or none."
-        raise fault(f"{where}, row {question.row}", found, "a template of messages", action)
+        found, action = "tools or chat_template_kwargs, and a template of text", "Use --template chat or none."
+        raise fault(f"--template {options.template}", found, "a template of messages", action)
     prompt = prompt_of(f"{options.name}/{question.row}", question.answer, options.name, cell)
     return replace(prompt, label=question.label)
 

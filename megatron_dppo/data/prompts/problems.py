@@ -126,17 +126,17 @@ def text_asked(asked: Asked) -> str:
     return "\n".join(f"{message['role']}: {message['content']}" for message in asked)
 
 
-def problem_alone(where: str, question: Question) -> str:
+def problem_alone(question: Question) -> str:
     """Return the problem as plain text for a template, which would lose all but one message of the user."""
     asked = question.cell.asked
     if not isinstance(asked, str) and [message["role"] for message in asked] != ["user"]:
         roles = ", ".join(message["role"] for message in asked)
         action = "Use --template none, which keeps such prompts unchanged, or chat, which adds an instruction."
-        raise fault(f"{where}, row {question.row}", f"messages of {roles}", "one message of the user", action)
+        raise fault("the prompt", f"messages of {roles}", "one message of the user", action)
     return question.problem
 
 
-def problem_in_chat(where: str, question: Question, instruction: str | None) -> tuple[Message, ...]:
+def problem_in_chat(question: Question, instruction: str | None) -> tuple[Message, ...]:
     """Return the problem as a chat, with the instruction added to the last message."""
     asked = question.cell.asked
     if instruction is not None and (isinstance(asked, str) or question.had_instruction):
@@ -147,7 +147,7 @@ def problem_in_chat(where: str, question: Question, instruction: str | None) -> 
     last = messages[-1]
     if last["role"] != "user":
         found, action = f"a last message of {last['role']!r}", "Leave out --instruction."
-        raise fault(f"{where}, row {question.row}", found, "one of 'user' for --instruction", action)
+        raise fault("the prompt", found, "one of 'user' for --instruction", action)
     return (*messages[:-1], {**last, "content": with_instruction(last["content"], instruction)})
 
 

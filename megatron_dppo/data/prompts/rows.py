@@ -1,8 +1,8 @@
 """Reads the rows of files and of published data sets, finds their columns, and checks their cells.
 
 Every error names its row. `datasets` reads folders and the hub, but no single file, because it would change
-values: a column has one type, so that 7 becomes 7.0 if another row has 0.5, and integers above 64 bits fail. One
-torn line fails its complete file. In a table, rows with too few cells are filled up, and if all rows have one
+values: a column has one type, so that 7 becomes 7.0 if another row has 0.5, and integers above 64 bits fail.
+One torn line fails its complete file. In a table, rows with too few cells are filled up, and if all have one
 too many, each cell moves to the column before it.
 """
 

@@ -17,7 +17,7 @@ Neither a held-out pair nor its commuted product appears in a teacher batch or a
 
 from functools import cache
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -44,16 +44,8 @@ SLIP_PROBABILITY = 0.10
 _HELD_OUT_ONE_IN = 10
 
 
-class SanityRow(TypedDict):
-    """One line of the task's prompt file."""
-
-    id: str
-    prompt: str
-    answer: str
-
-
-def make_prompts(n: int, seed: int, split: Split = "train") -> list[SanityRow]:
-    """Return `n` distinct problems of a split in an order that depends only on (seed, split)."""
+def make_prompts(n: int, seed: int, split: Split = "train") -> list[dict[str, str]]:
+    """Return `n` rows (id, prompt, answer) of a split in an order that depends only on (seed, split)."""
     pairs = _pairs(split)
     if not 0 <= n <= len(pairs):
         found = Problem("sanity task", f"n = {n}", f"0 to {len(pairs)} for split {split!r}", "Ask for fewer.")
@@ -101,7 +93,7 @@ def _pairs(split: Split) -> Tensor:
     return grid[is_held_out == (split == "held_out")]
 
 
-def _row(a: int, b: int) -> SanityRow:
+def _row(a: int, b: int) -> dict[str, str]:
     prompt = f"{BOS} {a % 10} {a // 10} * {b % 10} {b // 10} ="
     return {"id": f"{a}*{b}", "prompt": prompt, "answer": str(a * b)}
 

@@ -299,6 +299,17 @@ def test_a_chat_with_an_instruction(tmp_path: Path, model: Path) -> None:
     assert refused.exit_code == 2 and "without a chat template" in refused.output
 
 
+def test_no_reward_is_named_if_one_prompt_asks_for_no_form(tmp_path: Path, model: Path) -> None:
+    rows = [{"question": rf"{n}? Use \boxed{{}}.", "answer": r"4\text{ to }9"} for n in range(3)]
+    for name, last in (("all", r"4? \boxed"), ("some", "4?")):
+        source = write_rows(tmp_path / f"{name}.jsonl", [*rows, {"question": last, "answer": "5"}])
+        result = run(tmp_path / "out" / f"{name}.jsonl", "custom", source, model, "--template", "none")
+        assert result.exit_code == 0, result.output
+        assert ('data.reward = "math"' in result.output) == (name == "all")
+        assert ("note: not all prompts ask for an answer in one form" in result.output) == (name == "some")
+        assert ("Only the same text counts as right" in result.output) == (name == "all")
+
+
 def test_dapos_instruction_gives_way_to_another_alone(tmp_path: Path, model: Path) -> None:
     source = write_rows(tmp_path / "dapo.jsonl", verl_rows(1))
     for name, options, num_removed in (("a", (), 0), ("b", ("--instruction", "Box it."), len(PROBLEMS))):

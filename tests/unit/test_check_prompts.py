@@ -188,7 +188,7 @@ def test_float32_parts_that_a_bfloat16_run_rounds_are_named(is_reference: bool) 
 
 
 def test_columns_that_nothing_reads_are_noted() -> None:
-    (note,) = noted(tools_tokenizer(), [{}, {"remarks": {"level": 1}, "id": 7, "tools": []}])
+    (note,) = noted(tools_tokenizer(), [{}, {"empty": None, "remarks": {"level": 1}, "id": 7, "tools": []}])
     assert note.startswith("columns of p.jsonl that are not read: remarks.")
 
 

@@ -74,6 +74,13 @@ def test_parquet_messages(tmp_path: Path) -> None:
     assert load_prompts(path, "prompt", "answer")[0].messages == tuple(chat[0])
 
 
+def test_a_named_column_is_not_read_as_tools(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    write_jsonl(path, [{"prompt": "Which tool drives nails?", "tools": "hammer"}])
+    (prompt,) = load_prompts(path, "prompt", "tools")
+    assert (prompt.answer, prompt.tools) == ("hammer", None)
+
+
 def test_ids_are_line_numbers_and_blank_lines_hold_no_row(tmp_path: Path) -> None:
     row = json.dumps({"prompt": "p", "answer": "a"})
     path = write_lines(tmp_path / "p.jsonl", row, "", row)

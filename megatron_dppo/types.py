@@ -25,11 +25,15 @@ DataCursor = Mapping[str, "int | list[int]"]
 """Position in a stream of prompts, as JSON."""
 
 
-class Message(TypedDict):
-    """One turn of a chat. Further fields of a message, such as `tool_calls`, reach the chat template too."""
+if TYPE_CHECKING:
 
-    role: str
-    content: str
+    class Message(TypedDict):
+        """One turn of a chat. Further fields, such as `tool_calls`, reach the chat template and workers too."""
+
+        role: str
+        content: str
+else:
+    Message = dict[str, Any]  # a TypedDict would lose further fields on the way to a worker
 
 
 @dataclass(frozen=True)

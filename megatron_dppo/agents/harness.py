@@ -13,7 +13,7 @@ from megatron_dppo.runtime.process import host_bytes, num_files_left
 from megatron_dppo.runtime.user_code import problem_with_path
 from megatron_dppo.types import Prompt
 from megatron_dppo.workers.pool import WorkerPool
-from megatron_dppo.workers.service import Fields, Service, require_keys
+from megatron_dppo.workers.service import Service
 
 KEY = "rollout.agent.harness"
 _COMMAND = "rollout.agent.command"
@@ -52,36 +52,15 @@ def checked_outcome(found: Any) -> AgentOutcome:
     return AgentOutcome(reward, info)
 
 
-def encode_task(task: EpisodeTask) -> Fields:
-    """Return the fields of a request for one episode."""
-    return vars(task) | {"prompt": vars(task.prompt)}
-
-
-def decode_task(fields: Fields) -> EpisodeTask:
-    """Return the task that has these fields."""
-    messages = fields["prompt"]["messages"]
-    prompt: Any = Prompt(**fields["prompt"] | {"messages": None if messages is None else tuple(messages)})
-    return EpisodeTask(**fields | {"prompt": prompt})
-
-
-def encode_outcome(outcome: AgentOutcome) -> Fields:
-    """Return the fields of an outcome."""
-    return {"reward": outcome.reward, "info": dict(outcome.info)}
-
-
-def _decode_outcome(fields: Fields) -> AgentOutcome:
-    return checked_outcome(AgentOutcome(**require_keys(fields, "reward", "info")))
-
-
-_SERVICE = Service[EpisodeTask, AgentOutcome](
+SERVICE = Service[EpisodeTask, AgentOutcome](
     module="megatron_dppo.agents.worker",
+    request=EpisodeTask,
+    answer=AgentOutcome,
     key=KEY,
     noun="harness",
     option_prefix="data.reward_",
     error=AgentFailedError,
     describe_request=lambda task: f"prompt {task.prompt.id}",
-    encode_request=encode_task,
-    decode_answer=_decode_outcome,
     fewer="rollout.prompts_per_rollout",
 )
 
@@ -106,7 +85,7 @@ class HarnessPool(WorkerPool[EpisodeTask, AgentOutcome]):
     ) -> None:
         """Create the pool for a "module:function" or a command; see `WorkerPool`."""
         super().__init__(
-            _SERVICE,
+            SERVICE,
             harness if harness is not None else json.dumps(list(command)),
             num_workers=most_open_episodes(),
             timeout_s=math.inf,

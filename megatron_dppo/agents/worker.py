@@ -8,7 +8,6 @@ import inspect
 import json
 import os
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -16,17 +15,15 @@ from typing import Any
 
 from megatron_dppo.agents.harness import (
     KEY,
+    SERVICE,
     AgentOutcome,
     EpisodeTask,
     as_command,
     checked_outcome,
-    decode_task,
-    encode_outcome,
 )
 from megatron_dppo.errors import AgentFailedError
 from megatron_dppo.runtime.user_code import describe_error, import_named
-from megatron_dppo.workers.service import Fields
-from megatron_dppo.workers.worker import Answer, run_worker
+from megatron_dppo.workers.worker import run_worker
 
 _LAST_OUTPUT = 1000  # characters of a command's output that its fault shows
 _BEGIN_TIMEOUT_S = 600.0  # the trainer's machine may be loaded
@@ -35,16 +32,19 @@ Harness = Callable[[EpisodeTask], AgentOutcome]
 """Runs one episode."""
 
 
-def load_harness(name: str) -> Answer:
-    """Return a function that runs an episode of the harness `name`."""
+def load_harness(name: str) -> Harness:
+    """Return a function that runs an episode of the harness `name`.
+
+    Raises:
+        AgentFailedError: The function is not asynchronous.
+    """
     command = as_command(name)
     run = _of_function(name) if command is None else _of_command(command)
 
-    def answer(fields: Fields) -> Fields:
-        task = decode_task(fields)
+    def answer(task: EpisodeTask) -> AgentOutcome:
         os.environ.update(variables(task))
         _begin(task)
-        return encode_outcome(run(task))
+        return run(task)
 
     return answer
 
@@ -125,4 +125,4 @@ def _failed(task: EpisodeTask, found: str) -> AgentFailedError:
 
 
 if __name__ == "__main__":
-    run_worker(KEY, load_harness, sys.argv[1], int(sys.argv[2]))
+    run_worker(SERVICE, load_harness)

@@ -3,24 +3,25 @@
 Its main loop is `workers.worker.run_worker`. It keeps the instances of trajectories from turn to turn.
 """
 
-import sys
+from collections.abc import Callable
 
 from megatron_dppo.environments import environment
-from megatron_dppo.environments.pool import Host, decode_trajectory, encode_answer
-from megatron_dppo.workers.service import Fields
-from megatron_dppo.workers.worker import Answer, run_worker
+from megatron_dppo.environments.base import Trajectory
+from megatron_dppo.environments.pool import SERVICE, Answer, Host
+from megatron_dppo.workers.worker import run_worker
 
 
-def load_environment(name: str) -> Answer:
+def load_environment(name: str) -> Callable[[Trajectory], Answer]:
     """Return a function that runs the environment `name` for a trajectory's next observation or turn."""
     host = Host(environment(name))
 
-    def answer(fields: Fields) -> Fields:
-        trajectory = decode_trajectory(fields)
-        return encode_answer(host.step(trajectory) if trajectory.responses else host.reset(trajectory))
+    def answer(trajectory: Trajectory) -> Answer:
+        if trajectory.responses:
+            return Answer(turn=host.step(trajectory))
+        return Answer(opening=host.reset(trajectory))
 
     return answer
 
 
 if __name__ == "__main__":
-    run_worker("rollout.environment", load_environment, sys.argv[1], int(sys.argv[2]))
+    run_worker(SERVICE, load_environment)

@@ -1,68 +1,18 @@
 """Scores responses in worker processes: a reward that hangs, dies or eats memory costs one sample."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.base import RewardFault, RewardFaultKind, RewardRequest, RewardResult
 from megatron_dppo.rewards.choice import RewardChoice
 from megatron_dppo.runtime.user_code import advice_on_variables
-from megatron_dppo.types import Prompt
 from megatron_dppo.workers.pool import WorkerPool
-from megatron_dppo.workers.service import Fields, Service, WorkerFault, WorkerFaultKind, require_keys
+from megatron_dppo.workers.service import Service, WorkerFault, WorkerFaultKind
 
-_MAX_MESSAGE = 2000  # characters of a fault's message
 Requests = Sequence[RewardRequest]
 Scores = list[RewardResult | RewardFault]
-
-
-def encode_requests(requests: Requests) -> Fields:
-    """Return the fields of responses to score together."""
-    return {"responses": [_encode(request) for request in requests]}
-
-
-def _encode(request: RewardRequest) -> Fields:
-    return {"prompt": vars(request.prompt), "response": request.response, "finish": request.finish_reason}
-
-
-def decode_requests(fields: Fields) -> list[RewardRequest]:
-    """Return the responses to score that have these fields."""
-    return [_decode(each) for each in fields["responses"]]
-
-
-def _decode(fields: Fields) -> RewardRequest:
-    prompt = fields["prompt"]
-    if prompt["messages"] is not None:
-        prompt["messages"] = tuple(prompt["messages"])
-    return RewardRequest(Prompt(**prompt), fields["response"], fields["finish"])
-
-
-def encode_scores(scores: Sequence[RewardResult | RewardError]) -> Fields:
-    """Return the fields of scores."""
-    return {
-        "scores": [
-            {"value": score.value, "info": dict(score.info)}
-            if isinstance(score, RewardResult)
-            else {"failed": str(score)[:_MAX_MESSAGE]}
-            for score in scores
-        ]
-    }
-
-
-def decode_scores(fields: Fields) -> Scores:
-    """Return the scores that have these fields.
-
-    Raises:
-        ValueError: The fields are not the fields of scores.
-    """
-    return [_decode_score(each) for each in require_keys(fields, "scores")["scores"]]
-
-
-def _decode_score(fields: Fields) -> RewardResult | RewardFault:
-    if "failed" in fields:
-        return RewardFault("reward_failed", fields["failed"])
-    found = require_keys(fields, "value", "info")
-    return RewardResult(found["value"], found["info"])
+Answers = list[RewardResult | str]
+"""A worker's result for each response, or why there is none."""
 
 
 def _describe(requests: Requests) -> str:
@@ -70,15 +20,15 @@ def _describe(requests: Requests) -> str:
     return f"prompt {requests[0].prompt.id}{group}"
 
 
-_SERVICE = Service[Requests, Scores](
+SERVICE = Service[Requests, Answers](
     module="megatron_dppo.rewards.worker",
+    request=list[RewardRequest],
+    answer=Answers,
     key="data.reward",
     noun="reward",
     option_prefix="data.reward_",
     error=RewardError,
     describe_request=_describe,
-    encode_request=encode_requests,
-    decode_answer=decode_scores,
 )
 _KINDS: Mapping[WorkerFaultKind, RewardFaultKind] = {
     "failed": "reward_failed",
@@ -87,7 +37,7 @@ _KINDS: Mapping[WorkerFaultKind, RewardFaultKind] = {
 }
 
 
-class RewardPool(WorkerPool[Requests, Scores]):
+class RewardPool(WorkerPool[Requests, Answers]):
     """Workers that score responses."""
 
     def __init__(
@@ -102,7 +52,7 @@ class RewardPool(WorkerPool[Requests, Scores]):
         """Start the workers, see `WorkerPool`. `choice` is a `RewardChoice`, its text, or a reward's name."""
         name = choice if isinstance(choice, str) else choice.text
         super().__init__(
-            _SERVICE,
+            SERVICE,
             name,
             num_workers=num_workers,
             timeout_s=timeout_s,
@@ -129,14 +79,14 @@ class RewardPool(WorkerPool[Requests, Scores]):
         """Return the scores of responses to one prompt, which a reward of whole groups gets at once."""
         return self._scores(await self.ask_one(requests), len(requests))
 
-    def _scores(self, found: Scores | WorkerFault, count: int) -> Scores:
+    def _scores(self, found: Answers | WorkerFault, count: int) -> Scores:
         """Return the worker's scores, or its fault for each response."""
         if isinstance(found, WorkerFault):
             return [RewardFault(_KINDS[found.kind], found.message)] * count
-        return [self._with_advice(score) if isinstance(score, RewardFault) else score for score in found]
+        return [self._fault(each) if isinstance(each, str) else each for each in found]
 
-    def _with_advice(self, fault: RewardFault) -> RewardFault:
-        return replace(fault, message=fault.message + advice_on_variables(fault.message, self._environment))
+    def _fault(self, message: str) -> RewardFault:
+        return RewardFault("reward_failed", message + advice_on_variables(message, self._environment))
 
     def __enter__(self) -> "RewardPool":
         return self

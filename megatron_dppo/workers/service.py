@@ -1,21 +1,20 @@
-"""Describes a kind of worker: its program, its requests and replies, and its keys in the config.
+"""Describes a kind of worker: its program, the types of its requests and replies, and its keys in the config.
 
-Messages are frames of JSON. A worker first sends `{"problem": ...}`: why it could not load the user's code, or
-null. Requests are `{"number": ..., "request": ...}`. Replies repeat the number and have `"answer"` or
-`"failed"`, so that a stray message never becomes the reply to another request. Both kinds of message have
-`"files"`: path and digest of each file that the worker has read since its last message.
+Messages are frames of JSON, never pickles. Requests are `{"number": ..., "request": ...}`. A worker's messages
+are the fields of a `Reply`. The first one, number -1, tells whether it could load the user's code. The others
+repeat a request's number, so that a stray message never becomes the reply to another request.
 """
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar
+
+import msgspec
 
 from megatron_dppo.errors import MegatronDppoError
 from megatron_dppo.runtime.framing import json_frame
 
-Fields = dict[str, Any]
-"""A request or a reply between a trainer and its workers, as a JSON object."""
 WorkerFaultKind = Literal["failed", "timed_out", "out_of_memory"]
 
 Q = TypeVar("Q")  # request
@@ -34,69 +33,79 @@ class WorkerFault:
 class Service(Generic[Q, A]):
     """A kind of worker.
 
+    Requests and replies are JSON values and dataclasses of JSON values.
+
     Attributes:
         module: Program, run as `python -m MODULE NAME MEMORY_MB`; it calls `worker.run_worker`.
+        request: Type of a request.
+        answer: Type of a reply.
         key: Config key of the user's code.
         noun: Noun for the user's code in messages.
         option_prefix: Prefix of the config keys `workers`, `timeout_s` and `memory_mb`.
         fewer: What to lower for fewer processes; default: the key `workers`.
         error: Error that stops a run: the code cannot be loaded, or its requests time out.
         describe_request: Returns the name of a request for messages.
-        encode_request: Returns a request's fields.
-        decode_answer: Returns the reply that has these fields; raises ValueError if they are invalid.
     """
 
     module: str
+    request: type[Q]
+    answer: type[A]
     key: str
     noun: str
     option_prefix: str
     error: type[MegatronDppoError]
     describe_request: Callable[[Q], str]
-    encode_request: Callable[[Q], Fields]
-    decode_answer: Callable[[Fields], A]
     fewer: str = ""
+
+
+FileDigests = set[tuple[str, str]]
+"""Path and `user_code.digest_of` of files that workers have read."""
+LOADED = -1
+"""Number of a worker's first message."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A worker's message: an answer, or why there is none, and the files read since its last message."""
+
+    number: int
+    files: FileDigests
+    answer: Any = None
+    failed: str | None = None
 
 
 OUT_OF_MEMORY = json_frame({"out_of_memory": True})
 """The last message of a worker, encoded in advance, because nothing can be allocated when it is needed."""
 
 
-FileDigests = set[tuple[str, str]]
-"""Path and `user_code.digest_of` of files that workers have read."""
+def encode(message: Any) -> bytes:
+    """Return the frame of a message of dataclasses and JSON values."""
+    return json_frame(msgspec.to_builtins(message))
 
 
-def read_answer(content: bytes, number: int, files: FileDigests) -> Fields | WorkerFault:
-    """Return the fields of the reply to request `number`, or its fault; add its files to `files`.
+def decode(fields: Any, kind: type[A]) -> A:
+    """Return the value of a type that has these fields.
+
+    Raises:
+        ValueError: The fields are not those of the type.
+    """
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{str(fields)[:80]!r}: {error}") from error
+
+
+def read_reply(content: bytes, number: int, kind: type[A], files: FileDigests) -> A | WorkerFault:
+    """Return the reply to request `number`, or its fault; add its files to `files`.
 
     Raises:
         ValueError: The message is not a reply to this request.
     """
-    message = require_keys(json.loads(content))
-    if message == {"out_of_memory": True}:
+    fields = json.loads(content)
+    if fields == {"out_of_memory": True}:
         return WorkerFault("out_of_memory", "")
-    if require_keys(message, "number")["number"] != number:
-        raise ValueError(f"a reply to request {message['number']} instead of {number}")
-    add_files(message, files)
-    if "failed" in message:
-        return WorkerFault("failed", message["failed"])
-    return require_keys(require_keys(message, "answer")["answer"])
-
-
-def add_files(message: Fields, files: FileDigests) -> None:
-    """Add the files that a message names to `files`.
-
-    Raises:
-        ValueError: The message names none.
-    """
-    files.update((str(path), str(digest)) for path, digest in require_keys(message, "files")["files"])
-
-
-def require_keys(content: Any, *keys: str) -> Fields:
-    """Return a message's fields after checking that they have these keys.
-
-    Raises:
-        ValueError: A key is missing, or the message is not a JSON object.
-    """
-    if not isinstance(content, dict) or not all(key in content for key in keys):
-        raise ValueError(f"{str(cast(object, content))[:80]!r}, which lacks one of {keys}")
-    return cast(Fields, content)
+    reply = decode(fields, Reply)
+    if reply.number != number:
+        raise ValueError(f"a reply to request {reply.number} instead of {number}")
+    files.update(reply.files)
+    return decode(reply.answer, kind) if reply.failed is None else WorkerFault("failed", reply.failed)

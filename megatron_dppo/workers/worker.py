@@ -21,34 +21,31 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from megatron_dppo.errors import MegatronDppoError
-from megatron_dppo.runtime.framing import json_frame, read_message, write_frame
+from megatron_dppo.runtime.framing import read_message, write_frame
 from megatron_dppo.runtime.user_code import FilesRead, describe_error
-from megatron_dppo.workers.service import OUT_OF_MEMORY, Fields
+from megatron_dppo.workers.service import LOADED, OUT_OF_MEMORY, A, Q, Reply, Service, decode, encode
 
 _MAX_MESSAGE = 2000  # characters of a fault's message
 _PARENT_EVERY_S = 0.25
 _STATUS = Path("/proc/self/status")
 
-Answer = Callable[[Fields], Fields]
-"""Returns the reply to a request.
 
-A MegatronDppoError fails only this request, and its message is sent as the fault. Any other exception also ends
-the worker; a MemoryError is reported as `out_of_memory`.
-"""
-
-
-def run_worker(key: str, load: Callable[[str], Answer], name: str, memory_mb: int) -> None:
+def run_worker(service: Service[Q, A], load: Callable[[str], Callable[[Q], A]]) -> None:
     """Serve until stdin ends, or the process that started this one is gone.
 
+    The program's arguments are the name of the user's code, and the memory in MB that the code may allocate
+    after its import; 0 is no limit.
+
     Args:
-        key: Config key of the name.
-        load: Function that imports the user's code.
-        name: Name of the user's code.
-        memory_mb: Memory that the code may allocate after its import, in MB; 0 is no limit.
+        service: Kind of worker.
+        load: Function that imports the user's code by its name, and returns the function from a request to its
+            reply. If that raises a MegatronDppoError, only this request fails, and the error's message is
+            its fault. Any other exception also ends the worker; a MemoryError is reported as `out_of_memory`.
     """
+    name, memory_mb = sys.argv[1], int(sys.argv[2])
     trainer = os.getppid()
     if os.getpgrp() != os.getpid():
         os.setsid()  # started by hand: never kill another process group
@@ -67,12 +64,12 @@ def run_worker(key: str, load: Callable[[str], Answer], name: str, memory_mb: in
         problem = str(error)
     except BaseException as error:  # noqa: BLE001 - the user's module may raise anything while it is imported
         traceback.print_exc()
-        problem = f"{key}: {name!r} cannot be imported: it raised {describe_error(error)}"
+        problem = f"{service.key}: {name!r} cannot be imported: it raised {describe_error(error)}"
     if answer is not None:
         _limit_memory(memory_mb)
-    write_frame(replies, json_frame({"problem": problem, "files": [*files.take()]}))
+    write_frame(replies, encode(Reply(LOADED, files.take(), failed=problem)))
     if answer is not None:
-        _serve(answer, files, requests, replies)
+        _serve(lambda message: _reply(service, answer, files, message), requests, replies)
 
 
 def _pass_over(number: int, frame: FrameType | None) -> None:
@@ -117,13 +114,13 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     return open(requests, "rb"), open(replies, "wb")  # noqa: PTH123 - for the life of the process
 
 
-def _serve(answer: Answer, files: FilesRead, requests: BinaryIO, replies: BinaryIO) -> None:
+def _serve(reply_to: Callable[[bytes], bytes], requests: BinaryIO, replies: BinaryIO) -> None:
     while True:
         try:
             message = read_message(requests)
             if message is None:
                 return
-            reply = _reply(answer, files, message)
+            reply = reply_to(message)
         except MemoryError:
             reply = OUT_OF_MEMORY
         # The exception is gone here, so the memory of the user's frames is free again.
@@ -134,14 +131,14 @@ def _serve(answer: Answer, files: FilesRead, requests: BinaryIO, replies: Binary
             return  # memory that is still in use would fail the next request too
 
 
-def _reply(answer: Answer, files: FilesRead, message: bytes) -> bytes:
-    request = json.loads(message)
-    reply: Fields = {"number": request["number"]}
+def _reply(service: Service[Q, A], answer: Callable[[Q], A], files: FilesRead, message: bytes) -> bytes:
+    fields: dict[str, Any] = json.loads(message)
+    found, failed = None, None
     try:
-        reply["answer"] = answer(request["request"])
+        found = answer(decode(fields["request"], service.request))
     except MegatronDppoError as error:
-        reply["failed"] = str(error)[:_MAX_MESSAGE]
-    return json_frame(reply | {"files": [*files.take()]})
+        failed = str(error)[:_MAX_MESSAGE]
+    return encode(Reply(fields["number"], files.take(), found, failed))
 
 
 def _limit_memory(memory_mb: int) -> None:

@@ -1,7 +1,6 @@
 """Starts and drives one worker process, with non-blocking pipes and deadlines, and reports how it ended."""
 
 import contextlib
-import json
 import os
 import select
 import shlex
@@ -15,18 +14,18 @@ from dataclasses import replace
 from typing import IO, Generic
 
 from megatron_dppo.errors import Problem
-from megatron_dppo.runtime.framing import FrameReader, json_frame
+from megatron_dppo.runtime.framing import FrameReader
 from megatron_dppo.runtime.user_code import advice_on_variables, user_environment
 from megatron_dppo.workers.service import (
+    LOADED,
     A,
     FileDigests,
     Q,
     Service,
     WorkerFault,
     WorkerFaultKind,
-    add_files,
-    read_answer,
-    require_keys,
+    encode,
+    read_reply,
 )
 
 _START_TIMEOUT_S = 300.0  # a user's module may import many others, from a slow disk
@@ -112,8 +111,7 @@ class WorkerProcess(Generic[Q, A]):
     def send(self, number: int, request: Q) -> None:
         """Send a request; bytes that do not fit into the pipe now are sent while `receive` waits."""
         assert self.is_writable, "one request at a time is written to the pipe"
-        fields = self._service.encode_request(request)
-        self._unsent = memoryview(json_frame({"number": number, "request": fields}))
+        self._unsent = memoryview(encode({"number": number, "request": request}))
         self._poll.register(self._in, select.POLLOUT)
         self._write()
 
@@ -126,13 +124,13 @@ class WorkerProcess(Generic[Q, A]):
         """
         message = self._message(timeout_s, is_cancelled)
         try:
-            answer = read_answer(message, number, self._files)
-            if isinstance(answer, WorkerFault):
-                advice = advice_on_variables(answer.message, self._environment)
-                return replace(answer, message=answer.message + advice)
-            return self._service.decode_answer(answer)
+            answer = read_reply(message, number, self._service.answer, self._files)
         except ValueError as error:
             raise WorkerLostError("failed", f"its worker sent {error}") from error
+        if isinstance(answer, WorkerFault):
+            advice = advice_on_variables(answer.message, self._environment)
+            return replace(answer, message=answer.message + advice)
+        return answer
 
     def ask_to_end(self) -> None:
         """Close an idle worker's stdin, so that it ends by itself."""
@@ -156,9 +154,9 @@ class WorkerProcess(Generic[Q, A]):
 
     def _hello(self, name: str, is_cancelled: IsCancelled) -> str | None:
         try:
-            hello = json.loads(self._message(_START_TIMEOUT_S, is_cancelled))
-            add_files(hello, self._files)
-            return require_keys(hello, "problem")["problem"]
+            hello = self._message(_START_TIMEOUT_S, is_cancelled)
+            loaded = read_reply(hello, LOADED, type(None), self._files)
+            return loaded.message if loaded is not None else None
         except (WorkerLostError, ValueError) as error:
             self.kill()
             command = f"python -m {self._service.module} {shlex.quote(name)} 0 </dev/null"

@@ -51,11 +51,12 @@ def said(turn: Turn | EnvironmentFault) -> str | None:
 
 
 def test_multi_turn_open_and_go_on_beside_each_other(pool: EnvironmentPool) -> None:
-    chat = Prompt("q", "", "test", messages=({"role": "user", "content": "?"},))
+    question: Any = {"role": "user", "content": "?", "name": "me", "tool_calls": [{"name": "add"}]}
+    chat = Prompt("q", "", "test", messages=(question,))
     seed = trajectory().seed
     assert pool.reset([trajectory(), trajectory(prompt=chat)]) == [
         Observation(f"begin {seed}"),
-        Observation(messages=({"role": "user", "content": "?"},)),
+        Observation(messages=(question,)),
     ]
     first = pool.step([trajectory("x"), trajectory("y", id="b")])
     assert [said(turn) for turn in first] == ["x", "y"]

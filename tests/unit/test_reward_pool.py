@@ -13,18 +13,18 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards import RewardFault, RewardPool, RewardRequest, RewardResult
-from megatron_dppo.rewards.pool import decode_requests, decode_scores, encode_requests
-from megatron_dppo.runtime.framing import FrameReader, frame_of, json_frame
+from megatron_dppo.rewards.pool import Answers
+from megatron_dppo.runtime.framing import FrameReader, frame_of
 from megatron_dppo.types import Prompt
 from megatron_dppo.workers.pool import WorkerPool
-from megatron_dppo.workers.service import OUT_OF_MEMORY, WorkerFault, read_answer
+from megatron_dppo.workers.service import LOADED, OUT_OF_MEMORY, WorkerFault, decode, encode, read_reply
 from tests.support.processes import wait_until
 
 LIMIT_S = 300.0  # of what must not take so long
@@ -62,9 +62,9 @@ def alone(*responses: str) -> list[list[RewardRequest]]:
     return [[request] for request in ask(*responses)]
 
 
-def scores(found: list[RewardResult | RewardFault] | WorkerFault) -> list[float | None]:
+def scores(found: Answers | WorkerFault) -> list[float | None]:
     assert isinstance(found, list)
-    return values(found)
+    return [each.value if isinstance(each, RewardResult) else None for each in found]
 
 
 def values(results: list[RewardResult | RewardFault]) -> list[float | None]:
@@ -180,15 +180,28 @@ def test_everything_reaches_the_reward(pool: RewardPool) -> None:
 
 
 def test_requests_survive_the_way_to_a_worker() -> None:
-    chat = Prompt("c", "4", "test", messages=({"role": "user", "content": "2 * 2 = \u2028\n"},))
+    call: Any = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"name": "add", "arguments": {"x": [1, None]}}],
+    }
+    messages = ({"role": "user", "content": "2 * 2 = \u2028\n", "name": "me"}, call)
+    rest: Any = {
+        "tools": [{"name": "add"}],
+        "metadata": {"a": {"b": [1.5]}},
+        "label": [4],
+        "file": "train.jsonl",
+    }
+    chat = Prompt("c", "4", "test", messages=cast(Any, messages), **rest)
     for request in (RewardRequest(chat, "a", "stop"), RewardRequest(PROMPT, "\ud800", "length")):
-        assert decode_requests(json.loads(json.dumps(encode_requests([request] * 2)))) == [request] * 2
+        (content,) = FrameReader(max_bytes=1000).feed(encode([request] * 2))
+        assert decode(json.loads(content), list[RewardRequest]) == [request] * 2
 
 
-@pytest.mark.parametrize("fields", [{}, {"value": 1.0}, {"info": {}}])
+@pytest.mark.parametrize("fields", [{}, {"value": "1"}, {"info": {}}, {"value": 1.0, "info": {"x": None}}])
 def test_fields_of_no_score_are_none(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="lacks one of"):
-        decode_scores({"scores": [{"failed": "x"}, fields]})
+    with pytest.raises(ValueError, match=r"Expected `float`|required field `value`"):
+        decode(["x", fields], Answers)
 
 
 @pytest.mark.parametrize("response", ["print", "program that reads", "program that is terminated"])
@@ -361,17 +374,15 @@ def test_a_signal_to_the_whole_job_is_the_trainers_to_answer(pool: RewardPool) -
 
 def test_the_worker_speaks_frames_of_json() -> None:
     requests = b"".join(
-        json_frame({"number": number, "request": encode_requests([request])})
-        for number, request in enumerate(ask("a", "eat"))
+        encode({"number": number, "request": [request]}) for number, request in enumerate(ask("a", "eat"))
     )
     command = [sys.executable, "-m", "megatron_dppo.rewards.worker", NAME, "64"]
     done = subprocess.run(command, input=requests, stdout=subprocess.PIPE, check=True)
     hello, first, last = FrameReader(max_bytes=100_000).feed(done.stdout)
     files = set[tuple[str, str]]()
-    assert json.loads(hello)["problem"] is None
-    answer = read_answer(first, 0, files)
-    assert isinstance(answer, dict) and values(decode_scores(answer)) == [1.0]
-    assert frame_of(last) == OUT_OF_MEMORY and isinstance(read_answer(last, 1, files), WorkerFault)
+    assert read_reply(hello, LOADED, type(None), files) is None
+    assert scores(read_reply(first, 0, Answers, files)) == [1.0]
+    assert frame_of(last) == OUT_OF_MEMORY and isinstance(read_reply(last, 1, Answers, files), WorkerFault)
 
 
 def test_a_reward_that_answers_nothing_is_not_waited_for() -> None:

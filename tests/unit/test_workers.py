@@ -17,7 +17,7 @@ from megatron_dppo.runtime import user_code
 from megatron_dppo.runtime.framing import FrameReader, frame_of, json_frame, read_message
 from megatron_dppo.runtime.user_code import digest_of
 from megatron_dppo.types import Prompt
-from megatron_dppo.workers.service import WorkerFault, read_answer
+from megatron_dppo.workers.service import WorkerFault, read_reply
 
 README = Path(__file__).parents[2] / "megatron_dppo" / "workers" / "README.md"
 MY_FILTERS = """
@@ -185,11 +185,15 @@ def test_a_message_that_is_too_long_is_refused_after_those_before_it() -> None:
 
 @pytest.mark.parametrize(
     "message",
-    ["", "[]", "{}", "\udcff", '{"number": 0}', '{"number": 0, "answer": 1}', '{"number": 1, "answer": {}}'],
+    [
+        *("", "[]", "{}", "\udcff", '{"number": 0}', '{"number": 0, "files": []}'),
+        *('{"number": 0, "files": [], "answer": 1}', '{"number": 1, "files": [], "answer": {}}'),
+        *('{"number": 0, "files": [["a"]], "answer": {}}', '{"number": 0, "files": [], "failed": 1}'),
+    ],
 )
 def test_an_answer_to_no_request_is_none(message: str) -> None:
     with pytest.raises(ValueError):
-        read_answer(message.encode(errors="surrogateescape"), 0, set())
+        read_reply(message.encode(errors="surrogateescape"), 0, dict[str, float], set())
 
 
 OWN_CODE = {

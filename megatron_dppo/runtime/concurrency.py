@@ -2,9 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Coroutine, Iterable
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -40,37 +40,6 @@ async def end(tasks: Iterable[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class Gathered(Generic[T]):
-    """Passes items on in an event loop, together: one call of a function gets all that were added before it."""
-
-    def __init__(self, pass_on: Callable[[list[T]], object], delay_s: float = 0.0) -> None:
-        """Store the function that gets the items, `delay_s` after the first one; 0 is the loop's next turn."""
-        self._pass_on, self._delay_s, self._lock = pass_on, delay_s, threading.Lock()
-        self._items = dict[asyncio.AbstractEventLoop, list[T]]()
-
-    def add(self, item: T, loop: asyncio.AbstractEventLoop) -> None:
-        """Add an item, in any thread. Items of a closed loop are dropped."""
-        with self._lock:
-            items = self._items.setdefault(loop, [])
-            items.append(item)
-            if len(items) > 1:
-                return  # the loop will wake up
-        if loop.is_closed():
-            self._take(loop)
-        else:
-            loop.call_soon_threadsafe(self._end if not self._delay_s else self._wait, loop)
-
-    def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
-        loop.call_later(self._delay_s, self._end, loop)
-
-    def _end(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._pass_on(self._take(loop))
-
-    def _take(self, loop: asyncio.AbstractEventLoop) -> list[T]:
-        with self._lock:
-            return self._items.pop(loop)
 
 
 class CallerLoop:

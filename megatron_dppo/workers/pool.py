@@ -10,14 +10,12 @@ from threading import Condition, Lock, Thread
 from time import monotonic
 from typing import Generic
 
-from megatron_dppo.runtime.concurrency import Gathered
 from megatron_dppo.workers.service import A, FileDigests, Q, Service, WorkerFault, WorkerFaultKind
 from megatron_dppo.workers.worker_process import CallCancelledError, IsCancelled, WorkerLostError, WorkerProcess
 
 _AHEAD_S = 0.02  # seconds of work sent to a worker in advance, so that cheap code need not wait for the trainer
 _MAX_AHEAD = 32
 _PATIENCE_S = 1.0  # after it, other workers take the requests that were sent in advance after a slow one
-_PASSED_ON_EVERY_S = 0.002
 _LINGERS_S = 1.0  # time that a thread keeps its worker without work: a new worker per request costs more
 _FORGETS = 0.95  # decay per request of the expected time of a slow request
 _MAX_LATE_IN_A_ROW = 16
@@ -61,7 +59,6 @@ class WorkerPool(Generic[Q, A]):
         self._has_work, self._is_closing = Condition(self._lock), False
         self._todo: deque[_Call[Q, A]] = deque()
         self._lines: dict[int, deque[_Call[Q, A]]] = {}  # calls that each active thread has taken, oldest first
-        self._asked, self._arrived = Gathered(self._queue), Gathered(_end_waits, _PASSED_ON_EVERY_S)
         self._num_late = 0  # number of requests in a row that timed out
         self._slow_s = _AHEAD_S  # recent time of a slow request
 
@@ -94,23 +91,10 @@ class WorkerPool(Generic[Q, A]):
     async def ask_one(self, request: Q) -> A | WorkerFault:
         """Return the reply to one request, while others are processed; see `ask` for its errors.
 
-        Requests of one turn of the event loop are queued together, and their replies are passed on every
-        `_PASSED_ON_EVERY_S`: waking threads costs more than cheap code. Cancelling this ends the worker that
-        processes the request, if there is one.
+        Cancelling this ends the worker that processes the request, if there is one.
         """
-        loop = asyncio.get_running_loop()
-        arrived: asyncio.Future[None] = loop.create_future()
-        call = _Call[Q, A](next(self._numbers), request)
-        call.answer.add_done_callback(lambda _: self._arrived.add(arrived, loop))
-        self._asked.add(call, loop)
-        try:
-            await arrived
-        except asyncio.CancelledError:
-            call.answer.cancel()
-            raise
-        if call.answer.cancelled():
-            raise asyncio.CancelledError
-        return call.answer.result()
+        (answer,) = self.submit(request)
+        return await asyncio.wrap_future(answer)
 
     def ask(self, requests: Sequence[Q]) -> list[A | WorkerFault]:
         """Return a reply to each request, in order. A failed request does not affect the others.
@@ -339,9 +323,3 @@ class _Call(Generic[Q, A]):
         else:
             assert answer is not None, "calls end with a reply unless they are over"
             self.answer.set_result(answer)
-
-
-def _end_waits(arrived: Sequence[asyncio.Future[None]]) -> None:
-    for each in arrived:
-        if not each.done():
-            each.set_result(None)

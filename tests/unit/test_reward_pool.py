@@ -477,7 +477,7 @@ def test_an_interruption_leaves_the_requests_of_others(sleepers: Path) -> None:
         assert not other.done() and values(pool.score(ask("a"))) == [1.0]
 
 
-def test_awaited_requests_share_a_queue_and_a_wake_up_and_can_be_cancelled() -> None:
+def test_awaited_requests_share_a_queue_and_can_be_cancelled() -> None:
     """Replies come to the loop that asked, whichever thread it runs in; a hanging request delays none."""
 
     async def each(pool: RewardPool, *words: str) -> list[RewardResult | RewardFault]:

@@ -6,8 +6,8 @@ repeat a request's number, so that a stray message never becomes the reply to an
 """
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -45,6 +45,7 @@ class Service(Generic[Q, A]):
         fewer: What to lower for fewer processes; default: the key `workers`.
         error: Error that stops a run: the code cannot be loaded, or its requests time out.
         describe_request: Returns the name of a request for messages.
+        variables: Environment variables that its workers get in addition to the trainer's common ones.
     """
 
     module: str
@@ -56,6 +57,13 @@ class Service(Generic[Q, A]):
     error: type[MegatronDppoError]
     describe_request: Callable[[Q], str]
     fewer: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def shortage(self, error: OSError) -> MegatronDppoError:
+        """Return the error of a machine that cannot start a worker."""
+        option = self.fewer or f"{self.option_prefix}workers"
+        action = f"Free memory or processes, raise the limits of this machine (ulimit), or lower {option}."
+        return self.error(f"{self.noun} worker: found {error}; expected a new process. {action}")
 
 
 FileDigests = set[tuple[str, str]]
@@ -87,7 +95,7 @@ def decode(fields: Any, kind: type[A]) -> A:
     """Return the value of a type that has these fields.
 
     Raises:
-        ValueError: The fields are not those of the type.
+        ValueError: The fields do not fit the type.
     """
     try:
         return msgspec.convert(fields, kind)

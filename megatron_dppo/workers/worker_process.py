@@ -62,8 +62,11 @@ class WorkerProcess(Generic[Q, A]):
         is_cancelled: IsCancelled,
         environment: Collection[str],
         files: FileDigests,
+        descriptors: Collection[int] = (),
     ) -> None:
         """Start the process, and wait until it has loaded `name`; add the files that it reads to `files`.
+
+        It inherits the open files `descriptors`.
 
         Raises:
             MegatronDppoError: The process could not load `name`, or a variable of `environment` is not set; the
@@ -76,16 +79,20 @@ class WorkerProcess(Generic[Q, A]):
             expected = "environment variables of the trainer"
             raise service.error(str(Problem("data.worker_environment", found, expected, action)))
         command = [sys.executable, "-m", service.module, name, str(memory_mb)]
-        pipe, variables = subprocess.PIPE, user_environment(environment)
+        pipe, variables = subprocess.PIPE, {**user_environment(environment), **service.variables}
         try:
             self._process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True, env=variables
+                command,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                bufsize=0,
+                start_new_session=True,
+                env=variables,
+                pass_fds=tuple(descriptors),
             )
         except OSError as error:
-            option = service.fewer or f"{service.option_prefix}workers"
-            action = f"Free memory or processes, raise the limits of this machine (ulimit), or lower {option}."
-            found = f"{service.noun} worker: found {error}; expected a new process. {action}"
-            raise service.error(found) from error
+            raise service.shortage(error) from error
         self._in, self._out, self._err = (
             _unblock(pipe) for pipe in (self._process.stdin, self._process.stdout, self._process.stderr)
         )

@@ -11,7 +11,8 @@ import pytest
 from tests.support.few_files import MOST
 from tests.support.sglang_stand_in import StandIn
 
-WORDS = {"client": "this machine: found", "rewards": "limits of this machine", "decoding": "on this machine"}
+WORKER = "raise the limits of this machine"
+WORDS = {"client": "this machine: found", "rewards": WORKER, "decoding": WORKER}
 
 
 @pytest.mark.parametrize("which", WORDS)

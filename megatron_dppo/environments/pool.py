@@ -5,9 +5,9 @@ In a worker, a hang, a crash or a memory leak of an environment costs a sample, 
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 from megatron_dppo.environments.base import (
     Environment,
@@ -19,7 +19,7 @@ from megatron_dppo.environments.base import (
 )
 from megatron_dppo.errors import EnvironmentFailedError
 from megatron_dppo.runtime.user_code import describe_error
-from megatron_dppo.workers.pool import WorkerPool
+from megatron_dppo.workers.pool import Limits, WorkerPool
 from megatron_dppo.workers.service import Service, WorkerFault
 
 _MAX_LIVE = 4096  # instances that wait for their next turn, including instances of abandoned conversations
@@ -162,24 +162,9 @@ class EnvironmentPool(WorkerPool[Trajectory, Answer]):
     Any worker can process any trajectory: a worker without its instance recreates it.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        num_workers: int,
-        timeout_s: float,
-        memory_mb: int,
-        environment: Collection[str] = (),
-    ) -> None:
+    def __init__(self, name: str, **limits: Unpack[Limits]) -> None:
         """Create the pool for the environment `name` of `rollout.environment`; see `WorkerPool`."""
-        super().__init__(
-            SERVICE,
-            name,
-            num_workers=num_workers,
-            timeout_s=timeout_s,
-            memory_mb=memory_mb,
-            environment=environment,
-        )
+        super().__init__(SERVICE, name, **limits)
 
     def reset(self, trajectories: Sequence[Trajectory]) -> list[Observation | EnvironmentFault]:
         """See `Environments.reset`."""

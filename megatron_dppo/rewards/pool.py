@@ -1,12 +1,13 @@
 """Scores responses in worker processes: a reward that hangs, dies or eats memory costs one sample."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Unpack
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.base import RewardFault, RewardFaultKind, RewardRequest, RewardResult
 from megatron_dppo.rewards.choice import RewardChoice
 from megatron_dppo.runtime.user_code import advice_on_variables
-from megatron_dppo.workers.pool import WorkerPool
+from megatron_dppo.workers.pool import Limits, WorkerPool
 from megatron_dppo.workers.service import Service, WorkerFault, WorkerFaultKind
 
 Requests = Sequence[RewardRequest]
@@ -40,25 +41,9 @@ _KINDS: Mapping[WorkerFaultKind, RewardFaultKind] = {
 class RewardPool(WorkerPool[Requests, Answers]):
     """Workers that score responses."""
 
-    def __init__(
-        self,
-        choice: str | RewardChoice,
-        *,
-        num_workers: int,
-        timeout_s: float,
-        memory_mb: int,
-        environment: Collection[str] = (),
-    ) -> None:
+    def __init__(self, choice: str | RewardChoice, **limits: Unpack[Limits]) -> None:
         """Start the workers, see `WorkerPool`. `choice` is a `RewardChoice`, its text, or a reward's name."""
-        name = choice if isinstance(choice, str) else choice.text
-        super().__init__(
-            SERVICE,
-            name,
-            num_workers=num_workers,
-            timeout_s=timeout_s,
-            memory_mb=memory_mb,
-            environment=environment,
-        )
+        super().__init__(SERVICE, choice if isinstance(choice, str) else choice.text, **limits)
 
     def score(self, requests: Requests) -> Scores:
         """Return a score for each request, in order; each is scored by itself. See `WorkerPool.ask`."""

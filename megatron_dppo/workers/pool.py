@@ -8,7 +8,7 @@ from itertools import chain, count
 from queue import Empty, LifoQueue
 from threading import Condition, Lock, Thread
 from time import monotonic
-from typing import Generic
+from typing import Generic, NotRequired, TypedDict
 
 from megatron_dppo.workers.service import A, FileDigests, Q, Service, WorkerFault, WorkerFaultKind
 from megatron_dppo.workers.worker_process import CallCancelledError, IsCancelled, WorkerLostError, WorkerProcess
@@ -20,6 +20,15 @@ _LINGERS_S = 1.0  # time that a thread keeps its worker without work: a new work
 _FORGETS = 0.95  # decay per request of the expected time of a slow request
 _MAX_LATE_IN_A_ROW = 16
 _MOST_WAIT_S = 1.0
+
+
+class Limits(TypedDict):
+    """Arguments by name of every pool, see `WorkerPool`."""
+
+    num_workers: int
+    timeout_s: float
+    memory_mb: int
+    environment: NotRequired[Collection[str]]
 
 
 class WorkerPool(Generic[Q, A]):

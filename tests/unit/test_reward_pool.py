@@ -506,4 +506,7 @@ def test_awaited_requests_share_a_queue_and_can_be_cancelled() -> None:
         hanging.result()
         assert values(asyncio.run(each(pool, "aa"))) == [2.0]
         asyncio.run(close_meanwhile(pool))
+    with RewardPool(NAME, num_workers=1, timeout_s=LIMIT_S, memory_mb=0) as pool:
+        asyncio.run(give_up(pool))
+        assert values(asyncio.run(each(pool, "abc"))) == [3.0], "the only worker is free again"
     assert descendants() == []

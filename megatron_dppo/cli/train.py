@@ -46,6 +46,7 @@ from megatron_dppo.plan import (
     as_json,
     as_text,
     divide,
+    load_remarks,
     make_plan,
     measured_machine,
     measured_residue,
@@ -53,7 +54,6 @@ from megatron_dppo.plan import (
     parse_assumptions,
     parse_bytes,
     read_rates,
-    retraction_remarks,
     split_as_json,
     split_as_text,
 )
@@ -155,7 +155,7 @@ def check(
         typer.echo(f"untested version: {note}", err=True)
     noted = [*remarks(config), *idle_remarks(config), *period_remarks(config), *doubts(config, facts)]
     noted += [*folder_remarks(config), *stop_remarks(config, facts), *offload_remarks(config, facts)]
-    noted += retraction_remarks(config, facts)
+    noted += load_remarks(config, facts)
     for remark in noted:
         typer.echo(f"note: {remark}", err=True)
     if problems:
@@ -198,7 +198,7 @@ def plan(
     algorithm.loss_from=logits, rollout.sglang.colocated=false, a table [megatron] with recompute_granularity.
 
     The plan refuses what check refuses, except for files and libraries. It computes the worst rank's memory
-    at five moments, and the responses that a full cache of SGLang retracts (--assume response_tokens=3000). It
+    at five moments, and warns if SGLang may retract responses (--assume response_tokens=3000). It
     lists fitting layouts with --set options, or the smallest sufficient number of GPUs. Times are estimates.
 
     --trace takes one real gradient step of the worst rank, with floating-point tensors that have shapes and no

@@ -5,7 +5,7 @@ from megatron_dppo.plan.job import Machine, measured_machine, measured_residue
 from megatron_dppo.plan.plan import Plan, make_plan, offload_remarks
 from megatron_dppo.plan.rates import parse_assumptions
 from megatron_dppo.plan.report import as_json, as_text
-from megatron_dppo.plan.retraction import retraction_remarks
+from megatron_dppo.plan.serving import load_remarks
 from megatron_dppo.plan.split import Split, divide, split_as_json, split_as_text
 from megatron_dppo.plan.units import parse_bytes
 
@@ -16,6 +16,7 @@ __all__ = [
     "as_json",
     "as_text",
     "divide",
+    "load_remarks",
     "make_plan",
     "measured_machine",
     "measured_residue",
@@ -23,7 +24,6 @@ __all__ = [
     "parse_assumptions",
     "parse_bytes",
     "read_rates",
-    "retraction_remarks",
     "split_as_json",
     "split_as_text",
 ]

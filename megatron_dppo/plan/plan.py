@@ -15,7 +15,6 @@ from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.plan.cost import StepTime, step_time
 from megatron_dppo.plan.job import ASSUMED_GPU_BYTES, COUNTED_MODULES, FULL, Job, Machine, recompute_problems
 from megatron_dppo.plan.memory import SGLANG_MEMORY_FRACTION, Memory, memory_of
-from megatron_dppo.plan.retraction import Retraction, plan_retraction
 from megatron_dppo.plan.search import (
     SIZES,
     Fewest,
@@ -31,6 +30,7 @@ from megatron_dppo.plan.search import (
     numbers_to_try,
     propose,
 )
+from megatron_dppo.plan.serving import ServerLoad, server_load
 from megatron_dppo.plan.units import Settings, format_count, in_gib, in_seconds
 
 _NOT_COUNTED = (
@@ -71,7 +71,7 @@ class Plan:
         fewest: Smallest sufficient number of GPUs, if neither the configured layout nor one in `found` fits.
         advice: Suggested changes.
         notes: Settings that affect memory and are not counted.
-        retraction: Load of an SGLang server, and the responses that it retracts; None without one that fits.
+        load: Load of an SGLang server; None without a server that holds a sequence.
     """
 
     job: Job
@@ -82,7 +82,7 @@ class Plan:
     fewest: Fewest | None
     advice: tuple[Advice, ...]
     notes: tuple[str, ...]
-    retraction: Retraction | None = None
+    load: ServerLoad | None = None
 
     @property
     def fits(self) -> bool:
@@ -113,13 +113,13 @@ def make_plan(config: Config, machine: Machine, response_tokens: float | None = 
     problems, notes = job.problems, tuple(_not_counted(job))
     if _is_refused_anyway(job, problems):
         return Plan(job, tuple(problems), None, None, None, None, (), notes)
-    memory = time = retraction = None
+    memory = time = load = None
     if not problems:
         memory, time = memory_of(job, job.layout), step_time(job, job.layout)
-        retraction = plan_retraction(config, job.shape, machine, response_tokens)
+        load = server_load(config, job.shape, machine, response_tokens)
     found = propose(job)
     advice = [] if memory is None else advise(job, memory, found)
-    plan = Plan(job, tuple(problems), memory, time, found, None, tuple(advice), notes, retraction)
+    plan = Plan(job, tuple(problems), memory, time, found, None, tuple(advice), notes, load)
     return plan if plan.fits or found.proposals else replace(plan, fewest=_fewest(job, advice))
 
 

@@ -12,8 +12,8 @@ from megatron_dppo.plan.cost import StepTime
 from megatron_dppo.plan.gpu_rates import ASSUMED, GpuRates
 from megatron_dppo.plan.memory import COMPONENTS, MOMENTS, Memory, server_memory
 from megatron_dppo.plan.plan import Advice, Plan
-from megatron_dppo.plan.retraction import Retraction, lines_of
 from megatron_dppo.plan.search import HEADROOM, NODES, Fewest, Proposal, cache_shortage
+from megatron_dppo.plan.serving import ServerLoad, lines_of
 from megatron_dppo.plan.units import as_overrides, format_count, in_billions, in_gib, in_seconds, layout_text
 
 LOSS_KEYS = ("loss_from", "logits_chunk_bytes", "logits_dtype")  # of [algorithm]
@@ -26,8 +26,8 @@ def as_text(plan: Plan, num_proposals: int = 5) -> str:
     blocks = [list(_conclusion(plan)), list(_heading(plan))]
     if plan.memory is not None:
         blocks += [list(_gpu_table(plan.memory)), list(_host_table(plan.memory))]
-    if plan.retraction is not None:
-        blocks.append(list(lines_of(plan.retraction)))
+    if plan.load is not None:
+        blocks.append(list(lines_of(plan.load)))
     blocks.append(list(_shortage(plan)))
     blocks.append([f"not counted: {note}" for note in plan.notes])
     blocks += [list(_proposals(plan, num_proposals)), list(_advice(plan.advice)), list(_fewest(plan))]
@@ -229,7 +229,7 @@ def as_json(plan: Plan, num_proposals: int = 5) -> dict[str, Any]:
         "configured": None if plan.memory is None else _memory_json(plan.memory),
         "configured_step_s": None if plan.time is None else _time_json(plan.time),
         "steps_per_rollout": job.config.algorithm.steps_per_rollout,
-        "retraction": None if plan.retraction is None else _retraction_json(plan.retraction),
+        "server_load": None if plan.load is None else _load_json(plan.load),
         "proposals": [_proposal_json(proposal) for proposal in proposals[:num_proposals]],
         "num_admitted_layouts": 0 if plan.found is None else plan.found.num_admitted,
         "num_fitting_layouts": len(proposals),
@@ -256,15 +256,9 @@ def _memory_json(memory: Memory) -> dict[str, Any]:
     }
 
 
-def _retraction_json(found: Retraction) -> dict[str, Any]:
-    return {
-        "num_servers": found.num_servers,
-        "requests_per_server": found.num_requests,
-        "open_requests": found.num_open,
-        "cached_tokens": found.server.cached_tokens,
-        "tokens_per_request": found.tokens_per_request,
-        "shares": [{"response_tokens": mean, "retracted": share} for mean, share in found.shares.items()],
-    }
+def _load_json(load: ServerLoad) -> dict[str, Any]:
+    derived = {"tokens_per_request": load.tokens_per_request, "mean_tokens": load.mean_tokens}
+    return {**asdict(load), **derived, "retracts": load.retracts}
 
 
 def _time_json(time: StepTime) -> dict[str, float]:

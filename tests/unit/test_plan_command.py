@@ -273,7 +273,7 @@ def test_json_has_the_same_numbers_in_bytes(base: Path) -> None:
         "configured",
         "configured_step_s",
         "steps_per_rollout",
-        "retraction",
+        "server_load",
         "proposals",
         "num_admitted_layouts",
         "num_fitting_layouts",

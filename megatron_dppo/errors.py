@@ -173,10 +173,6 @@ class TrainingError(MegatronDppoError):
     """Training fails: losses or gradients are not finite, step after step."""
 
 
-class TraceError(MegatronDppoError):
-    """A traced step needs values that a trace does not compute, or the process that ran it ended."""
-
-
 _OF_CLUSTER = (LaunchError, ServerError, StorageError, WeightSyncError)
 
 

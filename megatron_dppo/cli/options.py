@@ -67,6 +67,18 @@ Assumptions = Annotated[
 ]
 
 
+def _refuse_trace(context: typer.Context, value: bool | int | None) -> None:
+    if value and not context.resilient_parsing:
+        raise typer.BadParameter(
+            "plan traces no step anymore. Without the option it prints the memory of the same moments; "
+            "tests/recipes/test_full_size.py compares the formulas with a traced step."
+        )
+
+
+RemovedTrace = Annotated[bool, typer.Option("--trace", hidden=True, callback=_refuse_trace)]
+RemovedTraceLayers = Annotated[int | None, typer.Option("--trace-layers", hidden=True, callback=_refuse_trace)]
+
+
 @contextmanager
 def user_errors() -> Iterator[None]:
     """Print errors of this package, a full disk and Ctrl-C as a message, and exit with `errors.exit_status`.

@@ -36,6 +36,8 @@ from megatron_dppo.cli.options import (
     MeasuredRun,
     Overrides,
     RatesFile,
+    RemovedTrace,
+    RemovedTraceLayers,
     SplitGpus,
     user_errors,
 )
@@ -174,16 +176,11 @@ def plan(
     rates: RatesFile = None,
     proposals: Annotated[int, typer.Option(min=0, help="Maximum number of fitting layouts to show.")] = 5,
     is_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, bytes throughout.")] = False,
-    is_traced: Annotated[
-        bool,
-        typer.Option("--trace", help="Also run the worst rank's gradient step, with tensors without data."),
-    ] = False,
-    trace_layers: Annotated[
-        int | None, typer.Option(min=1, help="Trace with fewer layers, and extrapolate. [default: all]")
-    ] = None,
     split: SplitGpus = None,
     measured: MeasuredRun = None,
     assume: Assumptions = None,
+    trace: RemovedTrace = False,
+    trace_layers: RemovedTraceLayers = None,
 ) -> None:
     """Check whether a run fits on this many GPUs, and list the layouts that do.
 
@@ -201,12 +198,6 @@ def plan(
     at five moments, and warns if SGLang may retract responses (--assume response_tokens=3000). It
     lists fitting layouts with --set options, or the smallest sufficient number of GPUs. Times are estimates.
 
-    --trace takes one real gradient step of the worst rank, with floating-point tensors that have shapes and no
-    data: a few minutes on a CPU for a model of any size, without weights. It prints the live memory at each
-    peak by source line, the planned memory, and how often a layer launches a kernel or waits for the GPU:
-
-        megatron-dppo plan base.toml --gpus 16 --gpu-memory 80GB --trace --trace-layers 8
-
     --split divides a number of GPUs between servers and training, and estimates the gain of sampling during
     training (rollout.max_staleness), from the rates of a run or from --assume:
 
@@ -215,7 +206,7 @@ def plan(
         megatron-dppo plan base.toml --gpus 16 --gpu-memory 80GB --split 32 --assume serving_rate=2000
 
     Exit code 0: the configured run is accepted and fits. 1: it does not. 2: invalid arguments or config. The
-    results of --trace and --split do not change the exit code.
+    result of --split does not change the exit code.
     """
     with user_errors():
         config = load_config(configs, overrides or ())
@@ -230,12 +221,6 @@ def plan(
             shown, text = shown | {"split": split_as_json(found)}, f"{text}\n{split_as_text(found)}"
         else:
             _refuse_rates_of_split(measured, given)
-        if is_traced or trace_layers is not None:
-            quiet_library_warnings()
-            from megatron_dppo.plan import trace
-
-            traced = trace.trace_run(made, lambda line: typer.echo(f"trace: {line}", err=True), trace_layers)
-            shown, text = shown | {"trace": trace.as_json(traced)}, f"{text}\n{trace.as_text(traced)}"
     typer.echo(json.dumps(shown, indent=2) if is_json else text, nl=is_json)
     if not made.fits:
         raise typer.Exit(1)

@@ -19,13 +19,12 @@ from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.plan import Machine, Plan, make_plan
 from megatron_dppo.plan.memory import Memory
-from megatron_dppo.plan.trace import Trace, as_json, as_text, trace_run
-from megatron_dppo.plan.trace.depths import BETWEEN
 from megatron_dppo.plan.units import in_seconds
 from megatron_dppo.runtime.files import write_jsonl
 from tests.support.byte_tokenizers import qwen3_tokenizer, r1_tokenizer, save
 from tests.support.experiment_models import OF_EXPERIMENTS
 from tests.support.experiments import ALGORITHMS, EXPERIMENTS, ROOT, Algorithm, model_of
+from tests.support.traced_step.depths import BETWEEN, Trace, trace_run
 
 GB = 10**9
 HOST_BYTES = 2000 * GB
@@ -345,7 +344,7 @@ def test_a_traced_step_of_other_layouts_holds_the_plan(name: str) -> None:
     tree = plan.job.workload.tree(plan.job.layout.data)
     assert plan.job.shares_prefixes == (config.parallel.context == 1)
     assert plan.job.shares_prefixes >= tree.is_shared >= name.startswith("shared")
-    require_plan(trace_run(plan, lambda _: None, depth_of(config)), config)
+    require_plan(trace_run(plan, depth_of(config)), config)
 
 
 @pytest.mark.parametrize("layers", distinct_layouts(), ids=lambda layers: "-".join(layers[-1].parts[1:]))
@@ -355,9 +354,9 @@ def test_a_traced_step_holds_the_plan(layers: tuple[Path, ...]) -> None:
     experiment = layers[0].parts[1]
     overrides = shorter.get(experiment, [])
     config, num_gpus = load(*layers, overrides=overrides), FEWEST_GPUS[experiment]
-    trace = trace_run(make_plan(config, Machine(num_gpus, 80 * GB)), lambda _: None, depth_of(config))
+    trace = trace_run(make_plan(config, Machine(num_gpus, 80 * GB)), depth_of(config))
     require_plan(trace, config)
-    assert trace.peak[1] <= 80 * GB
+    assert trace.peak <= 80 * GB
 
 
 def require_plan(trace: Trace, config: Config) -> None:
@@ -366,43 +365,11 @@ def require_plan(trace: Trace, config: Config) -> None:
     planned = {moment: trace.planned[moment] for moment in traced}
     assert traced[BETWEEN] == pytest.approx(planned[BETWEEN], rel=1e-3)
     assert traced == pytest.approx(planned, rel=0.05)
-    waits = {key: n for key, n in trace.per_layer.waits.items() if key[0] != "step" and n}
+    waits = {key: n for key, n in trace.waits_between.items() if key[0] != "step" and n}
     dispatches = 1 + ("moe" in config.megatron.get("recompute_modules", ()))
     dispatches *= trace.settings.layout.expert > 1
     assert sum(waits.values()) == dispatches * trace.layers_between * trace.settings.num_microbatches, waits
     assert all("token_dispatcher.py" in place for _, place in waits)
-    assert "extrapolated" in as_text(trace)
-    assert json.loads(json.dumps(as_json(trace)))["traced_bytes"] == trace.traced
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["dense_base", "8", "--trace-layers", "1"], "--trace-layers: found 1 over 1 pipeline stages"),
-        (["moe_base", "24", "--trace"], "--trace: found a run that train refuses"),
-        (
-            ["moe_base", "64", "--trace", "--set", "model.dtype=float32"],
-            "--trace: found model.dtype = 'float32' of a model with experts",
-        ),
-    ],
-)
-def test_what_cannot_be_traced_is_refused(arguments: list[str], message: str) -> None:
-    experiment, num_gpus, *options = arguments
-    path = str(ROOT / "examples" / experiment / "base.toml")
-    result = CliRunner().invoke(app, ["plan", path, "--gpus", num_gpus, "--gpu-memory", "80GB", *options])
-    assert result.exit_code == 2
-    assert message in result.stderr
-
-
-def test_the_command_adds_the_trace_to_the_plan() -> None:
-    path = str(ROOT / "examples" / "efficiency" / "base.toml")
-    arguments = ["plan", path, "--gpus", "8", "--gpu-memory", "80GB", "--trace-layers", "2", "--json"]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert found["conclusion"].startswith("Fits")
-    assert (found["trace"]["traced_layers"], found["trace"]["num_layers"]) == ([1, 2], 28)
-    assert found["trace"]["traced_bytes"].keys() == found["trace"]["planned_bytes"].keys()
 
 
 def test_every_published_model_is_of_an_experiment() -> None:

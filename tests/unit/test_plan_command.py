@@ -380,6 +380,8 @@ def test_an_engine_of_its_own_is_left_out(base: Path) -> None:
         (MEMORY, "--gpus"),
         (("--gpus", "0", *MEMORY), "--gpus"),
         ((*GPUS, "--offload-optimizer"), "No such option: --offload-optimizer"),
+        ((*GPUS, "--trace"), "'--trace': plan traces no step anymore. Without the option it prints the memory"),
+        ((*GPUS, "--trace-layers", "8"), "'--trace-layers': plan traces no step anymore. Without the option"),
     ],
 )
 def test_bad_input_is_refused_with_2_and_no_traceback(
@@ -403,5 +405,5 @@ def test_help_teaches_with_an_example() -> None:
     assert "megatron-dppo plan base.toml --gpus 16 --gpu-memory 80GB" in result.stdout
     assert "optimizer.offload=true" in result.stdout
     assert "Exit code 0" in result.stdout
-    for option in ("--offload-optimizer", "--recompute", "--moments", "--separate-engine", "--layer-spec"):
+    for option in ("--offload-optimizer", "--recompute", "--moments", "--trace", "--layer-spec"):
         assert option not in result.stdout

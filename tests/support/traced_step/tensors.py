@@ -1,4 +1,4 @@
-"""Computes integers and booleans, and only shapes of floating-point tensors; counts memory, launches, waits.
+"""Computes integers and booleans, and only shapes of floating-point tensors; counts memory and waits.
 
 Routes, packing and the sizes of all-to-alls have values, as in a real step. Weights, activations and gradients
 take no memory. A number that is read from a fake tensor is 1, and a condition is true. The experts that a
@@ -11,9 +11,8 @@ wait, and not if the host reads its own memory.
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,61 +24,35 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from megatron_dppo.errors import TraceError
 from megatron_dppo.runtime.process import Runtime
 
 BUILD, FORWARD, LOSS, BACKWARD, STEP = PHASES = ("build", "forward", "loss", "backward", "step")
-_SMALL = 1 << 20  # bytes of a tensor whose source line is not looked up
 _PACKAGES = ("/megatron_dppo/", "/megatron/")
-_PASSED_OVER = ("/megatron_dppo/plan/trace/", "/megatron_dppo/mcore/cpu.py", "/pipeline_parallel/schedules.py")
+_PASSED_OVER = ("/megatron_dppo/mcore/cpu.py", "/pipeline_parallel/schedules.py")
 
 
 _LIKE = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
 _WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "bincount", "equal")
-_ALLOCATING = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 _WITH_MASKS = ("index", "index_put", "index_put_", "_unsafe_index_put")
 
 
-@dataclass(frozen=True)
-class Count:
-    """Operators of a step, by phase or by (phase, operator and source line)."""
-
-    launches: Counter[str] = field(default_factory=Counter[str])  # operators that compute or copy
-    collectives: Counter[str] = field(default_factory=Counter[str])
-    waits: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
-
-    def __sub__(self, other: "Count") -> "Count":
-        launches, collectives, waits = Counter(self.launches), Counter(self.collectives), Counter(self.waits)
-        launches.subtract(other.launches)
-        collectives.subtract(other.collectives)
-        waits.subtract(other.waits)
-        return Count(launches, collectives, waits)
-
-
-@dataclass(frozen=True)
-class Peak:
-    """Most live bytes in a phase, by owner."""
-
-    num_bytes: int = 0
-    by_line: Counter[str] = field(default_factory=Counter[str])
-
-
 class Ledger:
-    """Tracks the memory of each storage from its first tensor until it is freed."""
+    """Tracks the memory of each storage from its first tensor until it is freed.
 
-    def __init__(self, announce: Callable[[str, int], None]) -> None:
-        """Start in the build phase.
+    Attributes:
+        phase: Phase that was set last.
+        is_in_loss: Whether the loss runs.
+        num_bytes: Live bytes.
+        peaks: Most live bytes in each phase.
+        waits: Waits of the host for the device, by phase and by operator with its source line.
+    """
 
-        Args:
-            announce: Callback with the phase and the live bytes, after every operator.
-        """
+    def __init__(self) -> None:
         self.phase, self.is_in_loss = BUILD, False
         self.num_bytes = 0
-        self.by_line: Counter[str] = Counter()
-        self.peaks: dict[str, Peak] = {}
-        self.count = Count()
-        self._announce = announce
-        self._live: dict[int, tuple[Any, int, str]] = {}
+        self.peaks: Counter[str] = Counter()
+        self.waits: Counter[tuple[str, str]] = Counter()
+        self._live: dict[int, tuple[Any, int]] = {}
 
     @property
     def moment(self) -> str:
@@ -102,45 +75,28 @@ class Ledger:
         """Count the memory under a tensor, unless it is counted already."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if not size or key in self._live:
-            return
-        line = source_line() if size >= _SMALL else "tensors below 1 MiB"
-        gone = weakref.ref(storage, lambda _, key=key: self._forget(key))
-        self._live[key] = gone, size, line
-        self._change(line, size)
+        if size and key not in self._live:
+            self._live[key] = weakref.ref(storage, lambda _, key=key: self._forget(key)), size
+            self.num_bytes += size
 
     def resize(self, storage: torch.UntypedStorage) -> None:
         """Count a storage of the model again after its memory was freed or restored."""
         known = self._live.get(storage._cdata)
         if known is not None:
-            reference, size, line = known
-            self._live[storage._cdata] = reference, storage.nbytes(), line
-            self._change(line, storage.nbytes() - size)
+            self._live[storage._cdata] = known[0], storage.nbytes()
+            self.num_bytes += storage.nbytes() - known[1]
 
     def _forget(self, key: int) -> None:
-        _, size, line = self._live.pop(key)
-        self._change(line, -size)
+        self.num_bytes -= self._live.pop(key)[1]
 
-    def _change(self, line: str, num_bytes: int) -> None:
-        self.num_bytes += num_bytes
-        self.by_line[line] += num_bytes
-
-    def close_operator(self, *, is_launch: bool) -> None:
-        """Update the peak after an operator, and count the operator if it computes or copies."""
+    def close_operator(self) -> None:
+        """Update the peak of the current phase."""
         moment = self.moment
-        peak = self.peaks.get(moment)
-        if peak is None or self.num_bytes > peak.num_bytes:
-            self.peaks[moment] = Peak(self.num_bytes, Counter(self.by_line))
-        self.count.launches[moment] += is_launch
-        self._announce(moment, self.num_bytes)
+        self.peaks[moment] = max(self.peaks[moment], self.num_bytes)
 
     def wait(self, name: str) -> None:
         """Count a wait of the host for the device."""
-        self.count.waits[self.moment, f"{name} {source_line()}"] += 1
-
-    def collective(self, name: str) -> None:
-        """Count a collective."""
-        self.count.collectives[f"{self.moment} {name}"] += 1
+        self.waits[self.moment, f"{name} {source_line()}"] += 1
 
 
 def source_line() -> str:
@@ -227,7 +183,6 @@ class FakeFloats(TorchDispatchMode):
         name = func._schema.name.split("::")[1]
         tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
         if func.namespace == "c10d":
-            self._ledger.collective(name)
             result = self._world.run(name, func, args)
         else:
             self._count_wait(name, tensors, args, kwargs)
@@ -240,8 +195,7 @@ class FakeFloats(TorchDispatchMode):
                 if is_on_device(value):
                     has_device = True
                     self._ledger.add(value)
-        is_launch = has_device and func.namespace not in ("c10d", "prim") and name not in _ALLOCATING
-        self._ledger.close_operator(is_launch=is_launch and not func.is_view)
+        self._ledger.close_operator()
         return result
 
     def _count_wait(self, name: str, tensors: list[Tensor], args: Any, kwargs: Any) -> None:
@@ -301,10 +255,7 @@ class FakeFloats(TorchDispatchMode):
         written = [value for value, a in pairs if a.alias_info is not None and a.alias_info.is_write]
         for value in tree_iter(written):
             if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
-                raise TraceError(
-                    f"{source_line()}: {name} writes values that a trace does not compute to {value.dtype}. "
-                    "Trace a config that does not run this code."
-                )
+                raise AssertionError(f"{source_line()}: {name} writes unknown values to {value.dtype}")
 
 
 def _is_float(kwargs: Any) -> bool:

@@ -6,6 +6,7 @@ stays the same.
 
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,19 +29,17 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.mcore import cpu
 from megatron_dppo.mcore.fixes import prime_adam_states
 from megatron_dppo.plan.job import Tree
-from megatron_dppo.plan.trace.tensors import (
+from megatron_dppo.routing_replay.routes import index_dtype
+from megatron_dppo.types import Microbatch, ModelRouting, RolloutTopK, RoutedExperts, TrainBatch
+from tests.support.traced_step.tensors import (
     FORWARD,
     STEP,
-    Count,
     FakeFloats,
     Ledger,
-    Peak,
     PretendedWorld,
     is_on_device,
     on_device,
 )
-from megatron_dppo.routing_replay.routes import index_dtype
-from megatron_dppo.types import Microbatch, ModelRouting, RolloutTopK, RoutedExperts, TrainBatch
 
 
 @dataclass(frozen=True)
@@ -68,33 +67,26 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """Memory, launches and waits of one rank's step.
+    """Memory and waits of one rank's step.
 
     Attributes:
-        num_layers: Number of the model's layers.
         own_layers: Number of this rank's layers.
         held: Live bytes between steps.
         peaks: Most live bytes in each phase.
-        count: Operators after the build.
+        waits: Waits of the host after the build, by phase and by operator with its source line.
     """
 
-    num_layers: int
     own_layers: int
-    held: Peak
-    peaks: dict[str, Peak]
-    count: Count
+    held: int
+    peaks: dict[str, int]
+    waits: Counter[tuple[str, str]]
 
 
-def run_step(settings: StepSettings, announce: Callable[[str, int], None]) -> TracedStep:
-    """Build the actor of one rank and take one gradient step.
-
-    Raises:
-        MegatronDppoError: Any error of `Actor`.
-        TraceError: The step's shapes depend on values that a trace does not compute.
-    """
+def run_step(settings: StepSettings) -> TracedStep:
+    """Build the actor of one rank and take one gradient step."""
     layout, config = settings.layout, settings.config
     hf = read_hf_config(config.model.load) | {"num_hidden_layers": settings.num_layers}
-    ledger = Ledger(announce)
+    ledger = Ledger()
     own = settings.num_tokens // layout.context // layout.tensor
     world = PretendedWorld(settings.rank, layout.world_size, (own, 1, hf["hidden_size"]))
     _replace_functions(ledger)
@@ -108,14 +100,14 @@ def run_step(settings: StepSettings, announce: Callable[[str, int], None]) -> Tr
             prime_adam_states(actor.optimizer)
             with actor.memory.states_here():
                 pass
-            held = Peak(ledger.num_bytes, ledger.by_line.copy())
-            ledger.count = Count()
+            held = ledger.num_bytes
+            ledger.waits.clear()
             _watch(actor, ledger)
             with ledger.during(FORWARD):
                 actor.train_step(batch, is_first=False)
     chunks: list[Any] = actor.chunks
     own_layers = sum(len(chunk.decoder.layers) for chunk in chunks)
-    return TracedStep(settings.num_layers, own_layers, held, ledger.peaks, ledger.count)
+    return TracedStep(own_layers, held, ledger.peaks, ledger.waits)
 
 
 def _watch(actor: Actor, ledger: Ledger) -> None:

@@ -54,9 +54,7 @@ SplitGpus = Annotated[
 ]
 MeasuredRun = Annotated[
     Path | None,
-    typer.Option(
-        metavar="RUN", help="Run folder with measured rates for --split, and a colocated server's memory."
-    ),
+    typer.Option(metavar="RUN", help="Run folder that measured a colocated server's memory in training."),
 ]
 Assumptions = Annotated[
     list[str] | None,

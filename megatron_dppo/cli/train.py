@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -51,7 +51,6 @@ from megatron_dppo.plan import (
     load_remarks,
     make_plan,
     measured_machine,
-    measured_residue,
     offload_remarks,
     parse_assumptions,
     parse_bytes,
@@ -199,9 +198,7 @@ def plan(
     lists fitting layouts with --set options, or the smallest sufficient number of GPUs. Times are estimates.
 
     --split divides a number of GPUs between servers and training, and estimates the gain of sampling during
-    training (rollout.max_staleness), from the rates of a run or from --assume:
-
-        megatron-dppo plan base.toml --gpus 16 --gpu-memory 80GB --split 32 --measured runs/short
+    training (rollout.max_staleness):
 
         megatron-dppo plan base.toml --gpus 16 --gpu-memory 80GB --split 32 --assume serving_rate=2000
 
@@ -213,14 +210,16 @@ def plan(
         host_bytes = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
         gpu_bytes = parse_bytes(gpu_memory, "--gpu-memory")
         machine = Machine(gpus, gpu_bytes, host_bytes, gpus_per_node, read_rates(rates))
+        if measured is not None:
+            machine = measured_machine(machine, measured)
         given = parse_assumptions(assume or ())
-        made = make_plan(config, measured_machine(machine, measured), given.get("response_tokens"))
+        if split is None and set(given) - {"response_tokens"}:
+            raise ConfigError(Problem("--assume", "no --split", "one", "Add --split 32, the number of GPUs."))
+        made = make_plan(config, machine, given.get("response_tokens"))
         shown, text = as_json(made, proposals), as_text(made, proposals)
         if split is not None:
-            found = divide(made.job, split, measured, assume or ())
+            found = divide(made.job, split, given)
             shown, text = shown | {"split": split_as_json(found)}, f"{text}\n{split_as_text(found)}"
-        else:
-            _refuse_rates_of_split(measured, given)
     typer.echo(json.dumps(shown, indent=2) if is_json else text, nl=is_json)
     if not made.fits:
         raise typer.Exit(1)
@@ -300,13 +299,6 @@ def evaluate(
         results = run(config, out, finished_rollouts(checkpoint) if checkpoint is not None else 0)
     if os.environ.get("RANK", "0") == "0":
         typer.echo(as_table(results))
-
-
-def _refuse_rates_of_split(measured: Path | None, given: Mapping[str, float]) -> None:
-    """Refuse options that only --split reads; without it, a measured run needs a residue of servers."""
-    if set(given) - {"response_tokens"} or (measured is not None and measured_residue(measured) is None):
-        option = "--assume" if measured is None else "--measured"
-        raise ConfigError(Problem(option, "no --split", "one", "Add --split 32, the number of all GPUs."))
 
 
 def _exit_with_problems(problems: Sequence[Problem]) -> NoReturn:

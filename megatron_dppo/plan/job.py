@@ -62,24 +62,18 @@ class Machine:
         return published * LINK_EFFICIENCY
 
 
-def measured_residue(run: Path) -> int | None:
-    """Return `Machine.engine_residue_bytes` as a run measured it, or None if the run has not.
+def measured_machine(machine: Machine, run: Path) -> Machine:
+    """Return the machine with the engine's residue as a run with colocated servers measured it.
 
     Raises:
+        ConfigError: The run has not measured it.
         DataError: The folder is not a run's.
     """
     found = [row.values[OUTSIDE] for row in read_run(run).rollouts if OUTSIDE in row.values]
-    return max(int(max(found)) - RESERVE_BYTES, 0) if found else None
-
-
-def measured_machine(machine: Machine, run: Path | None) -> Machine:
-    """Return the machine with the residue that a run measured, or the same machine without one.
-
-    Raises:
-        DataError: The folder is not a run's.
-    """
-    residue = None if run is None else measured_residue(run)
-    return machine if residue is None else replace(machine, engine_residue_bytes=residue)
+    if not found:
+        expected, action = f"{OUTSIDE} in its rows", "Name a run of colocated servers on GPUs."
+        raise ConfigError(Problem("--measured", str(run), expected, action))
+    return replace(machine, engine_residue_bytes=max(int(max(found)) - RESERVE_BYTES, 0))
 
 
 Granularity = Literal["none", "selective", "full"]

@@ -130,7 +130,7 @@ def lines_of(load: ServerLoad) -> Iterator[str]:
     requests = format_count(load.num_requests, "request")
     each = f"{load.tokens_per_request} tokens of cache for each"
     yield f"Each of {where} gets {requests} and runs {load.num_open} at once, with {each}."
-    source = "assumed; --assume response_tokens=3000 sets it" if load.is_assumed else "as given"
+    source = "assumed; see --assume response_tokens" if load.is_assumed else "as given"
     mean = f"responses of {load.response_tokens:.0f} tokens on average ({source})"
     if not load.retracts:
         yield f"That is enough for {mean}."

@@ -1,35 +1,17 @@
-"""Plans a run: whether `train` accepts the configured layout, whether it fits, and what to change.
+"""Plans a run: whether `train` accepts the configured layout, whether it fits, and which layouts do."""
 
-Each change is planned before it is advised.
-"""
-
-import operator
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import combinations
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from megatron_dppo.architectures.layout import is_admitted
 from megatron_dppo.checks import Facts, model_facts
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.plan.cost import StepTime, step_time
-from megatron_dppo.plan.job import ASSUMED_GPU_BYTES, COUNTED_MODULES, FULL, Job, Machine, recompute_problems
-from megatron_dppo.plan.memory import SGLANG_MEMORY_FRACTION, Memory, memory_of
-from megatron_dppo.plan.search import (
-    SIZES,
-    Fewest,
-    Found,
-    conclusion_of,
-    engine_alone,
-    fewest_gpus,
-    fits,
-    fits_hosts,
-    has_headroom,
-    has_room,
-    keys_of,
-    numbers_to_try,
-    propose,
-)
+from megatron_dppo.plan.fit import conclusion_of, fits, has_headroom, remedy_of, why_not_enough
+from megatron_dppo.plan.job import ASSUMED_GPU_BYTES, COUNTED_MODULES, Job, Machine
+from megatron_dppo.plan.memory import Memory, memory_of
+from megatron_dppo.plan.search import SIZES, Found, Proposal, fewest_gpus, numbers_to_try, propose
 from megatron_dppo.plan.serving import ServerLoad, server_load
 from megatron_dppo.plan.units import Settings, format_count, in_gib, in_seconds
 
@@ -39,10 +21,7 @@ _NOT_COUNTED = (
 )
 """Fields of TransformerConfig that affect a rank's memory, and are not part of the estimate."""
 _RECOMPUTE_KEYS = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
-TOKENS_STEP = 1024  # micro-batches are suggested in multiples of it
-WORTH_SAYING = 1.05  # a faster layout or option is mentioned from this factor on
-SMALLEST_FRACTION = 0.3  # of the GPU, that SGLang is still useful with
-MAX_CHANGES = 4  # in one suggestion
+WORTH_SAYING = 1.05  # a faster run without recompute is mentioned from this factor on
 
 
 @dataclass(frozen=True)
@@ -53,8 +32,19 @@ class Advice:
     settings: Settings = field(default_factory=dict)
 
 
-Change = tuple[str, Settings]  # an imperative without a full stop, and its settings
-Changer = Callable[[Job], Change | None]  # returns None if the change does not apply
+@dataclass(frozen=True)
+class Fewest:
+    """Result of the search over numbers of GPUs.
+
+    Attributes:
+        num_gpus: Smallest sufficient number of GPUs; if no number is sufficient, the largest that was tried.
+        proposal: Fastest layout on these GPUs, if they are sufficient.
+        why_not: Sentence that explains why no number is sufficient.
+    """
+
+    num_gpus: int
+    proposal: Proposal | None = None
+    why_not: str = ""
 
 
 @dataclass(frozen=True)
@@ -118,16 +108,15 @@ def make_plan(config: Config, machine: Machine, response_tokens: float | None = 
         memory, time = memory_of(job, job.layout), step_time(job, job.layout)
         load = server_load(config, job.shape, machine, response_tokens)
     found = propose(job)
-    advice = [] if memory is None else advise(job, memory, found)
-    plan = Plan(job, tuple(problems), memory, time, found, None, tuple(advice), notes, load)
-    return plan if plan.fits or found.proposals else replace(plan, fewest=_fewest(job, advice))
+    advice = () if memory is None else tuple(advise(job, memory))
+    is_enough = found.proposals or (memory is not None and fits(job, memory))
+    fewest = None if is_enough else _fewest(job)
+    return Plan(job, tuple(problems), memory, time, found, fewest, advice, notes, load)
 
 
-def _fewest(job: Job, advice: Sequence[Advice]) -> Fewest:
-    """Search the smallest number of GPUs; try another engine only if none fits and there is no advice."""
-    fewest = fewest_gpus(job)
-    other = fewest_with_other_engine(job) if fewest.proposal is None and not advice else None
-    return other or fewest
+def _fewest(job: Job) -> Fewest:
+    found, most = fewest_gpus(job), numbers_to_try(job.machine)[-1]
+    return Fewest(most, why_not=why_not_enough(job.on(most))) if found is None else Fewest(*found)
 
 
 def _is_refused_anyway(job: Job, problems: Sequence[Problem]) -> bool:
@@ -149,25 +138,27 @@ def _not_counted(job: Job) -> Iterator[str]:
                 yield f"megatron.recompute_modules: {module!r} is taken to save nothing"
 
 
-def advise(job: Job, memory: Memory, found: Found) -> list[Advice]:
-    """Return the advice for a layout that `train` accepts."""
-    if fits(job, memory):
-        unneeded = list(_unneeded_offload(job))
-        return [
-            *unneeded,
-            _when_it_fits(job, memory, found, "Keep the layout" if unneeded else "Nothing to change"),
-        ]
-    remedy = _remedy(job)
-    if remedy is not None:
-        return [remedy]
-    if memory.peak <= job.machine.gpu_bytes and not fits_hosts(job, memory):
-        name, num_bytes = max(memory.host.per_rank.items(), key=lambda item: item[1])
-        most = f"most of it is {name}, {in_gib(num_bytes)} GiB for each rank"
-        helps = f"Change {keys}, or use more nodes" if (keys := keys_of(name)) else "Use more nodes"
-        return [Advice(f"The host is too small; {most}. {helps}.")]
-    if found.proposals:
-        return [Advice("No change of options makes this layout fit; take one of the layouts above.")]
-    return []
+def advise(job: Job, memory: Memory) -> Iterator[Advice]:
+    """Yield settings that a run pays for and does not need, or those that decide what does not fit."""
+    if not fits(job, memory):
+        if remedy := remedy_of(job, memory):
+            yield Advice(remedy)
+        return
+    yield from _unneeded_offload(job)
+    if job.options.recompute.granularity != "none":
+        table = {key: value for key, value in job.config.megatron.items() if key not in _RECOMPUTE_KEYS}
+        eager = job.having({"megatron": table})
+        without, faster = memory_of(eager, memory.layout), _seconds(job) / _seconds(eager)
+        if fits(eager, without) and faster >= WORTH_SAYING:
+            given = [key for key in _RECOMPUTE_KEYS if key in job.config.megatron]
+            yield Advice(
+                f"It fits without recompute too, {in_gib(without.peak)} GiB, about {faster:.2f} times as fast. "
+                f"To take it away: {' '.join(f'--set megatron.{key}=none' for key in given)}"
+            )
+
+
+def _seconds(job: Job) -> float:
+    return step_time(job, job.layout).total
 
 
 def _unneeded_offload(job: Job) -> Iterator[Advice]:
@@ -197,166 +188,3 @@ def offload_remarks(config: Config, facts: Facts) -> list[str]:
         return []
     gpus = f"{format_count(num_gpus, 'GPU')} of {ASSUMED_GPU_BYTES / 1e9:g} GB"
     return [f"{text} Assumed: {gpus}; megatron-dppo plan takes other sizes." for text in found]
-
-
-def fewest_with_other_engine(job: Job) -> Fewest | None:
-    """Return the smallest sufficient number of GPUs after a change of the engine, if there is one."""
-    enough: list[Fewest] = []
-    for change in (_larger_engine, _smaller_engine, _wider_engine, _other_engine):
-        changed = change(job)
-        if changed is None:
-            continue
-        condition, settings = changed
-        fewest = fewest_gpus(job.having(settings))
-        if fewest.proposal is not None:
-            proposal = replace(fewest.proposal, settings={**settings, **fewest.proposal.settings})
-            enough.append(replace(fewest, proposal=proposal, condition=condition))
-    return min(enough, key=lambda each: each.num_gpus) if enough else None
-
-
-def _when_it_fits(job: Job, memory: Memory, found: Found, otherwise: str) -> Advice:
-    own = step_time(job, memory.layout).total
-    if job.options.recompute.granularity != "none":
-        table = {key: value for key, value in job.config.megatron.items() if key not in _RECOMPUTE_KEYS}
-        eager = job.having({"megatron": table})
-        without, faster = memory_of(eager, memory.layout), own / step_time(eager, memory.layout).total
-        if fits(eager, without) and faster >= WORTH_SAYING:
-            given = [key for key in _RECOMPUTE_KEYS if key in job.config.megatron]
-            return Advice(
-                f"It fits without recompute too, {in_gib(without.peak)} GiB, about {faster:.2f} times as fast. "
-                f"To take it away: {' '.join(f'--set megatron.{key}=none' for key in given)}"
-            )
-    better = [each for each in found.proposals if each.time.total * WORTH_SAYING <= own]
-    if not better:
-        return Advice(f"{otherwise}: no layout here is estimated to be clearly faster.")
-    faster = own / better[0].time.total
-    return Advice(f"Layout 1 is estimated to be {faster:.2f} times as fast.", better[0].settings)
-
-
-def _remedy(job: Job) -> Advice | None:
-    """Return the fewest changes that make the configured layout fit, preferring the fastest."""
-    changes: list[Changer] = [
-        *(_recompute_all, _chunk_logits, _park, _larger_engine, _smaller_engine, _wider_engine, _other_engine),
-        _synchronous_checkpoints,
-    ]
-    for count in range(1, MAX_CHANGES + 1):
-        working: list[tuple[float, str, Settings]] = []
-        for chosen in combinations(changes, count):
-            working.extend(_try_changes(job, chosen))
-        for chosen in combinations(changes, count - 1):
-            working.extend(_try_changes(job, (*chosen, _smaller_microbatch)))
-        if working:
-            _, text, settings = min(working, key=lambda each: round(each[0], 2))  # of equals the first
-            return Advice(text, settings)
-    return None
-
-
-def _try_changes(job: Job, chosen: Sequence[Changer]) -> Iterator[tuple[float, str, Settings]]:
-    """Yield (seconds of a step, sentence, settings) if all the changes apply and make the layout fit."""
-    texts: list[str] = []
-    settings: dict[str, object] = {}
-    for change in chosen:
-        changed = change(job)
-        if changed is None:
-            return
-        texts.append(changed[0])
-        settings |= changed[1]
-        job = job.having(changed[1])
-    memory = memory_of(job, job.layout)
-    if has_headroom(job, memory) and not job.problems:
-        seconds = step_time(job, job.layout).total
-        node = "" if job.machine.host_bytes is None else f" and {in_gib(memory.host.per_node)} GiB of a node"
-        then = f"{in_gib(memory.peak)} GiB{node} then, about {in_seconds(seconds)} for a gradient step"
-        yield seconds, f"{_sentence(' and '.join(texts))}: {then}.", settings
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
-def _recompute_all(job: Job) -> Change | None:
-    table = {**job.config.megatron, **FULL.keys()}
-    if job.options.recompute.granularity == "full" or recompute_problems(table):
-        return None
-    return "recompute activations", {f"megatron.{key}": value for key, value in FULL.keys().items()}
-
-
-def _chunk_logits(job: Job) -> Change | None:
-    if job.config.algorithm.loss_from == "hidden_states":
-        return None
-    return "make logits of some tokens at a time", {"algorithm.loss_from": "hidden_states"}
-
-
-def _park(job: Job) -> Change | None:
-    if job.config.optimizer.offload:
-        return None
-    return "keep optimizer states on the host between updates", {"optimizer.offload": True}
-
-
-def _synchronous_checkpoints(job: Job) -> Change | None:
-    if job.machine.host_bytes is None or not job.config.checkpoint.asynchronous:
-        return None
-    return "write checkpoints without a copy on the host", {"checkpoint.asynchronous": False}
-
-
-def _smaller_engine(job: Job) -> Change | None:
-    """Propose SGLang with the largest smaller share of the GPU that leaves room in a rollout."""
-    percents = range(90, int(SMALLEST_FRACTION * 100) - 1, -5)
-    return _other_share(job, percents, operator.lt, "lower the engine's share of the GPU")
-
-
-def _larger_engine(job: Job) -> Change | None:
-    """Propose SGLang with the next larger share of the GPU that gives its cache room for a sequence."""
-    if job.has_colocated_sglang and engine_alone(job).holds(job.workload.sequence_tokens):
-        return None
-    percents = range(int(SMALLEST_FRACTION * 100), 100, 5)
-    return _other_share(job, percents, operator.gt, "raise the engine's share of the GPU")
-
-
-def _other_share(
-    job: Job, percents: range, is_change: Callable[[float, float], bool], text: str
-) -> Change | None:
-    """Return the first of these shares of the GPU that changes the engine's and gives it room."""
-    own = job.config.sglang.get("mem_fraction_static", SGLANG_MEMORY_FRACTION)
-    for percent in percents if job.has_colocated_sglang else ():
-        settings = {"sglang.mem_fraction_static": percent / 100}
-        changed = job.having(settings)
-        if is_change(percent / 100, own) and has_room(changed, engine_alone(changed)):
-            return text, settings
-    return None
-
-
-def _wider_engine(job: Job) -> Change | None:
-    """Propose SGLang's weights split over all GPUs of a node."""
-    size = min(job.machine.num_gpus, job.machine.gpus_per_node)
-    if not job.has_colocated_sglang or job.config.sglang.get("tp_size", 1) == size:
-        return None
-    return f"split the engine over {format_count(size, 'GPU')}", {"sglang.tp_size": size}
-
-
-def _other_engine(job: Job) -> Change | None:
-    if job.config.rollout.engine != "transformers":
-        return None
-    size = min(job.machine.num_gpus, job.machine.gpus_per_node)
-    settings: Settings = {
-        "rollout.engine": "sglang",
-        "rollout.sglang.colocated": True,
-        "rollout.sglang.weight_sync": "tensor",
-        "sglang.tp_size": size,
-    }
-    return "let SGLang roll out, on the same GPUs", settings
-
-
-def _smaller_microbatch(job: Job) -> Change | None:
-    """Propose the largest micro-batch of complete sequences that fits, if there is one."""
-    key = "parallel.max_tokens_per_microbatch"
-    low, high = -(-job.workload.sequence_tokens // TOKENS_STEP), (job.workload.max_tokens - 1) // TOKENS_STEP
-    best: int | None = None
-    while low <= high:
-        middle = (low + high) // 2
-        changed = job.having({key: middle * TOKENS_STEP})
-        if has_headroom(changed, memory_of(changed, changed.layout)):
-            best, low = middle, middle + 1
-        else:
-            high = middle - 1
-    return None if best is None else ("use smaller micro-batches", {key: best * TOKENS_STEP})

@@ -9,10 +9,11 @@ from megatron_dppo.architectures.megatron_options import may_use_transformer_eng
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.plan import job as figures
 from megatron_dppo.plan.cost import StepTime
+from megatron_dppo.plan.fit import HEADROOM, cache_shortage
 from megatron_dppo.plan.gpu_rates import ASSUMED, GpuRates
 from megatron_dppo.plan.memory import COMPONENTS, MOMENTS, Memory, server_memory
-from megatron_dppo.plan.plan import Advice, Plan
-from megatron_dppo.plan.search import HEADROOM, NODES, Fewest, Proposal, cache_shortage
+from megatron_dppo.plan.plan import Advice, Fewest, Plan
+from megatron_dppo.plan.search import NODES, Proposal
 from megatron_dppo.plan.serving import ServerLoad, lines_of
 from megatron_dppo.plan.units import as_overrides, format_count, in_billions, in_gib, in_seconds, layout_text
 
@@ -189,8 +190,7 @@ def _fewest(plan: Plan) -> Iterator[str]:
         yield f"Nothing fits on up to {format_count(fewest.num_gpus, 'GPU')} ({tried}). {fewest.why_not}"
         return
     enough = "is the fewest that is enough" if fewest.num_gpus == 1 else "are the fewest that are enough"
-    condition = f" if you {fewest.condition}" if fewest.condition else ""
-    yield f"{format_count(fewest.num_gpus, 'GPU')} {enough}{condition} ({tried}), with:"
+    yield f"{format_count(fewest.num_gpus, 'GPU')} {enough} ({tried}), with:"
     yield from _table([fewest.proposal])
 
 
@@ -280,7 +280,6 @@ def _proposal_json(proposal: Proposal) -> dict[str, Any]:
 def _fewest_json(fewest: Fewest) -> dict[str, Any]:
     return {
         "num_gpus": fewest.num_gpus if fewest.proposal is not None else None,
-        "condition": fewest.condition,
         "tried_up_to": fewest.num_gpus if fewest.proposal is None else None,
         "proposal": None if fewest.proposal is None else _proposal_json(fewest.proposal),
         "why_not": fewest.why_not,

@@ -91,7 +91,6 @@ setup(
         "megatron_dppo.analysis": ["vendored/*"],
         "megatron_dppo.analysis.report": ["templates/*"],
         "megatron_dppo.analysis.figures": ["templates/*"],
-        "megatron_dppo.analysis.what_if": ["templates/*"],
         "megatron_dppo.kernels": ["csrc/*"],
         "megatron_dppo.engines.sglang": ["arguments_*.json"],
     },

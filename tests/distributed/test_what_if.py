@@ -87,8 +87,7 @@ def test_the_weights_that_sampled_give_what_the_run_measured(run: Path, tmp_path
         assert row["gradient_mass_kept"] == row["cosine_unmasked"] == pytest.approx(1.0)
     page = (tmp_path / "alone" / "what_if.html").read_text()
     assert "dppo_topk_tv delta=0.05 top_k=2" in page
-    for section in ("table", "probability", "agreement", "sensitivity"):
-        assert f'<section class="card wide" id="{section}">' in page
+    assert page.count("<svg") == 2
     assert "dppo_topk_tv" in done.stdout and "live routes" in done.stdout
 
     asked[-1] = tmp_path / "two"

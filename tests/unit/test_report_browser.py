@@ -24,11 +24,8 @@ import pytest
 from megatron_dppo.analysis.report.plots import PHASES
 from megatron_dppo.analysis.report.report import compare
 from megatron_dppo.analysis.report.sections import TRAINING
-from megatron_dppo.analysis.what_if.question import Variant
-from megatron_dppo.analysis.what_if.results import write_page
 from megatron_dppo.run_folder.folder import RunFolder
 from megatron_dppo.runtime.files import write_jsonl
-from tests.unit.test_what_if_figures import answer
 
 NUM_SECTIONS = len(TRAINING) + 9  # reward, evaluation, sources, drift, staleness, time (2), shadows (2)
 
@@ -285,30 +282,6 @@ TEXTS = """[...document.querySelectorAll("svg")].flatMap(svg => {
     return boxes.flatMap(([a, text], i) => boxes.slice(i + 1).filter(([b]) => meet(a, b)).map(
         ([, other]) => [text, other]));
 })"""
-
-
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
-def test_a_browser_shows_the_page_of_what_if(
-    browser: Chromium, tmp_path: Path, width: int, scheme: str
-) -> None:
-    """No error, nothing wider than the window but tables that scroll, and no text over another."""
-    names = ("grpo", "grpo_clip_higher", "drpo", "gspo", "pg_is")
-    page = tmp_path / "what_if.html"
-    write_page(page, answer([Variant("dppo_topk_tv", {"top_k": 4}), *(Variant(name) for name in names)]))
-    browser.open(page, width, scheme)
-    if folder := os.environ.get("REPORT_SCREENSHOTS"):
-        browser.screenshot(Path(folder) / f"what_if-{width}-{scheme}.png")
-    assert browser.evaluate("document.documentElement.scrollWidth") <= width
-    assert browser.evaluate(TEXTS) == []
-    assert all(box["fits"] or box["scrolls"] for box in browser.evaluate(BOXES))
-    assert browser.evaluate("document.querySelectorAll('#probability rect').length") == 10 * 5, (
-        "5 of them weigh"
-    )
-    assert not [
-        event
-        for event in browser.events
-        if event.get("method") in ("Log.entryAdded", "Runtime.exceptionThrown")
-    ]
 
 
 def test_a_run_is_toggled_in_every_plot(browser: Chromium, report: Path) -> None:

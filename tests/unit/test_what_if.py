@@ -14,9 +14,9 @@ from megatron_dppo.analysis.what_if.measures import PolicyTokens, evaluate_varia
 from megatron_dppo.analysis.what_if.question import (
     Asked,
     Variant,
+    inputs_lacking,
     parse_sweeps,
     question_of,
-    require_inputs,
     variants,
 )
 from megatron_dppo.data.batches.batch_file import group_files, kept_rollouts
@@ -189,11 +189,21 @@ def test_what_no_preset_can_do_is_refused(presets: list[str], sweeps: dict, mess
         variants(BASE, presets, sweeps)
 
 
-def test_variants_without_their_inputs_are_refused_together() -> None:
-    asked = [Variant("dppo_topk_kl"), Variant("minirl")]
-    with pytest.raises(ConfigError, match="the 8 ") as caught:
-        require_inputs(asked, num_columns=8, has_old_log_probs=False)
-    assert "--before" in str(caught.value)
+@pytest.mark.parametrize(
+    ("name", "num_columns", "has_old", "where"),
+    [
+        ("dppo_topk_kl", 8, False, "--sweep"),
+        ("dppo_topk_kl", 20, False, None),
+        ("minirl", 0, False, "--before"),
+        ("minirl", 0, True, None),
+    ],
+)
+def test_a_variant_names_the_inputs_that_it_lacks(
+    name: str, num_columns: int, has_old: bool, where: str | None
+) -> None:
+    lacking = inputs_lacking(Variant(name), num_columns, has_old_log_probs=has_old)
+    assert [problem.where for problem in lacking] == ([where] if where else [])
+    assert num_columns != 8 or lacking[0].expected == "at most the 8 that were kept"
 
 
 def test_sweeps_are_values_of_toml() -> None:

@@ -20,7 +20,7 @@ from megatron_dppo.analysis.what_if.measures import (
     mismatch_by_routes,
 )
 from megatron_dppo.analysis.what_if.question import Question
-from megatron_dppo.analysis.what_if.results import as_text, write_page
+from megatron_dppo.analysis.what_if.results import as_text, page
 from megatron_dppo.checkpoints.megatron_folder import load_weights
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.batch_file import read_share
@@ -47,10 +47,6 @@ def answer(config: Config, question: Question, runtime: Runtime) -> dict[str, An
     Returns:
         Contents of `what_if.json`: `rows` and `agreement` of `evaluate_variants`, the variants' names in that
         order, variants that were left out and why, `mismatch` by routes, and their source.
-
-    Raises:
-        DataError: A rollout was not kept, or cannot be shared out over these processes.
-        CheckpointError: A checkpoint cannot be loaded.
     """
     load = question.before or config.model.load
     actor = Actor(config.model_copy(update={"model": config.model.model_copy(update={"load": load})}), runtime)
@@ -86,7 +82,7 @@ def answer(config: Config, question: Question, runtime: Runtime) -> dict[str, An
 
 def write(folder: Path, found: Mapping[str, Any]) -> None:
     """Write `what_if.json` and `what_if.html`. The page opens without a network."""
-    write_page(folder / "what_if.html", found)
+    (folder / "what_if.html").write_text(page(found), encoding="utf-8")
     content = json_values({**found, "versions": versions()})
     (folder / "what_if.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
@@ -103,15 +99,13 @@ def _columns(
     """Return the columns of each micro-batch, for each way of routing; see `Actor.token_log_probs`."""
     found: list[dict[Routes, Tensor]] = []
     for step in tqdm(steps, desc=what, unit="mini-batch", disable=not runtime.is_main):
-        of_step: dict[Routes, list[Tensor]] = {
-            routes: actor.token_log_probs(
+        of_kinds = [
+            actor.token_log_probs(
                 step, Metrics(), is_replaying=routes == "replayed", has_score_norms=has_score_norms
             )
             for routes in kinds
-        }
-        for index in range(len(step.microbatches)):
-            of_microbatch: dict[Routes, Tensor] = {routes: of_step[routes][index] for routes in kinds}
-            found.append(of_microbatch)
+        ]
+        found += [dict(zip(kinds, columns, strict=True)) for columns in zip(*of_kinds, strict=True)]
     return found
 
 
@@ -126,8 +120,7 @@ def _learning(
     if not speaks_for_its_group():
         return []
     microbatches = [m for step in steps for m in step.microbatches]
-    befores: Sequence[Mapping[Routes, Tensor]] = old or [{} for _ in microbatches]
-    every = zip(microbatches, numbers, columns, befores, strict=True)
+    every = zip(microbatches, numbers, columns, old or [{}] * len(microbatches), strict=True)
     return [_of_microbatch(m, number, now, before, kinds) for m, number, now, before in every]
 
 
@@ -178,11 +171,7 @@ def _concatenate(parts: Sequence[Any]) -> Any:
 
 
 def run(config: Config, question: Question, folder: Path) -> None:
-    """Evaluate the question, write the results, and print the table. Every rank of the job calls this.
-
-    Raises:
-        MegatronDppoError: The evaluation failed.
-    """
+    """Evaluate the question, write the results, and print the table. Every rank of the job calls this."""
     with join_processes(config) as runtime, full_disk_explained(folder):
         found = answer(config, question, runtime)
         runtime.on_main(lambda: write(folder, found))

@@ -1,8 +1,9 @@
 """Measures what a trust region does with kept tokens: the tokens it masks and the gradient that remains."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -47,20 +48,14 @@ class Updates:
 
     weight: Tensor  # [N] M: 0 or 1 of a mask
     coefficient: Tensor  # [N] M min(r, C) A
-    unmasked: (
-        Tensor  # [N] min(r, C) A, the same without the trust region; r of the response where importance is
-    )
+    unmasked: Tensor  # [N] min(r, C) A, without the trust region; r of the response where importance is
     gradient: Tensor  # [N] factor of grad log pi(y) in the loss: coefficient and added terms, token-weighted
     divergence: Tensor  # [N]
 
 
 @torch.no_grad()
 def updates_of(objective: Objective, inputs: PolicyLossInputs) -> Updates:
-    """Evaluate an objective on tokens.
-
-    Raises:
-        ConfigError: The errors of `policy_loss`.
-    """
+    """Evaluate an objective on tokens."""
     out = policy_loss(objective, inputs)
     importance = "token" if objective.importance == "rule" else objective.importance
     free = Unmasked(name=objective.name, importance=importance, ratio_cap=objective.ratio_cap)
@@ -77,10 +72,7 @@ def updates_of(objective: Objective, inputs: PolicyLossInputs) -> Updates:
 def cosine(left: Tensor, right: Tensor, score_norms: Tensor) -> float:
     """Return the cosine of two losses' gradients by the hidden states before the output layer; NaN of none.
 
-    Args:
-        left: [N] factor of grad log pi(y) of each token.
-        right: [N], of the other loss.
-        score_norms: [N], of the same tokens.
+    The losses have the factors `left` and `right` of grad log pi(y), all arguments are of the same N tokens.
     """
     squares = score_norms.double().square()
 
@@ -88,85 +80,76 @@ def cosine(left: Tensor, right: Tensor, score_norms: Tensor) -> float:
         return float((a * b * squares).sum())
 
     size = (product(left, left) * product(right, right)) ** 0.5
-    return max(-1.0, min(1.0, product(left, right) / size)) if size > 0 else float("nan")
+    return max(-1.0, min(1.0, product(left, right) / size)) if size > 0 else math.nan
 
 
-class Bench:
-    """Tokens with one way of routing, and the gradients that variants are compared with."""
+def reference_gradient(name: str, ratio_cap: float, inputs: PolicyLossInputs) -> Tensor | None:
+    """Return the gradient factors [N] of a preset with that cap, or `None` if the rollout has no Top-K.
 
-    def __init__(self, tokens: PolicyTokens) -> None:
-        """Name the tokens; references are computed once for each ratio cap."""
-        self.tokens = tokens
-        self._references: dict[tuple[str, float], Tensor | None] = {}
+    A Top-K preset uses all columns that were kept.
+    """
+    fields: dict[str, Any] = {"ratio_cap": ratio_cap}
+    if name in REFERENCES:
+        if inputs.topk is None or inputs.topk.ids.shape[1] == 0:
+            return None
+        fields["top_k"] = inputs.topk.ids.shape[1]
+    return updates_of(preset(name, **fields), inputs).gradient
 
-    def reference(self, name: str, ratio_cap: float) -> Tensor | None:
-        """Return the gradient factors [N] of a preset with that cap, or `None` if the rollout has no Top-K.
 
-        A Top-K preset uses all columns that were kept.
-        """
-        key = (name, ratio_cap)
-        if key not in self._references:
-            topk, fields = self.tokens.inputs.topk, {"ratio_cap": ratio_cap}
-            if name not in REFERENCES:
-                self._references[key] = updates_of(preset(name, **fields), self.tokens.inputs).gradient
-            elif topk is None or topk.ids.shape[1] == 0:
-                self._references[key] = None
-            else:
-                objective = preset(name, **fields, top_k=topk.ids.shape[1])
-                self._references[key] = updates_of(objective, self.tokens.inputs).gradient
-        return self._references[key]
+References = Callable[[str, float], Tensor | None]  # `reference_gradient` of some tokens
 
-    def figures(self, objective: Objective, updates: Updates, own_weight: Tensor) -> dict[str, Any]:
-        """Return the numbers of one variant, see `evaluate_variants`."""
-        inputs, norms = self.tokens.inputs, self.tokens.score_norms
-        advantages, is_kept = inputs.advantages, updates.weight != 0
-        acts = advantages != 0
-        masked = ~is_kept & acts
-        ratio = (inputs.log_probs - inputs.rollout_log_probs).exp()
-        mass = (ratio.clamp(max=objective.ratio_cap) * advantages.abs()).double()
-        finite = updates.divergence[updates.divergence.isfinite()]
-        figures: dict[str, Any] = {
-            "masked_fraction": _share(masked, acts),
-            "masked_fraction_positive": _share(masked, advantages > 0),
-            "masked_fraction_negative": _share(masked, advantages < 0),
-            "weight_mean_positive": _mean(updates.weight, advantages > 0),
-            "weight_mean_negative": _mean(updates.weight, advantages < 0),
-            "agreement": _share(is_kept == (own_weight != 0), acts),
-            "dropped_mass_fraction": float(mass[masked].sum() / mass.sum().clamp(min=1e-300)),
-            "gradient_mass_kept": _mass_kept(updates, acts),
-            "cosine_unmasked": self._cosine("pg_is", objective, updates),
-            **{f"cosine_{name}": self._cosine(name, objective, updates) for name in REFERENCES},
-            "rollout_prob_masked": float(inputs.rollout_log_probs[masked].double().exp().mean()),
-            "divergence_p999": float(np.percentile(finite.numpy(), 99.9)) if finite.numel() else float("nan"),
-            "by_prob": _by_prob(updates.weight, inputs),
-        }
-        if objective.is_soft:
-            figures["weight_mean"] = _mean(updates.weight, acts)
-        if values := rule_values(objective, inputs):
-            figures["rule_values"] = {name: float(each.double().mean()) for name, each in values.items()}
-        rollouts = self.tokens.rollouts.unique().tolist()
-        if len(rollouts) > 1:
-            unmasked = self.reference("pg_is", objective.ratio_cap)
-            assert unmasked is not None, "pg_is needs no Top-K"
-            figures["by_rollout"] = [
-                {
-                    "rollout": rollout,
-                    "masked_fraction": _share(masked, acts & (which := self.tokens.rollouts == rollout)),
-                    "gradient_mass_kept": _mass_kept(updates, acts & which),
-                    "cosine_unmasked": cosine(updates.gradient[which], unmasked[which], norms[which]),
-                }
-                for rollout in rollouts
-            ]
-        return figures
 
-    def _cosine(self, name: str, objective: Objective, updates: Updates) -> float | None:
-        other = self.reference(name, objective.ratio_cap)
-        return None if other is None else cosine(updates.gradient, other, self.tokens.score_norms)
+def figures_of(
+    objective: Objective, updates: Updates, own_weight: Tensor, tokens: PolicyTokens, reference: References
+) -> dict[str, Any]:
+    """Return the numbers of one variant, see `evaluate_variants`."""
+    inputs, norms, cap = tokens.inputs, tokens.score_norms, objective.ratio_cap
+    advantages, is_kept = inputs.advantages, updates.weight != 0
+    acts, positive, negative = advantages != 0, advantages > 0, advantages < 0
+    masked = ~is_kept & acts
+    ratio = (inputs.log_probs - inputs.rollout_log_probs).exp()
+    mass = (ratio.clamp(max=cap) * advantages.abs()).double()
+    finite = updates.divergence[updates.divergence.isfinite()]
+    others = {"unmasked": reference("pg_is", cap), **{name: reference(name, cap) for name in REFERENCES}}
+    figures: dict[str, Any] = {
+        "masked_fraction": _share(masked, acts),
+        "masked_fraction_positive": _share(masked, positive),
+        "masked_fraction_negative": _share(masked, negative),
+        "weight_mean_positive": _mean(updates.weight, positive),
+        "weight_mean_negative": _mean(updates.weight, negative),
+        "agreement": _share(is_kept == (own_weight != 0), acts),
+        "dropped_mass_fraction": float(mass[masked].sum() / mass.sum().clamp(min=1e-300)),
+        "gradient_mass_kept": _mass_kept(updates, acts),
+        **{
+            f"cosine_{name}": None if other is None else cosine(updates.gradient, other, norms)
+            for name, other in others.items()
+        },
+        "rollout_prob_masked": float(inputs.rollout_log_probs[masked].double().exp().mean()),
+        "divergence_p999": float(np.percentile(finite.numpy(), 99.9)) if finite.numel() else math.nan,
+        "by_prob": _by_prob(updates.weight, inputs),
+    }
+    if objective.is_soft:
+        figures["weight_mean"] = _mean(updates.weight, acts)
+    if values := rule_values(objective, inputs):
+        figures["rule_values"] = {name: float(each.double().mean()) for name, each in values.items()}
+    rollouts, unmasked = tokens.rollouts.unique().tolist(), others["unmasked"]
+    assert unmasked is not None, "pg_is needs no Top-K"
+    if len(rollouts) > 1:
+        figures["by_rollout"] = [
+            {
+                "rollout": rollout,
+                "masked_fraction": _share(masked, acts & (which := tokens.rollouts == rollout)),
+                "gradient_mass_kept": _mass_kept(updates, acts & which),
+                "cosine_unmasked": cosine(updates.gradient[which], unmasked[which], norms[which]),
+            }
+            for rollout in rollouts
+        ]
+    return figures
 
 
 def _mass_kept(updates: Updates, which: Tensor) -> float:
     total = updates.unmasked[which].abs().sum()
-    return float(updates.coefficient[which].abs().sum() / total) if total > 0 else float("nan")
+    return float(updates.coefficient[which].abs().sum() / total) if total > 0 else math.nan
 
 
 def _by_prob(weight: Tensor, inputs: PolicyLossInputs) -> list[dict[str, Any]]:
@@ -187,11 +170,11 @@ def _by_prob(weight: Tensor, inputs: PolicyLossInputs) -> list[dict[str, Any]]:
 
 
 def _share(part: Tensor, whole: Tensor) -> float:
-    return int((part & whole).sum()) / int(whole.sum()) if bool(whole.any()) else float("nan")
+    return int((part & whole).sum()) / int(whole.sum()) if bool(whole.any()) else math.nan
 
 
 def _mean(values: Tensor, which: Tensor) -> float:
-    return float(values[which].double().mean()) if bool(which.any()) else float("nan")
+    return float(values[which].double().mean()) if bool(which.any()) else math.nan
 
 
 def evaluate_variants(
@@ -220,36 +203,33 @@ def evaluate_variants(
     rows: list[dict[str, Any]] = []
     pairs: dict[Routes, dict[str, Any]] = {}
     for routes, of_routes in tokens.items():
-        bench, weights = Bench(of_routes), list[Tensor]()
+        inputs, weights = of_routes.inputs, list[Tensor]()
+        reference = cache(partial(reference_gradient, inputs=inputs))
         for variant in asked:
             objective = variant.objective
-            updates = updates_of(objective, of_routes.inputs)
+            updates = updates_of(objective, inputs)
             weights.append(updates.weight)
             row: dict[str, Any] = {"variant": variant.name, "preset": variant.preset, **variant.fields}
-            row |= {"routes": routes} | bench.figures(objective, updates, weights[0])
-            rows.append(row | {"threshold": describe_threshold(objective)} | sensitivity(objective, of_routes))
-        pairs[routes] = agreement(weights, of_routes.inputs.advantages != 0)
+            row |= {"routes": routes, **figures_of(objective, updates, weights[0], of_routes, reference)}
+            row |= {"threshold": describe_threshold(objective), "sensitivity": sensitivity(objective, inputs)}
+            rows.append(row)
+        pairs[routes] = agreement(weights, inputs.advantages != 0)
     return rows, pairs
 
 
-def sensitivity(objective: Objective, tokens: PolicyTokens) -> dict[str, Any]:
-    """Return `sensitivity`: masked share and mean M over tokens with A != 0, at each factor of the threshold.
-
-    Empty if the rule has no threshold.
-    """
+def sensitivity(objective: Objective, inputs: PolicyLossInputs) -> list[dict[str, float]]:
+    """Return masked share and mean M over tokens with A != 0 at each factor of the threshold, if it has one."""
     scaled = {str(factor): scale_threshold(objective, factor) for factor in FACTORS}
     objectives = {name: each for name, each in scaled.items() if each is not None}
-    acts = tokens.inputs.advantages != 0
-    weights = shadow_weights(objectives, tokens.inputs) if objectives else {}
-    found = [
+    acts = inputs.advantages != 0
+    return [
         {
             "factor": float(name),
             "masked_fraction": _share(weight == 0, acts),
             "weight_mean": _mean(weight, acts),
         }
-        for name, weight in weights.items()
+        for name, weight in (shadow_weights(objectives, inputs) if objectives else {}).items()
     ]
-    return {"sensitivity": found}
 
 
 def agreement(weights: Sequence[Tensor], acts: Tensor) -> dict[str, Any]:

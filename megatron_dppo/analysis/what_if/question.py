@@ -3,9 +3,10 @@
 import itertools
 import logging
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_dppo.algorithms import PRESETS, Objective, preset
 from megatron_dppo.algorithms.own_rule import OWN_FIELDS
@@ -23,12 +24,7 @@ from megatron_dppo.runtime.user_code import describe_error
 
 # What a forward of kept tokens needs; the rest is about sampling and training.
 _RULES = (
-    "preset",
-    "preset_fields",
-    "model_folder",
-    "model_architecture",
-    "model_sizes",
-    "model_variant",
+    *("preset", "preset_fields", "model_folder", "model_architecture", "model_sizes", "model_variant"),
     "layout",
 )
 logger = logging.getLogger(__name__)
@@ -45,15 +41,13 @@ class Variant:
 
     @property
     def objective(self) -> Objective:
-        """The objective of the variant, without an entropy bonus: that is no part of a trust region.
-
-        Raises:
-            ConfigError: The preset is invalid, or the module of a custom rule fails.
-        """
-        options = {name.removeprefix(OPTION): value for name, value in self.fields.items() if _is_option(name)}
-        given = {name: value for name, value in self.fields.items() if not _is_option(name)}
+        """The objective of the variant, without an entropy bonus: that is no part of a trust region."""
+        given: dict[str, Any] = {key: value for key, value in self.fields.items() if not _is_option(key)}
+        options = {key.removeprefix(OPTION): value for key, value in self.fields.items() if _is_option(key)}
+        if options:
+            given["rule_options"] = options
         try:
-            found = preset(self.preset, **given, **({"rule_options": options} if options else {}))
+            found = preset(self.preset, **given)
         except ConfigError:
             raise
         except Exception as error:  # whatever the module raises
@@ -113,10 +107,6 @@ def question_of(asked: Asked, world_size: int) -> tuple[Config, Question]:
     Args:
         asked: Options of the command line.
         world_size: Processes; with one, the run's layout is left aside.
-
-    Raises:
-        ConfigError: Some options are invalid. The message lists every problem.
-        DataError: A rollout was not kept completely.
     """
     run, before = asked.run, asked.before
     if not (run / "config.toml").is_file():
@@ -129,16 +119,27 @@ def question_of(asked: Asked, world_size: int) -> tuple[Config, Question]:
     rollouts = rollouts_of(asked.rollouts, [index + 1 for index in kept])
     files = [file for rollout in rollouts for file in group_files(run / "batches", rollout - 1)]
     num_columns, has_old = kept_inputs(files)
-    found, left_out = _variants(asked, config, num_columns, has_old or before is not None)
-    question = Question(run, rollouts, tuple(found), before, left_out)
-    problems = check(config, world_size, {name: RULES[name] for name in _RULES})
+    optional = [name for name in PRESETS if asked.is_all and name not in asked.presets]
+    usable, left_out = list[Variant](), dict[str, str]()
+    problems: list[Problem] = []
+    for variant in _asked_variants(asked, config, optional):
+        lacking = inputs_lacking(variant, num_columns, has_old_log_probs=has_old or before is not None)
+        if usable and lacking and variant.preset in optional:
+            left_out[variant.name] = " ".join(
+                f"{p.found.partition(', ')[2]}; expected {p.expected}. {p.action}" for p in lacking
+            )
+        else:
+            problems += lacking
+            usable.append(variant)
+    problems += check(config, world_size, {name: RULES[name] for name in _RULES})
     if before is not None:
         problems += _problems_with_weights("--before", before)
     if problems:
         raise ConfigError(problems)
+    require_own_rules(usable)
     with writing_to("--out", asked.out):
         asked.out.mkdir(parents=True, exist_ok=True)
-    return config, question
+    return config, Question(run, rollouts, tuple(usable), before, left_out)
 
 
 def rollouts_of(asked: Sequence[str], kept: Sequence[int]) -> tuple[int, ...]:
@@ -147,9 +148,6 @@ def rollouts_of(asked: Sequence[str], kept: Sequence[int]) -> tuple[int, ...]:
     Args:
         asked: Numbers of rollouts, or "all".
         kept: Numbers of the rollouts that were kept. Both count from 1, as logs and reports do.
-
-    Raises:
-        ConfigError: One is neither the number of a kept rollout nor "all".
     """
     numbers: list[int] = []
     for word in asked:
@@ -161,30 +159,19 @@ def rollouts_of(asked: Sequence[str], kept: Sequence[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(numbers)) or (kept[-1],)
 
 
-def _variants(
-    asked: Asked, config: Config, num_columns: int, has_old_log_probs: bool
-) -> tuple[list[Variant], dict[str, str]]:
-    """Return the variants to evaluate, and the variants of --all with missing inputs, with what they lack."""
-    settings = config.algorithm.model_dump()
-    base = Variant(config.algorithm.preset, flat_fields(overrides_in(settings)))
+def _asked_variants(asked: Asked, config: Config, optional: Sequence[str]) -> list[Variant]:
+    """Return the run's variant and the requested ones, with or without their inputs."""
+    settings = dict(overrides_in(config.algorithm.model_dump()))
+    options: Mapping[str, Value] = settings.pop("rule_options", None) or {}
+    of_run = {**settings, **{f"{OPTION}{name}": value for name, value in options.items()}}
     own: dict[str, Value] = {}
     if asked.rule_options:
         own = {f"{OPTION}{name}": value for name, value in parse_options(asked.rule_options).items()}
         if not any(":" in name for name in asked.presets):
             action = "Name it with --preset module:function, or leave the option out."
             raise ConfigError(Problem("--rule-options", asked.rule_options, "a custom rule", action))
-    others = [name for name in PRESETS if asked.is_all and name not in asked.presets]
-    found = variants(base, [*asked.presets, *others], parse_sweeps(asked.sweeps), own)
-    kept = {"num_columns": num_columns, "has_old_log_probs": has_old_log_probs}
-    left_out: dict[str, str] = {}
-    for variant in found[1:]:
-        if variant.preset in others and (problems := inputs_lacking(variant, **kept)):
-            said = (f"{p.found.partition(', ')[2]}; expected {p.expected}. {p.action}" for p in problems)
-            left_out[variant.name] = " ".join(said)
-    usable = [variant for variant in found if variant.name not in left_out]
-    require_inputs(usable, **kept)
-    require_own_rules(usable)
-    return usable, left_out
+    base = Variant(config.algorithm.preset, of_run)
+    return variants(base, [*asked.presets, *optional], parse_sweeps(asked.sweeps), own)
 
 
 def _config_of(run: Path, checkpoint: Path | None, overrides: Sequence[str], world_size: int) -> Config:
@@ -212,11 +199,7 @@ def _problems_with_weights(option: str, folder: Path) -> list[Problem]:
 
 
 def parse_options(text: str) -> dict[str, Value]:
-    """Parse name -> value, from "name=value,name=value".
-
-    Raises:
-        ConfigError: It is not of that form.
-    """
+    """Parse name -> value, from "name=value,name=value"."""
     found: dict[str, Value] = {}
     for part in text.split(","):
         name, _, value = (piece.strip() for piece in part.partition("="))
@@ -228,19 +211,14 @@ def parse_options(text: str) -> dict[str, Value]:
 
 
 def parse_sweeps(sweeps: Sequence[str]) -> dict[str, list[Value]]:
-    """Parse field -> values, from "field=value,value" each.
-
-    Raises:
-        ConfigError: One of them is not of that form.
-    """
+    """Parse field -> values, from "field=value,value" each."""
     found: dict[str, list[Value]] = {}
     for sweep in sweeps:
         name, _, text = sweep.partition("=")
-        values = [_value(part.strip()) for part in text.split(",")]
-        if not name.removeprefix(OPTION).isidentifier() or "" in values:
+        found[name] = [_value(part.strip()) for part in text.split(",")]
+        if not name.removeprefix(OPTION).isidentifier() or "" in found[name]:
             action = "Write for example --sweep delta=0.05,0.1,0.2."
             raise ConfigError(Problem("--sweep", repr(sweep), "field=value,value,...", action))
-        found[name] = values
     return found
 
 
@@ -256,17 +234,6 @@ def _is_option(name: str) -> bool:
     return name.startswith(OPTION)
 
 
-def flat_fields(settings: Mapping[str, object]) -> dict[str, Value]:
-    """Return overrides of a preset as fields of a variant: each option of an own rule on its own."""
-    found: dict[str, Value] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            found |= {f"{name}.{option}": each for option, each in value.items()}
-        elif isinstance(value, Value):
-            found[name] = value
-    return found
-
-
 def variants(
     base: Variant,
     presets: Sequence[str],
@@ -280,41 +247,33 @@ def variants(
         presets: Names, and "module:function" of custom rules. Empty means the run's preset.
         sweeps: Values of fields.
         own_fields: Set for each own rule that uses them. The run's rule has the run's otherwise.
-
-    Raises:
-        ConfigError: A preset is unknown, none uses a swept field or an option, or a value is out of range.
     """
     of_run = {key: value for key, value in base.fields.items() if _is_option(key) or key in OWN_FIELDS}
-    plain = [Variant(name, of_run if name == base.preset and ":" in name else {}) for name in presets]
-    given = dict(own_fields or {})
-    chosen = [
-        replace(variant, fields={**variant.fields, **{key: given[key] for key in given if variant.uses(key)}})
-        for variant in plain
-    ] or [base]
+    given, chosen = dict(own_fields or {}), list[Variant]()
+    for name in presets:
+        plain = Variant(name, of_run if name == base.preset and ":" in name else {})
+        used = {key: value for key, value in given.items() if plain.uses(key)}
+        chosen.append(Variant(name, {**plain.fields, **used}))
+    chosen = chosen or [base]
     unused = [name for name in (*sweeps, *given) if not any(variant.uses(name) for variant in chosen)]
     if unused:
         found = f"{', '.join(unused)} of {', '.join(variant.name for variant in chosen)}"
         fields = {name for variant in chosen for name in variant.objective.fields_in_use}
         fields |= {OPTION + name for variant in chosen for name in variant.objective.rule_options}
-        known = "one of " + ", ".join(sorted(fields))
         otherwise = "Name a field that one of the presets uses; an own rule's option is rule_options.NAME."
-        key = "--sweep" if unused[0] in sweeps else "--rule-options"
-        raise ConfigError(Problem(key, found, known, did_you_mean(unused[0], fields, otherwise)))
-    found = list(_sweep(chosen, sweeps))
-    for variant in found:
-        _ = variant.objective  # raises if a value is out of range
-    own = base.objective
-    return [base, *(variant for variant in found if replace(variant.objective, name=own.name) != own)]
-
-
-def _sweep(chosen: Sequence[Variant], sweeps: Mapping[str, Sequence[Value]]) -> Iterator[Variant]:
+        key, known = "--sweep" if unused[0] in sweeps else "--rule-options", ", ".join(sorted(fields))
+        raise ConfigError(Problem(key, found, f"one of {known}", did_you_mean(unused[0], fields, otherwise)))
+    swept = [base]
     for variant in chosen:
         own = {name: values for name, values in sweeps.items() if variant.uses(name)}
         for values in itertools.product(*own.values()):
-            yield Variant(variant.preset, {**variant.fields, **dict(zip(own, values, strict=True))})
+            each = Variant(variant.preset, {**variant.fields, **dict(zip(own, values, strict=True))})
+            if replace(each.objective, name=base.objective.name) != base.objective:
+                swept.append(each)
+    return swept
 
 
-def inputs_lacking(variant: Variant, *, num_columns: int, has_old_log_probs: bool) -> list[Problem]:
+def inputs_lacking(variant: Variant, num_columns: int, *, has_old_log_probs: bool) -> list[Problem]:
     """Return a problem for each input that the variant's trust region reads and the kept tokens lack."""
     problems: list[Problem] = []
     objective = variant.objective
@@ -332,32 +291,18 @@ def inputs_lacking(variant: Variant, *, num_columns: int, has_old_log_probs: boo
     return problems
 
 
-def require_inputs(asked: Sequence[Variant], *, num_columns: int, has_old_log_probs: bool) -> None:
-    """Refuse variants with inputs that the kept tokens lack, before any model loads.
-
-    Raises:
-        ConfigError: There are problems. The message lists all of them.
-    """
-    kept = {"num_columns": num_columns, "has_old_log_probs": has_old_log_probs}
-    problems = [problem for variant in asked for problem in inputs_lacking(variant, **kept)]
-    if problems:
-        raise ConfigError(problems)
-
-
 def require_own_rules(asked: Sequence[Variant]) -> None:
-    """Refuse own rules that fail on a small batch, and warn of doubtful ones, before any model loads.
+    """Refuse own rules that fail on a small batch, with all problems, and warn of doubtful ones.
 
     Raises:
-        ConfigError: There are problems. The message lists all of them.
+        ConfigError: There are problems.
     """
     own = [variant for variant in asked if variant.objective.own is not None]
-    problems = [
-        problem
-        for variant in own
-        for problem in problems_with_own_rule(
+    problems: list[Problem] = []
+    for variant in own:
+        problems += problems_with_own_rule(
             "--preset", variant.objective, how_to_set=lambda field, value: f"Add --sweep {field}={value}."
         )
-    ]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     for variant in own:

@@ -187,7 +187,8 @@ def _fewest(plan: Plan) -> Iterator[str]:
         return
     tried = f"tried: 1 to {machine.gpus_per_node}, then {', '.join(map(str, NODES[:4]))} ... {NODES[-1]} nodes"
     if fewest.proposal is None:
-        yield f"Nothing fits on up to {format_count(fewest.num_gpus, 'GPU')} ({tried}). {fewest.why_not}"
+        nothing = f"Nothing fits on up to {format_count(fewest.num_gpus, 'GPU')} ({tried}). {fewest.why_not}"
+        yield nothing.rstrip()
         return
     enough = "is the fewest that is enough" if fewest.num_gpus == 1 else "are the fewest that are enough"
     yield f"{format_count(fewest.num_gpus, 'GPU')} {enough} ({tried}), with:"

@@ -57,6 +57,22 @@ def test_the_best_division_equals_theory_and_brute_force(
     assert bound == 1 or (bound - 1) * split.ahead.rollout_s < longest
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "per_node", "expected"),
+    [(3000.0, 2000.0, 8, (8, 3)), (1900.0, 3000.0, 8, (4, 7)), (1900.0, 3000.0, 4, (4, 4))],
+)
+def test_gpus_have_whole_servers_and_a_trainer_of_whole_nodes_or_part_of_one(
+    a: float, b: float, per_node: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eleven GPUs with servers of four: the best of 11 - m and m GPUs would be 6 and 5, or 4 and 7."""
+    monkeypatch.setattr("megatron_dppo.plan.split.fits", lambda *_: True)
+    job = job_of(QWEN3_06B, ANY | {"sglang.tp_size": 4})
+    job = replace(job, machine=replace(job.machine, gpus_per_node=per_node))
+    ahead = divide(job, 11, _rates(job, a, b)).ahead
+    assert (ahead.serving, ahead.training) == expected
+    assert ahead.rollout_s == pytest.approx(max(a / expected[0], b / expected[1]))
+
+
 def test_only_numbers_that_train_admits_and_fit_are_taken() -> None:
     """Of 96 prompts in 4 mini-batches, over pairs of GPUs: data-parallel sizes that divide 24."""
     job, a, b = job_of(QWEN3_06B, FEW | {"sglang.tp_size": 2}), 3000.0, 7000.0

@@ -33,11 +33,7 @@ Harness = Callable[[EpisodeTask], AgentOutcome]
 
 
 def load_harness(name: str) -> Harness:
-    """Return a function that runs an episode of the harness `name`.
-
-    Raises:
-        AgentFailedError: The function is not asynchronous.
-    """
+    """Return a function that runs an episode of the harness `name`."""
     command = as_command(name)
     run = _of_function(name) if command is None else _of_command(command)
 

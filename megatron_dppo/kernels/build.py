@@ -50,11 +50,7 @@ _HOW_TO_GET_NVCC = (
 
 
 def find_nvcc() -> Path:
-    """The compiler in $CUDA_HOME/bin, else on PATH, else among this Python's packages.
-
-    Raises:
-        KernelBuildError: There is none, or PyPI's lacks its parts.
-    """
+    """The compiler in $CUDA_HOME/bin, else on PATH, else among this Python's packages."""
     home = os.environ.get("CUDA_HOME")
     if home and (found := shutil.which("nvcc", path=Path(home) / "bin")):
         return Path(found)
@@ -83,11 +79,7 @@ def _pypi_toolkits() -> list[Path]:
 
 
 def find_host_compiler() -> Path:
-    """The C++ compiler that $CXX names, else g++.
-
-    Raises:
-        KernelBuildError: There is none, or it is too old for C++17.
-    """
+    """The C++ compiler that $CXX names, else g++."""
     name = os.environ.get("CXX") or "g++"
     found = shutil.which(name)
     if found is None:
@@ -118,9 +110,6 @@ def build_cuda_library(
         destination: The library's path.
         architectures: Compute capabilities without their dot, ascending.
         sources: The folder with capi.cu.
-
-    Raises:
-        KernelBuildError: A compiler is missing or fails; the message ends with what it wrote.
     """
     nvcc, host_compiler = find_nvcc(), find_host_compiler()
     targets = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in architectures]
@@ -137,11 +126,7 @@ def _runtime_folder(nvcc: Path) -> list[str]:
 
 
 def build_host_library(destination: Path, *, sources: Path = CSRC) -> Path:
-    """Compile the same kernels for the CPU, as the tests run them.
-
-    Raises:
-        KernelBuildError: The compiler is missing or fails; the message ends with what it wrote.
-    """
+    """Compile the same kernels for the CPU, as the tests run them."""
     command = [str(find_host_compiler()), *HOST_FLAGS]
     return _compile(command, sources / "host.cpp", destination, "CXX chooses another compiler.")
 
@@ -199,9 +184,6 @@ def build_packaged_library(folder: Path, *, sources: Path = CSRC) -> Path:
     """Compile the wheel's library, and write its hash next to it, which `cuda_library` compares.
 
     An existing library of the same hash is kept; any other is removed first.
-
-    Raises:
-        KernelBuildError: `build_cuda_library` fails.
     """
     expected = source_hash(sources=sources)
     if library := _packaged_library(folder, expected):
@@ -233,9 +215,6 @@ def cuda_library(
             architectures of a wheel without a GPU.
         sources: The folder with capi.cu.
         packaged: The folder in which a wheel has the library.
-
-    Raises:
-        KernelBuildError: A compiler is missing or fails, the GPU is too old, or the cache cannot be written.
     """
     architectures = tuple(architectures or _present_architectures())
     if library := _packaged_library(packaged, source_hash(sources=sources)):

@@ -24,11 +24,7 @@ def given_topk(
     ids: Integer[Tensor, "T K"] | None,
     rollout_log_probs: Float[Tensor, "T K"] | None,
 ) -> RolloutTopK | None:
-    """Return the Top-K of the public losses' arguments; log-probs of one that is only reported may be absent.
-
-    Raises:
-        ConfigError: The objective needs a Top-K, and ids or log-probs are absent.
-    """
+    """Return the Top-K of the public losses' arguments; log-probs of one only reported may be absent."""
     if objective.needs_topk:
         given = {"topk_ids": ids, "topk_rollout_log_probs": rollout_log_probs}
         why = f"a tensor, because the divergence is {objective.divergence}"
@@ -89,9 +85,6 @@ def require_tokens(objective: Objective, tokens: RolloutTokens, num_tokens: int,
         tokens: Tokens as packed, or as given by the caller, with only the optional inputs that it reads.
         num_tokens: T, of the logits or hidden states.
         vocab_size: Vocabulary size of the model, without padding.
-
-    Raises:
-        ConfigError: An input is missing, or of another shape or type; all faults at once.
     """
     problems = [*_missing(objective, tokens), *_misshapen(tokens, num_tokens)]
     if not problems and tokens.topk is not None:
@@ -163,9 +156,6 @@ def check_values(objective: Objective, tokens: RolloutTokens, shard: VocabShard,
     """Refuse values that no learning token may have, and shards of `width` columns that leave some out.
 
     This takes one exchange between the shards, and three device synchronisations if all values are valid.
-
-    Raises:
-        ConfigError: Naming the tensor, the row and the value.
     """
     require_cover(shard, width, tokens.targets.device)
     _require_known_ids(tokens, shard.vocab_size)

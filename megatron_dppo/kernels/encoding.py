@@ -75,11 +75,7 @@ def ids_of(field: str) -> Mapping[Any, int]:
 
 
 def encode(objective: Objective) -> list[float]:
-    """Return the numbers of a compiled objective, without its name; `decode` inverts this.
-
-    Raises:
-        ConfigError: The compiled kernels do not support the objective.
-    """
+    """Return the numbers of a compiled objective, without its name; `decode` inverts this."""
     require_compiled(objective)
     choices = [float(ids_of(field)[getattr(objective, field, NO_RELAX)]) for field in CHOICES]
     return choices + [number_of(objective, field) for field in NUMBERS]
@@ -125,11 +121,7 @@ def is_compiled(objective: Objective) -> bool:
 
 
 def require_compiled(objective: Objective) -> None:
-    """Refuse an objective that the compiled kernels do not support; the message names the field and value.
-
-    Raises:
-        ConfigError: Its rule or its divergence is not among COMPILED, or it has a term that they lack.
-    """
+    """Refuse an objective that the compiled kernels do not support; the message names the field and value."""
     action = (
         "Combine it in PyTorch, as the losses of kernels do, or add it to csrc/ and to COMPILED of "
         "kernels/encoding.py."

@@ -37,11 +37,7 @@ class KernelError(MegatronDppoError, RuntimeError):
 
 
 class ArgumentChecker:
-    """Turns the tensors of one call into addresses.
-
-    Raises:
-        KernelError: From every method: a kernel must not see this tensor.
-    """
+    """Turns the tensors of one call into addresses."""
 
     def __init__(self, function: str, device_type: str, device: torch.device) -> None:
         self.function, self.device = function, device
@@ -146,10 +142,6 @@ class KernelLibrary:
 
     Kernels are queued on the current stream of the tensors' device; nothing waits for it. Arguments are
     contiguous; of logits only the last dimension must be.
-
-    Raises:
-        KernelError: The file does not load, or has another version of the C interface. From every method: a
-            tensor does not fit, or the launch failed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -217,9 +209,6 @@ class KernelLibrary:
             objective: Objective to optimise; there must be at most `top_k` columns.
             tokens: N of them, as `checked_tokens` makes them: float32, and int32 for Top-K ids. Values of rows
                 that do not learn are ignored.
-
-        Raises:
-            ConfigError: The kernels do not know the objective's rule or divergence.
         """
         encoded = _Objective.of(objective)
         check, topk_ids = ArgumentChecker("combine", self.device_type, statistics.device), tokens.topk_ids

@@ -133,11 +133,7 @@ def packed_policy_loss(
 def responses_of(
     objective: Objective, lengths: Tensor | None, targets: Integer[Tensor, " T"]
 ) -> PackedResponses | None:
-    """Return the responses of tokens that are all on this rank, if the objective reads responses.
-
-    Raises:
-        ConfigError: The lengths do not sum to T.
-    """
+    """Return the responses of tokens that are all on this rank, if the objective reads responses."""
     if lengths is None or not objective.needs_responses:
         return None
     require_lengths(lengths, targets.numel(), objective.name)

@@ -23,12 +23,7 @@ from megatron_dppo.kernels.reference import ROWS, STATISTICS, LogitColumns, wide
 
 @cache
 def kernels_for(device_type: str) -> Any:
-    """Return the three functions that compute on a type of device: `reference`'s or the compiled ones.
-
-    Raises:
-        KernelBuildError: There are no compiled kernels for this GPU, and they cannot be compiled here.
-        KernelError: The compiled kernels do not load.
-    """
+    """Return the three functions that compute on a type of device: `reference`'s or the compiled ones."""
     return KernelLibrary(cuda_library()) if is_compiled_for(device_type) else reference
 
 

@@ -35,12 +35,7 @@ class OutputLayer:
     logits_dtype: torch.dtype | None = None  # float32 if they are not rounded to the hidden states' type
 
     def require(self, output: Float[Tensor, "rows columns"], weight: Float[Tensor, "V H"] | None) -> None:
-        """Refuse logits that are not this rank's, or hidden states and a weight that do not make these.
-
-        Raises:
-            ConfigError: They do not fit each other, or do not cover the vocabulary; or the temperature is not a
-                finite number above 0.
-        """
+        """Refuse logits that are not this rank's, or hidden states and a weight that do not make these."""
         logits = output
         if not self.is_applied:
             assert weight is not None, "hidden states need the weight"

@@ -189,9 +189,6 @@ def combine(
         tokens: T tokens.
         response_lengths: [B], needed by rules over complete responses.
         has_known_values: Values are not checked, and the call does not synchronise with the device.
-
-    Raises:
-        ConfigError: A learning token's inputs have an invalid value; see `algorithms.policy_loss`.
     """
     merged = _merge(statistics)
     found = _token_log_probs(merged, tokens.topk_ids, tokens.loss_mask)

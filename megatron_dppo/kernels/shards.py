@@ -53,12 +53,7 @@ def gather_statistics(
 
 
 def require_shard(logits: Float[Tensor, "T V"], shard: VocabShard) -> None:
-    """Refuse logits that are not this rank's shard of the vocabulary.
-
-    Raises:
-        ConfigError: The logits are not a matrix of a supported type, the first rank's shard does not start at
-            column 0, or the last rank's shard does not reach the end of the vocabulary.
-    """
+    """Refuse logits that are not this rank's shard of the vocabulary."""
     size, rank = shard.num_ranks, 0 if shard.group is None else shard.group.rank()
     if logits.dim() != 2 or logits.dtype not in LOGIT_TYPES:
         found = f"shape {list(logits.shape)}, {logits.dtype}"
@@ -80,11 +75,7 @@ def require_shard(logits: Float[Tensor, "T V"], shard: VocabShard) -> None:
 
 
 def require_cover(shard: VocabShard, width: int, device: torch.device) -> None:
-    """Refuse shards that leave tokens out or hold some twice; one exchange, and a device synchronisation.
-
-    Raises:
-        ConfigError: On every rank of the group, naming the first shard that does not follow the one before.
-    """
+    """Refuse shards that leave tokens out or hold some twice; one exchange, and a device synchronisation."""
     if shard.group is None:
         return
     own = torch.tensor([[shard.start, shard.start + width]], device=device)

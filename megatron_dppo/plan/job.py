@@ -126,11 +126,7 @@ class LayerOptions:
 
     @classmethod
     def of(cls, config: Config) -> "LayerOptions":
-        """Return the options of a config; for layer_spec "auto", assume the spec that keeps more.
-
-        Raises:
-            ConfigError: A recompute_* key has a value that Megatron does not take.
-        """
+        """Return the options of a config; for layer_spec "auto", assume the spec that keeps more."""
         is_engine = config.model.layer_spec == "transformer_engine"
         return cls(recompute_of(config.megatron), "te" if is_engine else "torch")
 
@@ -139,11 +135,7 @@ class LayerOptions:
 
 
 def recompute_of(megatron: Mapping[str, Any]) -> Recompute:
-    """Return the recompute settings of `[megatron]`.
-
-    Raises:
-        ConfigError: A recompute_* key has a value that Megatron does not take.
-    """
+    """Return the recompute settings of `[megatron]`."""
     problems = recompute_problems(megatron)
     if problems:
         raise ConfigError(problems)
@@ -328,11 +320,7 @@ class Job:
 
     @classmethod
     def of(cls, config: Config, facts: Facts, machine: Machine, assumptions: Assumptions = EXPECTED) -> "Job":
-        """Return the job that a config describes.
-
-        Raises:
-            ConfigError: The model's parameters are not known, or an option is invalid.
-        """
+        """Return the job that a config describes."""
         if isinstance(facts.model, Problem) or isinstance(facts.sizes, Problem):
             raise ConfigError([each for each in (facts.model, facts.sizes) if isinstance(each, Problem)][:1])
         shape = model_shape(facts.model)
@@ -386,9 +374,5 @@ class Job:
 
     @property
     def layout(self) -> Layout:
-        """The configured layout.
-
-        Raises:
-            LayoutError: The processes do not divide.
-        """
+        """The configured layout."""
         return Layout.of(self.config.parallel, self.machine.num_gpus)

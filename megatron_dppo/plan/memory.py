@@ -90,11 +90,7 @@ class EngineMemory:
 
 
 def engine_memory(config: Config, shape: ModelShape, layout: Layout, machine: Machine) -> EngineMemory:
-    """Return the memory of the engine that `rollout.engine` names, next to a trainer with this layout.
-
-    Raises:
-        ConfigError: An option of [sglang] that affects memory has an invalid value.
-    """
+    """Return the memory of the engine that `rollout.engine` names, next to a trainer with this layout."""
     if config.rollout.engine == "transformers":
         return _embedded(config, shape, layout)
     if not config.rollout.sglang.colocated:
@@ -163,11 +159,7 @@ def _bytes_to_sample_a_logit(config: Config) -> int:
 
 
 def server_memory(config: Config, shape: ModelShape, machine: Machine) -> EngineMemory:
-    """Return the memory of an SGLang server on the trainer's GPUs, or on others of the same size.
-
-    Raises:
-        ConfigError: An option of [sglang] that affects memory has an invalid value.
-    """
+    """Return the memory of an SGLang server on the trainer's GPUs, or on others of the same size."""
     fraction = config.sglang.get("mem_fraction_static", SGLANG_MEMORY_FRACTION)
     size = config.sglang.get("tp_size", 1)
     require_number("sglang.mem_fraction_static", fraction, "a share of the GPU above 0 and below 1", 1.0)
@@ -346,11 +338,7 @@ class Memory:
 
 
 def memory_of(job: Job, layout: Layout) -> Memory:
-    """Return the memory of a layout that divides the model.
-
-    Raises:
-        ConfigError: An option of [sglang] has an invalid value.
-    """
+    """Return the memory of a layout that divides the model."""
     parts = stage_parts(job, layout)
     engine = engine_memory(job.config, job.shape, layout, job.machine)
     states = [rank_states(job, part) for part in parts]

@@ -80,9 +80,6 @@ def server_load(
         shape: The model's parameters.
         machine: GPUs of the trainer. Servers with separate GPUs are assumed to have as many.
         response_tokens: Mean length of a response; None assumes `MEAN_SHARE` of the longest.
-
-    Raises:
-        ConfigError: An option of [sglang] that the cache or the number of requests depends on is invalid.
     """
     rollout, options = config.rollout, config.rollout.sglang
     is_known = config.sglang.get("device") != "cpu" or "max_total_tokens" in config.sglang

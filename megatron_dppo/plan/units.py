@@ -21,11 +21,7 @@ _UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 1 << 20, "GIB": 1 << 30
 def require_number(
     where: str, found: Any, expected: str, below: float = math.inf, kinds: type | UnionType = int | float
 ) -> None:
-    """Refuse a value that is no number of these kinds above 0 and below a limit.
-
-    Raises:
-        ConfigError: It is none; the error names its key, `where`.
-    """
+    """Refuse a value that is no number of these kinds above 0 and below a limit."""
     if isinstance(found, bool) or not isinstance(found, kinds) or not 0 < found < below:
         raise ConfigError(Problem(where, repr(found), expected, "Correct or remove it."))
 

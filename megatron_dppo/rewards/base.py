@@ -179,11 +179,7 @@ def reward(name: str) -> Reward:
 
 
 def batch_reward(name: str) -> BatchFunction:
-    """Return the reward of whole groups that "batch:package.module:function" names; see `reward`.
-
-    Raises:
-        ConfigError: There is no such function.
-    """
+    """Return the reward of whole groups that "batch:package.module:function" names; see `reward`."""
     prefix, function = _import(name)
     return _batch_adapters[prefix](function)
 
@@ -212,12 +208,7 @@ def call_reward(function: Callable[[Prompt, str, FinishReason], Any], request: R
 
 
 def call_batch(function: BatchFunction, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardError]:
-    """Call a reward of whole groups; return a result for each response, or its score's error.
-
-    Raises:
-        RewardError: The reward raised, or did not return one score for each response.
-        MemoryError: The reward ran out of memory.
-    """
+    """Call a reward of whole groups; return a result for each response, or its score's error."""
     count = len(requests)
     where = f"prompt {requests[0].prompt.id}, a group of {count}"
     found: Any = _call(where, function, requests)

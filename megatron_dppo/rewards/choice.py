@@ -110,9 +110,6 @@ def build_reward(choice: RewardChoice) -> Reward:
     """Return the reward of a choice that scores single responses. Imports a user's modules.
 
     Exceptions of the import are passed on.
-
-    Raises:
-        ConfigError: No reward has one of the names. The message lists the rewards.
     """
     if isinstance(choice.reward, str):
         return _under_rules(choice.reward, choice)

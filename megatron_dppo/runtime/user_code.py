@@ -80,9 +80,6 @@ def import_named(key: str, name: str) -> Any:
     """Import the function or class that "package.module:name" names; the module's errors pass through.
 
     The working directory is searched too, last, as in workers.
-
-    Raises:
-        ConfigError: It is missing or cannot be called. The message names the config key `key`.
     """
     module_name, _, attribute = name.partition(":")
     try:

@@ -77,11 +77,7 @@ class WorkerPool(Generic[Q, A]):
         return self._files.copy()
 
     def start(self) -> None:
-        """Load the code in one worker now, so that code that cannot be loaded stops a run before it samples.
-
-        Raises:
-            MegatronDppoError: The code cannot be loaded; the type is the service's `error`.
-        """
+        """Load the code in one worker now, so that code that cannot be loaded stops a run before it samples."""
         worker = self._idle.get()
         try:
             worker = worker or self._start_worker(lambda: False)
@@ -109,11 +105,6 @@ class WorkerPool(Generic[Q, A]):
         """Return a reply to each request, in order. A failed request does not affect the others.
 
         If a signal raises an exception here, the workers that process these requests end and are replaced.
-
-        Raises:
-            MegatronDppoError: The code cannot be loaded, or 16 requests in a row timed out. The type is the
-                service's `error`, and all pending requests raise it.
-            CancelledError: `close` was called meanwhile.
         """
         calls = [_Call[Q, A](next(self._numbers), request) for request in requests]
         answers = [call.answer for call in calls]

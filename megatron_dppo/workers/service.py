@@ -92,11 +92,7 @@ def encode(message: Any) -> bytes:
 
 
 def decode(fields: Any, kind: type[A]) -> A:
-    """Return the value of a type that has these fields.
-
-    Raises:
-        ValueError: The fields do not fit the type.
-    """
+    """Return the value of a type that has these fields."""
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
@@ -104,11 +100,7 @@ def decode(fields: Any, kind: type[A]) -> A:
 
 
 def read_reply(content: bytes, number: int, kind: type[A], files: FileDigests) -> A | WorkerFault:
-    """Return the reply to request `number`, or its fault; add its files to `files`.
-
-    Raises:
-        ValueError: The message is not a reply to this request.
-    """
+    """Return the reply to request `number`, or its fault; add its files to `files`."""
     fields = json.loads(content)
     if fields == {"out_of_memory": True}:
         return WorkerFault("out_of_memory", "")

@@ -67,11 +67,6 @@ class WorkerProcess(Generic[Q, A]):
         """Start the process, and wait until it has loaded `name`; add the files that it reads to `files`.
 
         It inherits the open files `descriptors`.
-
-        Raises:
-            MegatronDppoError: The process could not load `name`, or a variable of `environment` is not set; the
-                type is the service's `error`.
-            CallCancelledError: `is_cancelled` returned True first.
         """
         self._service, self._environment, self._files = service, environment, files
         if absent := [variable for variable in environment if variable not in os.environ]:
@@ -123,12 +118,7 @@ class WorkerProcess(Generic[Q, A]):
         self._write()
 
     def receive(self, number: int, timeout_s: float, is_cancelled: IsCancelled) -> A | WorkerFault:
-        """Return the reply to request `number`, the oldest request without a reply.
-
-        Raises:
-            WorkerLostError: No valid reply came in time, or the worker died.
-            CallCancelledError: `is_cancelled` returned True first.
-        """
+        """Return the reply to request `number`, the oldest request without a reply."""
         message = self._message(timeout_s, is_cancelled)
         try:
             answer = read_reply(message, number, self._service.answer, self._files)

@@ -292,11 +292,7 @@ def inputs_lacking(variant: Variant, num_columns: int, *, has_old_log_probs: boo
 
 
 def require_own_rules(asked: Sequence[Variant]) -> None:
-    """Refuse own rules that fail on a small batch, with all problems, and warn of doubtful ones.
-
-    Raises:
-        ConfigError: There are problems.
-    """
+    """Refuse own rules that fail on a small batch, with all problems, and warn of doubtful ones."""
     own = [variant for variant in asked if variant.objective.own is not None]
     problems: list[Problem] = []
     for variant in own:

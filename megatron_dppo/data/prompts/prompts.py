@@ -50,10 +50,6 @@ def load_prompts(path: Path, prompt_column: str, answer_column: str | None) -> l
         path: Prompt file.
         prompt_column: Column of the prompt.
         answer_column: Column of the answer. `None` means the first of `TRAINING_SCHEMAS` that fits.
-
-    Raises:
-        DataError: The file is missing, of another kind, torn or empty, or a row lacks a column, has another
-            type, or repeats an id.
     """
     prompts: list[Prompt] = []
     for row in read_prompts(path, prompt_column, answer_column, logs_schema=True):
@@ -238,11 +234,7 @@ class PromptStream:
         cursor: DataCursor | None = None,
         parts: Sequence[Part] = (),
     ) -> None:
-        """Read `upcoming` from a cursor; without one it is the beginning. No parts: all prompts are one part.
-
-        Raises:
-            DataError: There are no prompts, or the cursor does not fit a stream of this many prompts.
-        """
+        """Read `upcoming` from a cursor; else it is the beginning. No parts: all prompts are one part."""
         if not prompts:
             raise fault("prompts", "none", "at least one prompt", "Check data.prompts.")
         self._prompts, self._seed, self._shuffle = prompts, seed, shuffle

@@ -42,9 +42,6 @@ def read_columns(path: Path) -> list[str]:
     """Read the columns of a file: from the Parquet schema, or from the keys of the first JSON lines.
 
     Lines without a JSON object are skipped, unless no line has one.
-
-    Raises:
-        DataError: The file is missing, neither .jsonl nor .parquet, without a valid line, or empty.
     """
     if path.suffix not in SUFFIXES:
         advice = (

@@ -125,12 +125,7 @@ def _refusal(tokenizer: Any, what: object, error: Exception) -> DataError:
 
 
 def require_tokenizer(template: str, tokenizer: Any) -> None:
-    """Check that a template works with this tokenizer.
-
-    Raises:
-        DataError: `r1_distill` needs DeepSeek's special tokens and a BOS. `thinking`, `dapo` and `chat` need a
-            chat template. `thinking` needs a chat template that thinks without an argument.
-    """
+    """Check that a template works with this tokenizer."""
     name = str(tokenizer.name_or_path)
     if template == "r1_distill":
         _require_r1_tokens(name, tokenizer)

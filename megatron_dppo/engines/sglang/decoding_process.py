@@ -68,13 +68,7 @@ class DecodingProcess:
         self._num_lost = 0  # processes lost since the last result
 
     async def read(self, reader: Reader, content: bytes, expected: Expected) -> Answer:
-        """Parse a response with `reader`.
-
-        Raises:
-            ReplyError: The response is refused, or the process ended or hung while it decoded the response.
-            RoutingReplayError: The routes of the response are refused.
-            RolloutError: The process cannot be started, or was lost twice in a row.
-        """
+        """Parse a response with `reader`."""
         if len(content) < self._small_bytes:
             return reader(content, expected)
         return await asyncio.wrap_future(self._driver.submit(self._read_there, reader, content, expected))
@@ -175,11 +169,7 @@ class _Child:
     def ask(
         self, reader: Reader, content: bytes, expected: Expected, timeout_s: float
     ) -> Answer | ReplyError | RoutingReplayError:
-        """Return the result of `reader`, or the error that it raised.
-
-        Raises:
-            WorkerLostError: No result came in time, or the process ended.
-        """
+        """Return the result of `reader`, or the error that it raised."""
         parts = [content, pickle.dumps((reader, expected))]
         self._requests.write(parts)
         for number, request in enumerate((_ARRIVED, [len(part) for part in parts])):

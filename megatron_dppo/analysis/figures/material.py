@@ -130,7 +130,7 @@ class AlgorithmLine:
     runs: tuple[RunCurves, ...]  # each with another seed
     shade: int  # index of the objective among its preset's objectives, from 0
     left_out: tuple[str, ...] = ()  # names of runs that a later run with the same seed replaced
-    own_place: int = 0  # index of a custom rule among the custom rules of all runs
+    own_place: int = 0  # index of a rule without a look among those of all runs
 
     def points(self, metric: str) -> list[Points]:
         """Return the points of each seed that has the metric."""
@@ -203,7 +203,7 @@ def experiments_of(runs: Sequence[RunCurves]) -> list[Experiment]:
     If two runs have the same settings and the same seed, the later one counts.
     """
     settings = [_settings(run) for run in runs]
-    own_rules = sorted({run.objective.name for run in runs if run.objective.own is not None})
+    own_rules = sorted({run.objective.name for run in runs} - LOOKS.keys())
     members = places_of_equal(settings)
     labels = labels_of([settings[indices[0]] for indices in members])
     return [
@@ -243,7 +243,7 @@ def _lines(runs: Sequence[RunCurves], own_rules: Sequence[str]) -> list[Algorith
         shade, own = seen.index(objective), tuple(by_seed.values())
         names = [r.name for r in runs if (r.objective, r.is_replayed) == (objective, is_replayed)]
         left_out = tuple(name for name in names if name not in {run.name for run in own})
-        own_place = own_rules.index(objective.name) if objective.own is not None else 0
+        own_place = own_rules.index(objective.name) if objective.name in own_rules else 0
         lines.append(AlgorithmLine(label, objective, is_replayed, own, shade, left_out, own_place))
     return lines
 

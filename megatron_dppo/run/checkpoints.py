@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType] - its path is untyped
 
 from megatron_dppo.actor.actor import Actor
 from megatron_dppo.architectures.layout import Layout

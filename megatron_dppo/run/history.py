@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers import AutoTokenizer
 
@@ -176,7 +176,7 @@ class OpenTokenLists:
             write_jsonl(file, (of_all | row for row in rows))
 
     def _tokenizer(self) -> Any:
-        return AutoTokenizer.from_pretrained(hf_files(self._model), trust_remote_code=False)
+        return cast(Any, AutoTokenizer).from_pretrained(hf_files(self._model), trust_remote_code=False)
 
 
 def remove_undone(run: Run) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -71,7 +71,7 @@ class RunLogger:
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, config: Config, runtime: Runtime) -> Iterator["RunLogger"]:
+    def open(cls, config: Config, runtime: Runtime) -> Generator["RunLogger"]:
         """Lock the run folder, create or resume it, and close it at the end."""
         folders: list[RunFolder] = []
         with contextlib.ExitStack() as stack:

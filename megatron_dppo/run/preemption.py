@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from types import FrameType
 from typing import TypeVar
 
@@ -46,7 +46,7 @@ class StopRequests:
         self._is_interruptible = self._is_interrupted = False
 
     @contextlib.contextmanager
-    def handle_signals(self) -> Iterator["StopRequests"]:
+    def handle_signals(self) -> Generator["StopRequests"]:
         """Handle the signals while the body runs; only in the main thread."""
         ignored = {number for number in _OF_TERMINALS if signal.getsignal(number) is signal.SIG_IGN}
         handled = [number for number in _SIGNALS if number not in ignored]

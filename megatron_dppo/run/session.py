@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ class RunSession:
 
 
 @contextmanager
-def start_session(config: Config, *, accepts_changes: bool = False) -> Iterator[RunSession]:
+def start_session(config: Config, *, accepts_changes: bool = False) -> Generator[RunSession]:
     """Start a training run's session for the time of the body, and handle its stop signals.
 
     If `accepts_changes` is true, a run may be resumed with settings that make another experiment.
@@ -41,8 +41,8 @@ def start_session(config: Config, *, accepts_changes: bool = False) -> Iterator[
         join_processes(config, requests.handle_signals()) as runtime,
         full_disk_explained(run, kept=lambda: newest_checkpoint(run)),
     ):
-        options = {"accepts_changes": accepts_changes, "needs": BEFORE_LOADING}
-        runtime.on_main(lambda: require_valid(config, runtime.world_size, **options))
+        size, needs = runtime.world_size, BEFORE_LOADING
+        runtime.on_main(lambda: require_valid(config, size, accepts_changes=accepts_changes, needs=needs))
         with ExitStack() as stack:
             try:
                 logger = stack.enter_context(RunLogger.open(config, runtime))
@@ -56,7 +56,7 @@ def start_session(config: Config, *, accepts_changes: bool = False) -> Iterator[
 @contextmanager
 def join_processes(
     config: Config, signal_handling: AbstractContextManager[object] | None = None
-) -> Iterator[Runtime]:
+) -> Generator[Runtime]:
     """Join the other processes of the job for the time of the body; a failure on one rank ends all of them.
 
     Args:

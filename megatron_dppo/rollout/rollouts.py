@@ -2,12 +2,12 @@
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoTokenizer
@@ -44,9 +44,9 @@ def build_engine(config: Config, hf_folder: Path, device: torch.device) -> Rollo
     """Build the engine of rollout.engine without weights, for the model config in `hf_folder`."""
     if config.rollout.engine == "sglang":
         return _sglang_engine(config, hf_folder)
-    model_config: Any = AutoConfig.from_pretrained(hf_folder, trust_remote_code=False)
+    model_config: Any = cast(Any, AutoConfig).from_pretrained(hf_folder, trust_remote_code=False)
     if model_config.get_text_config() is not model_config:
-        model_config = type(model_config.get_text_config()).from_dict(read_model_config(hf_folder)[1])
+        model_config = model_config.get_text_config().from_dict(read_model_config(hf_folder)[1])
     return TransformersEngine(
         model_config,
         eos_token_ids=end_tokens(hf_folder, model_config.eos_token_id),
@@ -90,7 +90,7 @@ class Rollouts:
             share: (rank, size) of the job. No two ranks sample the same prompt, in any parallel layout.
         """
         self._config, self._engine, self._share = config, engine, share
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(hf_folder, trust_remote_code=False)
+        self.tokenizer: Any = cast(Any, AutoTokenizer).from_pretrained(hf_folder, trust_remote_code=False)
         rewards = [training_reward(config), *(each.reward for each in evaluation_sets(config))]
         self._rewards = RewardPools(config.data, rewards)
         self._sampler = TrajectorySampler(config.rollout, config.data, engine, hf_folder)
@@ -197,7 +197,7 @@ class Rollouts:
         return groups, counts, metrics
 
     @contextmanager
-    def pause(self, version: int, num_left: int) -> Iterator[Metrics]:
+    def pause(self, version: int, num_left: int) -> Generator[Metrics]:
         """Pause sampling while the body pushes weights; then resume with the new weights.
 
         Args:

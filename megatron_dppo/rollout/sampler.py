@@ -106,7 +106,7 @@ class GroupSampler:
         assert self._session is None, "sampling is on hold before `go_on`"
         session = await self._stack.enter_async_context(self.open_session(may_be_held=may_be_held))
         self._session, self.version = session, version
-        self._asked, self._answered = set(), set()
+        self._asked, self._answered = set[str](), set[str]()
         self._num_begun, self._num_ended = self._num_begun - self._num_ended, 0
         self._began_at = self._logged_at = time.monotonic()
         held_up, self._held_up = self._held_up, []

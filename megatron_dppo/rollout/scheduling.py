@@ -11,7 +11,7 @@ collective alone. The producers of different ranks never communicate.
 """
 
 import os
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -95,7 +95,7 @@ class Scheduler:
         self._fault: BaseException | None = None  # of this rank's producer, until `next`
 
     @contextmanager
-    def pause(self, version: int, num_left: int) -> Iterator[None]:
+    def pause(self, version: int, num_left: int) -> Generator[None]:
         """See `Rollouts.pause`; with S > 0 the first call starts the thread.
 
         The body has collectives that all ranks enter. So if this rank's producer fails, `next` raises its

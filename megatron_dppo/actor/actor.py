@@ -1,10 +1,12 @@
 """The actor: a Megatron-Core policy, its optimizer, and the steps that train it."""
 
+# Megatron has no stubs.
+# pyright: reportMissingTypeStubs=false
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float32, Int64
@@ -73,7 +75,7 @@ class Actor:
         self.objective: Objective = preset(config.algorithm.preset, **overrides)
         self.layout = Layout.of(config.parallel, runtime.world_size)
         initialize_groups(self.layout, config.run.seed, config.run.timeout_s)
-        own_group = parallel_state.get_data_parallel_rank()
+        own_group = cast(int, parallel_state.get_data_parallel_rank())
         self.data_parallel_groups: tuple[int, ...] = tuple(runtime.all_gather(own_group))
         self.hf = read_hf_config(config.model.load)
         dtype = getattr(torch, config.model.dtype)
@@ -156,7 +158,7 @@ class Actor:
     @property
     def pipeline_place(self) -> tuple[int, int, bool]:
         """This rank's pipeline stage, the number of stages, and whether it is its stage's first rank."""
-        stage = parallel_state.get_pipeline_model_parallel_rank()
+        stage = cast(int, parallel_state.get_pipeline_model_parallel_rank())
         stages = self._runtime.all_gather(stage)
         return stage, self.layout.pipeline, stages.index(stage) == self._runtime.rank
 
@@ -284,7 +286,7 @@ class Actor:
         with torch.no_grad():
             columns, _ = self._forward_columns(microbatches, None, temperature=1.0)
         is_scored = torch.cat([microbatch.loss_mask for microbatch in microbatches])
-        return list(torch.cat(columns)[is_scored, 0].split([len(tokens) - 1 for tokens in sequences]))
+        return list(torch.split(torch.cat(columns)[is_scored, 0], [len(tokens) - 1 for tokens in sequences]))
 
     def token_log_probs(
         self, batch: TrainBatch, metrics: Metrics, *, is_replaying: bool, has_score_norms: bool = False

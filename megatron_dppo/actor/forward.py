@@ -1,8 +1,10 @@
 """Runs micro-batches through the model and its output head: forward, loss or log-probs, and backward."""
 
+# Megatron has no stubs, and annotates few functions.
+# pyright: reportMissingTypeStubs=false, reportUnknownVariableType=false
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int, Integer, Shaped
@@ -10,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
@@ -65,9 +68,9 @@ class Forwarding:
         over context-parallel ranks.
         """
         prefixes = SharedPrefixes.of(microbatch) if shares_prefixes else None
-        rank = parallel_state.get_context_parallel_rank()
-        size = parallel_state.get_context_parallel_world_size()
-        tensor = parallel_state.get_tensor_model_parallel_world_size()
+        rank = cast(int, parallel_state.get_context_parallel_rank())
+        size = cast(int, parallel_state.get_context_parallel_world_size())
+        tensor = cast(int, parallel_state.get_tensor_model_parallel_world_size())
         if prefixes is None:
             own = token_slice(microbatch, rank, size, tensor)
             local = own.local(microbatch)
@@ -148,7 +151,11 @@ def run_microbatches(
         if before_forward is not None:
             before_forward(index, forwarding)
         output = forward_packed(chunk, forwarding.tokens, packing)
-        return output, lambda output: loss_function(output.squeeze(0), forwarding)
+
+        def loss_of(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            return loss_function(output.squeeze(0), forwarding)
+
+        return output, loss_of
 
     moved = [(each.to(device), packing_of(each, chunks[0], device)) for each in forwardings]
     iterators = [iter([(index, *each) for each in moved]) for index in range(len(chunks))]
@@ -172,10 +179,11 @@ def packing_of(forwarding: Forwarding, chunk: torch.nn.Module, device: torch.dev
         chunk: Chunk of the model; its dtype and head size decide how attention is computed.
         device: The model's.
     """
-    config, tokens, spans = get_model_config(chunk), forwarding.tokens, forwarding.spans
+    config = cast(TransformerConfig, get_model_config(chunk))
+    tokens, spans = forwarding.tokens, forwarding.spans
     form = attention_form(device.type, config.params_dtype, head_dim_of(config))
     longest = max(tokens.max_seqlen, int(spans.num_keys.max()))
-    is_split = parallel_state.get_context_parallel_world_size() > 1
+    is_split = cast(int, parallel_state.get_context_parallel_world_size()) > 1
     chunks = chunks_of(config, spans, device.type)
     return to_device(PackedSequences.of(tokens, spans, longest, form, is_split=is_split, chunks=chunks), device)
 
@@ -199,7 +207,7 @@ def to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, tuple):
-        return tuple(to_device(each, device) for each in value)
+        return tuple(to_device(each, device) for each in cast(tuple[Any, ...], value))
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{f.name: to_device(getattr(value, f.name), device) for f in fields(value)})
     return value
@@ -303,9 +311,10 @@ class OutputHead:
             return output, layer
         if layer.is_sequence_parallel:
             # The loss sums the gradient over ranks, so that each rank only takes its own tokens' part of it.
-            output = gather_from_sequence_parallel_region(
+            gathered = gather_from_sequence_parallel_region(
                 output, tensor_parallel_output_grad=False, group=layer.shard.group
             )
+            output = cast(Tensor, gathered)
             layer = replace(layer, is_sequence_parallel=False)
         return rows.take(output), layer
 

@@ -3,7 +3,9 @@
 Tensors keep their identity, views and all: the memory under them goes to the host and comes back, bit for bit.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+# PyTorch has no public name for the identity of a storage, which is `_cdata`.
+# pyright: reportPrivateUsage=false
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,7 +40,7 @@ class Residence:
         """
         for storage in _storages(kept):
             for piece, part in zip(
-                self._pieces(storage), _bytes_of(storage, self._device).split(PIECE_BYTES), strict=True
+                self._pieces(storage), torch.split(_bytes_of(storage, self._device), PIECE_BYTES), strict=True
             ):
                 piece.copy_(part)
             self._away[storage._cdata] = (storage, storage.nbytes(), True)
@@ -53,7 +55,7 @@ class Residence:
             storage.resize_(num_bytes)
             bytes_on_device = _bytes_of(storage, self._device)
             if is_kept:
-                for piece, part in zip(self._host[key], bytes_on_device.split(PIECE_BYTES), strict=True):
+                for piece, part in zip(self._host[key], torch.split(bytes_on_device, PIECE_BYTES), strict=True):
                     part.copy_(piece, non_blocking=True)
             else:
                 bytes_on_device.zero_()
@@ -133,7 +135,7 @@ class TrainerMemory:
             self._states.leave(self._optimizer_states())
 
     @contextmanager
-    def states_here(self) -> Iterator[None]:
+    def states_here(self) -> Generator[None]:
         """Keep the optimizer's states on the device inside the block."""
         self._states.reload()
         try:

@@ -1,8 +1,10 @@
 """Builds Megatron's data parallelism, mixed-precision AdamW and schedule; takes the steps of the optimizer."""
 
+# Megatron has no stubs, and annotates few methods.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.distributed import (
@@ -16,6 +18,7 @@ from megatron.core.optimizer import ParamKey, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from torch import Tensor
 
 from megatron_dppo.architectures.weight_map import VECTOR
 from megatron_dppo.config.schema import Config
@@ -37,7 +40,7 @@ class _BFloat16Module(Float16Module):
             owner._buffers.update(buffers)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        return super().forward(*inputs, fp32_output=False, **options)
+        return cast(Any, super().forward(*inputs, fp32_output=False, **options))
 
 
 def wrap_for_data_parallelism(
@@ -86,7 +89,8 @@ def bad_gradients(chunks: Sequence[DistributedDataParallel]) -> list[str]:
     """Return messages on this rank's gradients that are not finite; if all are finite, this takes one pass."""
     wrapped: list[Any] = list(chunks)
     buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    if all(bool(torch.linalg.vector_norm(b.grad_data, ord=torch.inf).isfinite()) for b in buffers):
+    norms = (cast(Tensor, torch.linalg.vector_norm(b.grad_data, ord=torch.inf)) for b in buffers)
+    if all(bool(norm.isfinite()) for norm in norms):
         return []
     parameters: list[tuple[str, Any]] = [
         named for chunk in wrapped for named in chunk.module.named_parameters()

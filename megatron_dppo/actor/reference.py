@@ -1,6 +1,6 @@
 """Computes log-probs of the frozen reference policy, with the trainer's model and swapped weights."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -51,7 +51,7 @@ class ReferencePolicy:
         return [step.with_column("ref_log_probs", values) for step, values in zip(steps, found, strict=True)]
 
     @contextmanager
-    def _in_place(self) -> Iterator[None]:
+    def _in_place(self) -> Generator[None]:
         """Let the model be the reference inside the block; afterwards it is the policy, bit for bit."""
         assert not self._actor.memory.is_away, "the trainer computes when it is on its GPU"
         self._actor.complete_parameters()

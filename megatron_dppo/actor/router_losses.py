@@ -5,11 +5,13 @@ by the number of learning tokens. Their weight thus depends on packing, prompts 
 over the learning tokens of the complete mini-batch (README.md defines them), and Megatron's own are off.
 """
 
+# Megatron has no stubs. PyTorch does not annotate all_reduce and tolist.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -43,8 +45,9 @@ class _Tokens:
         """Return them for the tokens of this context-parallel rank, whose `cu_seqlens` are of all ranks'."""
         scored, is_learning = forwarding.scored, forwarding.scored.loss_mask
         lengths = scored.cu_seqlens.diff().long()
+        num_parts = cast(int, parallel_state.get_context_parallel_world_size())
         sequence = torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(
-            lengths // parallel_state.get_context_parallel_world_size(), output_size=is_learning.numel()
+            lengths // num_parts, output_size=is_learning.numel()
         )
         own = sequence_parallel_rows(forwarding.tokens.tokens.numel())
         if forwarding.rows is None:
@@ -102,8 +105,7 @@ class _RouterTap:
     def _attach(self, output: Tensor, column: int, loss: Tensor) -> Tensor:
         """Return the output with a loss whose gradient is added in its backward pass."""
         self.totals[column] += loss.detach()
-        attached: Tensor = MoEAuxLossAutoScaler.apply(output, loss)
-        return attached
+        return cast(Tensor, MoEAuxLossAutoScaler.apply(output, loss))
 
     def _z_loss(self, logits: Tensor, tokens: _Tokens) -> Tensor:
         """Return the sum of the squared log-sum-exp of the logits, over this rank's learning tokens."""
@@ -140,7 +142,7 @@ class RouterLosses:
         self._done: list[_RouterTap] = []  # of the last block
 
     @contextmanager
-    def added(self, batch: TrainBatch) -> Iterator[None]:
+    def added(self, batch: TrainBatch) -> Generator[None]:
         """Add the losses to the backward passes inside the block; `follow` comes before each forward pass."""
         if not self._is_used:
             yield
@@ -174,7 +176,8 @@ class RouterLosses:
             num_loss_tokens: Learning tokens of the mini-batch, on one rank; 0 on all others.
         """
         taps = self._done
-        z, balance = torch.stack([tap.totals for tap in taps]).sum(0).tolist() if taps else (0.0, 0.0)
+        totals = torch.stack([tap.totals for tap in taps]).sum(0) if taps else torch.zeros(2)
+        z, balance = cast(list[float], totals.tolist())
         if self._coefficients.z:
             metrics.add_mean("loss/router_z", z, num_loss_tokens)
         if self._coefficients.balance:

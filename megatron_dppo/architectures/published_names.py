@@ -22,7 +22,7 @@ SCALES = "_scale_inv"
 """Suffix of the name of an 8-bit weight's scales."""
 BLOCK = 128
 """Rows and columns of a block with one scale, in every published checkpoint with 8-bit weights."""
-STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+STACKS: dict[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Tensors in which transformers stacks a layer's experts, and the linears of each expert in them."""
 _STACKED = re.compile(rf"(.+\.mlp\.experts)\.({'|'.join(STACKS)})")
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")

@@ -1,7 +1,7 @@
 """A session of an engine that samples in batches: one call samples a turn of all open conversations."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
@@ -37,7 +37,7 @@ class BatchSession(Session):
         self.errors = dict[str, RolloutError]()
 
     @contextmanager
-    def conversation(self, request_id: str) -> Iterator[None]:
+    def conversation(self, request_id: str) -> Generator[None]:
         """See `Session.conversation`."""
         self._open[request_id] = None
         try:
@@ -97,6 +97,6 @@ class BatchSession(Session):
 
 
 @asynccontextmanager
-async def batch_session(generate: Generate) -> AsyncIterator[Session]:
+async def batch_session(generate: Generate) -> AsyncGenerator[Session]:
     """Open a session that samples with a function."""
     yield BatchSession(generate)

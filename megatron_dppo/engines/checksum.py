@@ -28,12 +28,14 @@ class WeightChecksum:
         """
         self._digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
         data = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
-        words, rest = data.split([data.numel() // 4 * 4, data.numel() % 4])
+        words, rest = torch.split(data, [data.numel() // 4 * 4, data.numel() % 4])
         if words.storage_offset() % 4:
             words = words.clone()
         factors = _odd_numbers(data.device)
-        blocks = [(block * factors[: len(block)]).sum() for block in words.view(torch.int32).split(_BLOCK)]
-        self._digest.update(repr(torch.stack(blocks).tolist() + rest.tolist()).encode())
+        parts = torch.split(words.view(torch.int32), _BLOCK)
+        blocks = [(part * factors[: len(part)]).sum() for part in parts]
+        numbers: list[int] = [*torch.stack(blocks).tolist(), *rest.tolist()]  # pyright: ignore[reportUnknownMemberType]
+        self._digest.update(repr(numbers).encode())
 
     def hexdigest(self) -> str:
         """Return the digest so far, in hexadecimal."""

@@ -1,7 +1,7 @@
 """Rows that grow at their end: those of a conversation, turn after turn, without a copy of all earlier ones."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -33,7 +33,9 @@ class TokenIds(Sequence[int]):
 
     def tolist(self) -> list[int]:
         """Return all of them."""
-        return [*self._prompt, *(() if self._rows is None else self._rows.tolist())]
+        if self._rows is None:
+            return [*self._prompt]
+        return [*self._prompt, *self._rows.tolist()]  # pyright: ignore[reportUnknownMemberType]
 
 
 @dataclass(eq=False)
@@ -44,7 +46,7 @@ class _Memory:
     num_used: int
 
 
-_MEMORIES = WeakTensorKeyDictionary()
+_MEMORIES: MutableMapping[Tensor, _Memory] = WeakTensorKeyDictionary()
 _LOCK = threading.Lock()
 
 
@@ -59,7 +61,7 @@ def joined(head: Tensor, tail: Tensor) -> Tensor:
         return torch.cat([head, tail])
     num_rows, num_old = head.shape[0] + tail.shape[0], head.shape[0]
     with _LOCK:
-        memory: _Memory | None = _MEMORIES.get(head)
+        memory = _MEMORIES.get(head)
         has_room = memory is not None and memory.num_used == num_old and num_rows <= memory.rows.shape[0]
         if memory is None or not has_room:
             most = num_rows if memory is None else int(_SPARE * num_rows)
@@ -76,7 +78,7 @@ def cut(rows: Tensor, num_rows: int) -> Tensor:
     """Return the first rows. The others, and `rows`, must not be used any more: `joined` may overwrite them."""
     first = rows[:num_rows]
     with _LOCK:
-        memory: _Memory | None = _MEMORIES.get(rows)
+        memory = _MEMORIES.get(rows)
         if memory is not None and memory.num_used == rows.shape[0]:
             memory.num_used = num_rows
             _MEMORIES[first] = memory

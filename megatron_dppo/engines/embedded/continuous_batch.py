@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -190,8 +191,8 @@ class ContinuousBatch:
         sampled = _by_request(self._sampled, len(self._requests))
         routed = _by_request(self._routed, len(self._requests)) if self._routed else []
         dtype = index_dtype(self._decoder.num_experts)
-        eos = set(self._eos.tolist())
-        completions = []
+        eos = set(cast(list[int], self._eos.tolist()))  # pyright: ignore[reportUnknownMemberType]
+        completions: list[Completion] = []
         for index, request in enumerate(self._requests):
             tokens, log_probs, *topk = sampled[index]
             experts = None
@@ -220,7 +221,8 @@ def _by_request(log: Sequence[tuple[Tensor, ...]], num_requests: int) -> list[tu
     request, *columns = (torch.cat(parts).cpu() for parts in zip(*log, strict=True))
     order = torch.argsort(request, stable=True)
     order = order[int((request < 0).sum()) :]
-    counts = torch.bincount(request[order], minlength=num_requests).tolist()
+    bins = torch.bincount(request[order], minlength=num_requests)
+    counts = cast(list[int], bins.tolist())  # pyright: ignore[reportUnknownMemberType]
     # cloned: a view would keep, and save, the complete log
-    split = ([part.clone() for part in column[order].split(counts)] for column in columns)
+    split = ([part.clone() for part in torch.split(column[order], counts)] for column in columns)
     return list(zip(*split, strict=True))

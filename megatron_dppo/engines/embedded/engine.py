@@ -100,7 +100,7 @@ class TransformersEngine:
         is_comparing = self._weight_version >= 0 and self._format is None
         self._weight_version, self.changed_fraction = -1, None
         self._restore_memory()
-        checksum, received, faults = WeightChecksum(), Counter[str](), []
+        checksum, received, faults = WeightChecksum(), Counter[str](), list[str]()
         num_changed = torch.zeros((), dtype=torch.int64, device=self._device)
         for name, tensor in weights:
             checksum.update(name, tensor)
@@ -138,7 +138,8 @@ class TransformersEngine:
         self._weight_version = -1
         for target in self._targets.values():
             storage = target.untyped_storage()
-            self._released.setdefault(storage._cdata, (storage, storage.nbytes()))
+            key = storage._cdata  # pyright: ignore[reportPrivateUsage] - a storage has no other identity
+            self._released.setdefault(key, (storage, storage.nbytes()))
             storage.resize_(0)
 
     def _restore_memory(self) -> None:
@@ -245,7 +246,7 @@ def checkpoint_targets(model: torch.nn.Module) -> dict[str, Tensor]:
                 parts = [fused[..., i :: len(linears)].movedim(-1, 0) for i in range(len(linears))]
             for linear, part in zip(linears, parts, strict=True):
                 targets[f"{prefix}.experts.{expert}.{linear}.{kind}"] = part
-    for ours, theirs in (family.module_names if family is not None else {}).items():
+    for ours, theirs in (family.module_names if family is not None else dict[str, str]()).items():
         targets = {name.replace(ours, theirs): target for name, target in targets.items()}
     return targets
 

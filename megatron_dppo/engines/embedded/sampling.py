@@ -15,7 +15,8 @@ def sampling_noise(noise_key: tuple[int, int, int], num_positions: int) -> Tenso
     """
     seed, rollout, sample = noise_key
     philox = np.random.Philox(counter=[0, 0, 0, sample], key=[seed, rollout])
-    return torch.from_numpy(np.random.Generator(philox).random(num_positions))
+    uniforms = np.random.Generator(philox).random(num_positions)
+    return torch.from_numpy(uniforms)  # pyright: ignore[reportUnknownMemberType]
 
 
 def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> Tensor:

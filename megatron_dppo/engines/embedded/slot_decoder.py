@@ -1,9 +1,11 @@
 """Decodes many sequences with a transformers model, each in its own slot of one key-value cache."""
 
+# PyTorch does not annotate fork_rng, tolist and unique.
+# pyright: reportUnknownMemberType=false
 import copy
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -167,8 +169,9 @@ class FusedLinears:
         """Move the weights into one tensor and the biases into another, and replace the linears' forwards."""
         self._sizes = [linear.out_features for linear in linears]
         self._weight = self._join([linear.weight for linear in linears])
-        biases = [linear.bias for linear in linears if linear.bias is not None]
-        self._bias = self._join(biases) if biases else None
+        biases: list[Tensor | None] = [linear.bias for linear in linears]
+        present = [bias for bias in biases if bias is not None]
+        self._bias = self._join(present) if present else None
         self._input: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()
         for index, linear in enumerate(linears):
@@ -176,14 +179,14 @@ class FusedLinears:
 
     def _join(self, parameters: Sequence[Tensor]) -> Tensor:
         joined = torch.cat([parameter.detach() for parameter in parameters])
-        for parameter, part in zip(parameters, joined.split(self._sizes), strict=True):
+        for parameter, part in zip(parameters, torch.split(joined, self._sizes), strict=True):
             parameter.data = part
         return joined
 
     def _part(self, index: int, input: Tensor) -> Tensor:
         if input is not self._input:
             self._input = input
-            self._parts = nn.functional.linear(input, self._weight, self._bias).split(self._sizes, -1)
+            self._parts = torch.split(nn.functional.linear(input, self._weight, self._bias), self._sizes, -1)
         part = self._parts[index]
         if index == len(self._sizes) - 1:
             self._input, self._parts = None, ()
@@ -212,7 +215,7 @@ class SlotDecoder:
         attention = "sdpa" if model_class._supports_sdpa else "eager"
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices), no_init_weights(), device:  # decays are drawn all the same
-            self.model: Any = AutoModelForCausalLM.from_config(
+            self.model: Any = cast(Any, AutoModelForCausalLM).from_config(
                 own, dtype=dtype, attn_implementation=attention, trust_remote_code=False
             )
         for module in self.model.modules():  # created in the weights' dtype, which would round their values
@@ -234,7 +237,7 @@ class SlotDecoder:
 
     def _tap_routers(self) -> tuple[tuple[int, ...], int]:
         """Hook every router, select the experts' forward, and return MoE layer indices and expert count."""
-        moe_layers, num_experts = [], 0
+        moe_layers, num_experts = list[int](), 0
         for index, layer in enumerate(self.model.base_model.layers):
             experts: Any = getattr(layer.mlp, "experts", None)
             if experts is None:
@@ -282,7 +285,7 @@ class SlotDecoder:
         """
         widths = lengths if self._linear else torch.full_like(lengths, tokens.shape[1])
         choices: Tensor | None = None
-        for width in filter(None, widths.unique().tolist()):
+        for width in filter(None, cast(list[int], widths.unique().tolist())):
             rows, members = (widths == width).nonzero()[:, 0], (widths[source] == width).nonzero()[:, 0]
             cache.prefill_into(first_slot + members, torch.searchsorted(rows, source[members]))
             ahead = torch.ones(width, width, dtype=torch.bool, device=self._device).triu_(1)

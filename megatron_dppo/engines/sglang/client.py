@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import aiohttp
 
@@ -113,13 +113,13 @@ class SglangClient:
 
     async def connect(self) -> tuple[Generation, ServerFacts]:
         """Return the adapter for this server's version, and the facts that the server reports."""
-        info = _json(await self._call("GET", "/server_info"))
-        if not isinstance(info, Mapping):
+        info = _json_object(_json(await self._call("GET", "/server_info")))
+        if info is None:
             raise ServerError(f"{self.url}/server_info: found no JSON object; expected an SGLang server there.")
-        model_info = _json(await self._call("GET", "/model_info"))
+        model_info = _json_object(_json(await self._call("GET", "/model_info")))
         try:
             generation = generation_of(info.get("version"))
-            facts = generation.read_facts(info, model_info if isinstance(model_info, Mapping) else {})
+            facts = generation.read_facts(info, model_info or {})
         except ServerError as error:
             raise ServerError(f"{self.url}: {error}") from None
         return generation, facts
@@ -169,7 +169,7 @@ class SglangClient:
             found = str(error) or type(error).__name__
             raise ServerError(f"{where}: found {found}; expected {expected}") from None
         body = _json(answer.content)
-        if answer.status != 200 or (isinstance(body, Mapping) and body.get("success") is False):
+        if answer.status != 200 or (_json_object(body) or {}).get("success") is False:
             raise ServerError(f"{where}: found {_words(answer)}; expected {expected}")
         return body
 
@@ -201,7 +201,7 @@ class SglangClient:
                     break
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 found, was_done = f"no connection ({str(error) or type(error).__name__})", False
-                if isinstance(error, OSError) and error.errno in OF_THIS_MACHINE:
+                if error.errno in OF_THIS_MACHINE:
                     kind = ShortageError
             except TimeoutError:
                 found, was_done = f"no response within {timeout_s:g} s", True
@@ -355,6 +355,11 @@ def _json(content: bytes) -> object:
         return None
 
 
+def _json_object(value: object) -> Mapping[str, Any] | None:
+    """Return a parsed JSON object; None if it is another value."""
+    return cast(Mapping[str, Any], value) if isinstance(value, Mapping) else None
+
+
 def _object(content: bytes) -> bytes:
     """Return a response that begins and ends like a JSON object; its reader parses it."""
     if content[:16].lstrip()[:1] != b"{" or content[-16:].rstrip()[-1:] != b"}":
@@ -366,9 +371,9 @@ def _words(answer: _HttpAnswer) -> str:
     """Return a response's status and its shortened message."""
     text = answer.content.decode(errors="replace")
     try:
-        body = json.loads(text)
-        error = body.get("error", body) if isinstance(body, dict) else body
-        text = str(error.get("message", error) if isinstance(error, dict) else error)
+        body: object = json.loads(text)
+        error: object = (_json_object(body) or {}).get("error", body)
+        text = str((_json_object(error) or {}).get("message", error))
     except ValueError:
         pass
     remedy = f"; start the trainer with the servers' {API_KEY}" if answer.status in (401, 403) else ""

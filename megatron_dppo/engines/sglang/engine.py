@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -146,7 +146,7 @@ class SglangEngine:
         return completions
 
     @asynccontextmanager
-    async def _session(self, *, may_be_held: bool) -> AsyncIterator[ServerSession]:
+    async def _session(self, *, may_be_held: bool) -> AsyncGenerator[ServerSession]:
         """Open a session, and add its counts to the engine's counts when it is left."""
         admitted = self._admitted  # another thread may replace it
         async with AsyncExitStack() as stack:

@@ -224,7 +224,7 @@ def nccl_problems(config: Config) -> Iterator[Problem]:
     if not nccl_settings(config) or config.sglang.get("device") == "cpu":
         return
     served = installed_nccl(interpreter(config))
-    own = trainer_nccl() if served else {}
+    own = trainer_nccl() if served else dict[str, str]()
     if own and own[NCCL] != served[NCCL]:
         found = f"'distributed' with NCCL {own[NCCL]} here and {served[NCCL]} in {interpreter(config)}"
         found += f" (torch {served[TORCH]})" if TORCH in served else ""

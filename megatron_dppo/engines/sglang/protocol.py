@@ -5,10 +5,12 @@ refused. Every response is checked against its request before it is used. Large 
 separate process (`decoding_process`).
 """
 
+# PyTorch does not annotate from_numpy.
+# pyright: reportUnknownMemberType=false
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -182,7 +184,8 @@ class Generation:
         where = "/v1/loads"
         if not isinstance(body, Mapping):
             raise ReplyError(f"{where}: found {type(body).__name__}; expected one JSON object")
-        parts = [part for part in field(body, "loads", list, where) if isinstance(part, Mapping)]
+        loads = cast(list[object], field(cast(Mapping[str, Any], body), "loads", list, where))
+        parts = [cast(Mapping[str, Any], part) for part in loads if isinstance(part, Mapping)]
         return sum(
             field(part, name, int, where) for part in parts for name in ("num_running_reqs", "num_waiting_reqs")
         )

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -81,7 +81,7 @@ def api_key() -> str | None:
 
 
 @contextmanager
-def common_key(runtime: Runtime) -> Iterator[None]:
+def common_key(runtime: Runtime) -> Generator[None]:
     """Give every rank the API key of rank 0 during the body, or a new one if rank 0 has none."""
     before = os.environ.get(API_KEY)
     os.environ[API_KEY] = runtime.on_main(lambda: api_key() or secrets.token_hex(16))

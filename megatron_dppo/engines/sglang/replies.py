@@ -149,7 +149,8 @@ def read_reply(content: Content, expected: Expected) -> Reply:
     if expected.num_topk:
         topk_ids, topk_log_probs = _decode_topk(meta, tokens, log_probs, expected)
     num_retractions = field(meta, "num_retractions", int, where)
-    versions = _decode_weight_versions(field(meta, "weight_versions", list, where), len(ids), where)
+    spans = cast(list[object], field(meta, "weight_versions", list, where))
+    versions = _decode_weight_versions(spans, len(ids), where)
     is_of_other_weights = num_retractions > 0 and len({span.version for span in versions}) > 1
     routes, fault = _routes(meta, len(ids), expected, is_of_other_weights=is_of_other_weights)
     return Reply(
@@ -191,7 +192,7 @@ def _text(meta: Mapping[str, Any], name: str, where: str) -> msgspec.Raw:
 def _finish_reason(meta: Mapping[str, Any], ids: list[Any], expected: Expected) -> FinishReason:
     """Parse the finish reason, and check it against the tokens."""
     where, limit, end_tokens = expected.where, expected.limit, expected.end_tokens
-    reason = field(meta, "finish_reason", dict, where)
+    reason = cast(dict[str, Any], field(meta, "finish_reason", dict, where))
     kind = reason.get("type")
     if kind not in get_args(FinishReason):
         raise ReplyError(f"{where}: found finish_reason {reason!r:.200}; expected {get_args(FinishReason)}")
@@ -292,9 +293,10 @@ def _routes(
 def _decode_weight_versions(spans: Sequence[Any], num_tokens: int, where: str) -> tuple[WeightVersionSpan, ...]:
     """Decode the weight version of each response token from `{"version", "start", "end"}` entries."""
     decoded: list[WeightVersionSpan] = []
-    for span in spans:
-        if not isinstance(span, Mapping):
-            raise ReplyError(f"{where}: found {span!r:.60} in weight_versions; expected spans. {REPORT}")
+    for entry in spans:
+        if not isinstance(entry, Mapping):
+            raise ReplyError(f"{where}: found {entry!r:.60} in weight_versions; expected spans. {REPORT}")
+        span = cast(Mapping[str, Any], entry)
         start, stop = field(span, "start", int, where), field(span, "end", int, where)
         decoded.append(WeightVersionSpan(start, stop, weight_version(span.get("version"), where)))
     bounds = [0, *(span.stop for span in decoded)]

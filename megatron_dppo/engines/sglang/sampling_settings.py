@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from megatron_dppo.errors import Problem
 
@@ -214,9 +214,9 @@ def reported_problems(server_info: Mapping[str, Any]) -> Iterator[Problem]:
         if value not in setting.neutral:
             yield Problem(where, f"{name} = {value!r}", _neutral(setting), action.format(setting.effect))
     for state in server_info.get("internal_states") or ():
-        variables = state.get("env_vars") if isinstance(state, Mapping) else None
+        variables = cast(Mapping[str, Any], state).get("env_vars") if isinstance(state, Mapping) else None
         if isinstance(variables, Mapping):
-            texts = {str(name): str(value) for name, value in variables.items()}
+            texts = {str(name): str(value) for name, value in cast(Mapping[Any, Any], variables).items()}
             yield from variable_problems(texts, "the server's environment")
 
 

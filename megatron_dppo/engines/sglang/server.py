@@ -12,7 +12,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -297,7 +297,7 @@ def supervise(server: Server, ended: threading.Event, *, start_timeout_s: float,
 
 
 @contextmanager
-def own_servers(config: Config, runtime: Runtime) -> Iterator[None]:
+def own_servers(config: Config, runtime: Runtime) -> Generator[None]:
     """Run rollout.sglang.num_own_servers servers during the body; every rank enters once they are ready.
 
     Servers that exit by themselves are restarted, like the servers of `megatron-dppo serve`. Their API key is
@@ -346,8 +346,8 @@ def _start(config: Config, num_servers: int, threads: ThreadPoolExecutor, ended:
     servers = [Server(plan_launch(config, index), folder, f"own-{index}") for index in range(num_servers)]
     for server in servers:
         server.record.unlink(missing_ok=True)  # left by a run that was killed
-        limits = {"start_timeout_s": options.start_timeout_s, "max_restarts": options.max_restarts}
-        running.append(threads.submit(supervise, server, ended, **limits))
+        timeout_s, most = options.start_timeout_s, options.max_restarts
+        running.append(threads.submit(supervise, server, ended, start_timeout_s=timeout_s, max_restarts=most))
     while not all(server.record.exists() for server in servers):
         for future in running:
             if future.done():

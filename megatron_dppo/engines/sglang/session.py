@@ -44,6 +44,7 @@ class ServerSession(Session):
     is closed. All calls must be made in one event loop.
 
     Attributes:
+        is_held: Whether `hold` was called; also True after the session was left.
         errors: Errors of failed requests, by request id. A request that a hold interrupted has no entry.
         refusals: Number of responses that were refused, by the server's URL.
     """
@@ -73,7 +74,7 @@ class ServerSession(Session):
         self._load_balancer = LoadBalancer(tuple(links), max_in_flight)
         self._health_locks = {url: asyncio.Lock() for url in links}  # one health check at a time
         self._hold_timeout_s, self._may_be_held = hold_timeout_s, may_be_held
-        self.errors: dict[str, RolloutError] = {}
+        self.errors = self._errors = dict[str, RolloutError]()
         self.refusals = Counter[str]()
         self._counts = EngineCounts()
         self._ids: set[str] = set()  # of pending requests
@@ -82,7 +83,7 @@ class ServerSession(Session):
         self._recalled: set[_Task] = set()  # cancelled tasks that have not ended yet
         self._beside: list[asyncio.Task[None]] = []
         self._hold: asyncio.Task[None] | None = None
-        self._is_held = False
+        self.is_held = False
         self._fault: ServerError | None = None  # fault of the last server, after all are drained
 
     async def __aenter__(self) -> "ServerSession":
@@ -102,11 +103,6 @@ class ServerSession(Session):
         """Counts of failed and moved requests, retries, time-outs, retractions and tokens so far."""
         return sum((link.client.counts for link in self._links.values()), self._counts)
 
-    @property
-    def is_held(self) -> bool:
-        """See `Session.is_held`; also True after the session was left."""
-        return self._is_held
-
     def refuse(self, requests: Sequence[Request], params: SamplingParams) -> None:
         """Raise for requests that a server would reject, misread or crash on."""
         is_aborted = self._may_be_held or any(request.partial for request in requests)
@@ -115,7 +111,7 @@ class ServerSession(Session):
 
     async def ask(self, request: Request, params: SamplingParams) -> Completion:
         """Sample one response; see `Session.ask`."""
-        if self._is_held:
+        if self.is_held:
             return give_up(request)
         if self._fault is not None:
             raise ServerError(str(self._fault))
@@ -193,7 +189,7 @@ class ServerSession(Session):
     async def _is_at_fault(self, url: str) -> bool:
         """Return whether a failed server is drained or unhealthy; True without a check in a held session."""
         async with self._health_locks[url]:
-            if self._is_held or url not in self._load_balancer.serving:
+            if self.is_held or url not in self._load_balancer.serving:
                 return True
             return not await self._links[url].client.is_healthy()
 
@@ -234,7 +230,7 @@ class ServerSession(Session):
         is_last = (
             asked.refused_by.issuperset(self._load_balancer.serving) or asked.num_moves == _MAX_SERVERS - 1
         )
-        if self._is_held or is_slow or is_last:
+        if self.is_held or is_slow or is_last:
             self._finish(asked, asked.refusal)
         else:
             logger.warning("request %s moves to another server: %s", asked.request.id, error)
@@ -252,7 +248,7 @@ class ServerSession(Session):
         self._counts += count_result(request, content)
         if isinstance(content, RolloutError):
             logger.warning("request %s is dropped: %s", request.id, content)
-            self.errors[request.id] = content
+            self._errors[request.id] = content
             content = give_up(request)
         elif content.routes_fault is not None:
             logger.warning("request %s has no routes: %s", request.id, content.routes_fault)
@@ -263,7 +259,7 @@ class ServerSession(Session):
 
         A held session drains no server, since its other requests would lose the tokens that they have so far.
         """
-        if self._is_held or url not in self._load_balancer.serving:
+        if self.is_held or url not in self._load_balancer.serving:
             return
         self._load_balancer.drain(url)
         logger.warning("server %s is drained: %s", url, fault)
@@ -278,7 +274,7 @@ class ServerSession(Session):
 
     def _resend(self, asked: Asked, fault: ServerError) -> None:
         """Put a request at the head of the queue, or fail it if too many servers failed at it."""
-        if self._is_held:
+        if self.is_held:
             asked.complete(give_up(asked.request))
         elif self._fault is not None:
             asked.fail(ServerError(str(self._fault)))
@@ -312,7 +308,7 @@ class ServerSession(Session):
 
     def _stop_sending(self) -> None:
         """Stop sending, and complete the waiting requests with their earlier tokens."""
-        self._is_held = True
+        self.is_held = True
         while self._waiting:
             asked = self._waiting.popleft()
             asked.complete(give_up(asked.request))
@@ -378,7 +374,7 @@ class ServerSession(Session):
                     self._send()
 
         async def keep_asking(url: str, link: Link) -> None:  # no server waits for another one's reply
-            while url in (serving := self._load_balancer.serving) and len(serving) > 1 and not self._is_held:
+            while url in (serving := self._load_balancer.serving) and len(serving) > 1 and not self.is_held:
                 await ask(url, link)
                 await asyncio.sleep(_ASK_LOAD_S)
 

@@ -125,7 +125,7 @@ def decode_routes(
 def _decode_base64(payload: Text) -> bytes | None:
     """Decode a JSON string of base64; null becomes None."""
     text = memoryview(payload)
-    if text[:1] == b'"':
+    if bytes(text[:1]) == b'"':
         with contextlib.suppress(ValueError):  # it is not base64, or JSON has escaped a slash
             return pybase64.b64decode(text[1:-1], validate=True)
     return _BASE64.decode(payload)

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -167,7 +167,7 @@ class Fleet:
     @contextmanager
     def calling(
         self, call_of: Callable[[Member], Call], only: Collection[Member] | None = None
-    ) -> Iterator[threading.Event]:
+    ) -> Generator[threading.Event]:
         """Make calls like `tell`, and run the body while the servers work on them.
 
         The event is set as soon as a call has failed, so that the body does not wait for that server.

@@ -7,11 +7,14 @@ small that one token exceeds them if two experts' scores tie and trainer and ser
 a server of a float32 run is refused only if it also differs on twice as many others with the same experts.
 """
 
+# PyTorch does not annotate tolist.
+# pyright: reportUnknownMemberType=false
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -234,7 +237,7 @@ class Probe:
         with_routes, places = facts.captures_routes, asyncio.Semaphore(facts.max_running_requests)
 
         async def score(index: int) -> tuple[Tensor, RoutedExperts | None]:
-            tokens = sequences[index].tolist()
+            tokens = cast(list[int], sequences[index].tolist())
             body = generation.score_body(new_rid(f"probe+{index}"), tokens, with_routes=with_routes)
             async with places:
                 answer = await client.generate(body)
@@ -295,7 +298,8 @@ async def _slope(client: SglangClient, model: ServedModel) -> float | None:
         topk = (await generation.read_reply(content, request, params, model)).topk
         if topk is None:  # aborted in the server's queue
             raise ReplyError(f"{client.url}: found no Top-K; expected {num_topk} log-probs of one token")
-        return dict(zip(topk.ids[0].tolist(), topk.log_probs[0].tolist(), strict=True))
+        ids, found = cast(list[int], topk.ids[0].tolist()), cast(list[float], topk.log_probs[0].tolist())
+        return dict(zip(ids, found, strict=True))
 
     plain, scaled = await log_probs(1.0), await log_probs(_TEMPERATURE)
     shared = sorted(plain.keys() & scaled.keys())

@@ -13,7 +13,7 @@ from itertools import takewhile
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -125,7 +125,7 @@ class DistributedTransport:
             return None
         name, host = f"weights-{uuid4().hex[:8]}-stage{self._place.stage}", _reachable_host(members)
         num_ranks = 1 + sum(member.num_ranks for member in members)
-        first_rank, first = {}, 1
+        first_rank, first = dict[str, int](), 1
         for member in members:
             first_rank[member.url], first = first, first + member.num_ranks
         timeout = timedelta(seconds=self._timeout_s)
@@ -189,7 +189,8 @@ class TensorTransport:
             bucket_bytes: Size of a bucket.
             together: Tensors that must share a bucket with others; see `base.Buffer`.
         """
-        torch.multiprocessing.set_sharing_strategy("file_system")  # unrelated processes can open its handles
+        # Unrelated processes can open the handles of this strategy.
+        torch.multiprocessing.set_sharing_strategy("file_system")  # pyright: ignore[reportUnknownMemberType]
         self._weights, self._num_tensors, self._runtime = weights, num_tensors, runtime
         self._buffer = Buffer(bucket_bytes, is_shared=True, together=together)
 
@@ -352,8 +353,8 @@ def _rank_zero_of(
 ) -> dist.ProcessGroup:
     """Join a process group outside this job's default group as rank 0; SGLang processes are the other ranks."""
     prefixed = PrefixStore(name, store)
-    helper: Any = c10d._new_process_group_helper
-    handle, _ = helper(
+    private = cast(Any, c10d)
+    handle, _ = private._new_process_group_helper(
         num_ranks,
         0,
         [],
@@ -363,8 +364,7 @@ def _rank_zero_of(
         backend_options=None,
         timeout=timeout,
     )
-    ranks: Any = c10d._world.pg_group_ranks
-    ranks[handle] = {rank: rank for rank in range(num_ranks)}
+    private._world.pg_group_ranks[handle] = {rank: rank for rank in range(num_ranks)}
     return handle
 
 

@@ -220,7 +220,7 @@ def test_a_push_is_followed_by_a_comparison_of_every_server_it_reached(wrong: in
         on_main=lambda action: action(),
         is_main=True,
         all_gather=lambda value: [value],
-        gpu_ledger=SimpleNamespace(takes=lambda what: None),
+        gpu_ledger=SimpleNamespace(acquire=lambda what: None),
     )
     with members_of(servers) as members:
 

@@ -52,7 +52,7 @@ def runtime() -> Any:
         is_main=True,
         all_gather=lambda value: [value],
         device=torch.device("cpu"),
-        gpu_ledger=SimpleNamespace(takes=lambda what: None, leaves=lambda what: None, takes_turns=True),
+        gpu_ledger=SimpleNamespace(acquire=lambda what: None, leaves=lambda what: None, takes_turns=True),
     )
 
 

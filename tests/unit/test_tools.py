@@ -113,7 +113,7 @@ def test_help_lists_the_commands_and_loads_no_megatron() -> None:
 
 
 def test_the_programs_are_those_that_users_call() -> None:
-    names = {path.stem for path in TOOLS.glob("*.py")} - {"__init__", "versions"}
+    names = {path.stem for path in TOOLS.glob("*.py")} - {"__init__", "release", "versions"}
     assert names == {tool for tool, _ in SPELLINGS}
 
 

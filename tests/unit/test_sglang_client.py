@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.engines.sglang.client import Patience, SglangClient
+from megatron_dppo.engines.sglang.client import Call, Patience, SglangClient
 from megatron_dppo.engines.sglang.protocol import most_bytes
 from megatron_dppo.errors import ServerError
 from tests.support.loop_time import skip
@@ -273,3 +273,27 @@ def test_another_kind_of_server_is_refused() -> None:
     with _serve([(200, b"<html>")]) as server:
         _, error = _with_client(server.url, SglangClient.connect)
     assert "expected an SGLang server there" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("step", "is_done"),
+    [
+        ((200, b'{"success": true}'), True),
+        ((200, b""), True),  # some calls of SGLang have no body
+        ((200, b'{"success": false, "message": "no such weights"}'), False),
+        ((400, b'{"success": true}'), False),
+    ],
+)
+def test_a_call_of_a_push_that_fails_is_an_error_whatever_its_status(step: Step, is_done: bool) -> None:
+    with _serve([step]) as server:
+
+        async def push() -> object:
+            async with SglangClient(server.url, CALM) as client:
+                return await client.command(Call("/update_weights_from_disk", {}), timeout_s=60.0)
+
+        if is_done:
+            asyncio.run(push())
+        else:
+            with pytest.raises(ServerError, match="found .*; expected success"):
+                asyncio.run(push())
+        assert server.calls == ["/update_weights_from_disk"], "it is not repeated"

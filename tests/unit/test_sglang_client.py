@@ -294,6 +294,6 @@ def test_a_call_of_a_push_that_fails_is_an_error_whatever_its_status(step: Step,
         if is_done:
             asyncio.run(push())
         else:
-            with pytest.raises(ServerError, match="found .*; expected success"):
+            with pytest.raises(ServerError, match=r"found .*; expected success"):
                 asyncio.run(push())
         assert server.calls == ["/update_weights_from_disk"], "it is not repeated"

@@ -19,18 +19,18 @@ from typing import Any
 
 from flint import acb, arb, ctx, fmpq, fmpz
 
-from megatron_dppo.rewards.math.text import CONSTANTS, FUNCTIONS, Name, Node, Number, Tree, words_of
+from megatron_dppo.rewards.math.text import FUNCTIONS, Name, Node, Number, Tree, words_of
 
 _FIRST_BITS, _MAX_BITS = 256, 20_000  # precision of balls
 _PRECISE_BITS = 2_048
 _MAX_EXACT_BITS = 1 << 17
-_MAX_EXPONENT = 100_000.0  # of e
-_MAX_GAMMA_BITS = 4_000
+_MAX_EXPONENT = 100_000  # of e
+_MAX_ROOT = 1 << 62
 _MAX_WORK = 4e10  # sum of the squared precisions of all operations: about a second
 _NUM_SMOOTH, _NUM_KINKED, _FEWEST_POINTS = 12, 60, 4
 _FEWEST_PLACES, _MOST_PLACES = 6, 100  # of a decimal that may be rounded; and its digits after leading zeros
 _WHOLE, _STEPS, _SMOOTH = words_of("factorial binom"), words_of("floor ceil gcd lcm"), words_of("+ - * /")
-_EXPONENTIAL = words_of("exp sinh cosh sech csch")
+_EXPONENTIAL, _OF_REAL = words_of("exp sinh cosh sech csch"), words_of("floor ceil max min")
 _INDICES = frozenset("nmkijNMK")  # variables that are integers where steps occur
 
 
@@ -63,12 +63,8 @@ class _Computation:
         if isinstance(node, Number):
             return self._counted(fmpq(*node.value.as_integer_ratio()))
         if isinstance(node, Name):
-            if node.text in CONSTANTS:
-                return {r"\pi": acb.pi, "e": acb(1).exp, "i": partial(acb, 0, 1)}[node.text]()
-            if node.text not in self.point:
-                raise UndefinedError
-            return self.point[node.text]
-        self.work += self.bits**2 * (20.0 if node.kind in _WHOLE else 1.0)
+            return self.point[node.text] if node.text in self.point else _apply(node.text, [])
+        self.work += self.bits**2
         if self.work > _MAX_WORK:
             raise TooLargeError
         parts = [self._value(part) for part in node.parts]
@@ -93,27 +89,31 @@ class _Computation:
 
 
 def _apply(kind: str, parts: list[Any]) -> Any:
-    if all(isinstance(part, fmpq) for part in parts) and kind in _EXACT:
-        value = _EXACT[kind](*parts)
-        if value is not None:
-            return fmpq(value)
     if kind in ("^", "root") and isinstance(parts[1], fmpq):
-        return _rational_power(acb(parts[0]), parts[1] if kind == "^" else 1 / parts[1])
-    if kind not in _BALLS:
+        return _rational_power(parts[0], parts[1] if kind == "^" else 1 / parts[1])
+    if kind in _EXACT and all(isinstance(part, fmpq) for part in parts):
+        return fmpq(_EXACT[kind](*parts))
+    balls = [acb(part) for part in parts]
+    if kind not in _BALLS or (kind in _OF_REAL and not all(ball.imag.is_zero() for ball in balls)):
         raise UndefinedError
     if kind in _EXPONENTIAL:
-        _small(acb(parts[0]))
-    return _BALLS[kind](*map(acb, parts))
+        _small(balls[0])
+    return _BALLS[kind](*balls)
 
 
-def _power(base: Any, exponent: Any) -> Any:
-    if exponent.q != 1:
-        return None
+def _rational_power(base: Any, exponent: Any) -> Any:
+    r"""Return the real power if there is one: `\sqrt[3]{-8}` and `(-8)^{1/3}` are -2."""
     if base == exponent == 0:
         raise UndefinedError
-    if base in (0, 1, -1):
-        return base ** int(exponent.p if base == 0 else exponent.p % 2)
-    return base ** int(_bounded(exponent.p, abs(exponent.p) * base.height_bits(), 2 * _MAX_EXACT_BITS))
+    if isinstance(base, fmpq) and (exponent.q == 1 or base == 0):
+        return base ** int(_bounded(exponent.p, abs(exponent.p) * base.height_bits(), 2 * _MAX_EXACT_BITS))
+    ball = acb(base)
+    is_negative = ball.imag.is_zero() and ball.real < 0 and exponent.q % 2 == 1
+    size = -ball if is_negative else ball
+    if not size.contains(0):
+        _small(acb(exponent) * size.log())
+    power = size.root(int(_bounded(exponent.q, exponent.q, _MAX_ROOT))).pow(acb(exponent.p))
+    return -power if is_negative and exponent.p % 2 else power
 
 
 def _bounded(number: Any, size: Any, limit: int) -> Any:
@@ -123,10 +123,8 @@ def _bounded(number: Any, size: Any, limit: int) -> Any:
 
 
 def _of_whole(compute: Callable[..., int], *numbers: Any) -> Any:
-    """Return a function of integers that are not negative; `None` if some are no integers."""
-    if any(number.q != 1 for number in numbers):
-        return None
-    if any(number < 0 for number in numbers):
+    """Return a function of integers that are not negative."""
+    if any(number.q != 1 or number < 0 for number in numbers):
         raise UndefinedError
     return compute(*(int(number.p) for number in numbers))
 
@@ -145,7 +143,6 @@ _FIELD: Mapping[str, Callable[..., Any]] = {
 }
 _EXACT: Mapping[str, Callable[..., Any]] = {
     **_FIELD,
-    "^": _power,
     "factorial": partial(_of_whole, lambda number: math.factorial(_bounded(number, number, 10_000))),
     "binom": partial(_of_whole, _combinations),
     "gcd": partial(_of_whole, math.gcd),
@@ -162,42 +159,12 @@ def _small(exponent: Any) -> Any:
     """Return the exponent of a power of e, if the power has few enough digits."""
     if not exponent.is_finite():
         raise UndefinedError
-    return _bounded(exponent, float(exponent.abs_upper()), int(_MAX_EXPONENT))
-
-
-def _real(value: Any) -> Any:
-    if not value.imag.is_zero():
-        raise UndefinedError
-    return value
-
-
-def _ball_power(base: Any, exponent: Any) -> Any:
-    if not base.is_zero():
-        return _small(exponent * base.log()).exp()
-    if not exponent.real > 0:
-        raise UndefinedError
-    return acb(0)
-
-
-def _rational_power(base: Any, exponent: Any) -> Any:
-    r"""Return the real power if there is one: `\sqrt[3]{-8}` and `(-8)^{1/3}` are -2."""
-    if base.imag.is_zero() and base.real < 0 and exponent.q % 2 == 1:
-        size = _ball_power(-base, acb(exponent))
-        return -size if exponent.p % 2 else size
-    if base.is_zero() or exponent.q > 2:
-        return _ball_power(base, acb(exponent))
-    if not base.contains(0):
-        _small(acb(exponent) * base.log())
-    return (base if exponent.q == 1 else base.sqrt()).pow(acb(exponent.p))
-
-
-def _gamma(number: Any) -> Any:
-    _bounded(number, max(ctx.prec / _MAX_GAMMA_BITS, float(number.abs_upper()) / _MAX_EXPONENT), 1)
-    return (number + 1).gamma()
+    return _bounded(exponent, float(exponent.abs_upper()), _MAX_EXPONENT)
 
 
 _BALLS: Mapping[str, Callable[..., Any]] = {
     **{name: getattr(acb, own) for name in FUNCTIONS if hasattr(acb, own := re.sub("^arc?", "a", name))},
+    **{r"\pi": acb.pi, "e": acb(1).exp, "i": partial(acb, 0, 1)},
     **_FIELD,
     "arccot": lambda x: (1 / x).atan(),
     "arcsec": lambda x: (1 / x).acos(),
@@ -205,15 +172,12 @@ _BALLS: Mapping[str, Callable[..., Any]] = {
     "ln": acb.log,
     "lg": lambda x: x.log() / acb(10).log(),
     "log": lambda x, base=None: x.log() / (acb(10) if base is None else base).log(),
-    "^": _ball_power,
-    "root": lambda x, index: _ball_power(x, 1 / index),
-    "factorial": _gamma,
-    "binom": lambda n, k: _gamma(n) / (_gamma(k) * _gamma(n - k)),
+    "^": lambda base, exponent: _small(exponent * base.log()).exp(),
     "abs": lambda x: acb(abs(x)),
-    "floor": lambda x: _real(x).real_floor(),
-    "ceil": lambda x: _real(x).real_ceil(),
-    "max": lambda *numbers: reduce(acb.real_max, map(_real, numbers)),
-    "min": lambda *numbers: reduce(acb.real_min, map(_real, numbers)),
+    "floor": acb.real_floor,
+    "ceil": acb.real_ceil,
+    "max": lambda *numbers: reduce(acb.real_max, numbers),
+    "min": lambda *numbers: reduce(acb.real_min, numbers),
 }
 
 
@@ -226,16 +190,12 @@ def are_equal(reference: Node, answer: Node) -> bool:
     for decimal, other in ((reference, answer), (answer, reference)):
         if isinstance(decimal, Number) and _is_precise(decimal) and rounds_to(other, decimal):
             return True
-    return _agree(reference, answer)
-
-
-def _agree(first: Node, second: Node) -> bool:
-    difference, num_points, has_large = Tree("+", (first, Tree("-", (second,)))), 0, False
+    difference, num_points, has_large = Tree("+", (reference, Tree("-", (answer,)))), 0, False
     if not difference.names:
         return _is_zero(difference, {})
-    for point in _points(first, second):
+    for point in _points(reference, answer):
         try:
-            values = [_Computation(_FIRST_BITS, point).value(node) for node in (first, second)]
+            values = [_Computation(_FIRST_BITS, point).value(node) for node in (reference, answer)]
         except TooLargeError:
             has_large = True
             continue
@@ -268,20 +228,19 @@ def _is_zero(node: Node, point: Mapping[str, Any]) -> bool:
 
 def is_multiple(first: Node, second: Node, *, is_positive: bool) -> bool:
     """Return whether one expression is a constant, not zero, times the other one."""
-    values = list[list[Any]]()
-    for point in _points(first, second):
-        with contextlib.suppress(TooLargeError):
-            values.append([_Computation(_PRECISE_BITS, point).value(node) for node in (first, second)])
+    ratios = list[Any]()
     with ctx.workprec(_PRECISE_BITS):
-        pairs = [(acb(one), acb(other)) for one, other in values if one is not None and other is not None]
-        known = [(one, other) for one, other in pairs if not (one.contains(0) or other.contains(0))]
-        if len(pairs) < _FEWEST_POINTS or not known:
-            return False
-        above, below = known[0]
-        if any(not (one * below - above * other).contains(0) for one, other in pairs):
-            return False
-        ratios = [(one * other).real for one, other in known]
-    return not is_positive or all(ratio > 0 for ratio in ratios)
+        for point in _points(first, second):
+            with contextlib.suppress(TooLargeError):
+                values = [_Computation(_PRECISE_BITS, point).value(node) for node in (first, second)]
+                if None not in values:
+                    one, other = map(acb, values)
+                    if one.contains(0) != other.contains(0):
+                        return False
+                    ratios += [] if one.contains(0) else [one / other]
+        are_equal_ratios = all(ratio.overlaps(ratios[0]) for ratio in ratios)
+        is_allowed = not is_positive or all(ratio.real > 0 for ratio in ratios)
+        return len(ratios) >= _FEWEST_POINTS and are_equal_ratios and is_allowed
 
 
 def _is_precise(number: Number) -> bool:
@@ -294,15 +253,11 @@ def rounds_to(node: Node, decimal: Number) -> bool:
     """Return whether a value without variables, rounded or cut off to the decimal's places, equals it."""
     if node.names:
         return False
-    places = decimal.places or 0
-    if isinstance(node, Number) and node.places is not None and node.places < places:
-        return node.value == decimal.value
     value = approximate(node)
     if value is None or (value < 0) != (decimal.value < 0):
         return False
-    wanted, shifted = (abs(each) * 10**places for each in (decimal.value, value))
-    is_cut_off = wanted == math.floor(shifted) and not isinstance(node, Number)
-    return is_cut_off or wanted == math.floor(shifted + Fraction(1, 2))
+    excess = (abs(value) - abs(decimal.value)) * 10 ** (decimal.places or 0)
+    return Fraction(-1, 2) <= excess < (Fraction(1, 2) if isinstance(node, Number) else 1)
 
 
 def approximate(node: Node) -> Fraction | None:

@@ -9,56 +9,42 @@ import re
 from fractions import Fraction
 from functools import lru_cache
 
-from megatron_dppo.rewards.math.text import (
-    FUNCTIONS,
-    OF_MANY,
-    RELATIONS,
-    TRIGONOMETRIC,
-    Name,
-    Node,
-    NotUnderstoodError,
-    Number,
-    Quantity,
-    Tokens,
-    Tree,
-    require,
-    spell_out,
-    spellings,
-    words_of,
-)
+from megatron_dppo.rewards.math import text as spelling
+from megatron_dppo.rewards.math.text import Name, Node, Number, Quantity, Tokens, Tree, require
 
-_CURRENCIES = spellings(r"dollar \$ $; euro € \euro; yen ¥; rupee ₹; sterling £ \pounds")
+_CURRENCIES = spelling.spellings(r"dollar \$ $; euro € \euro; yen ¥; rupee ₹; sterling £ \pounds")
 _MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 1000, "lakh": 10**5, "million": 10**6, "crore": 10**7}
 _MULTIPLIERS.update({"billion": 10**9, "trillion": 10**12})
 MAX_LENGTH = 1000  # characters of an answer that is compared as a value
 _MAX_SIGNS = 4  # plus-minus signs of one item
-_LEAD = words_of("""
+_LEAD = spelling.words_of("""
     the a an final correct answer answers is are so therefore thus hence we get have there it equals equal
     to value values result solution solutions total number of way ways""")
 _SIGNS = frozenset({"+", "-", r"\pm"})
 _TIMES, _DIVIDE = frozenset({r"\cdot", r"\times", "*"}), frozenset({"/", r"\div"})
-_ACCENTS = words_of("""
+_ACCENTS = spelling.words_of("""
     overline bar vec hat widehat tilde widetilde dot ddot overrightarrow overleftarrow mathcal mathfrak""")
-_LETTERS = words_of("""
+_LETTERS = spelling.words_of("""
     alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi
     chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega infty angle triangle ell
     partial prime star dots""")
-_FACTORS = words_of("frac sqrt binom lfloor lceil begin mathbb emptyset").union(
-    FUNCTIONS, OF_MANY, _LETTERS, _ACCENTS
+_FACTORS = spelling.words_of("frac sqrt binom lfloor lceil begin mathbb emptyset").union(
+    spelling.FUNCTIONS, spelling.OF_MANY, _LETTERS, _ACCENTS
 )
+_FACTOR = re.compile("[A-Za-z0-9({.]")
 _DATE = re.compile(r"[0-9]{1,2}([/-])[0-9]{1,2}\1[0-9]{2,4}|[0-9]{4}([/-])[0-9]{1,2}\2[0-9]{1,2}")  # 1/2/2020
 
 
 @lru_cache(maxsize=256)  # all responses to a prompt share the reference
 def parsed(text: str) -> Node | None:
     """Return the tree of a tidy text, or `None` if it is not understood completely."""
-    value = spell_out(text)
+    value = spelling.spell_out(text)
     try:
         require(len(value) <= MAX_LENGTH and not _DATE.fullmatch(value))
         parser = _Parser(value)
         node = parser.items()
         require(not parser.next)
-    except (NotUnderstoodError, RecursionError):
+    except (spelling.NotUnderstoodError, RecursionError):
         return None
     return node
 
@@ -90,20 +76,19 @@ class _Parser(Tokens):
         self._signs = signs
         found = [self._relation()]
         require(len(signs) <= _MAX_SIGNS)
+        written = self.tokens.copy()
         for choice in [*itertools.product("+-", repeat=len(signs))][1:]:  # the first one is found already
             for place, sign in zip(signs, choice, strict=True):
                 self.tokens[place] = sign
             self.place = start
             found.append(self._relation())
-        for place in signs:
-            self.tokens[place] = r"\pm"
-        self._signs = before
+        self.tokens, self._signs = written, before
         return found
 
     def _relation(self) -> Node:
         sides, relations = [self._side()], list[str]()
-        while self.next in RELATIONS:
-            relations.append(RELATIONS[self.take()])
+        while self.next in spelling.RELATIONS:
+            relations.append(spelling.RELATIONS[self.take()])
             sides.append(self._side())
         return Tree(" ".join(relations), tuple(sides)) if relations else sides[0]
 
@@ -176,9 +161,8 @@ class _Parser(Tokens):
         require(len(values) == len(parts) and sum(values) != 0)
         if re.fullmatch(r"0?([0-9]|1[0-9]|2[0-4]):[0-5][0-9]", "".join(self.tokens[start : self.place])):
             return Tree("clock", tuple(parts))
-        if len(parts) == 2:
-            return Tree("/", tuple(parts))
-        return Tree("ratio", tuple(Number(value / sum(values)) for value in values))
+        shares = tuple(Number(value / sum(values)) for value in values)
+        return Tree("ratio", shares) if len(parts) > 2 else Tree("/", tuple(parts))
 
     def _implicit_product(self, *, in_function: bool = False) -> Node:
         first = self.next
@@ -192,7 +176,7 @@ class _Parser(Tokens):
             node = Tree("+" if is_mixed else "*", (whole, fraction))
         while self._starts_factor():
             require(not in_function or self.next != "(")  # is `\\sin x(y+1)` a product of sines?
-            if in_function and self.next[1:] in FUNCTIONS:
+            if in_function and self.next[1:] in spelling.FUNCTIONS:
                 break
             if self.next[0] in ".0123456789":  # numbers side by side, or a power without braces
                 around = self.tokens[self.place - 1], *self.tokens[self.place + 1 : self.place + 2]
@@ -201,12 +185,9 @@ class _Parser(Tokens):
         return node
 
     def _starts_factor(self) -> bool:
-        token = self.next
-        if token == "|":
+        if self.next == "|":
             return self._bars == 0
-        if token[:1] == "\\":
-            return token[1:] in _FACTORS
-        return bool(token) and token.isascii() and (token[0].isalnum() or token[0] in "({.")
+        return self.next[1:] in _FACTORS if self.next[:1] == "\\" else bool(_FACTOR.match(self.next))
 
     def _power(self, *, is_first: bool = False) -> Node:
         node = self._atom(is_first=is_first)
@@ -310,9 +291,9 @@ class _Parser(Tokens):
 
     def _command(self, token: str) -> Node:
         name = token[1:]
-        if name in FUNCTIONS:
+        if name in spelling.FUNCTIONS:
             return self._function(name)
-        if name in OF_MANY:
+        if name in spelling.OF_MANY:
             node = self._atom()
             require(node.kind == "()")
             return Tree(name, node.parts)
@@ -322,9 +303,7 @@ class _Parser(Tokens):
             parts = self._argument(is_digit=True), self._argument(is_digit=True)
             return Tree("/" if name == "frac" else "binom", parts)
         if name == "sqrt":
-            has_index = self.has("[")
-            index = self._sum() if has_index else Number(Fraction(2))
-            require(not has_index or self.has("]"))
+            index = self._bracket("[") if self.has("[") else Number(Fraction(2))
             return Tree("root", (self._argument(is_digit=True), index))
         if name in ("lfloor", "lceil"):
             node = self._sum()
@@ -358,14 +337,14 @@ class _Parser(Tokens):
         base = self._argument() if self.has("_") else None
         power = self._argument() if self.has("^") else None
         require(base is None or name == "log")
-        is_angle, self._is_angle = self._is_angle, name in TRIGONOMETRIC
+        is_angle, self._is_angle = self._is_angle, name in spelling.TRIGONOMETRIC
         if power == Number(Fraction(-1)):
-            require(name in TRIGONOMETRIC)
+            require(name in spelling.TRIGONOMETRIC)
             name, power = f"arc{name}", None
         if self.next in ("(", "{"):
             argument = self._atom()
             require(not argument.is_group)
-        elif self.next[1:] in FUNCTIONS:
+        elif self.next[1:] in spelling.FUNCTIONS:
             argument = self._power()
         else:
             argument = self._implicit_product(in_function=True)
@@ -376,21 +355,18 @@ class _Parser(Tokens):
     def _matrix(self) -> Node:
         kind = self.raw_group()
         require(kind in ("matrix", "pmatrix", "bmatrix", "Bmatrix", "smallmatrix"))
-        rows = [[self._sum()]]
+        rows = list[Node]()
         while not self.has(r"\end"):
-            if self.has("&"):
-                rows[-1].append(self._sum())
-            else:
-                self.take(r"\\")
-                if self.next != r"\end":
-                    rows.append([self._sum()])
-        require(self.raw_group() == kind and len({len(row) for row in rows}) == 1)
-        return Tree("matrix", tuple(Tree("row", tuple(row)) for row in rows))
+            row = [self._sum()]
+            while self.has("&"):
+                row.append(self._sum())
+            rows.append(Tree("row", tuple(row)))
+            require(self.has(r"\\") or self.next == r"\end")
+        require(self.raw_group() == kind and len({len(row.parts) for row in rows}) == 1)
+        return Tree("matrix", tuple(rows))
 
 
 def _negative(node: Node) -> Node:
     if isinstance(node, Number):
         return Number(-node.value, node.places)
-    if isinstance(node, Quantity):
-        return Quantity(_negative(node.value), node.words, node.mark)
     return Tree("-", (node,))

@@ -43,7 +43,8 @@ class Comparison:
             if not kinds <= {"()", "list"} or (are_named and name != other):
                 return False
             return (self._in_any_order if "list" in kinds else self._in_order)(expected, found)
-        if are_named and (name == other or _are_of_x(name, other)):
+        is_of_x = Name("y") in (name, other) and "call " in {each.kind[:5] for each in (name, other) if each}
+        if are_named and (name == other or is_of_x):  # `y` and `f(x)` both are a function's value
             return self._nodes(expected, found)
         lines = {_line(reference), _line(answer)} - {None}
         if lines and not {each.text for each in (name, other) if isinstance(each, Name)} <= lines:
@@ -101,8 +102,6 @@ class Comparison:
             return is_same_region
         if reference.is_relation or answer.is_relation:
             return reference.is_relation and answer.is_relation and self._relations(reference, answer)
-        if {reference.kind, answer.kind} == {"matrix", "binom"}:
-            reference, answer = map(_column, (reference, answer))
         if reference.is_group or answer.is_group:
             return self._groups(reference, answer)
         return are_equal(reference, answer)
@@ -125,29 +124,29 @@ class Comparison:
         return self._nodes(*values)
 
     def _groups(self, reference: Node, answer: Node) -> bool:
-        one, other = (node if node.is_group else Tree("", (node,)) for node in (reference, answer))
+        nodes = reference, answer
+        one, other = (node if node.is_group or node.kind == "binom" else Tree("", (node,)) for node in nodes)
         kinds = {"list" if node.kind == "or" else node.kind for node in (one, other)}
         if kinds <= {"list", "set"} or kinds in ({"cup"}, {"cap"}):
             return self._in_any_order(one, other, can_repeat=kinds != {"list"})
-        return (len(kinds) == 1 or kinds == {"list", "()"}) and self._in_order(one, other)
+        # two numbers above each other, as in `\\binom{1}{2}`, may be a column
+        are_similar = len(kinds) == 1 or kinds in ({"list", "()"}, {"matrix", "binom"}, {"row", ""})
+        return are_similar and self._in_order(one, other)
 
     def _in_order(self, expected: Node, found: Node) -> bool:
         return len(expected.parts) == len(found.parts) and all(map(self._nodes, expected.parts, found.parts))
 
     def _in_any_order(self, expected: Node, found: Node, *, can_repeat: bool = False) -> bool:
         sizes = len(expected.parts), len(found.parts)
-        if max(sizes) > _MAX_ITEMS or (sizes[0] != sizes[1] and (not can_repeat or 0 in sizes)):
-            return False
+        if max(sizes) > _MAX_ITEMS or 0 in sizes or (sizes[0] != sizes[1] and not can_repeat):
+            return sizes == (0, 0)
         equal = [[self._nodes(item, other) for other in found.parts] for item in expected.parts]
-        if can_repeat:
-            return all(map(any, equal)) and all(map(any, zip(*equal, strict=True)))
-        left = set(range(sizes[1]))
-        for row in equal:
-            place = next((place for place in left if row[place]), None)
-            if place is None:
-                return False
-            left.remove(place)
-        return True
+        rows, columns = ([sum(line) for line in lines] for lines in (equal, zip(*equal, strict=True)))
+        # items that are equal to each other are as many on both sides
+        are_as_many = all(
+            rows[i] == columns[j] for i in range(sizes[0]) for j in range(sizes[1]) if equal[i][j]
+        )
+        return all(rows) and all(columns) and (can_repeat or are_as_many)
 
     def _relations(self, reference: Node, answer: Node) -> bool:
         """Compare equations and inequalities: each difference is a constant times the other's."""
@@ -173,11 +172,6 @@ def _is_equation(node: Node) -> bool:
     return bool({"=", "~"} & set(node.kind.split()))
 
 
-def _are_of_x(name: Node | None, other: Node | None) -> bool:
-    """Return whether two names both denote a function's value, such as `y` and `f(x)`."""
-    return Name("y") in (name, other) and any(each.kind.startswith("call ") for each in (name, other) if each)
-
-
 def _is_only_names(node: Node) -> bool:
     r"""Return whether a side is just a name: `x`, `AB`, `f(2)`, `\frac{a}{b}`, `(x,y)`, `\cos A`."""
     if isinstance(node, Name):
@@ -191,11 +185,6 @@ def _is_only_names(node: Node) -> bool:
 def _without_braces(node: Node) -> Node:
     r"""Return the item of a set with one item: `\{2\}` is 2."""
     return node.parts[0] if node.kind == "set" and len(node.parts) == 1 else node
-
-
-def _column(node: Node) -> Node:
-    r"""Return two numbers above each other as a column: `\binom{1}{2}` may mean one."""
-    return Tree("matrix", tuple(Tree("row", (part,)) for part in node.parts)) if node.kind == "binom" else node
 
 
 def _pairs(node: Node) -> list[Node]:
@@ -264,16 +253,9 @@ def _are_equal_regions(reference: Node, answer: Node) -> bool | None:
 def _points_in(
     node: Node, line: str | None, points: Sequence[float], place: Callable[[Node], float]
 ) -> _Points:
-    """Return the points that are in a part of the real line.
+    """Return which points are in a part of the real line, or raise `UndefinedError` if a tree is no such part.
 
-    Args:
-        node: Tree of the part.
-        line: Variable of inequalities.
-        points: Points to choose from.
-        place: Returns the point at an end.
-
-    Raises:
-        UndefinedError: The tree is no such part.
+    Inequalities are of the variable `line`, and `place` returns the point at an end.
     """
     if node == Name(r"\mathbb{R}"):
         node = _EVERYTHING

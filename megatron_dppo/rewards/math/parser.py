@@ -226,12 +226,10 @@ class _Parser(Tokens):
         return self._atom()
 
     def _group(self) -> Node:
-        bars, self._bars = self._bars, 0
         node = self._sum()
         if self.next in (r"\over", r"\choose"):
             kind = "/" if self.take() == r"\over" else "binom"
             node = Tree(kind, (node, self._sum()))
-        self._bars = bars
         self.take("}")
         return node
 
@@ -277,9 +275,7 @@ class _Parser(Tokens):
         return Name(name)
 
     def _bracket(self, opener: str) -> Node:
-        bars, self._bars = self._bars, 0
         node = self.items(has_choices=False)
-        self._bars = bars
         closer = self.take()
         require(closer in (")", "]"))
         if node.kind == "list":

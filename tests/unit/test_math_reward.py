@@ -152,6 +152,31 @@ def test_both_signs_are_chosen_for_a_whole_item() -> None:
     assert scored(r"2\pm 3\mp 4", "1,3") == WRONG  # which signs belong together is not read
 
 
+def test_items_in_any_order_are_counted() -> None:
+    assert scored("4,6,6,4,9", r"\frac{12}{2},9,6,4,\sqrt{16}") == RIGHT
+    assert scored("4,6,6", "4,4,6") == scored("4,6,6", "4,6") == scored("4,6", "4,6,6") == WRONG
+    assert scored(r"\{4,6,6\}", r"\{6,4,4\}") == RIGHT
+    assert scored(r"\emptyset", r"\{4\}") == scored(r"\{4\}", r"\emptyset") == WRONG
+
+
+def test_a_base_may_be_left_out_by_the_answer_only() -> None:
+    assert scored("2310_4", "2310_{4}") == scored("2310_4", "2310") == RIGHT
+    assert scored("2310", "2310_4") == scored("2310_4", "2310_5") == scored("2310_4", "2311") == WRONG
+    assert scored("2340_4", "2340") == WRONG  # a digit that base 4 does not have
+
+
+def test_letters_of_a_figure_are_one_name() -> None:
+    assert scored(r"m\angle KLM", r"m\angle K L M") == scored(r"\angle KLM=70^\circ", r"70^\circ") == RIGHT
+    assert scored(r"\angle klm", r"\angle mlk") == scored(r"\triangle KLM", r"\angle KLM") == WRONG
+
+
+def test_two_numbers_above_each_other_may_be_a_column() -> None:
+    column = r"\begin{pmatrix}6\\8\end{pmatrix}"
+    assert scored(column, r"\binom{6}{8}") == scored(r"\binom{12/2}{8}", column) == RIGHT
+    assert scored(column, r"\binom{8}{6}") == scored(r"\binom{6}{8}", "(6,8)") == scored(column, "28") == WRONG
+    assert scored(r"\begin{pmatrix}6&8\end{pmatrix}", r"\binom{6}{8}") == WRONG
+
+
 @pytest.mark.parametrize("answer", [r"\frac{1}{0}\approx 7", r"x=\ln 0\approx 7", r"\frac{0}{0}<x"])
 def test_an_approximation_of_nothing_is_wrong(answer: str) -> None:
     assert scored("7", answer) == WRONG

@@ -1,1 +1,1 @@
-"""The reward `math`: `reward.py` judges a response, `compare.py` and below compare two values."""
+"""Reward `math`: `reward.py` judges a response, `parser.py` reads two answers, `equality.py` compares them."""

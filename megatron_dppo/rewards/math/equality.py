@@ -52,7 +52,9 @@ class Comparison:
         are_relations = reference.is_relation and answer.is_relation
         if are_named or (are_relations and _is_equation(reference) == _is_equation(answer)):
             return self._nodes(reference, answer)
-        return self._nodes(_without_braces(expected), _without_braces(found))
+        values = expected, found  # `\{2\}` is 2
+        sides = [each.parts[0] if each.kind == "set" and len(each.parts) == 1 else each for each in values]
+        return self._nodes(*sides)
 
     def _named(self, node: Node) -> tuple[Node | None, Node]:
         """Return the name and the value of `x = 5`; of a system, its names in order and their values."""
@@ -180,11 +182,6 @@ def _is_only_names(node: Node) -> bool:
         return True
     is_value = node.kind in GROUPS - {"()"} or node.kind in ("", "-", "^", "root", "factorial", "binom")
     return not is_value and all(map(_is_only_names, node.parts))
-
-
-def _without_braces(node: Node) -> Node:
-    r"""Return the item of a set with one item: `\{2\}` is 2."""
-    return node.parts[0] if node.kind == "set" and len(node.parts) == 1 else node
 
 
 def _pairs(node: Node) -> list[Node]:

@@ -23,10 +23,11 @@ _LEAD = spelling.words_of("""
 _SIGNS = frozenset({"+", "-", r"\pm"})
 _TIMES, _DIVIDE = frozenset({r"\cdot", r"\times", "*"}), frozenset({"/", r"\div"})
 _ACCENTS = spelling.words_of("""
-    overline bar vec hat widehat tilde widetilde dot ddot overrightarrow overleftarrow mathcal mathfrak""")
+    overline bar vec hat widehat tilde widetilde dot ddot overrightarrow overleftarrow mathcal mathfrak
+    angle triangle""")
 _LETTERS = spelling.words_of("""
     alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi
-    chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega infty angle triangle ell
+    chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega infty ell
     partial prime star dots""")
 _FACTORS = spelling.words_of("frac sqrt binom lfloor lceil begin mathbb emptyset").union(
     spelling.FUNCTIONS, spelling.OF_MANY, _LETTERS, _ACCENTS
@@ -55,7 +56,7 @@ class _Parser(Tokens):
         self._bars = 0  # open `|`
         self._signs = list[int]()  # places of `\pm` in the current item
         self._is_angle = False
-        self._mark = ""  # of the current side: degrees or a base
+        self._mark = ""  # of the current side: degrees
 
     def items(self, *, has_choices: bool = True) -> Node:
         r"""Parse items between commas, semicolons or "or", for both signs `\pm`. One item is not a list."""
@@ -209,7 +210,7 @@ class _Parser(Tokens):
     def _degrees(self, node: Node) -> Node:
         if self._is_angle:
             return Tree("/", (Tree("*", (node, Name(r"\pi"))), Number(Fraction(180))))
-        mark = f"degree {self.take()}" if self.next in ("C", "F", "K") else "degree"
+        mark = f"degree_{self.take()}" if self.next in ("C", "F", "K") else "degree"
         require(self._mark in ("", mark))
         self._mark = mark
         return node
@@ -238,7 +239,7 @@ class _Parser(Tokens):
         if token[0] == "\\":
             return self._command(token)
         if token[0].isdigit() or (token[0] == "." and len(token) > 1):
-            return self._number(token)
+            return Number(Fraction(f"0{token}"), len(token.partition(".")[2]) if "." in token else None)
         if token.isascii() and token.isalpha():
             return self._letter(token, is_first=is_first)
         if token == "|":
@@ -249,14 +250,6 @@ class _Parser(Tokens):
             return node
         require(token in "{([")
         return self._group() if token == "{" else self._bracket(token)
-
-    def _number(self, token: str) -> Node:
-        places = len(token.partition(".")[2]) if "." in token else None
-        if self.has("_"):  # in another base
-            base = self.raw_group()
-            require(base.isdigit() and places is None and int(max(token)) < int(base) and not self._mark)
-            self._mark = f"base {base}"
-        return Number(Fraction(f"0{token}"), places)
 
     def _letter(self, token: str, *, is_first: bool) -> Node:
         name = f"{token}_{self.raw_group()}" if self.has("_") else token
@@ -275,13 +268,11 @@ class _Parser(Tokens):
         return Name(name)
 
     def _bracket(self, opener: str) -> Node:
-        node = self.items(has_choices=False)
-        closer = self.take()
-        require(closer in (")", "]"))
+        node, kind = self.items(has_choices=False), opener + self.take()
         if node.kind == "list":
-            return Tree(opener + closer, node.parts)
-        is_plain = not isinstance(node, Quantity) and not node.is_relation
-        require(is_plain and opener + closer in ("()", "[]"))
+            require(kind in spelling.BRACKETS)
+            return Tree(kind, node.parts)
+        require(kind in ("()", "[]") and not isinstance(node, Quantity) and not node.is_relation)
         is_interval = opener == "[" and self.next in ("", ",", ";", ")", "]", "}", r"\}", r"\cup", r"\cap")
         return Tree("[]", (node,)) if is_interval else node
 
@@ -316,11 +307,6 @@ class _Parser(Tokens):
         return self._matrix() if name == "begin" else self._styled(token)
 
     def _styled(self, token: str) -> Node:
-        if token in (r"\angle", r"\triangle"):
-            letters = ""
-            while self.next.isascii() and self.next.isalpha():  # their order matters
-                letters += self.take()
-            return Name(f"{token} {letters}")
         if token[1:] in _ACCENTS:
             content = self.raw_group()
             require(not content[:1].isdigit() and bool(content))

@@ -16,7 +16,7 @@ from megatron_dppo.rewards.math.parser import MAX_LENGTH, parsed
 from megatron_dppo.rewards.math.text import Quantity, integer, is_same_text, spellings, tidy, unwrap, words_of
 from megatron_dppo.types import FinishReason, Prompt
 
-_PIECE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)  # an escaped brace does not count
+_PIECE = re.compile(r"(?P<open>(?P<box>\\(?:boxed|fbox)\s*)?\{)|\\.|\}", re.DOTALL)  # no escaped brace
 _CHOICE = re.compile(r"(?i:(?:option|choice|answer) )?\(?([A-Z])\)?[.:]?")
 _LETTERED = re.compile(  # a choice's letter and a value: `\textbf{(C)}\ 12`, `\text{C. } 12`, `\textbf{C} 12`
     r"(?P<style>\\(?:text(?:bf|rm)?|math(?:rm|bf)) ?\{)? ?"
@@ -42,7 +42,7 @@ _UNITS = spellings("""
     ft foot feet; yd yard; mi mile; s sec second; min minute; h hr hour; day; week; month; year yr
     mg milligram; g gram gm; kg kilogram; oz ounce; lb pound; ml milliliter millilitre; l liter litre
     mph mi/h; km/h kph kmh; m/s; degree deg; radian rad; cent; dollar usd; euro eur; yen; rupee; sterling
-    unit""")
+    unit; degree_C; degree_F; degree_K""")
 _NOUNS = words_of("""
     th st nd rd way student person people boy girl child children man men woman women player team game apple
     orange marble ball book card coin bead box page point piece triangle solution digit integer number step old
@@ -190,8 +190,6 @@ class _Words:
 
     def are_compatible(self, reference: Quantity, answer: Quantity) -> bool:
         """Return whether words and units are equal, or those that only one side has may be left out."""
-        if answer.mark.startswith("base") and not reference.mark:
-            return False  # 101 is not 101_2
         one, other = (_said(each.words) | ({each.mark} - {"", "%"}) for each in (reference, answer))
         has_unit = not (one | other).isdisjoint(_UNITS.values())
         is_part = not one or not other or one <= other or other <= one
@@ -199,9 +197,7 @@ class _Words:
         return is_part and not is_mixed and all(map(self._may_be_left_out, one ^ other))
 
     def _may_be_left_out(self, word: str) -> bool:
-        is_mark = word in ("degree C", "degree F", "degree K") or word.startswith("base ")
-        is_unit = is_mark or word.partition("^")[0] in _UNITS.values()
-        return is_unit or word in _NOUNS or word in _words_in(self.problem)
+        return word.partition("^")[0] in _UNITS.values() or word in _NOUNS or word in _words_in(self.problem)
 
 
 @lru_cache(maxsize=64)
@@ -236,11 +232,9 @@ def last_boxed(text: str) -> str | None:
     open_since: list[int | None] = []  # start of each open brace's content; None if it is not a box
     found: tuple[int, int] | None = None
     for piece in _PIECE.finditer(text):
-        if piece.group().startswith(("\\boxed", "\\fbox")):
-            open_since.append(piece.end())
-        elif piece.group() == "{":
-            open_since.append(None)
-        elif piece.group() == "}" and open_since:
+        if piece["open"]:
+            open_since.append(piece.end() if piece["box"] else None)
+        elif piece[0] == "}" and open_since:
             start = open_since.pop()
             if start is not None and (found is None or start > found[0]):
                 found = (start, piece.start())

@@ -80,7 +80,7 @@ class Tree(Node):
 class Quantity(Node):
     """A value with what is around it: the words behind it, in order, and a mark.
 
-    The mark is a per cent sign, a currency, degrees, or the base of a number.
+    The mark is a per cent sign, a currency or degrees.
     """
 
     value: Node
@@ -145,6 +145,8 @@ _SPELLINGS = _rules(
     ("=<", "<="),
     (_STYLE + r" ?\{ ?per ?cent(?:age)? ?\}|(?<=[0-9}]) ?per ?cent$|(?<!\\)%", r"\\%"),
     (rf"\^ ?\{{ ?{_STYLE} ?\{{ ?o ?\}} ?\}}|{_STYLE} ?\{{ ?\^ ?\\circ ?\}}", r"^\\circ "),
+    (r"\\(angle|triangle) ([A-Za-z][A-Za-z ]*)", lambda m: rf"\{m[1]}{{{m[2].replace(' ', '')}}}"),
+    (r"(?<=[0-9])_ ?\{ ?([0-9]+) ?\}", r"_\1"),  # of a number in another base
     (r"(?:\{\})?\^ ?(?:\\circ|\{ ?\\circ ?\}) ?", r"^\\circ "),
     (r"\^ ?\{? ?" + _STYLE + r" ?\{ ?(th|st|nd|rd) ?\} ?\}?", r"\\text{\1}"),
     (r"\{\\(?:rm|bf|it|sf|tt) ?([^{}\\]*)\}", r"\\mathrm{\1}"),
@@ -215,14 +217,14 @@ def unwrap(text: str) -> str:
 def is_same_text(reference: str, answer: str) -> bool:
     r"""Return whether two tidy texts are the same, apart from spaces and `\text{...}`.
 
-    A decimal comma and the groups of 12,34,567 are understood only if the reference has neither.
+    The answer may have a decimal comma or groups as in 12,34,567, and may leave out the base of a number.
     """
     one, other = (_LOOSE.sub("", " ".join(unwrap(text).split())) for text in (reference, answer))
-    if _DECIMAL.fullmatch(one):
-        other = other.replace(",", ".") if re.fullmatch("[-0-9]+,[0-9]+", other) else other
-    elif _INDIAN.fullmatch(other) and one.isdigit():
-        other = other.replace(",", "")
-    return one == other and bool(one)
+    with_comma = one.replace(".", ",") if _DECIMAL.fullmatch(one) else one
+    based = re.fullmatch("([0-9]+)_([0-9]{1,3})", one)
+    without_base = based[1] if based and int(max(based[1])) < int(based[2]) else one
+    ungrouped = other.replace(",", "") if _INDIAN.fullmatch(other) else other
+    return bool(one) and (other in (one, with_comma, without_base) or ungrouped == one)
 
 
 def integer(text: str) -> Decimal | None:

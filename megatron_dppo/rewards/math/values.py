@@ -212,8 +212,9 @@ def are_equal(reference: Node, answer: Node) -> bool:
 
 
 def _is_zero(node: Node, point: Mapping[str, Any]) -> bool:
-    bits = _FIRST_BITS
-    while True:
+    needed = _FIRST_BITS
+    while needed <= _MAX_BITS:
+        bits = needed
         computation = _Computation(bits, point)
         value = computation.value(node)
         if value is None or isinstance(value, fmpq) or not value.contains(0):
@@ -221,9 +222,7 @@ def _is_zero(node: Node, point: Mapping[str, Any]) -> bool:
         needed = 2 * computation.largest + _FIRST_BITS
         if bits >= needed:
             return bool(value.rad() < arb(2) ** (-bits // 4))
-        if needed > _MAX_BITS:
-            raise TooLargeError
-        bits = needed
+    raise TooLargeError
 
 
 def is_multiple(first: Node, second: Node, *, is_positive: bool) -> bool:
@@ -251,8 +250,6 @@ def _is_precise(number: Number) -> bool:
 
 def rounds_to(node: Node, decimal: Number) -> bool:
     """Return whether a value without variables, rounded or cut off to the decimal's places, equals it."""
-    if node.names:
-        return False
     value = approximate(node)
     if value is None or (value < 0) != (decimal.value < 0):
         return False
@@ -267,12 +264,10 @@ def approximate(node: Node) -> Fraction | None:
         TooLargeError: A number is too large.
     """
     value = _Computation(_PRECISE_BITS, {}).value(node)
-    if value is None or isinstance(value, fmpq):
-        return None if value is None else Fraction(int(value.p), int(value.q))
-    if not value.imag.contains(0) or not value.real.rad() < 1:
-        return None
-    mantissa, exponent = value.real.mid().man_exp()
-    return Fraction(int(mantissa)) * Fraction(2) ** int(exponent)
+    if isinstance(value, acb):
+        is_real = value.imag.contains(0) and value.real.rad() < 1
+        value = value.real.mid().fmpq() if is_real else None
+    return None if value is None else Fraction(int(value.p), int(value.q))
 
 
 def _points(first: Node, second: Node) -> Iterator[Mapping[str, Any]]:

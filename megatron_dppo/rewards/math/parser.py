@@ -21,7 +21,7 @@ _LEAD = spelling.words_of("""
     the a an final correct answer answers is are so therefore thus hence we get have there it equals equal
     to value values result solution solutions total number of way ways""")
 _SIGNS = frozenset({"+", "-", r"\pm"})
-_TIMES, _DIVIDE = frozenset({r"\cdot", r"\times", "*"}), frozenset({"/", r"\div"})
+_OPERATORS = spelling.spellings(r"* \cdot \times; / \div")
 _ACCENTS = spelling.words_of("""
     overline bar vec hat widehat tilde widetilde dot ddot overrightarrow overleftarrow mathcal mathfrak
     angle triangle""")
@@ -146,8 +146,8 @@ class _Parser(Tokens):
         node = self._implicit_product()
         if self.next == ":":
             return self._ratio(node)
-        while self.next in _TIMES | _DIVIDE:
-            kind = "*" if self.take() in _TIMES else "/"
+        while self.next in _OPERATORS:
+            kind = _OPERATORS[self.take()]
             is_minus = self.has("-")
             factor = self._implicit_product()
             node = Tree(kind, (node, _negative(factor) if is_minus else factor))

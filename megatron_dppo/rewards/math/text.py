@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from operator import methodcaller
 from typing import Any
 from unicodedata import normalize
 
@@ -125,7 +126,8 @@ _WRAPPED = re.compile(_STYLE + r" ?\{([^{}]*)\}")
 
 
 def _rules(*rules: tuple[str, str | Callable[[re.Match[str]], str]]) -> list[Any]:
-    return [(re.compile(pattern), spelling) for pattern, spelling in rules]
+    # unlike a template, a function costs nothing if nothing matches
+    return [(re.compile(rule), methodcaller("expand", s) if isinstance(s, str) else s) for rule, s in rules]
 
 
 _SPELLINGS = _rules(

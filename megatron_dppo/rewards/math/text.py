@@ -223,7 +223,7 @@ def is_same_text(reference: str, answer: str) -> bool:
     """
     one, other = (_LOOSE.sub("", " ".join(unwrap(text).split())) for text in (reference, answer))
     with_comma = one.replace(".", ",") if _DECIMAL.fullmatch(one) else one
-    based = re.fullmatch("([0-9]+)_([0-9]{1,3})", one)
+    based = "_" in one and re.fullmatch("([0-9]+)_([0-9]{1,3})", one)
     without_base = based[1] if based and int(max(based[1])) < int(based[2]) else one
     ungrouped = other.replace(",", "") if _INDIAN.fullmatch(other) else other
     return bool(one) and (other in (one, with_comma, without_base) or ungrouped == one)

@@ -237,9 +237,8 @@ def is_multiple(first: Node, second: Node, *, is_positive: bool) -> bool:
                     if one.contains(0) != other.contains(0):
                         return False
                     ratios += [] if one.contains(0) else [one / other]
-        are_equal_ratios = all(ratio.overlaps(ratios[0]) for ratio in ratios)
-        is_allowed = not is_positive or all(ratio.real > 0 for ratio in ratios)
-        return len(ratios) >= _FEWEST_POINTS and are_equal_ratios and is_allowed
+        are_alike = all(each.overlaps(ratios[0]) and (each.real > 0 or not is_positive) for each in ratios)
+        return len(ratios) >= _FEWEST_POINTS and are_alike
 
 
 def _is_precise(number: Number) -> bool:
@@ -275,20 +274,20 @@ def _points(first: Node, second: Node) -> Iterator[Mapping[str, Any]]:
     nodes = [*first.walk(), *second.walk()]
     kinds = {node.kind for node in nodes} - {""}
     sizes = sorted(size for size in map(_size, nodes) if size)[-8:] or [Fraction(1)]
-    scales = [*map(Fraction, (1, 10, 100, 1000)), *sizes, 2 * sizes[-1], 10 * sizes[-1], 1000 * sizes[-1]]
+    scales = [1, 10, 100, 1000, *sizes, 2 * sizes[-1], 10 * sizes[-1], 1000 * sizes[-1]]
     for number in range(_NUM_SMOOTH if kinds <= _SMOOTH else _NUM_KINKED):
         point = dict[str, Any]()
         for name in sorted(first.names | second.names):
             hashed = zlib.crc32(f"{number} {name}".encode(errors="replace"))
-            part = Fraction(hashed % 9973 + 1009, 4999)  # 0.2 to 2.2
+            part = fmpq(hashed % 9973 + 1009, 4999)  # 0.2 to 2.2
             is_negative = number % 4 == 1 or (number % 4 > 1 and (hashed >> 8) & 1)
             scale = scales[zlib.crc32(f"{name} {number}".encode()) % len(scales) if number >= 8 else 0]
-            value = part * scale * (-1 if is_negative else 1)
+            value = part * fmpq(*scale.as_integer_ratio()) * (-1 if is_negative else 1)
             if kinds & _WHOLE:
-                value = Fraction(math.floor(min(sizes[-1], 100)) + 2 + int(part * 1000) % 40)
+                value = fmpq(math.floor(min(sizes[-1], 100)) + 2 + int((part * 1000).floor()) % 40)
             elif kinds & _STEPS and (name[0] in _INDICES or number % 2):
-                value = Fraction(math.floor(value * 7))
-            point[name] = fmpq(*value.as_integer_ratio())
+                value = fmpq((value * 7).floor())
+            point[name] = value
         yield point
 
 

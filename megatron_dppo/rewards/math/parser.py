@@ -309,7 +309,7 @@ class _Parser(Tokens):
     def _styled(self, token: str) -> Node:
         if token[1:] in _ACCENTS:
             content = self.raw_group()
-            require(not content[:1].isdigit() and bool(content))
+            require(content[:1] == "\\" or content[:1].isalpha())
             token = f"{token}{{{content}}}"
         else:
             require(token[1:] in _LETTERS)

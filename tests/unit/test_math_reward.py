@@ -1,5 +1,6 @@
 """The `math` reward: pairs that were labelled by hand, and whatever a policy may write instead of an answer."""
 
+import itertools
 import math
 import re
 import time
@@ -149,6 +150,8 @@ def test_both_signs_are_chosen_for_a_whole_item() -> None:
     assert scored(r"(2\pm 1, 5)", "(1,5),(3,5)") == RIGHT
     assert scored(r"\{2\pm 1\}", r"\{3,1\}") == RIGHT
     assert scored(r"(2\pm 1, 5)", "(1,3,5)") == WRONG
+    assert scored(r"x\pm 7\in\{4\pm 2\}", r"x+7\in\{6,2\}, x-7\in\{6,2\}") == RIGHT
+    assert scored(r"x\pm 7\in\{4\pm 2\}", r"x+7\in\{6,2\}, x-7\in\{2\}") == WRONG
     assert scored(r"2\pm 3\mp 4", "1,3") == WRONG  # which signs belong together is not read
 
 
@@ -156,7 +159,7 @@ def test_items_in_any_order_are_counted() -> None:
     assert scored("4,6,6,4,9", r"\frac{12}{2},9,6,4,\sqrt{16}") == RIGHT
     assert scored("4,6,6", "4,4,6") == scored("4,6,6", "4,6") == scored("4,6", "4,6,6") == WRONG
     assert scored(r"\{4,6,6\}", r"\{6,4,4\}") == RIGHT
-    assert scored(r"\emptyset", r"\{4\}") == scored(r"\{4\}", r"\emptyset") == WRONG
+    assert scored(r"\emptyset", r"\{4,8\}") == scored(r"\{4,8\}", r"\emptyset") == WRONG
 
 
 def test_a_base_may_be_left_out_by_the_answer_only() -> None:
@@ -177,6 +180,18 @@ def test_two_numbers_above_each_other_may_be_a_column() -> None:
     assert scored(r"\begin{pmatrix}6&8\end{pmatrix}", r"\binom{6}{8}") == WRONG
 
 
+@pytest.mark.parametrize(("one", "other"), [*itertools.combinations("abkmnpqtxyz", 2), ("x_1", "x_2")])
+def test_signs_of_variables_are_chosen_apart(one: str, other: str) -> None:
+    product = rf"{one}\cdot {other}"
+    assert scored(product, f"|{product}|") == scored(f"|{product}|", f"-{product}") == WRONG
+    assert scored(rf"\max({one},{other})", rf"\frac{{{one}+{other}+|{other}-{one}|}}{{2}}") == RIGHT
+
+
+def test_equations_that_hold_for_some_points_only_differ() -> None:
+    assert scored(r"|xy|+xy=0", "3xy=0") == scored("3xy=0", r"|xy|+xy=0") == WRONG
+    assert scored(r"|xy|+xy=0", r"3xy=-3|xy|") == RIGHT
+
+
 @pytest.mark.parametrize("answer", [r"\frac{1}{0}\approx 7", r"x=\ln 0\approx 7", r"\frac{0}{0}<x"])
 def test_an_approximation_of_nothing_is_wrong(answer: str) -> None:
     assert scored("7", answer) == WRONG
@@ -189,7 +204,7 @@ def test_limits_of_powers_roots_and_factorials() -> None:
     )  # a ball around 0 has no root with an index
     assert scored("1", "0^0") == scored("0", r"0^{-2}") == WRONG
     assert scored("-1", "(-1)^{777777777}") == TOO_HARD
-    assert scored(r"\frac{\sqrt{\pi}}{2}", r"(\frac{1}{2})!") == WRONG  # only of integers
+    assert scored(r"\frac{\sqrt{\pi}}{2}", r"(\frac{1}{2})!") == scored("1", r"(\frac{1}{2})!") == WRONG
     assert scored("4", r"\lfloor 4+i\rfloor") == scored("7", r"\max(7,i)") == WRONG  # only of real numbers
 
 

@@ -278,10 +278,11 @@ def _points(first: Node, second: Node) -> Iterator[Mapping[str, Any]]:
     for number in range(_NUM_SMOOTH if kinds <= _SMOOTH else _NUM_KINKED):
         point = dict[str, Any]()
         for name in sorted(first.names | second.names):
-            hashed = zlib.crc32(f"{number} {name}".encode(errors="replace"))
-            part = fmpq(hashed % 9973 + 1009, 4999)  # 0.2 to 2.2
-            is_negative = number % 4 == 1 or (number % 4 > 1 and (hashed >> 8) & 1)
-            scale = scales[zlib.crc32(f"{name} {number}".encode()) % len(scales) if number >= 8 else 0]
+            # a remainder by a prime: single bits of the checksums of `x` and `y` always agree, or always differ
+            hashed = zlib.crc32(f"{number} {name}".encode(errors="replace")) % 9973
+            part = fmpq(hashed + 1009, 4999)  # 0.2 to 2.2
+            is_negative = number % 4 == 1 or (number % 4 > 1 and hashed % 2)
+            scale = scales[hashed // 2 % len(scales) if number >= 8 else 0]
             value = part * fmpq(*scale.as_integer_ratio()) * (-1 if is_negative else 1)
             if kinds & _WHOLE:
                 value = fmpq(math.floor(min(sizes[-1], 100)) + 2 + int((part * 1000).floor()) % 40)

@@ -109,7 +109,7 @@ def test_a_job_goes_back_to_the_queue_unless_two_attempts_in_a_row_saved_no_new_
 
     def attempt(number: int, after: str) -> subprocess.CompletedProcess[str]:
         save = f'printf %s "{after}" >"{run}/checkpoints/latest"'
-        words = f'begin_attempt "{run}"; {save}; reload "{reason}"'
+        words = f'begin_attempt "{run}"; {save}; come_back "{reason}"'
         return in_a_job(calls, words, SLURM_RESTART_COUNT=str(number), SLURM_ARRAY_TASK_ID="4")
 
     if newest[0]:

@@ -326,13 +326,13 @@ def _replace_memory(ledger: Ledger) -> None:
             storage.resize_(0)
             ledger.resize(storage)
 
-    def come_back(self: Any) -> None:
+    def reload(self: Any) -> None:
         for storage, num_bytes, _ in self._away.values():
             storage.resize_(num_bytes)
             ledger.resize(storage)
         self._away.clear()
 
-    residence.leave, residence.come_back = leave, come_back
+    residence.leave, residence.reload = leave, reload
 
 
 def _mark(value: Any) -> Any:

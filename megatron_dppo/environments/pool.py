@@ -182,12 +182,10 @@ class EnvironmentPool(WorkerPool[Trajectory, Answer]):
 def _opening(answer: Answer | WorkerFault) -> Observation | EnvironmentFault:
     if isinstance(answer, WorkerFault):
         return EnvironmentFault(answer.message)
-    assert answer.opening is not None, "a worker replies to its request"
-    return answer.opening
+    return answer.opening or EnvironmentFault("its worker sent a turn; expected the first observation")
 
 
 def _turn(answer: Answer | WorkerFault) -> Turn | EnvironmentFault:
     if isinstance(answer, WorkerFault):
         return EnvironmentFault(answer.message)
-    assert answer.turn is not None, "a worker replies to its request"
-    return answer.turn
+    return answer.turn or EnvironmentFault("its worker sent a first observation; expected a turn")

@@ -95,7 +95,7 @@ def decode(fields: Any, kind: type[A]) -> A:
     """Return the value of a type that has these fields."""
     try:
         return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, AssertionError) as error:  # a type's own assertions included
         raise ValueError(f"{str(fields)[:80]!r}: {error}") from error
 
 

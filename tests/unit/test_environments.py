@@ -22,9 +22,10 @@ from megatron_dppo.environments import (
     register,
 )
 from megatron_dppo.environments.built_in import GemEnvironment, solved_board
-from megatron_dppo.environments.pool import Host
+from megatron_dppo.environments.pool import Answer, Host
 from megatron_dppo.errors import ConfigError, EnvironmentFailedError
 from megatron_dppo.types import Prompt
+from megatron_dppo.workers.service import decode
 from tests.support.refusals import refused
 from tests.unit.bad_environments import Told
 
@@ -108,6 +109,29 @@ def test_four_thousand_conversations_go_on_without_beginning_again() -> None:
     of_place = {k: host.step(trajectory("x", "end", id=f"{k}")).observation for k in (4999, 1000, 800, 0)}
     assert set(of_place.values()) == {"x end"}
     assert len(begun) == 5002, "800 and 0 began again"
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_opening", "is_turn"),
+    [
+        ({"opening": {"text": "go"}}, True, False),
+        ({"turn": {"observation": None, "done": True, "reward": 1.0, "info": {}}}, False, True),
+        ({}, False, False),
+    ],
+)
+def test_a_worker_that_sends_the_other_reply_costs_the_sample(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], is_opening: bool, is_turn: bool
+) -> None:
+    with closing(EnvironmentPool("sudoku", num_workers=1, timeout_s=60.0, memory_mb=0)) as pool:
+        monkeypatch.setattr(pool, "ask", lambda trajectories: [decode(fields, Answer)])
+        (opening,), (turn,) = pool.reset([]), pool.step([])
+    assert isinstance(opening, EnvironmentFault) != is_opening
+    assert isinstance(turn, EnvironmentFault) != is_turn
+
+
+def test_an_observation_of_two_kinds_is_no_reply() -> None:
+    with pytest.raises(ValueError, match="either text or messages"):
+        decode({"opening": {"text": "go", "messages": []}}, Answer)
 
 
 def test_what_cannot_be_imported_stops_before_anything_is_sampled() -> None:

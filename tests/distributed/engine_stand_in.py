@@ -1,7 +1,7 @@
 """Plain PyTorch under the names of Transformer Engine's modules, which do not import without CUDA.
 
-Only what Megatron's own spec and wrappers build for our models: the names, shapes and order of parameters, the
-`_extra_state`, and the arithmetic, on tensors that are not split. Nothing here says how the real one computes.
+Contains only what Megatron builds for our models: the names, shapes and order of parameters, the
+`_extra_state`, and the arithmetic, on tensors that are not split. It does not show how the real one computes.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Code of a user's own that says what it was told: a reward, an environment and a generate function.
+"""User code that records its inputs: a reward, an environment and a generate function.
 
 Named in a config as "tests.distributed.seam_rewards:<name>"; imported by workers, so that it imports little.
 """
@@ -15,41 +15,41 @@ from megatron_dppo.types import FinishReason, Prompt
 
 
 def heard(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
-    """Earns by length, and says whether the response is called cut."""
+    """Reward by length, with a label for a response that was cut at its length limit."""
     return RewardResult(len(response.split()) % 3 / 2, {"was_cut": float(finish_reason == "length")})
 
 
 class Nodding:
-    """Says one word to each response but the last it will hear, and leaves the reward to `data.reward`."""
+    """Replies with one word to each response except the last, and leaves the reward to `data.reward`."""
 
     def reset(self, prompt: Prompt, seed: int) -> Observation:
-        """Nothing but the prompt."""
+        """Return the prompt only."""
         return Observation(text=prompt.text)
 
     def step(self, response: str, finish_reason: FinishReason) -> Turn:
-        """Goes on for ever."""
+        """Continue without an end."""
         return Turn("=", None, done=False)
 
 
 def plainly(engine: Any, requests: Sequence[Any], params: Any) -> Sequence[Any]:
-    """What the engine says."""
+    """Return the engine's completions."""
     return engine.generate(requests, params)
 
 
 def by_answer(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
-    """Earn by the text of the response and by the reference answer, between 0 and 1."""
+    """Reward in [0, 1] from the response's text and the reference answer."""
     return RewardResult(zlib.crc32(f"{prompt.answer}: {response}".encode()) / 2**32)
 
 
 def slow(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
-    """Take 2 s for about half of the responses; spare reference answers."""
+    """Take 2 s for about half of the responses, and none for reference answers."""
     is_slow = _is_chosen(response)
     time.sleep(2.0 * is_slow)
     return RewardResult(float(is_slow))
 
 
 def large(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
-    """Take 400 MiB for about half of the responses; spare reference answers."""
+    """Take 400 MiB for about half of the responses, and none for reference answers."""
     size = len(bytearray(400 << 20 if _is_chosen(response) else 1))
     return RewardResult(float(size > 1))
 
@@ -62,7 +62,7 @@ _tried: set[str] = set()
 
 
 def fails_first(prompt: Prompt, response: str, finish_reason: FinishReason) -> float:
-    """Raise when a response is seen for the first time; spare reference answers."""
+    """Raise when a response is seen for the first time, and never for reference answers."""
     if len(response.split()) > 2 and response not in _tried:
         _tried.add(response)
         raise ConnectionError("try again")
@@ -91,7 +91,7 @@ def first_words(engine: Any, requests: Sequence[Any], params: Any) -> Sequence[A
 
 
 def steep(tokens: Any, options: Mapping[str, Any]) -> Any:
-    """Keep tokens, or whole responses where the rule sees them, of divergence up to a limit."""
+    """Keep tokens, or responses if the rule sees whole responses, up to a limit of divergence."""
     spent = tokens.divergence
     if tokens.responses is not None:
         spent = tokens.whole_responses.mean(spent)

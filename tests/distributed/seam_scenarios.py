@@ -1,7 +1,7 @@
-"""What is run to see which settings reach whom: tiny runs, layouts of two processes, and an engine of servers.
+"""The scenarios that show which settings reach which consumer: tiny runs, two-process layouts, and servers.
 
-In each, every number differs from its default and from the others of its section, so that nothing that is
-forgotten or mistaken for its neighbour looks right.
+Every number of a scenario differs from its default and from the other numbers in its section, so a setting that
+is forgotten or swapped with its neighbour is seen.
 """
 
 import os
@@ -248,7 +248,7 @@ def agents(task: Path) -> dict[str, Any]:
 
 
 def skipped(task: Path) -> dict[str, Any]:
-    """A run that is to end with the second gradient step of its three: short, as two threads make it slow."""
+    """A run that stops at the second of three gradient steps; two threads make it slow, so it is short."""
     return _tables(
         task, "skipped", run={"num_rollouts": 1, "num_threads": 2}, optimizer={"max_skipped_steps": 2}
     )
@@ -398,7 +398,7 @@ def serve(config: Config, runtime: Runtime) -> None:
 
 @contextmanager
 def _servers() -> Iterator[Any]:
-    """One that answers for each that is started."""
+    """Start one stand-in server for each server that the run starts."""
     from megatron_dppo.engines.sglang import server
     from megatron_dppo.engines.sglang.options import shipped_options
     from megatron_dppo.engines.sglang.records import ServerRecord

@@ -61,13 +61,13 @@ class Seam:
 
     Attributes:
         setting: Dotted key; `evaluation.sets.near.<field>` for a field of a table by name.
-        consumer: "module:function" where it is looked up, or "module:Class.method"; a module of the package
+        consumer: "module:function" as the caller imports it, or "module:Class.method"; a module of the package
             without its name.
-        read: From each call.
-        scenario: Name of what is run.
-        expected: From the config; none: the setting's own value.
+        read: Reads the value from a recorded call.
+        scenario: Name of the scenario.
+        expected: Computes the value from the config. `None` means the setting's value.
         where: Which calls count.
-        fold: Of the values of all calls.
+        fold: Reduces the values of all calls to one.
     """
 
     setting: str
@@ -180,7 +180,7 @@ def plain(setting: str, consumer: str, argument: str, **more: Any) -> Seam:
 def rows(scenario: str, text: str) -> Iterator[Seam]:
     """Settings that arrive as they are, one a line: the setting, its consumer and the argument.
 
-    `{a,b}` stands for several settings, and `*` in the argument for the name of each.
+    `{a,b}` expands to several settings, and `*` in the argument to the name of each.
     """
     for line in filter(None, map(str.strip, text.splitlines())):
         setting, consumer, argument = line.split()
@@ -223,7 +223,7 @@ def worker_reward(call: Received) -> RewardChoice:
 
 
 def sampled(setting: str, argument: str, where: Callable[[Received], bool] = is_training) -> list[Seam]:
-    """The embedded engine's settings, where a request is given its tokens and where they are drawn."""
+    """Seams of the embedded engine's settings: the admission of a request and the sampling of its tokens."""
     batch = "engines.embedded.continuous_batch"
     found = [plain(setting, f"{batch}:ContinuousBatch.__init__", f"params.{argument}", where=where)]
     if argument in ("temperature", "top_p"):
@@ -238,7 +238,7 @@ def flag(call: Received, name: str) -> str:
 
 
 def metric(name: str) -> Callable[[Received], float]:
-    """Read what a gradient step says of itself."""
+    """Read a metric of a gradient step."""
     return lambda call: call.result.metrics.values()[name]
 
 

@@ -32,9 +32,9 @@ distributed/test_plan.py::test_optimizer_states_are_exact
 distributed/test_plan.py::test_the_printed_sum_of_a_stage_is_within_15_percent_of_all_live_tensors
     algorithm.loss_from  "loss_from": "logits"
     algorithm.logits_chunk_bytes  "logits_chunk_bytes": 2 *
-distributed/test_residence.py::test_what_leaves_is_what_was_promised
+distributed/test_residence.py::test_offloaded_bytes_are_at_least_the_promised_bytes
     optimizer.offload  "offload": is_away
-distributed/test_roll_back.py::test_it_says_where_there_is_no_way_back
+distributed/test_roll_back.py::test_roll_back_without_a_usable_checkpoint_is_refused
     tracking.max_roll_backs  max_roll_backs=1
 distributed/test_seams.py::test_its_consumer_receives_a_setting
     optimizer.max_skipped_steps  SCENARIOS

@@ -172,7 +172,7 @@ _DATA = [
 
 
 def _file_order(left: Left) -> list[str]:
-    """Return the ids of the prompts in the order of their file."""
+    """Return the prompts' ids in file order."""
     lines = (left.folder.parent / "prompts.jsonl").read_text().splitlines()
     return [json.loads(line)["id"] for line in lines]
 

@@ -74,8 +74,8 @@ class Effect:
 
     Attributes:
         setting: Dotted key.
-        values: Of the first and the second run; a setting that is absent from the first keeps its default.
-        first: The first phase that differs; none if no phase does. An evaluation is not in this order.
+        values: In the first and the second run; a setting that is absent from the first keeps its default.
+        first: The first phase that differs; `None` if all phases are equal. An evaluation is not in this order.
         holds: Check of both runs, in addition to the first phase that differs.
         base: Settings of both runs.
     """

@@ -180,7 +180,7 @@ def _router_losses(megatron: dict[str, Any], logits: Tensor, num_tokens: int, nu
     """What a sample adds to the z-loss and to the load-balancing loss of one layer, by hand: [2] float64.
 
     Args:
-        megatron: With both coefficients, or empty.
+        megatron: Tables with both coefficients, or empty.
         logits: [T, experts] float64 at the positions that learn.
         num_tokens: Positions that learn in the mini-batch.
         num_samples: Samples in it.
@@ -195,7 +195,7 @@ def _router_losses(megatron: dict[str, Any], logits: Tensor, num_tokens: int, nu
 
 
 def _force_routes(model: Any, indices: Tensor) -> list[Any]:
-    """Make each of the reference's routers choose the given experts, with probabilities of its live logits."""
+    """Make each router of the reference choose the given experts, with probabilities of its live logits."""
     hooks = []
     for layer, block in enumerate(model.model.layers):
         chosen = indices[:, layer].long()

@@ -39,7 +39,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(installed: Path) -> Any:
-    """Run a command of ours in an interpreter that has the package."""
+    """Run a command line tool of this repository in an interpreter that has the package."""
 
     def of(*arguments: object) -> subprocess.CompletedProcess[str]:
         paths = os.pathsep.join([str(installed), *filter(None, sys.path)])

@@ -152,7 +152,7 @@ def raise_each(runtime: Runtime, folder: Path) -> dict[str, tuple[int, str]]:
 
 
 def test_each_alarm_is_raised_through_the_logger(tmp_path: Path) -> None:
-    """By a value in the row of a rollout, of its first step, or of a later step."""
+    """Each alarm follows from one value: in the row of a rollout, of its first step, or of a later step."""
     found = run_ranks(raise_each, 1, tmp_path, tmp_path / "runs")[0]
     late = {"collapse": 14, "tail": 14}  # these compare several rollouts
     assert {name: rollout for name, (rollout, _) in found.items()} == {n: late.get(n, 12) for n in TROUBLES}
@@ -179,7 +179,7 @@ def write_a_run(runtime: Runtime, folder: Path, stops: dict[int, int]) -> list[s
     Args:
         runtime: This process.
         folder: The run's.
-        stops: For each event before which a checkpoint is saved, the number of events after it until the run
+        stops: Event before which a checkpoint is saved -> number of events from there until the run
             is killed and resumed.
     """
     from megatron_dppo.config.schema import Config

@@ -76,7 +76,7 @@ def roll_out_and_batch(runtime: Runtime, group_of_rank: tuple[int, ...], num_pro
         own, 0, config, DataParallel(group_of_rank, runtime), routing=routing, shares_prefixes=False
     )
     needed, deadline = before + sum(map(bytes_of, steps)), time.monotonic() + 300
-    # gloo's thread answers a broadcast before it lets go of what it sent
+    # gloo's thread acknowledges a broadcast before it frees the buffer that it sent
     while (unneeded := live_bytes() - needed) > MAX_UNNEEDED_BYTES and time.monotonic() < deadline:
         time.sleep(0.05)
     return {"steps": steps, "report": report, "num_sampled": num_sampled, "unneeded": unneeded}

@@ -110,16 +110,16 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tupl
 def test_keys_are_those_of_the_transformer_engine_spec(
     shapes: dict[str, dict[str, tuple[int, ...]]], name: str
 ) -> None:
-    """The names follow from megatron.core 0.16.1, which builds that spec only beside Transformer Engine.
+    """The names follow from megatron.core 0.16.1, which builds that spec only if Transformer Engine imports.
 
     `models.gpt.gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec`: attention begins with a norm fused
     into `linear_qkv` (`input_layernorm` is an IdentityOp), so its weight is `linear_qkv.layer_norm_weight`, as
     `extensions.transformer_engine.TELayerNormColumnParallelLinear` calls it; `pre_mlp_layernorm` is a module of
     its own in a layer with experts and an IdentityOp in a dense one, whose `linear_fc1` has the norm fused
-    (`get_mlp_module_spec_for_backend`); `q_layernorm` and `k_layernorm` stand there with `qk_layernorm`.
+    (`get_mlp_module_spec_for_backend`); `q_layernorm` and `k_layernorm` exist with `qk_layernorm`.
     Latent attention has its `input_layernorm` apart, and the latents' norms fused into the projections up.
     `transformer.moe.experts.TEGroupedMLP.sharded_state_dict` stores all experts as `experts.linear_fc1` and
-    `experts.linear_fc2`, below `transformer.moe.moe_layer.MoELayer.experts`; the router stands beside them.
+    `experts.linear_fc2`, below `transformer.moe.moe_layer.MoELayer.experts`; the router is their sibling.
     `transformer.transformer_block.TransformerBlock.sharded_state_dict` drops a layer's number where all layers
     are alike, and `models.common.language_module` stores a tied output layer as the embedding alone.
 

@@ -43,5 +43,5 @@ def test_only_parcels_go_through_the_default_group(tmp_path: Path) -> None:
     """A rank that waits for the others in NCCL runs a kernel on a GPU that an engine may be sampling on."""
     for taken in run_ranks(collectives_of_each, 2, tmp_path):
         assert {name for name, (of_default, _) in taken.items() if of_default} == {"exchange"}
-        assert taken["exchange"][0] == 1, "sizes are told beside it"
+        assert taken["exchange"][0] == 1, "sizes travel in the control group"
         assert all(of_control for _, of_control in taken.values())

@@ -57,7 +57,7 @@ def test_there_and_back_is_bit_exact(converted: Path) -> None:
 
 @pytest.fixture
 def described(converted: Path, tmp_path: Path) -> Path:
-    """The model with files that publishers put beside the weights; one is no file of a model."""
+    """The model with the extra files that publishers ship, and README.md, which a conversion leaves out."""
     folder = tmp_path / "described"
     shutil.copytree(converted / "hf", folder)
     for name in (*BESIDE, "README.md"):
@@ -73,7 +73,7 @@ BESIDE = (
 )
 
 
-def test_files_beside_the_weights_come_along_with_the_umasks_mode(described: Path, tmp_path: Path) -> None:
+def test_published_extra_files_are_copied_with_the_umasks_mode(described: Path, tmp_path: Path) -> None:
     """Both ways; safetensors would write mode 0600, and copies would keep a mode that no one can change."""
     before = os.umask(0o027)
     try:

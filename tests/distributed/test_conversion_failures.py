@@ -1,4 +1,4 @@
-"""What a conversion refuses or cannot finish leaves no output; started again, it goes on where it stopped."""
+"""A conversion that is refused or fails leaves no output; a restart continues after the last whole file."""
 
 import json
 import resource
@@ -51,7 +51,7 @@ def without(name: str) -> Callable[[Path], None]:
 
 
 def truncated(folder: Path) -> None:
-    """Leave the file's header and half of its tensors."""
+    """Keep the header and half of the file's tensors."""
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
@@ -114,15 +114,15 @@ BAD: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         lambda folder: (set_in_shard(folder), set_index(folder)),
         ["two sets of weights, model.safetensors", SHARD, "Remove model.safetensors, or remove model.safet"],
     ),
-    "an old index beside the weights": (
+    "an old index next to the weights": (
         indexed(SHARD),
         [f"names {SHARD}: 1 of 1 files is not there", "Remove model.safetensors.index.json if"],
     ),
-    "an adapter beside the weights": (
+    "an adapter next to the weights": (
         lambda folder: (folder / "adapter_config.json").write_text("{}"),
         ["found adapter_config.json, an adapter", "merge-adapter"],
     ),
-    "another format beside the weights": (
+    "another format next to the weights": (
         lambda folder: save_file({"layers.0.wq": torch.zeros(2)}, folder / "consolidated.safetensors"),
         ["No tensor of the model is in consolidated.safetensors"],
     ),
@@ -196,7 +196,7 @@ def full_disk(num_bytes: int) -> Iterator[None]:
 
 
 @ways
-def test_a_full_disk_is_named_and_the_same_command_goes_on(models: Path, tmp_path: Path, way: str) -> None:
+def test_full_disk_is_reported_and_the_same_command_resumes(models: Path, tmp_path: Path, way: str) -> None:
     kind, source = WAYS[way]
     arguments = (way, kind, models / source, "--out", tmp_path / "out", *SMALL)
     with full_disk(12_000):
@@ -207,19 +207,19 @@ def test_a_full_disk_is_named_and_the_same_command_goes_on(models: Path, tmp_pat
     before = written(tmp_path / ".out.unfinished")
     converted(*arguments)
     after = written(tmp_path / "out")
-    assert before.items() <= after.items(), "what was whole is used again"
+    assert before.items() <= after.items(), "complete files are used again"
     assert not (tmp_path / ".out.unfinished").exists()
     converted("verify", models / "hf", tmp_path / "out")
 
 
 def written(folder: Path) -> dict[str, tuple[int, int]]:
-    """Each whole file of tensors, with its place on the disk and when it was written."""
+    """Return the inode and mtime of each complete file of tensors."""
     files = [file for pattern in ("*.distcp", "*.safetensors") for file in folder.rglob(pattern)]
     return {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in files}
 
 
 @ways
-def test_an_interrupted_conversion_goes_on_with_what_is_whole(
+def test_interrupted_conversion_keeps_its_complete_files(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     import tqdm
@@ -249,16 +249,16 @@ def test_an_interrupted_conversion_goes_on_with_what_is_whole(
         assert convert(*arguments).exit_code != 0
     assert not (tmp_path / "out").exists()
     before = written(tmp_path / ".out.unfinished")
-    assert before, "two files at least were whole"
+    assert before, "at least two files were complete"
     converted(*arguments)
     assert before.items() <= written(tmp_path / "out").items()
     converted("verify", models / "hf", tmp_path / "out")
 
 
-def test_an_end_that_was_interrupted_is_made_up_for(
+def test_conversion_interrupted_before_its_metadata_resumes(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All files stand in their place, and the metadata is missing."""
+    """All tensor files are complete, and the metadata is missing."""
     from megatron_dppo.checkpoints.megatron_save import StreamedSave
 
     def interrupted(*_: Any) -> None:

@@ -136,7 +136,7 @@ def push_problems(runtime: Runtime, chunks: list[Any], hf: Any, model: Path) -> 
 
 
 def gathering_problems(chunks: list[Any], hf: Any, layout: Any) -> Iterator[str]:
-    """Yield where the most that is gathered at a time is not what the planner counts."""
+    """Yield a problem if the largest gathered size is not what the planner counts."""
     from megatron_dppo.architectures.parameters import largest_gathered_bytes, model_shape
     from megatron_dppo.checkpoints import megatron_weights as convert
 
@@ -178,7 +178,7 @@ def test_there_and_back_changes_no_bit(models: Path, tmp_path: Path, name: str) 
 
 
 @layouts
-def test_what_a_layout_loads_and_saves_is_the_same_to_the_bit(
+def test_weights_loaded_and_saved_by_a_layout_are_bitwise_equal(
     models: Path, tmp_path: Path, layout: str
 ) -> None:
     names = models_of(layout)

@@ -40,7 +40,7 @@ def _freed_memory_is_given_back() -> Iterator[None]:
     libc = ctypes.CDLL(None)
     assert libc.mallopt(M_MMAP_THRESHOLD, 1 << 16) == 1
     yield
-    libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)  # where it ends up by itself
+    libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the value that glibc adapts to
 
 
 def write_random(folder: Path, config: dict[str, Any]) -> int:

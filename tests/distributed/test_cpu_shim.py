@@ -1,4 +1,4 @@
-"""The shim answers Megatron, and nobody else."""
+"""The CPU shim patches torch for Megatron only."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def look(runtime: Runtime) -> dict[str, Any]:
     }
 
 
-def test_only_megatron_sees_the_cpu_where_it_asks_for_cuda(tmp_path: Path) -> None:
+def test_only_megatrons_cuda_calls_are_sent_to_the_cpu(tmp_path: Path) -> None:
     (seen,) = run_ranks(look, 1, tmp_path)
     assert seen == {
         "untouched": True,

@@ -1,4 +1,4 @@
-"""What an engine counts reaches the row of its rollout, summed over ranks, from requests to metrics.jsonl."""
+"""An engine's counts reach the row of their rollout in metrics.jsonl, summed over ranks."""
 
 import json
 from dataclasses import fields
@@ -79,7 +79,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_each_rollout_has_its_own_counts_of_both_ranks(rows: list[dict[str, Any]]) -> None:
-    num_asked = NUM_PROMPTS * NUM_SAMPLES  # evaluations asked for more
+    num_asked = NUM_PROMPTS * NUM_SAMPLES  # without the requests of evaluations
     common = {"engine/cached_tokens": num_asked, "rollout/num_response_tokens": 5 * num_asked}
     retracted = {
         "engine/retractions": 2 * NUM_PROMPTS,

@@ -59,5 +59,5 @@ def test_multi_turn_are_trained_on_and_a_resumed_run_is_bitwise_the_same(task: P
     for row in rollouts:
         assert row["rollout/num_turns_mean"] == 2.0 and row["rollout/dropped_samples"] == 0
         assert row["rollout/response_length_mean"] > 19 + 2  # a board, and two responses
-        assert row["mismatch/abs_prob_diff_mean"] < 1e-5, "the trainer says so too, of the whole conversation"
+        assert row["mismatch/abs_prob_diff_mean"] < 1e-5, "measured by the trainer, too"
         assert row["routing/agreement_mean"] > 0.999

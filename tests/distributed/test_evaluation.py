@@ -1,4 +1,4 @@
-"""Evaluation of real runs: it changes nothing that is learned, and says the same on any number of ranks."""
+"""Evaluation of real runs: it does not change what is learned, and equals itself on any number of ranks."""
 
 import json
 from collections.abc import Iterator
@@ -74,7 +74,7 @@ def train_both(runtime: Runtime, *runs: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def evaluated(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run on two ranks with two sets; beside it, "without", one that has no evaluation."""
+    """Run folder of a run with two evaluation sets on two ranks; "without" next to it has no evaluation."""
     split: Any = {"parallel": {"expert": 2}}
     runs = tables_of(task, "two", **split), tables_of(task, "without", evaluation={}, **split)
     run_ranks(train_both, 2, tmp_path_factory.mktemp("two"), *runs)
@@ -185,7 +185,7 @@ def score(prompt, response, finish_reason):
 
 
 def scores_after_changes(runtime: Runtime, tables: dict[str, Any], out: Path) -> list[tuple[float, int]]:
-    """Score of "few" and time of writing of its responses: first, again, and after each kind of change."""
+    """Score of "few" and mtime of its responses file: first, again, and after each kind of change."""
     found = list[tuple[float, int]]()
 
     def score() -> None:

@@ -132,7 +132,7 @@ def test_ranks_move_it_alike_and_a_resume_has_it(measured: list[dict[str, Any]])
             assert torch.equal(of_rank["moved"]["resumed"][name], bias)
 
 
-def test_a_step_whose_gradient_norm_overflows_is_skipped_and_moves_nothing(model: Path) -> None:
+def test_overflowing_gradient_norm_skips_the_step_and_changes_no_weight(model: Path) -> None:
     for of_rank in run_ranks(overflow, 2, model, str(model)):
         for step in of_rank:
             assert step["kept"] and step["skipped"] == 1

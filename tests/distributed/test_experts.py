@@ -65,7 +65,7 @@ def _outcome(experts: Any, tokens: list[int], weights: list[Tensor]) -> list[Ten
 
 
 def _relative(value: Tensor, reference: Tensor) -> float:
-    """||value - reference|| / ||reference||; where the reference is zero or empty, whether the value is not."""
+    """||value - reference|| / ||reference||; ||value - reference|| if the reference is zero or empty."""
     assert value.shape == reference.shape
     difference, size = (value - reference).double().norm(), reference.double().norm()
     return float(difference / size) if size > 0 else float(difference)

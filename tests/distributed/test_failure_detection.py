@@ -214,14 +214,14 @@ def test_end_without_failure_says_nothing(body: Callable[[Runtime], None], code:
     assert ended.log == ""
 
 
-def test_leaving_alone_is_told_when_the_others_fail_for_it(run_job: Jobs) -> None:
+def test_early_exit_of_one_rank_is_reported_when_the_others_fail(run_job: Jobs) -> None:
     ended = run_job(jobs.rank_1_leaves_alone)
     assert ended.codes == [1, 75]
     assert ended.after_s < SOON_S
     assert "rank 1 had left before, with exit status 75.\nrank 0 (host " in ended.log
 
 
-def test_failure_is_told_after_rank_0_is_done(run_job: Jobs) -> None:
+def test_failure_after_the_end_of_rank_0_is_reported(run_job: Jobs) -> None:
     ended = run_job(jobs.rank_1_fails_after_rank_0_is_done)
     assert ended.codes == [1, 1]
     assert ended.after_s < SOON_S
@@ -253,7 +253,7 @@ def test_own_error_or_death_comes_before_secondary_errors() -> None:
     assert first_cause([report(4, "raised", "ValueError: x"), raised]) == raised, "alike: the lowest rank"
 
 
-def test_of_many_ranks_the_odd_one_stands_last() -> None:
+def test_rank_with_a_different_stack_is_listed_last() -> None:
     ranks = {number: Rank(number, "host", number, since=0.0) for number in range(64)}
     for number in range(4, 64):
         ranks[number].stack = "in all_reduce"

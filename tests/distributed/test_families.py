@@ -113,7 +113,7 @@ def _converted(folder: Path) -> Path:
 def _losses_and_gradients(
     model: Any, objective: Any, samples: list[Any], num_tokens: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each sample, and the gradients of their sum, divided by the tokens."""
+    """The loss of each sample, and the gradients of the summed losses, divided by the number of tokens."""
     from megatron_dppo.architectures.published_names import stays_float32
     from megatron_dppo.engines.embedded.engine import checkpoint_targets
 

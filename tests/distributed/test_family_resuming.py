@@ -1,4 +1,4 @@
-"""Every family: a run that was killed goes on bitwise, and a checkpoint is the same in another layout."""
+"""Every family: a killed run resumes bitwise, and its checkpoint is equal in another layout."""
 
 import os
 import re
@@ -31,7 +31,7 @@ families = pytest.mark.parametrize("name", FAMILIES)
 
 
 def options_of(name: str) -> dict[str, dict[str, Any]]:
-    """Tables of a family's config: R3 where there are routes, and biases that move."""
+    """Config tables of a family: R3 if it has routes, bias updates if it has router biases."""
     return {
         "rollout": {"routing_replay": "replay" if name in WITH_EXPERTS else "off"},
         "megatron": {"moe_router_bias_update_rate": RATE} if name in WITH_BIAS else {},

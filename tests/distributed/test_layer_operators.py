@@ -21,12 +21,12 @@ from tests.support import varlen_reference
 from tests.support.ranks import run_ranks
 from tests.support.tiny import EXPERTS, TOP_K, VOCAB, write_model
 
-# Counts the operators of a step, and which of them wait for the device; on a CPU, where nothing does.
+# Counts the operators of a step, and those that would wait for the device. On a CPU none waits.
 
 
 # They return a number, or as many elements as values say: a host waits for a GPU that runs them.
 _WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "bincount", "equal"}
-# They read a tensor's memory on a CPU, and copy it from a GPU first, without an operator of their own.
+# They read a tensor's memory on a CPU. On a GPU they copy it first, and no operator shows the copy.
 _READING = {"tolist", "numpy", "cpu"}
 # A GPU adds in any order where an index comes twice.
 _ACCUMULATING = {"scatter_add", "scatter_add_", "index_add", "index_add_", "index_put", "index_put_"}
@@ -38,7 +38,7 @@ _DISPATCH = ("token_dispatcher.py", "sort_chunks_by_idxs", "to_host")
 
 @dataclass
 class OperatorCount:
-    """What a call ran: operators by name; waits, and sums in no fixed order, by where they come from."""
+    """Operators that a call ran, by name; waits and sums without a fixed order, by the file that calls them."""
 
     operators: Counter[str] = field(default_factory=Counter[str])
     waits: Counter[str] = field(default_factory=Counter[str])

@@ -298,7 +298,7 @@ def _measured(
 
 @pytest.fixture(scope="session")
 def measured(reference: Path, request: pytest.FixtureRequest) -> Iterator[Measure]:
-    """Measures all cases of a number of processes, once; writes them down where that is asked for."""
+    """Measures all cases of a world size once, and writes them to a file if an option requests it."""
     known: dict[tuple[int, int | None, int | None], list[tuple[Case, dict[str, Any]]]] = {}
 
     def measure(
@@ -343,7 +343,7 @@ def test_every_layout_equals_one_process(
     assert list(_problems(measured(world_size, at_most, of_others))) == []
 
 
-def test_what_is_admitted_is_what_is_tested() -> None:
+def test_admitted_layouts_equal_the_tested_layouts() -> None:
     tested = {
         kind_of(Layout.of(ParallelConfig.model_validate(parallel), world_size))
         for layouts in (LAYOUTS, DENSE_LAYOUTS)

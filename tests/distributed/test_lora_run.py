@@ -1,4 +1,4 @@
-"""Runs that train adapters: stopped and resumed, and what the tools make of their checkpoints."""
+"""Adapter training: runs that stop and resume, and the tools that read their checkpoints."""
 
 import json
 import subprocess

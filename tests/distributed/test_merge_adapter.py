@@ -19,7 +19,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2ForCausalLM",
         {"target_modules": [*ATTENTION, "gate_proj", "up_proj", "down_proj"]},
     ),
-    "attention beside experts": ("Qwen3MoeForCausalLM", {"target_modules": ATTENTION}),
+    "attention of a model with experts": ("Qwen3MoeForCausalLM", {"target_modules": ATTENTION}),
     "scaled by the root of the rank": ("LlamaForCausalLM", {"target_modules": ["q_proj"], "use_rslora": True}),
     "ranks and scales by pattern": (
         "Qwen3ForCausalLM",

@@ -58,7 +58,7 @@ def test_equal_engines_agree_in_every_layout(task: Path, tmp_path: Path) -> None
 
 @pytest.fixture
 def tied(tmp_path: Path) -> tuple[Path, list[int], int]:
-    """A model with two equal experts, a sequence, and the first position where one of them alone is chosen."""
+    """A model with two equal experts, a sequence, and the first position that routes to only one of the two."""
     folder = write_family(tmp_path / "tied", "Qwen3MoeForCausalLM")
     model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     router = model.get_parameter("model.layers.0.mlp.gate.weight")
@@ -120,7 +120,7 @@ def _run_tool(task: Path, tables: dict[str, Any], *arguments: str, processes: in
 
 
 def test_the_command_writes_what_it_shows(task: Path, tmp_path: Path) -> None:
-    """A rounded engine on two processes: replay lowers the distance, and the files say what the table says."""
+    """A rounded engine on two processes: replay lowers the distance, and the files equal the printed table."""
     rounded = _tables(task, transformers={"weights": "bfloat16_fp8"})
     flags = ("--prompts", "8", "--set", "parallel.expert=2", "-o", str(tmp_path / "out"))
     done = _run_tool(task, rounded, *flags, processes=2)
@@ -258,7 +258,7 @@ def test_a_model_without_experts_is_forwarded_once(task: Path, tmp_path: Path) -
         (("--engine", "sglang", "--set", "sglang.python=x"), "found no SGLang server; expected one"),
     ],
 )
-def test_what_cannot_work_is_refused_before_a_model_loads(task: Path, flags: Any, words: str) -> None:
+def test_unusable_options_are_refused_before_a_model_loads(task: Path, flags: Any, words: str) -> None:
     done = _run_tool(task, _tables(task), *flags)
     is_of_cluster = "no SGLang server" in words  # which may start later
     assert done.returncode == (1 if is_of_cluster else 2), done.stdout

@@ -496,7 +496,7 @@ _LARGE = SIZES | dict(vocab_size=4096, hidden_size=256, moe_intermediate_size=25
 def saves(
     runtime: Runtime, model: str, folder: str, changes: dict[str, Any]
 ) -> dict[str, tuple[int, int, float]]:
-    """Peak resident bytes that a save adds, bytes that the plan counts, and seconds of its pause."""
+    """Peak resident bytes that a save adds, bytes that the plan predicts, and seconds that training pauses."""
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.run.checkpoints import Checkpoints
     from megatron_dppo.run.state import RunPoint

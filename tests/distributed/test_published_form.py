@@ -46,7 +46,7 @@ def spread(scales: Tensor, weight: Tensor) -> Tensor:
 
 
 def read(values: Tensor, scales: Tensor) -> Tensor:
-    """What `quantized` stands for."""
+    """Dequantize: the bfloat16 tensor that `quantized` encodes."""
     return (values.float() * spread(scales, values)).bfloat16()
 
 

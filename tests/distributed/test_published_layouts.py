@@ -126,7 +126,7 @@ def measure_layout(recipe: Recipe) -> dict[str, Any]:
 
 
 def main_tensors(chunks: list[Any]) -> Iterator[Any]:
-    """The parts of stored tensors that this rank answers for."""
+    """Yield the parts of stored tensors that this rank writes."""
     from types import SimpleNamespace
 
     from megatron.core.dist_checkpointing.dict_utils import nested_values

@@ -61,7 +61,7 @@ def train(runtime: Runtime, model: str, changes: dict[str, Any], is_away: bool) 
 
 
 def sizes(actor: Any) -> dict[str, int]:
-    """Bytes of parameters and gradients, with the padding of their buffers."""
+    """Bytes of parameters and gradients, padding included."""
     buffers = [b for ddp in actor._ddp for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]
     return {
         "parameters": sum(p.nbytes for p in actor.chunks[0].parameters()),
@@ -95,9 +95,9 @@ def test_memory_that_was_away_comes_back_bit_for_bit(trained: list[dict[str, Any
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_leaves_is_what_was_promised(trained: list[dict[str, Any]], case: str) -> None:
+def test_offloaded_bytes_are_at_least_the_promised_bytes(trained: list[dict[str, Any]], case: str) -> None:
     for of_rank in trained:
         result = of_rank[case][True]
         for between, while_sampling in result["away"]:
-            assert between > 0, "moments, and master weights where there are some, wait in the host's memory"
+            assert between > 0, "moments, and master weights if any, are in host memory"
             assert while_sampling >= between + result["sizes"]["parameters"] + result["sizes"]["gradients"]

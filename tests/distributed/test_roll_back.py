@@ -85,7 +85,7 @@ def states_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / "state.json").read_text())["state"] for folder in folders]
 
 
-def test_it_says_where_there_is_no_way_back(task: Path, tmp_path: Path) -> None:
+def test_roll_back_without_a_usable_checkpoint_is_refused(task: Path, tmp_path: Path) -> None:
     errors = run_ranks(train_with_alarms, 1, tmp_path, config_of(task, "none"), [0], 0)
     assert "Found no checkpoint of at most 0 rollouts to go back to" in errors[0]
     config = config_of(task, "often", max_roll_backs=1)

@@ -110,7 +110,7 @@ def records_the_same(actor: Any, batch: Any) -> bool:
 def anchor_of_other_experts(actor: Any, batch: Any) -> dict[str, float]:
     """Distance of the loss's policy from the recomputed anchor before any step, and from mu, by other experts.
 
-    The anchor stands in mu's place, because the mismatch is measured from there.
+    The anchor replaces mu here, because the mismatch is measured from it.
     """
     moved = batch.with_column("routed_experts", [other_routes(m.routed_experts) for m in batch.microbatches])
     anchor = [m.old_log_probs for m in actor.with_old_log_probs(moved).microbatches]

@@ -1,6 +1,6 @@
-"""The loop trains with each preset that no experiment of examples/ has, and with rules of one's own.
+"""The loop trains with each preset that has no experiment in examples/, and with custom rules.
 
-Those of the experiments are trained by tests/recipes.
+The presets of the experiments are trained by tests/recipes.
 """
 
 import math
@@ -80,4 +80,4 @@ def test_the_loop_trains_with_it(trained: Path, name: str) -> None:
         has_weights = {"trust_region/weight_positive", "trust_region/weight_negative"} <= step.keys()
         assert has_weights == preset(name).is_soft
         shadows = {metric.split("/")[1] for metric in step if metric.startswith("shadow/")}
-        assert shadows and shadows <= set(PAPER), "others are evaluated where tracking.shadow_presets says so"
+        assert shadows and shadows <= set(PAPER), "only tracking.shadow_presets adds others"

@@ -30,7 +30,7 @@ _TABLES = ("evaluation.sets.*", "megatron.*", "sglang.*", "tracking.shadow_optio
 
 
 def record(runtime: Runtime, name: str, task: Path) -> list[list[Any]]:
-    """Play a scenario on this rank: what each of its seams saw."""
+    """Run a scenario on this rank, and return the calls that each of its seams recorded."""
     scenario = SCENARIOS[name]
     config = Config.model_validate(scenario.tables(task))
     with recording(seams_of(name)) as seen:
@@ -94,8 +94,8 @@ def test_a_setting_without_a_pair_of_runs_has_a_row() -> None:
     assert fields == config.evaluation.sets["near"].model_dump().keys()
 
 
-def test_what_is_forgotten_or_taken_for_its_neighbour_would_show(task: Path) -> None:
-    """Every setting is somewhere not its default, and no other number of its table is the same there."""
+def test_each_setting_differs_from_its_default_and_its_neighbours(task: Path) -> None:
+    """In some scenario each setting differs from its default and from every other number of its table."""
     defaults, varied = flat(Config().model_dump()), set[str]()
     placed = {(seam.scenario, seam.setting) for seam in TABLE} | {("whole", setting) for setting in _PERIODS}
     for scenario, setting in sorted(placed):
@@ -119,10 +119,10 @@ def test_what_is_forgotten_or_taken_for_its_neighbour_would_show(task: Path) -> 
         ("turns", "samples", "was_cut"),
     ],
 )
-def test_whoever_scores_is_told_which_responses_were_cut(
+def test_rewards_get_the_finish_reason_of_each_response(
     played: Played, scenario: str, files: str, label: str
 ) -> None:
-    """Of training, of an evaluation and of conversations, each as its sample says."""
+    """In training, in an evaluation and in conversations, the reward's label equals the sample's reason."""
     played(scenario)
     rows = [json.loads(line) for file in played.task.glob(f"{scenario}/{files}*") for line in lines_of(file)]
     told = {(row["finish_reason"], row["reward_info"][label]) for row in rows}

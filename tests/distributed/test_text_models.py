@@ -1,4 +1,4 @@
-"""Models with vision: their text model is converted and served; vision is left out, and that is said."""
+"""Vision models: the text model is converted and served, and the missing vision is reported."""
 
 import json
 from pathlib import Path

@@ -39,7 +39,7 @@ def train(
 ) -> dict[str, Any]:
     """Run the loop in this rank, with a reward that varies, and return its final weights and moments.
 
-    With `stop_after`, rank 0 is sent SIGTERM in the middle of that gradient step, or at the start if it is 0.
+    With `stop_after` rank 0 gets SIGTERM in the middle of that gradient step, or at the start if it is 0.
     `watch` gets the loop before it starts.
     """
     import megatron_dppo.train as loop
@@ -133,7 +133,7 @@ _REFILLED = {"samples_per_prompt": 2, "refill_zero_variance": True}
 def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(
     task: Path, tmp_path: Path, dtype: str, world_size: int, stop_after: int, rollout: dict[str, Any]
 ) -> None:
-    """Stopped after an odd number of steps it stands in the middle of a rollout, else between two."""
+    """An odd number of steps ends in the middle of a rollout, an even one between two."""
     whole_name, halved_name = (f"{name}_{tmp_path.name}" for name in ("whole", "halved"))  # no other case's
     has_kl = stop_after == 3
     parallel = {"expert": world_size, "share_prefixes": has_kl}
@@ -253,7 +253,7 @@ def stop_everywhere(runtime: Runtime, tables: dict[str, Any]) -> dict[str, Any]:
     """Train with SIGTERM in the second rollout that is sampled, or gradient step, of each start.
 
     Returns:
-        As `train`; "points": rollouts and steps finished, and rollouts that wait, where each start ended.
+        As `train`, with "points": finished rollouts and steps, and waiting rollouts, at the end of each start.
     """
     points: list[tuple[int, int, int]] = []
 
@@ -392,7 +392,7 @@ def test_two_processes_train_as_one(task: Path, tmp_path: Path, one: dict[str, A
     before = HFWeights(task / "model")
     for name, tensor in one["weights"].items():
         error, moved = (two[0]["weights"][name] - tensor).norm(), (tensor - before.tensor(name)).norm()
-        # of the whole update, and of a last bit of each weight, since updates are small beside weights
+        # of the whole update, and the last bit of each weight, since updates are small compared with weights
         assert error <= 1e-4 * moved + EPS / 8 * tensor.norm(), name
         assert torch.equal(two[0]["weights"][name], two[1]["weights"][name]), name
     first = [metrics_of(task / run, "rollout")[0] for run in ("one", split)]
@@ -415,7 +415,7 @@ def test_two_processes_train_as_one(task: Path, tmp_path: Path, one: dict[str, A
     known |= {"theory/sum_tv_ratio", "drift/prob_diff_max", "clipped/num_tokens_positive"}
     assert known <= set(of_every_token)
     for metric in of_every_token:
-        # log-probs are about 4, where a last bit is 4 EPS
+        # log-probs are about 4, so a last bit is 4 EPS
         assert steps[0][metric] == pytest.approx(steps[1][metric], rel=1e-3, abs=16 * EPS), metric
     parts = ("digits", "arithmetic", "arithmetic/has_answer", "overlong_penalty")
     for metric in (f"reward/{part}_mean" for part in parts):
@@ -558,7 +558,7 @@ def test_the_command_line_trains_and_compares(task: Path) -> None:
 
 
 def resume_as_another_experiment(task: Path, command: list[Any]) -> None:
-    """A table refuses it; with the flag, the run goes on and notes what changed, once."""
+    """A changed setting is refused with a table; with the flag, the run resumes and notes the changes once."""
     others = ["--set", f"data.prompts={task / 'held_out.jsonl'}", "--set", "optimizer.lr=4e-6"]
     refused = python(*command, *others)
     assert refused.returncode == 2

@@ -1,4 +1,4 @@
-"""Checkpoints that carry code, or lead out of their folder, are refused, and the code does not run."""
+"""Checkpoints that contain code or point out of their folder are refused, and the code does not run."""
 
 import io
 import json
@@ -75,7 +75,7 @@ def checkpoint(good: Path, tmp_path: Path) -> Path:
 
 
 def in_the_older_form(folder: Path) -> None:
-    """As Megatron-Core 0.16 writes it: what all ranks have in common stands in a file of its own."""
+    """Rewrite to the form of Megatron-Core 0.16, which keeps the ranks' common state in a separate file."""
     if not (folder / "common.pt").exists():
         torch.save({"param_groups": [{"lr": 0.1, "step": step} for step in range(100)]}, folder / "common.pt")
     backends = {f"{kind}_backend": name for kind, name in (("sharded", "torch_dist"), ("common", "torch"))}
@@ -178,7 +178,7 @@ def test_planted_code_is_refused_and_never_runs(
     assert not marker.exists()
 
 
-def test_a_common_file_is_looked_at_also_where_none_belongs(checkpoint: Path, tmp_path: Path) -> None:
+def test_common_file_in_a_newer_checkpoint_is_checked(checkpoint: Path, tmp_path: Path) -> None:
     in_the_newer_form(checkpoint)
     refuse_code(checkpoint)
     in_common(checkpoint, Evil(tmp_path / "it_ran"))

@@ -33,7 +33,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "Qwen3": ("Qwen3ForCausalLM", ALL_HEADS, 7, 3),
     "Qwen3, tied": ("Qwen3ForCausalLM", {"tie_word_embeddings": True, "num_hidden_layers": 3}, 2, 2),
 }
-"""Dense architecture, changes of its tiny config, experts and top-k."""
+"""Dense architecture, changes to its tiny config, experts and top-k."""
 
 
 def write_dense(folder: Path, architecture: str, **changes: Any) -> Path:
@@ -139,7 +139,7 @@ DRAWN = ["Llama", "Qwen2, tied", "Qwen3"]
 
 
 @pytest.mark.parametrize("case", DRAWN)
-def test_what_is_drawn_is_of_the_seed_not_of_the_files(models: Path, tmp_path: Path, case: str) -> None:
+def test_drawn_weights_depend_on_the_seed_and_not_on_shards(models: Path, tmp_path: Path, case: str) -> None:
     def made(name: str, *options: object) -> Path:
         return upcycled(models / case, tmp_path / name, CASES[case][2], 2, *options)
 

@@ -96,7 +96,7 @@ def differences(runtime: Runtime, objective: Objective, dtype: torch.dtype) -> d
 
 
 def hole(runtime: Runtime) -> str:
-    """What a rank is told whose group leaves a column out."""
+    """The error on a rank whose group leaves a column out."""
     from megatron_dppo.errors import ConfigError
     from megatron_dppo.kernels import fused_policy_loss
     from tests.support.loss_batches import make_batch

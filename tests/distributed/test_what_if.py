@@ -129,7 +129,7 @@ def test_the_anchor_of_earlier_weights_is_what_these_weights_compute(run: Path, 
         assert (expected > 1e-3) == (now != before)
 
 
-def test_what_cannot_be_evaluated_is_said_before_a_model_loads(run: Path, tmp_path: Path) -> None:
+def test_variants_that_cannot_be_evaluated_are_listed_before_a_model_loads(run: Path, tmp_path: Path) -> None:
     asked = Asked(run, tmp_path, rollouts=("all",), is_all=True)
     _, question = question_of(asked, world_size=1)
     assert question.rollouts == (1, 2)

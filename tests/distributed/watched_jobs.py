@@ -156,7 +156,7 @@ def rank_1_dies_while_computing(runtime: Runtime) -> None:
 
 
 def rank_1_dies_leaving_a_child(runtime: Runtime) -> None:
-    """A forked child holds copies of all the connections of its parent."""
+    """A forked child holds copies of all connections of the parent process."""
     if isinstance(watch := _watches[0], Member) and os.fork() == 0:
         wait_until(lambda: state_of(watch._head["pid"]) in ("", "Z"), LIMIT_S)
         os._exit(0)
@@ -216,7 +216,7 @@ def _loop(runtime: Runtime, rank: int) -> None:
 
 
 def all_well(runtime: Runtime) -> None:
-    """Rank 1 answers nobody for longer than any patience here; rank 0 waits in a collective meanwhile."""
+    """Rank 1 is silent for longer than any patience here; rank 0 waits in a collective meanwhile."""
     runtime.barrier()
     if runtime.rank == 1:
         ctypes.PyDLL(None).sleep(4)  # holds the interpreter lock
@@ -247,7 +247,7 @@ def rank_1_fails_after_rank_0_is_done(runtime: Runtime) -> None:
 
 
 def _start_jobs() -> None:
-    """The starter: one job per line; answers with exit codes and the time."""
+    """Start jobs, one per line of stdin, and write their exit codes and the time."""
     for line in sys.stdin:
         job = json.loads(line)
         port, pids = free_port(), []

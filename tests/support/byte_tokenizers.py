@@ -38,7 +38,7 @@ def byte_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """A token for each byte, special tokens, and added tokens that are not special.
 
-    `around` says what is put around every text, such as "<s> $A </s>"; of a tokenizer with BOS that one is put
+    `around` is a template for every text, such as "<s> $A </s>". A tokenizer with BOS puts that token
     before it.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -61,12 +61,12 @@ def byte_tokenizer(
 
 
 def qwen3_tokenizer() -> PreTrainedTokenizerFast:
-    """Chats, and thinks where it is not told otherwise."""
+    """Tokenizer of a chat model that thinks unless an argument turns it off."""
     return byte_tokenizer(("<|im_start|>", "<|im_end|>"), QWEN3_TEMPLATE)
 
 
 def tools_tokenizer(*, thinks_in_special_tokens: bool = False) -> PreTrainedTokenizerFast:
-    """Chats with tools, ends turns with <|im_end|>, and thinks unless an argument says otherwise."""
+    """Chats with tools, ends turns with <|im_end|>, and thinks unless an argument turns that off."""
     special, thoughts = ("<|im_start|>", "<|im_end|>", "<|endoftext|>"), ("<think>", "</think>")
     if thinks_in_special_tokens:
         special, thoughts = (*special, *thoughts), ()
@@ -74,7 +74,7 @@ def tools_tokenizer(*, thinks_in_special_tokens: bool = False) -> PreTrainedToke
 
 
 def llama_tokenizer(around: str = "<s> $A", chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """Puts <s> before every text, or what `around` says."""
+    """Puts <s> before every text, or uses the template `around`."""
     return byte_tokenizer(("<s>", "</s>"), chat_template, around=around, bos="<s>", eos="</s>")
 
 

@@ -100,7 +100,7 @@ class Cluster:
         self.wait_for_idle_nodes()
 
     def start_controller(self, *options: str) -> None:
-        """Start slurmctld on the head; without `-i` it goes on with the state of the one before."""
+        """Start slurmctld on the head; without `-i` it keeps the state of the previous controller."""
         config = str(self.folder / "slurm.conf")
         self._start("slurmctld", self.on_head(["slurmctld", "-D", "-f", config, *options]))
 
@@ -145,7 +145,7 @@ class Cluster:
                 daemon.wait()
 
     def ask(self, command: Sequence[str]) -> str:
-        """What a SLURM command prints; nothing where it fails."""
+        """Output of a SLURM command, or nothing if it fails."""
         answer = subprocess.run(
             self.on_head(command),
             env=self.environment,
@@ -204,7 +204,7 @@ class Cluster:
 
 
 def require_programs() -> None:
-    """Raise what to install where no cluster can be started here."""
+    """Raise with a hint what to install if a program for the cluster is missing."""
     missing = [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
     if missing:
         raise RuntimeError(
@@ -214,10 +214,10 @@ def require_programs() -> None:
 
 
 def require_loopback() -> None:
-    """Raise what to fix where the daemons of one machine would not listen on loopback."""
+    """Raise with a hint what to fix if the machine's daemons would not listen on loopback."""
     address = socket.gethostbyname(socket.gethostname())
     if not address.startswith("127."):
         raise RuntimeError(
             f"found host name {socket.gethostname()} at {address}; expected a loopback address, as SLURM's "
-            "daemons listen where it points to. Add '127.0.1.1 HOSTNAME' to /etc/hosts."
+            "daemons listen on that address. Add '127.0.1.1 HOSTNAME' to /etc/hosts."
         )

@@ -117,12 +117,12 @@ def collect(
     """Sample and score `samples_per_prompt` responses to each prompt.
 
     A sample that cannot be trained on is dropped, counted by reason, and leaves its group. A group left with
-    fewer than `smallest_group` samples goes too, unless no more were asked for.
+    fewer than `smallest_group` samples is dropped too, unless no more were requested.
 
     Args:
         engine: Samples the responses.
         prompts: This rank's share of the rollout.
-        tokenizer: Of the model that the engine holds.
+        tokenizer: The tokenizer of the engine's model.
         scorer: Scores responses' text; a `RewardPool`.
         params: How to sample.
         samples_per_prompt: Responses to each prompt.
@@ -132,12 +132,12 @@ def collect(
         indices: Place of each prompt in the whole rollout, over all ranks; none means 0, 1, 2, ... Noise is
             keyed by it, so it does not depend on the number of ranks.
         smallest_group: Two for training, since one sample has nothing to compare with.
-        validate_routes: Raises RoutingReplayError where a sample's captured routes do not fit.
+        validate_routes: Raises RoutingReplayError if a sample's captured routes do not fit.
         environments: Environments that open the conversations. `None` means that the prompts open them.
         overlong: Penalty of long responses, or `None`.
 
     Raises:
-        RolloutError: The engine's completions do not answer the requests one for one.
+        RolloutError: The engine's completions do not match the requests one to one.
         RewardError: The reward cannot be loaded, or its workers cannot start.
     """
     places = range(len(prompts)) if indices is None else indices

@@ -1,7 +1,7 @@
-"""Runs `python ...` in a process forked from that of `ranks`, which has imported PyTorch and Megatron.
+"""Runs `python ...` in a process forked from the server of `ranks`, which has imported PyTorch and Megatron.
 
-Importing them takes longer than most of these commands do. That a command starts by itself, with its own
-imports, is tested where one is started with `subprocess`.
+Importing them takes longer than most of these commands do. Tests that start a command with
+imports, start it with `subprocess`.
 """
 
 import gc
@@ -23,7 +23,7 @@ def python(
 ) -> subprocess.CompletedProcess[str]:
     """What `python arguments` prints, and its exit status: of a file, or of `-m` and a module.
 
-    With several processes, each with a rank as torchrun starts them: what they print one after another, and the
+    Several processes get ranks as under torchrun. The result is their outputs, one after another, and the
     first exit status that is not 0.
     """
     words = list(map(str, arguments))

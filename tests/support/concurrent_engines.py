@@ -1,4 +1,4 @@
-"""Engines behind sessions: every response is asked for, and comes back, for itself.
+"""Engines with sessions: each response is requested, and returns, separately.
 
 `SteppedEngine` samples one token at a time, however long that takes: pushes interrupt its responses on a busy
 machine, too.
@@ -32,10 +32,10 @@ from megatron_dppo.types import FinishReason, WeightVersionSpan
 
 
 class InSessions:
-    """Base of an engine of which only sessions are asked for."""
+    """Base of an engine that is used through sessions only."""
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        raise AssertionError("responses are asked for one by one")
+        raise AssertionError("responses are requested one by one")
 
     def load_weights(self, weights: Iterable[Any], version: int) -> str:
         raise AssertionError("tests set the version")
@@ -77,13 +77,13 @@ class Weights:
 
 @dataclass(frozen=True)
 class Delays:
-    """Delays that are drawn anew each time, evenly from 0 to twice the mean, in seconds.
+    """Delays drawn for each call, uniformly from 0 to twice the mean, in seconds.
 
     A session that has sampled `most_tokens` waits for a hold.
     """
 
     token_s: float = 0.002
-    hold_s: float = 0.0  # from the last answer until a hold returns
+    hold_s: float = 0.0  # from the last response until a hold returns
     most_tokens: float = math.inf
 
     def length_of(self, request_id: str, longest: int) -> int:
@@ -175,5 +175,5 @@ class SteppedEngine(InSessions):
 
 
 def interrupted(completion: Completion) -> Completion:
-    """What is there of a response when a hold comes before its end."""
+    """The part of a response that a hold interrupts."""
     return dataclasses.replace(completion, finish_reason="abort")

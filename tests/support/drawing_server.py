@@ -26,7 +26,7 @@ _SCALES = (0.5, 2.0, 8.0)  # of the logits at a position
 
 @dataclass
 class DrawingServer(LiveStandIn):
-    """A server that answers at once, but for the requests that it holds until they are aborted.
+    """A server that responds at once, except to the requests that it holds until they are aborted.
 
     Attributes:
         num_layers: All layers of the model.

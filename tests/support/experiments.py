@@ -28,7 +28,7 @@ class Algorithm:
 
     @property
     def tiny_layers(self) -> tuple[Path, ...]:
-        """The TOML files of its recipe test, on a tiny model."""
+        """The TOML files of the recipe's test, which has a tiny model."""
         return (*self.layers, _TINY, *((_TINY_GEM,) if self.experiment == _GEM else ()))
 
     @property
@@ -56,7 +56,7 @@ def model_of(experiment: str) -> str:
 
 
 def tiny_family(algorithm: Algorithm) -> str:
-    """The tiny model of the same architecture, or the one that answers Gem's tasks."""
+    """The tiny model of the same architecture, or "gem" for the model that solves Gem's tasks."""
     if algorithm.experiment == _GEM:
         return "gem"
     (architecture,) = OF_EXPERIMENTS[model_of(algorithm.experiment)]["architectures"]

@@ -12,7 +12,7 @@ def expert_pair(folder: Path, num_experts: int, dtype: torch.dtype, device: torc
     Args:
         folder: The model's Hugging Face folder.
         num_experts: How many of them.
-        dtype: Of weights and activations.
+        dtype: Dtype of weights and activations.
         device: Where to compute.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection

@@ -56,7 +56,7 @@ async def scripted(task: Prompt, base_url: str, api_key: str, workdir: Path) -> 
 
 
 async def stopping(task: Prompt, base_url: str, api_key: str, workdir: Path) -> float:
-    """Three responses, sampled with the options that the prompt's answer has as JSON."""
+    """Three responses, sampled with the options in the prompt's answer (JSON)."""
     messages: list[Any] = list(task.messages or [])
     for says in ("t1 t2", "t3", None):
         said = chat(base_url, api_key, messages, **json.loads(task.answer))
@@ -81,7 +81,7 @@ async def forking(task: Prompt, base_url: str, api_key: str, workdir: Path) -> A
 
 
 async def misbehaving(task: Prompt, base_url: str, api_key: str, workdir: Path) -> float | None:
-    """Do as the prompt's answer says, after one call or none."""
+    """Fail in the way that the prompt's answer names, after one call or none."""
     kind = task.answer
     if kind != "silent":
         chat(base_url, api_key, [{"role": "user", "content": "t5"}])
@@ -103,7 +103,7 @@ async def misbehaving(task: Prompt, base_url: str, api_key: str, workdir: Path) 
 
 
 async def posting(task: Prompt, base_url: str, api_key: str, workdir: Path) -> None:
-    """Post the reward, and write where the episode was, to try its key after the end."""
+    """Post the reward, and write down the episode's URL and key, to try the key after the end."""
     chat(base_url, api_key, [{"role": "user", "content": "t5"}])
     refused = post(base_url, api_key, "/reward", {"reward": "nan"})[0]
     assert refused == 400, refused

@@ -22,7 +22,7 @@ class Job:
 
     cluster: Cluster
     id: str
-    folder: Path  # of its outputs
+    folder: Path  # with the job's outputs
 
     @property
     def states(self) -> list[str]:
@@ -38,7 +38,7 @@ class Job:
 
     @property
     def output(self) -> str:
-        """What the scripts said, in all attempts."""
+        """Output of the scripts in all attempts."""
         return "\n".join(path.read_text() for path in sorted(self.folder.glob(f"*-{self.id}*.out")))
 
     @property
@@ -55,7 +55,7 @@ class Job:
             found = set(self.states)
             return bool(found) and (found <= set(states) or found <= set(_ENDED))
 
-        self.cluster.wait_until(is_over, timeout_s, f"job {self.id} {states}; it said:\n{self.output}")
+        self.cluster.wait_until(is_over, timeout_s, f"job {self.id} {states}; output:\n{self.output}")
         assert set(self.states) <= set(states), f"job {self.id} {self.states}:\n{self.output}"
         return self.output
 

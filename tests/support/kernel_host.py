@@ -24,7 +24,7 @@ PADDING = (math.nan, 1e4)
 
 
 def compiled_presets(top_k: int) -> list[Objective]:
-    """The presets that the kernels compute; those of Top-K divergences with that many columns."""
+    """The presets that the kernels compute; a preset of a Top-K divergence gets that many columns."""
     return [
         preset(name, **({"top_k": top_k} if objective.needs_topk else {}))
         for name, objective in PRESETS.items()

@@ -1,6 +1,6 @@
 """Layouts that other projects publish as working for larger models, or with latent attention: sizes only.
 
-As `qwen3_30b_recipes`. Their uneven pipelines have other numbers of layers in the first and last stage.
+Fields are as in `qwen3_30b_recipes`. Uneven pipelines have other numbers of layers in the first and last stage.
 """
 
 from tests.support.published_models import DEEPSEEK_V3, GLM45, GLM47_FLASH, KIMI_K2, MOONLIGHT, QWEN3_235B

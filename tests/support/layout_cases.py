@@ -31,7 +31,7 @@ class Case:
 
     @property
     def model(self) -> str:
-        """The model's name, which a layout's begins with where it is not the Qwen3-MoE."""
+        """Name of the model; a layout's name begins with it unless it is the Qwen3-MoE."""
         return next(
             (name for name in (*OTHER_LAYOUTS, "dense", "uneven") if self.name.startswith(name)), "experts"
         )

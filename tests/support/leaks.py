@@ -39,6 +39,6 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def _is_open(file: Path, top: Path) -> bool:
-    """Whether the modes of a file and of its folders below `top` let another user in."""
+    """Whether another user may read a file, by its mode and the modes of its folders below `top`."""
     folders = [folder for folder in file.parents if folder != top and folder.is_relative_to(top)]
     return all(path.stat().st_mode & 0o077 for path in (file, *folders))

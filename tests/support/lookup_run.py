@@ -10,7 +10,7 @@ from tests.support.sanity_run import settings
 
 STEPS = 4  # of gradient, for each rollout
 GUESSING = 0.75
-"""Reward of a policy that calls the tool with the right key, and then says one of the two digits."""
+"""Reward of a policy that calls the tool with the right key, and then writes one of the two digits."""
 _ROOT = Path(__file__).parents[2]
 
 

@@ -16,7 +16,7 @@ from megatron_dppo.types import Microbatch, RolloutTopK
 
 @dataclass(frozen=True)
 class Batch:
-    """Hidden states and an output layer, and what a loss needs beside them."""
+    """Hidden states, an output layer, and the other inputs of a loss."""
 
     hidden: Tensor  # [T, H]
     weight: Tensor  # [V + padding, H]

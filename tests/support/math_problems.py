@@ -51,19 +51,19 @@ def slime_rows() -> list[dict[str, Any]]:
 
 
 def sanity_rows() -> list[dict[str, Any]]:
-    """As the sanity set: a problem and its answer."""
+    """Rows as in the sanity set: a problem and its answer."""
     return [{"problem": problem, "answer": answer} for problem, answer in PROBLEMS]
 
 
 def math_rows() -> list[dict[str, Any]]:
-    """As MATH: the answer is boxed at the end of a solution, which boxes an interim result before it."""
+    """Rows as in MATH: a solution that boxes an interim result first, and the answer at its end."""
     text = "First $\\boxed{{0}}$ looks right, but the answer is $\\boxed{{{}}}$."
     rows = [{"problem": p, "level": "Level 1", "solution": text.format(a)} for p, a in PROBLEMS]
     return [*rows, {"problem": "Prove it.", "level": "Level 5", "solution": "Left to the reader."}]
 
 
 def aime_rows() -> list[dict[str, Any]]:
-    """Thirty problems with integers as answers, spelt with capitals as some copies have it."""
+    """Thirty problems with integer answers, in columns with capital letters as some copies have them."""
     return [{"ID": f"{n}", "Problem": f"How much is ${n}$ times ${n}$?", "Answer": n * n} for n in range(30)]
 
 
@@ -76,7 +76,7 @@ def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    """The rows as the kind of file that the suffix says."""
+    """Write the rows in the format of the file's suffix."""
     if path.suffix == ".parquet":
         return write_parquet(path, rows)
     write_jsonl(path, rows)

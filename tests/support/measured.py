@@ -16,7 +16,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 def start_coverage(folder: str, context: str | None = None) -> "Coverage":
-    """Start measuring this process, with results in a file of its own in `folder`."""
+    """Start measuring this process, with results in a separate file in `folder`."""
     from coverage import Coverage  # a machine that measures nothing does without
 
     coverage = Coverage(

@@ -48,14 +48,14 @@ def require_parity(
 ) -> None:
     """Each layout, on each rank: both forwards are within PARITY of the rollout, and all routers agree.
 
-    With the trainer's own routes, tokens and as many routes may differ from where a router scores experts
-    alike, see `undecided`, to the end of the response. With the rollout's, no log-prob may.
+    If the trainer routes by itself, log-probs may differ from the first position with a tie (`undecided`) to
+    the end of the response, and at most that share of routes. With the rollout's routes no log-prob may differ.
 
     Args:
-        results: By rank and layout: `statistics`, by way of forwarding, and the `rows` of tokens.jsonl.
+        results: Per rank and layout: `statistics`, per way of forwarding, and the `rows` of tokens.jsonl.
         model: The Hugging Face folder of the weights.
-        num_layers: With experts.
-        num_responses: In the rows.
+        num_layers: Layers with experts.
+        num_responses: Responses in the rows.
     """
     for rank, result in enumerate(results):
         for name, found in result.items():
@@ -111,11 +111,11 @@ def undecided_tokens(model: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[li
 def undecided(logits: Tensor, top_k: int) -> Tensor:
     """Whether rounding may decide which experts a token goes to, in any layer: [T] int64, 0 or 1.
 
-    That is where the last expert that is chosen and the first one that is not have probabilities within TIE of
+    It may if the last expert that is chosen and the first one that is not have probabilities within TIE of
     each other, relative to them: their logits then differ by as much.
 
     Args:
-        logits: Of the routers, [T, layers, experts].
+        logits: Logits of the routers, [T, layers, experts].
         top_k: Experts that a token goes to.
     """
     best = logits.double().topk(top_k + 1, dim=-1).values

@@ -20,7 +20,7 @@ def steady_responses(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> T
 
 
 def fading(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weigh updates away from the rollout policy by 1 - D / delta, and those of unsteady responses by half."""
+    """Weigh updates away from the rollout policy by 1 - D / delta, and halve it in unsteady responses."""
     far = (1 - tokens.divergence / options["delta"]).clamp(min=0)
     is_steady = tokens.whole_responses.mean(tokens.divergence) <= options["steady"]
     weight = torch.where(tokens.moves_away, far, 1.0) * torch.where(is_steady, 1.0, 0.5)
@@ -91,7 +91,7 @@ def keeps_moved(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> Tensor
 
 
 def tail_mass(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> Tensor:
-    """Keep tokens where the mass of the last outcome has hardly changed: of a Top-K divergence alone."""
+    """Keep tokens whose last outcome has nearly the same mass as before; for Top-K divergences only."""
     moved = tokens.log_masses.exp() - tokens.anchor_log_masses.exp()
     return moved[:, -1].abs() < 0.1
 

@@ -12,9 +12,9 @@ from megatron_dppo.algorithms.divergence import ROUNDOFF_EPSILONS, SURELY_POSITI
 
 EPS = torch.finfo(torch.float32).eps
 ROUNDOFF = ROUNDOFF_EPSILONS * EPS
-# Of 1 - sum(p) after log-softmax in float32: twice what divergence.py says of 64 columns.
+# Noise of 1 - sum(p) after log-softmax in float32: twice the bound in divergence.py for 64 columns.
 TAIL_NOISE = 8 * EPS
-# What +inf stands for: a KL above this; see SURELY_POSITIVE_TAIL.
+# +inf replaces a KL above this; see SURELY_POSITIVE_TAIL.
 SURELY_EXCEEDED = 0.05
 SAMPLED_TOKENS = ("replace", "union")
 
@@ -117,7 +117,7 @@ def assert_ordered_kls(p: PeakedPolicies, top_k: int, binary: Tensor, replace: T
     out. See `noise_of_kls` for a tail that float32 knows. The noise of q, times log(q / p) of at most
     log(1 / ROUNDOFF), and the other outcomes' roundoff make the rest.
 
-    A +inf stands for a KL that surely exceeds SURELY_EXCEEDED. It needs SURELY_POSITIVE_TAIL of mu outside the
+    A +inf means that the KL surely exceeds SURELY_EXCEEDED. It needs SURELY_POSITIVE_TAIL of mu outside the
     sampled token.
     """
     binary, replace, union = (x.double() for x in (binary, replace, union))

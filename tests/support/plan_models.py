@@ -109,7 +109,7 @@ def job_of(
     gpu_bytes: int = 80 * GB,
     host_bytes: int | None = None,
 ) -> Job:
-    """A job on SGLang with GPUs of its own, unless said otherwise."""
+    """A job on SGLang; by default it has its own GPUs."""
     tables: dict[str, dict[str, Any]] = {
         "rollout": {"engine": "sglang", "max_response_tokens": 8192},
         "parallel": {"max_tokens_per_microbatch": 20480},

@@ -334,4 +334,4 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
     "Qwen3.5-35B-A3B": (QWEN35_35B, 35, 3),
     "Qwen3.5-27B": (QWEN35_27B, 27, 27),
 }
-"""Each model, and billions of its parameters as published: of all, and of those that a token meets."""
+"""Each model with billions of parameters as published: all parameters, and the active ones per token."""

@@ -1,8 +1,8 @@
 """Layouts that other projects publish as working for Qwen3-30B-A3B on GPUs with 80 GB: sizes only.
 
-Tokens are those of one GPU's micro-batch. Where recompute or offload is part of a recipe, `needs` says without
+Tokens are of one GPU's micro-batch. If recompute or offload is part of a recipe, `needs` has options without
 which of them our arithmetic finds it too large. That is with all logits of a micro-batch in float32, and what a
-loss makes of them there, as their stacks hold them; `spared` says which of the needed options our loss from
+loss computes from them, as in that project's stack. `spared` lists the needed options that our loss from
 hidden states can do without.
 """
 
@@ -19,19 +19,19 @@ class Recipe:
     """One published run.
 
     Attributes:
-        source: The project, and which of its runs.
-        num_gpus: Of the trainer.
+        source: The project and the run.
+        num_gpus: GPUs of the trainer.
         sizes: Parallel sizes; experts are not split over tensor ranks in any of them.
         gpu_tokens: Most tokens of a micro-batch on one GPU.
         is_recomputed: All activations.
         is_offloaded: Adam on the host.
-        engine: [sglang] as near as it says what theirs does; none: GPUs of its own.
-        prompts: Of a gradient step, with this many samples of each.
+        engine: [sglang] as close to the recipe's engine as its source allows; `None` if it has separate GPUs.
+        prompts: Prompts per gradient step, with this many samples each.
         needs: Options without which it does not fit.
-        spared: Of those, options without which it fits with our loss.
-        float32_copies: Of all logits, that their loss holds at once: an assumption. NeMo's of its performance
+        spared: Options in `needs` without which it fits with our loss.
+        float32_copies: Copies of all logits in their loss at once: an assumption. NeMo's of its performance
             runs holds none.
-        layer_spec: model.layer_spec; all of them use Transformer Engine, and ours is taken where it fits, too.
+        layer_spec: model.layer_spec; all of them use Transformer Engine, and ours is used if it fits, too.
         model: Its config.json.
         engine_residue_bytes: Kept by their engine in training: an assumption. NeMo's vLLM captures no
             graphs of prefills of 8192 tokens.

@@ -1,4 +1,4 @@
-"""Runs a function on several gloo ranks, each a process of its own, and returns what each gave back.
+"""Runs a function on several gloo ranks, one process per rank, and returns the result of each.
 
 The processes are forked from one that has imported PyTorch and Megatron, and has done nothing else: importing
 them takes a rank longer than most tests.

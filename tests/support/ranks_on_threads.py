@@ -1,4 +1,4 @@
-"""Threads that stand for ranks, so that what ranks do together is tested without processes."""
+"""Threads that play ranks, so that collective code is tested without processes."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

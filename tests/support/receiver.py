@@ -10,7 +10,7 @@ from typing import Any
 
 @contextmanager
 def receiving() -> Iterator[tuple[str, list[Any]]]:
-    """Its URL, and the bodies that it got; it answers with 404 to /refuse."""
+    """Yield a server's URL and the bodies that it received; /refuse returns 404."""
     got: list[Any] = []
 
     class Receiver(BaseHTTPRequestHandler):

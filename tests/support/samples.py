@@ -54,7 +54,7 @@ def make_sample(
 
 
 def make_group(index: int, samples: list[Sample]) -> SampleGroup:
-    """The samples as the answers to prompt number `index`."""
+    """Group the samples as the responses to prompt number `index`."""
     return SampleGroup(Prompt(str(index), "", "test", text="?"), tuple(samples), index)
 
 
@@ -79,7 +79,7 @@ def assert_same(a: Any, b: Any) -> None:
 
 @dataclass(frozen=True)
 class InProcessScorer:
-    """Stands for a `RewardPool`, so that a test's own function can score; the pool has tests of its own."""
+    """Replaces a `RewardPool` by a function of the test; the pool has separate tests."""
 
     reward: Reward
 

@@ -1,4 +1,4 @@
-"""An engine that answers by script."""
+"""An engine with scripted responses."""
 
 import asyncio
 from typing import Any

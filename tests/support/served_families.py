@@ -26,7 +26,7 @@ CASES_SERVED = (
 
 
 def write_served_case(task: Path, case: str) -> Path:
-    """Write the model of a case, with config.json as publishers write it, and the sanity task beside it."""
+    """Write a case's model, with config.json as publishers write it, and the sanity task into one folder."""
     architecture, changes = CASES[case]
     family = FAMILIES[architecture]
     if family.sglang.derives_head_dim:

@@ -47,7 +47,7 @@ MODEL = ServedModel(VOCAB, LAYERS, end_tokens=(0,), routing=ModelRouting(tuple(r
 
 @dataclass(frozen=True)
 class Served:
-    """A server that answers, and what it serves."""
+    """A running server, and the model that it serves."""
 
     url: str
     folder: Path

@@ -1,6 +1,6 @@
-"""Stands for an SGLang server; tests write its answers, which a real one gives under memory pressure.
+"""A fake SGLang server; tests script its replies, as a real one sends them under memory pressure.
 
-`StandIn` answers at once; `LiveStandIn` takes time for each token, holds weights of a version, and can be
+`StandIn` responds at once; `LiveStandIn` takes time for each token, holds weights of a version, and can be
 interrupted, updated, hung and killed.
 """
 
@@ -37,7 +37,7 @@ _GETS = {"/server_info": _FACTS["server_info"], "/model_info": _FACTS["model_inf
 def answer(
     asked: dict[str, Any], num_retractions: int = 0, num_tokens: int | None = None, changed_at: int = 0
 ) -> dict[str, Any]:
-    """The JSON that answers a body of /generate: `TOKEN` to the limit, or aborted after `num_tokens`.
+    """The JSON reply to a body of /generate: `TOKEN` to the limit, or aborted after `num_tokens`.
 
     The server's weights changed after `changed_at` tokens, unless that is 0.
     """
@@ -87,17 +87,17 @@ class StandIn:
     """A server that runs, and what a test wants of it."""
 
     num_retractions: Callable[[str], int] = lambda rid: 0  # of a request, by its id
-    fails_first: Callable[[str], bool] = lambda rid: False  # answers a request with 500 when it first comes
-    host: str = "127.0.0.1"  # where it listens
+    fails_first: Callable[[str], bool] = lambda rid: False  # fails a request with 500 at its first attempt
+    host: str = "127.0.0.1"  # listens on it
     url: str = ""
     num_asked: Counter[str] = field(default_factory=Counter[str])
     is_started: bool = False
     connections: set[socket.socket] = field(default_factory=set[socket.socket])
 
     def respond(self, path: str, body: dict[str, Any], is_gone: Callable[[], bool]) -> tuple[int, Any]:
-        """Status and JSON; status 0 closes the connection without an answer.
+        """Status and JSON; status 0 closes the connection without a reply.
 
-        `is_gone` says whether the client has closed its connection meanwhile.
+        `is_gone` returns whether the client has closed its connection meanwhile.
         """
         if path == "/generate":
             rid, _, _ = body["rid"].partition("#")  # as the run names it
@@ -138,10 +138,10 @@ class StandIn:
 
 @dataclass
 class LiveStandIn(StandIn):
-    """A server of one model's tokens, which runs many requests at once, as slowly as `token_s` says.
+    """A server of one model's tokens, which runs many requests at once, with `token_s` seconds per token.
 
-    What a request is answered with depends on its id and on the token's position alone, so that a response that
-    went on by other weights, or elsewhere, is the one that it would have been.
+    The reply to a request depends on its id and on the token's position alone, so that a response that
+    resumed with other weights, or on another server, equals the uninterrupted one.
     """
 
     end_token: int = 0
@@ -153,8 +153,8 @@ class LiveStandIn(StandIn):
     token_s: float = 0.02
     version: int = 0
     before: Callable[[str, int], tuple[int, Any] | None] = lambda path, number: None
-    """Told of each call's path and its number among those of this path, from 1, before it is answered. What it
-    returns is the answer, unless it returns None."""
+    """Called before each reply with the call's path and its number (from 1) for this path. What it
+    returns is the reply, unless it returns None."""
     is_paused: bool = False
     running_ids: dict[str, threading.Event] = field(default_factory=dict[str, threading.Event])
     """The requests that it works on, and what aborts them."""
@@ -173,11 +173,11 @@ class LiveStandIn(StandIn):
         return self.is_started and self._answers.is_set()
 
     def hang(self) -> None:
-        """Accept connections and answer nothing, until `wake`."""
+        """Accept connections without a reply, until `wake`."""
         self._answers.clear()
 
     def wake(self) -> None:
-        """Answer again."""
+        """Reply again."""
         self._answers.set()
 
     def respond(self, path: str, body: dict[str, Any], is_gone: Callable[[], bool]) -> tuple[int, Any]:

@@ -18,7 +18,7 @@ WAYS = ("distributed", "disk", "tensor")
 
 
 def connect(runtime: Runtime, settings: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """(config, actor, engine) of a run whose trainer has weights of its own."""
+    """Return (config, actor, engine) of a run; the trainer holds its own copy of the weights."""
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.config.schema import Config
     from megatron_dppo.engines.sglang.options import nccl_settings
@@ -114,7 +114,7 @@ def move_an_expert(
 ) -> dict[str, dict[str, float]]:
     """Push equal weights twice, then with one changed expert of the last layer, then the first ones again.
 
-    For each way, the mean changes of log-probs: "noise" between equal pushes, "moved" and "unmoved" of tokens
+    Returns mean changes of log-probs per way: "noise" between equal pushes, "moved" and "unmoved" of tokens
     that are and are not routed to the expert, "restored" between the first and the last push.
     """
     from megatron_dppo.engines.weight_sync.factory import build_sync

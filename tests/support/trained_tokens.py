@@ -36,7 +36,7 @@ class Sampled:
 def sampled_by_server(
     asked: Mapping[str, Any], reply: Mapping[str, Any], moe_layers: Sequence[int], num_layers: int
 ) -> Sampled:
-    """Read the JSON of a request to /generate and of its reply."""
+    """Read the JSON of a request to /generate and of the reply."""
     meta, tokens, given = reply["meta_info"], tuple(reply["output_ids"]), tuple(asked["input_ids"])
     ids = values = routes = None
     if asked["top_logprobs_num"]:
@@ -111,7 +111,7 @@ class Recorded:
     sampled: list[Sampled] = field(default_factory=list[Sampled])  # by the embedded engine
     steps: list[list[Trained]] = field(default_factory=list[list[Trained]])  # micro-batches by gradient step
     weights: dict[int, dict[str, Array]] = field(default_factory=dict[int, dict[str, Array]])
-    # those pushed to the embedded engine, by version; only if they are asked for
+    # as pushed to the embedded engine, by version; only if requested
 
 
 @contextmanager
@@ -184,7 +184,7 @@ def _trained(
 ) -> Callable[..., Trained]:
     """Copy a micro-batch before the loss reads it; the result is called with the loss's log-probs.
 
-    With shared prefixes the loss gets the tokens in it alone: they are put back into the complete micro-batch.
+    If prefixes are shared, the loss gets only its own tokens; they are put back into the complete micro-batch.
     """
     from megatron_dppo.data.batches.batch_file import tensors_of
     from megatron_dppo.data.batches.prefixes import SharedPrefixes
@@ -297,7 +297,7 @@ def require_equal(
         reward_of: From the token ids of a sample's last response, its reward.
         epochs: How often each response trains.
         replays: Whether the routers must have chosen the rollout's experts.
-        is_complete: Whether every response must have trained; otherwise those of open groups have not.
+        is_complete: Whether every response must have trained; otherwise open groups have not.
     """
     calls: dict[str, list[Sampled]] = {}
     for call in sampled:
@@ -400,7 +400,7 @@ def _require_weights(step: Sequence[Trained]) -> None:
 
 
 def _require_advantages(rewards: Mapping[str, float], advantages: Mapping[str, set[float]]) -> None:
-    """Compare each sample's advantage with its reward above the mean of its group."""
+    """Compare each sample's advantage with its reward minus the group's mean."""
     groups: dict[str, list[str]] = {}
     for name in rewards:
         groups.setdefault(name.rpartition("+")[0], []).append(name)

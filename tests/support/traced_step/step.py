@@ -180,7 +180,7 @@ def _trees(num_tokens: int, tree: Tree) -> list[list[int]]:
 
 
 def _distinct(trees: Sequence[Sequence[int]], prompt_tokens: int) -> Tensor:
-    """Return a number for each token: those of a tree's prompt come again, all others once."""
+    """Number the tokens: a tree's prompt has the same numbers in each response, other tokens are unique."""
     parts, start = list[Tensor](), 0
     for first, *others in trees:
         prompt = torch.arange(start, start + min(prompt_tokens, first))

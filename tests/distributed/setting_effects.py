@@ -51,7 +51,7 @@ sglang/test_several_servers.py::test_both_servers_answer_and_none_gets_more_than
     rollout.sglang.max_concurrent_requests  max_concurrent_requests=5
 sglang/test_sync_faults.py::test_the_other_server_gets_all_weights_and_all_requests
     rollout.sglang.sync_timeout_s  sync_timeout_s=30
-sglang/test_training.py::test_a_run_with_servers_of_its_own_survives_being_killed
+sglang/test_training.py::test_run_with_its_own_servers_resumes_after_a_kill
     rollout.sglang.num_own_servers  num_own_servers
 sglang/test_weight_sync.py::test_pushed_weights_are_served
     rollout.sglang.weight_sync  weight_sync

@@ -11,13 +11,13 @@ from megatron_dppo.runtime.process import Runtime
 from tests.support.comparing import requests_of
 from tests.support.sync_job import WAYS, connect
 
-BUCKETS_OF_ONE = 1  # byte: every tensor has a bucket of its own
+BUCKETS_OF_ONE = 1  # byte: every tensor gets a separate bucket
 
 
 def push_every_way(
     runtime: Runtime, settings: dict[str, Any], params: SamplingParams, folder: str, first_version: int
 ) -> dict[str, dict[str, Any]]:
-    """Change every tensor and push, once for each way; by way, what the server then answers.
+    """Change every tensor and push, once for each way; return the server's completions by way.
 
     The weights that it must have are written to a folder of the way's name in `folder`.
     """
@@ -60,12 +60,12 @@ def push_from_bfloat16(
 def push_parted(
     runtime: Runtime, settings: dict[str, Any], params: SamplingParams, folder: str, version: int
 ) -> dict[str, Any]:
-    """Push tensors that travel together in buckets of their own, after a push that keeps them together.
+    """Push tensors that belong together in separate buckets, after a push that keeps them together.
 
-    Only those are changed in between; all, where the model has none.
+    Only these tensors change in between, or all tensors if the model has no such pair.
 
     Returns:
-        What the second push raised, the server's answers after it, and the weights before it and after it in
+        The error of the second push, the server's completions after it, and the weights before it and after it in
         `folder`.
     """
     from megatron_dppo.architectures.registry import family_of
@@ -101,7 +101,7 @@ def sync_of(settings: dict[str, Any], actor: Any, engine: Any, runtime: Runtime,
 
 
 def change(actor: Any, seed: int, only: str = "") -> None:
-    """Add noise to every parameter and buffer, a tenth of its own, or to those with `only` in their names."""
+    """Add noise to every parameter and buffer, a tenth of its size, or to those with `only` in their names."""
     from megatron_dppo.checkpoints.megatron_weights import weight_buffers
 
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""A small HTTP proxy before one real server, which spoils the answers that it is told to."""
+"""A small HTTP proxy in front of one real server, which corrupts the replies to chosen requests."""
 
 import asyncio
 import base64
@@ -19,19 +19,19 @@ _UPSTREAM_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Fault:
-    """What becomes of the server's answer to one request of /generate."""
+    """How the server's reply to one request of /generate is changed."""
 
     status: int = 200
     delay_s: float = 0.0
     change: Callable[[Body], Body] | None = None
-    stands_for: str | None = None  # id of another request, whose answer comes in its place
+    stands_for: str | None = None  # id of another request, whose reply is sent instead
     is_truncated: bool = False  # the JSON ends in its middle
     is_cut: bool = False  # the connection ends in the middle of the body
-    is_lasting: bool = True  # else only the first answer is spoilt
+    is_lasting: bool = True  # False: only the first reply is spoilt
 
 
 class FaultProxy:
-    """Passes everything on; answers to requests named in `faults` are spoilt, and all are counted by id."""
+    """Passes everything on; replies to requests named in `faults` are spoilt, and all are counted by id."""
 
     def __init__(self, upstream: str) -> None:
         self.url = ""
@@ -43,7 +43,7 @@ class FaultProxy:
 
     @contextmanager
     def running(self) -> Iterator["FaultProxy"]:
-        """Listens on a port of its own, in a thread of its own, until it is left."""
+        """Listens on a free port, in a separate thread, until the context ends."""
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever, name="fault proxy")
         thread.start()

@@ -30,7 +30,7 @@ def build(folder: str, port: int | None, load_format: str = "dummy", dtype: str 
         load_format=load_format,
         skip_tokenizer_init=True,
         disable_cuda_graph=True,
-        disable_radix_cache=True,  # that of recurrent states needs a GPU
+        disable_radix_cache=True,  # a cache of recurrent states needs a GPU
         disable_shared_experts_fusion=True,
     )
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
@@ -46,7 +46,7 @@ def build(folder: str, port: int | None, load_format: str = "dummy", dtype: str 
 def reading(folder: str, port: int | None) -> dict[str, list[str]]:
     """Parameters that no tensor of the folder fills, and tensors that reach no parameter.
 
-    Each tensor has one value of its own.
+    Each tensor is filled with a different value.
     """
     model = build(folder, port)
     for parameter in model.parameters():

@@ -1,7 +1,7 @@
-"""Records what a real server answers, for tests/unit: python -m tests.sglang.record_replies URL [CASE ...].
+"""Records a real server's replies for tests/unit: python -m tests.sglang.record_replies URL [CASE ...].
 
 The server is one of `serving.served_config`, without a key, whose model is `serving.write_served_model` with
-three layers. For "retracted" it has `serving.TIGHT` besides: its cache does not hold what it is asked for.
+three layers. "retracted" also needs `serving.TIGHT`: the cache is too small for the requests.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ NUM_BESIDE = 8  # requests that are sent at once, to fill a small cache
 
 
 def main(url: str, names: list[str]) -> None:
-    """Write one file per case, all where none is named, and the server's description of itself."""
+    """Write one file per case, or all files if no case is named, and the server's description of itself."""
     server_info = {key: httpx2.get(f"{url}/server_info").json()[key] for key in KEPT}
     version = server_info["version"]
     folder = OUT / version
@@ -74,7 +74,7 @@ def _ask(url: str, body: dict[str, Any], *, is_aborted: bool) -> Any:
 
 
 def _ask_all(url: str, body: dict[str, Any]) -> Any:
-    """The answer to `body`, asked for beside others of its kind until the server retracts it."""
+    """The reply to `body`, sent with other requests like it until the server retracts it."""
     bodies = [body, *({**body, "rid": f"beside{n}+0"} for n in range(1, NUM_BESIDE))]
     while True:
         with ThreadPoolExecutor(NUM_BESIDE) as pool:

@@ -26,7 +26,7 @@ SAYS = ("t1 t2", "t3", None)
 
 
 class Scripted:
-    """Says what the harness `scripted` says."""
+    """Speaks the lines of the harness `scripted`."""
 
     def reset(self, prompt: Prompt, seed: int) -> Observation:
         self.says = iter(SAYS)

@@ -1,4 +1,4 @@
-"""Rollouts sampled ahead by a real server: each token beside a forward pass of the weights of its version."""
+"""Rollouts sampled ahead by a real server: each token compared with a forward pass of its weight version."""
 
 import random
 from collections import Counter
@@ -189,7 +189,7 @@ def compare_by_version(
 ) -> tuple[float, float, float]:
     """Compare what was sampled with forward passes of the whole sequences, by the weights of each span.
 
-    Of equally good experts the server may choose another one than the forward pass, which changes the token's
+    The server and the forward pass may choose different experts of equal score, which changes the token's
     log-probs and later ones. Such samples are left out, and are few.
 
     Returns:
@@ -236,7 +236,7 @@ def compare_by_version(
 
 
 @pytest.mark.parametrize("num_turns", [1, 3])
-def test_each_token_is_that_of_a_forward_pass_of_its_version(
+def test_sampled_tokens_match_a_forward_pass_by_weight_version(
     served: Served, weights: Weights, num_turns: int
 ) -> None:
     heard = list[str]()
@@ -269,7 +269,7 @@ def test_each_token_is_that_of_a_forward_pass_of_its_version(
     worst = compare_by_version(weights, samples)
     print(f"log-probs {worst[0]:.1e}, top-5 {worst[1]:.1e}, routes {worst[2]:.1e} of {len(samples)} samples")
     assert max(worst) <= PARITY
-    assert min(compare_by_version(weights, samples, shift=1)) > 100 * PARITY  # other versions are told apart
+    assert min(compare_by_version(weights, samples, shift=1)) > 100 * PARITY  # other versions are distinguished
     if num_turns > 1:
         require_whole_conversations(samples, heard)
 
@@ -300,7 +300,7 @@ def test_pushes_in_the_middle_of_an_agents_calls_are_not_seen_by_its_client(
 
 
 def require_whole_conversations(samples: Sequence[Sample], heard: Sequence[str]) -> None:
-    """Three turns each, parted by what the environment says, which heard all of them whole."""
+    """Three turns each, separated by the environment's text; the environment saw each response complete."""
     num_held, said_by_all = 0, Counter[str]()
     for sample in samples:
         response, turns = sample.tokens[sample.prompt_length :], turns_of(sample.loss_mask)

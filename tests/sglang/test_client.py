@@ -33,7 +33,7 @@ async def _sample(
     return await generation.read_reply(content, request, params, MODEL)
 
 
-def test_what_the_server_says_of_itself(served: Served) -> None:
+def test_server_facts_equal_the_served_model(served: Served) -> None:
     async def use(client: SglangClient, generation: Generation, facts: ServerFacts) -> ServerFacts:
         assert await client.is_healthy()
         return facts

@@ -148,13 +148,13 @@ def test_over_sampling_drops_what_is_not_whole_first(served: Served, engine: Sgl
         ({"prompt_tokens": (5, -1)}, SamplingParams(8), "found token ids -1 to 5"),
     ],
 )
-def test_what_would_end_a_server_is_refused(
+def test_request_that_would_crash_a_server_is_refused(
     engine: SglangEngine, change: dict[str, Any], params: SamplingParams, message: str
 ) -> None:
     request = Request(**{"id": "g+0", "prompt_tokens": (1, 2), "noise_key": (0, 0, 0)} | change)
     with pytest.raises(RolloutError, match=message):
         engine.generate([request], params)
-    assert engine.generate([], FULL) == []  # the server still answers
+    assert engine.generate([], FULL) == []  # the server still runs
 
 
 def test_two_requests_of_one_name_are_refused(engine: SglangEngine) -> None:

@@ -1,4 +1,4 @@
-"""`megatron-dppo evaluate` with a server of its own, which has no weights but those that are pushed to it.
+"""`megatron-dppo evaluate` starts its own server, which gets all weights by a push.
 
 The model is tied: the server builds an output layer for it, which no file has.
 """

@@ -1,4 +1,4 @@
-"""What servers do when they are told to flush their prefix cache: keys and values of older weights."""
+"""How servers respond to a request to flush their prefix cache, which has keys and values of older weights."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +24,7 @@ from tests.support.serving import (
 
 IN_PLACE = Call(
     "/pause_generation", {"mode": "in_place"}
-)  # requests stay where they are; a run never asks for it
+)  # requests stay in the batch; a run never uses this mode
 PATIENCE = Patience(control_timeout_s=60, generate_timeout_s=600, max_attempts=1)
 
 
@@ -59,8 +59,8 @@ def test_a_push_leaves_no_prefix_in_the_cache(served: Served) -> None:
     assert cached[1:] == [76, 0]
 
 
-def test_a_flush_beside_requests_fails_the_push_and_is_never_passed_over(own: Served) -> None:
-    """Old keys and values would answer for new weights: the server either says that it kept them, or ends."""
+def test_refused_flush_fails_the_push_while_requests_run(own: Served) -> None:
+    """Old keys and values must not be used with new weights: the server reports that it kept them, or exits."""
     engine = SglangEngine(own.url, MODEL, PATIENCE, api_key=KEY)
     fleet = Fleet([Member(own.url, 0, 1, VERSION)], KEY, 300)
     requests = requests_of("beside", num_prompts=8, samples=1)
@@ -73,7 +73,7 @@ def test_a_flush_beside_requests_fails_the_push_and_is_never_passed_over(own: Se
         assert "the cache was not flushed because requests are still running" in fleet.failures[own.url]
         again = Fleet([Member(own.url, 0, 1, VERSION)], KEY, 300)
         again.tell(lambda member: member.calls.go_on)
-        with suppress(ServerError):  # of the weights that answers have besides those asked for
+        with suppress(ServerError):  # the completions have tokens of weights that were not requested
             sampling.result(600)
     wait_until(lambda: num_requests(own) == 0, 300)
     _push(own, again, 2)

@@ -50,12 +50,12 @@ def test_they_are_those_of_sglangs_start_up(served: Served, monkeypatch: pytest.
         assert nccl_settings(served_config(served.folder, served.run, **table)) == found
 
 
-def test_each_process_of_a_server_has_those_of_its_record(served: Served) -> None:
+def test_server_processes_have_the_recorded_nccl_settings(served: Served) -> None:
     (record,) = (record for record in read_records(served.run / "servers") if record.name == "shared")
     assert record.nccl == {CUMEM: "0", NVLS: "0"}
     processes = [psutil.Process(record.pid), *psutil.Process(record.pid).children(recursive=True)]
     environments = [process.environ() for process in processes]
-    # SGLang writes the titles of its processes over the environments of some.
+    # SGLang overwrites the environments of some processes with their titles.
     readable = [names for names in environments if "PATH" in names]
     assert readable
     assert all({name: names[name] for name in (CUMEM, NVLS)} == record.nccl for names in readable)

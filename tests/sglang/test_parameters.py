@@ -1,4 +1,4 @@
-"""What a push names is what SGLang's models are made of, family by family; so are the names of its settings."""
+"""Every tensor of a push has a parameter in SGLang's models, family by family; settings have SGLang's names."""
 
 import json
 import subprocess
@@ -60,7 +60,7 @@ def complete_config(folder: Path, architecture: str, **more: Any) -> dict[str, A
 
 
 def write_pushed(folder: Path, case: str) -> None:
-    """Write config.json as publishers do, and what a push sends: each tensor is full of a number of its own."""
+    """Write config.json as publishers do, and the tensors of a push, each filled with a different number."""
     architecture, changes = CASES[case]
     family = FAMILIES[architecture]
     if family.sglang.derives_head_dim:
@@ -110,7 +110,7 @@ def test_the_environment_variables_are_sglang_s(found: list[Any]) -> None:
     assert not unknown
 
 
-def test_the_pins_for_gpus_are_those_of_its_metadata() -> None:
+def test_gpu_pins_equal_sglangs_metadata() -> None:
     program = "import importlib.metadata as m, json; print(json.dumps(m.requires('sglang')))"
     ended = subprocess.run([str(PYTHON), "-c", program], capture_output=True, text=True, check=True)
     required = json.loads(ended.stdout.splitlines()[-1])

@@ -71,7 +71,7 @@ def _set_version(served: Served, version: int) -> None:
     assert answer.status_code == 200
 
 
-def test_what_is_aborted_goes_on_as_if_it_had_not_been(served: Served, engine: SglangEngine) -> None:
+def test_aborted_requests_resume_with_equal_tokens_and_log_probs(served: Served, engine: SglangEngine) -> None:
     first, begun = _half_done(engine, "go-on", 6, num_prompts=16)
     num_finished = sum(completion.finish_reason != "abort" for completion in first)
     num_not_begun = len(first) - num_finished - len(begun)
@@ -117,7 +117,7 @@ def test_versions_of_the_weights_are_joined(served: Served, engine: SglangEngine
         )
 
 
-def test_what_is_aborted_twice_goes_on(served: Served, engine: SglangEngine) -> None:
+def test_request_aborted_twice_resumes(served: Served, engine: SglangEngine) -> None:
     twice = list[Request]()
     for attempt in range(5):
         if not twice:
@@ -127,7 +127,7 @@ def test_what_is_aborted_twice_goes_on(served: Served, engine: SglangEngine) -> 
     assert twice and max(compare(served, twice, whole, PARAMS)) <= PARITY
 
 
-def test_a_response_whose_routes_were_lost_goes_on_without(engine: SglangEngine) -> None:
+def test_response_with_lost_routes_resumes_without_routes(engine: SglangEngine) -> None:
     first = _half_done(engine, "lost", 3)[1][0]
     assert first.partial is not None
     lost = dataclasses.replace(first, partial=dataclasses.replace(first.partial, routed_experts=None))
@@ -136,7 +136,7 @@ def test_a_response_whose_routes_were_lost_goes_on_without(engine: SglangEngine)
     assert engine.counts.num_without_routes == 1
 
 
-def test_what_could_not_go_on_is_refused_before_it_begins(engine: SglangEngine) -> None:
+def test_request_too_long_to_resume_is_refused_before_sampling(engine: SglangEngine) -> None:
     longest = SamplingParams(MAX_TOKENS - 2 - 40)  # of a prompt of 40: what the server takes, to the last token
     requests = requests_of("long", num_prompts=1, samples=1)
     engine.generate(requests, longest)

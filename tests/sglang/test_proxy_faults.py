@@ -1,4 +1,4 @@
-"""A real server behind a proxy that spoils answers: each sample comes once, or is dropped and counted."""
+"""A real server after a proxy that corrupts replies: each sample comes once, or is dropped and counted."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -36,11 +36,11 @@ routes_changed = partial(of_routes, shape=(LAYERS, TOP_K))
 
 @dataclass(frozen=True)
 class Case:
-    """A fault of two requests' answers, and what must come of it."""
+    """A fault in the replies to two requests, and the expected result."""
 
     fault: Fault
-    reason: str | None = None  # why their samples are dropped; none: they come
-    num_asked: int = 1  # times that the server was asked for each of them
+    reason: str | None = None  # why their samples are dropped; None: they are kept
+    num_asked: int = 1  # attempts for each of the two requests
     counts: dict[str, int] = field(default_factory=dict)  # of the engine, all others 0
     patience: Patience = PATIENCE
 
@@ -121,7 +121,7 @@ def _faults(counts: EngineCounts) -> dict[str, int]:
 
 
 def _require_true(served: Served, samples: Sequence[Sample]) -> None:
-    """Log-probs and routes are those of a forward pass over the very tokens."""
+    """Log-probs and routes equal a forward pass over the same tokens."""
     assert max(compare(served, *as_answered(samples), SamplingParams(99, capture_routes=True))) <= PARITY
 
 
@@ -153,7 +153,7 @@ def test_each_sample_comes_once_or_is_counted(served: Served, proxy: FaultProxy,
 
 
 def test_routes_of_other_tokens_are_seen_by_the_agreement_alone(served: Served, proxy: FaultProxy) -> None:
-    """Rows that are shifted whole are such as any tokens could have: no check of one answer can tell."""
+    """Rows that are shifted as a whole are plausible for any tokens: no check of one reply can find them."""
     engine = SglangEngine(proxy.url, MODEL, PATIENCE, api_key=KEY)
     spoilt = _ids(200)[1]
     proxy.faults = {spoilt: Fault(change=routes_changed(lambda routes: np.roll(routes, 1, axis=0)))}

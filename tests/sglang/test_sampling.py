@@ -55,7 +55,7 @@ def test_a_sample_depends_on_its_seed_and_not_on_the_batch(url: str) -> None:
     assert not set(sampled(2, list(range(12))).values()) & set(first.values())
 
 
-def test_an_interrupted_sample_goes_on_as_it_would_have(url: str) -> None:
+def test_interrupted_sample_resumes_with_equal_tokens(url: str) -> None:
     engine = SglangEngine(url, MODEL, api_key=KEY)
     (request,) = requests(1, [5])
     (whole,) = engine.generate([request], PARAMS)

@@ -1,4 +1,4 @@
-"""`megatron-dppo serve`, started as a user would, and what becomes of its server."""
+"""`megatron-dppo serve`, started as a user would, and the life of its server."""
 
 import asyncio
 import itertools
@@ -125,7 +125,7 @@ def test_arguments_are_checked_by_the_installed_sglang(tmp_path: Path) -> None:
     pairs = [
         {name: sorted_choices(o) for name, o in each.items()} for each in (shipped_options(VERSION), options)
     ]
-    assert pairs[0] == pairs[1], "what check compares with where there is no SGLang"
+    assert pairs[0] == pairs[1], "what check uses on a machine without SGLang"
     table = {
         "python": "x",
         "tp_sise": 2,
@@ -180,7 +180,7 @@ def test_a_converted_folder_is_served_without_weights_until_a_push(tmp_path: Pat
         assert (given["--weight-version"], given.get("--load-format")) == (version, load_format)
 
 
-def test_what_cannot_be_launched_is_refused(served: Served, tmp_path: Path) -> None:
+def test_unlaunchable_configs_are_refused(served: Served, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="make sglang-venv"):
         plan_launch(served_config(served.folder, tmp_path, python=sys.executable))
     with pytest.raises(ConfigError, match=r"\(config\.json\)"):

@@ -1,4 +1,4 @@
-"""Each family on one server of its own: its answers, pushes by each way, and a run that trains on it."""
+"""Each family on a separate server: completions, pushes by each way, and a run that trains on them."""
 
 import subprocess
 import sys
@@ -42,7 +42,7 @@ class Family:
 
     @property
     def params(self) -> SamplingParams:
-        """All that can be asked for."""
+        """Sampling parameters with every output."""
         return replace(FULL, capture_routes=self.has_routes)
 
     def worst(self, answered: dict[str, Any], weights: Path) -> float:
@@ -137,7 +137,7 @@ def experts_of(model: Any, tokens: Tensor) -> list[Tensor]:
 
 
 def test_the_probe_finds_what_a_server_drops_of_tensors_that_come_apart(family: Family, tmp_path: Path) -> None:
-    """A server says that it has loaded the two tensors of a pair, and keeps the old ones."""
+    """A server reports that it has loaded the two tensors of a pair, and keeps the old ones."""
     (parted,) = run_ranks(push_parted, 1, tmp_path, family.tables, family.params, str(tmp_path), 31)
     pairs = len(parted["together"]) > len(set(parted["together"].values()))
     held = "before" if pairs else "after"

@@ -28,7 +28,7 @@ LONG = SamplingParams(300, temperature=0.5)
 
 @dataclass(frozen=True)
 class Other:
-    """A server beside the shared one, which tests may stop, restart and end."""
+    """A second server, which tests may stop, restart and end."""
 
     server: Server
     url: str
@@ -163,7 +163,7 @@ def test_a_server_that_hangs_in_the_middle_gives_its_requests_to_others(
         completions = engine.generate(requests, LONG)
     finally:
         other.send(signal.SIGCONT)
-    assert time.monotonic() - started < PATIENCE.generate_timeout_s  # it is noticed before its answers are due
+    assert time.monotonic() - started < PATIENCE.generate_timeout_s  # it is noticed before its replies are due
     assert _is_whole(requests, completions)
     assert engine.counts.num_requeued == sum(completion.num_moves for completion in completions) > 0
     assert (engine.counts.num_unanswered, engine.counts.num_refused_answers) == (0, 0)

@@ -53,7 +53,7 @@ def test_the_other_server_gets_all_weights_and_all_requests(
     assert f"{second.url} gets no requests until a push reaches it" in log
 
 
-def test_a_push_ends_what_a_dead_trainer_asked_for(served: Served, tmp_path: Path) -> None:
+def test_push_aborts_the_requests_of_a_dead_trainer(served: Served, tmp_path: Path) -> None:
     settings = settings_of(served)
     with pytest.raises(AssertionError, match=r"ranks ended with \[-9\]"):
         run_ranks(die_while_sampling, 1, tmp_path, settings)
@@ -61,8 +61,8 @@ def test_a_push_ends_what_a_dead_trainer_asked_for(served: Served, tmp_path: Pat
     assert metrics["sync/probe_abs_diff_max"] <= 5e-5
 
 
-def test_a_server_drops_what_a_killed_trainer_asked_for(served: Served, tmp_path: Path) -> None:
-    """By itself, once it sees the broken connections: no push and no abort comes."""
+def test_server_drops_the_requests_of_a_killed_trainer(served: Served, tmp_path: Path) -> None:
+    """The server notices the broken connections by itself, without a push or an abort."""
     log = served.run / "servers" / "shared.log"
     num_before = log.read_bytes().count(DROPPED)
     with pytest.raises(AssertionError, match=r"ranks ended with \[-9\]"):

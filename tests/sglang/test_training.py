@@ -83,7 +83,7 @@ def start(config: Path, log: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=stream, stderr=stream, env=environment, cwd=ROOT)
 
 
-def test_a_run_with_servers_of_its_own_survives_being_killed(config: Path) -> None:
+def test_run_with_its_own_servers_resumes_after_a_kill(config: Path) -> None:
     folder, log = config.parent / "run", config.parent / "train.log"
     tables = tomllib.loads(config.read_text())
     num_rollouts, algorithm = tables["run"]["num_rollouts"], tables["algorithm"]

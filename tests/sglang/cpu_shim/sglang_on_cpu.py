@@ -1,4 +1,4 @@
-"""What an unpatched SGLang needs to run without a GPU; a .pth file of its environment imports this at start-up.
+"""Patches that an unpatched SGLang needs without a GPU; a .pth file of its venv imports this at start-up.
 
 Nothing happens until a module named below is imported, and nothing at all is changed where torch sees a GPU.
 """
@@ -17,7 +17,7 @@ _kept: list[Any] = []  # torch forgets a library's schemas with the library
 
 
 def _declare_vision_ops() -> None:
-    """Torchvision looks for two of its compiled operators, which do not load beside a CPU build of torch.
+    """Torchvision looks for two compiled operators, which do not load next to a CPU build of torch.
 
     Their schemas suffice: nothing calls them.
     """
@@ -264,7 +264,7 @@ _AFTER: dict[str, Callable[[ModuleType], None]] = {
 
 
 class _Hook(importlib.abc.MetaPathFinder):
-    """Runs each entry of the two tables once, around the first import of its module."""
+    """Runs each entry of the two tables once, around the first import of the entry's module."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -39,7 +39,7 @@ def tool_result(pattern: str) -> str:
 
 @dataclass(frozen=True)
 class Harness:
-    """A harness, the policy's responses, and what is expected of its episode.
+    """A harness, the policy's responses, and the expected episode.
 
     Attributes:
         packages: The harness and its client.

@@ -1,4 +1,4 @@
-"""Runs of `megatron-dppo train` that sample ahead from stand-ins for servers, and a ledger of their places."""
+"""Runs of `megatron-dppo train` that sample ahead from stand-in servers, and a ledger of prompt indices."""
 
 import json
 import time
@@ -27,7 +27,7 @@ _ORPHANS_S = 120.0
 
 
 def stand_ins(num_servers: int, stack: ExitStack, **options: Any) -> list[LiveStandIn]:
-    """Servers that answer until the stack is closed, with digits, words and the end of the sanity task.
+    """Servers that run until the stack is closed, and reply with digits, words and the end of the sanity task.
 
     A response that `is_marked` consists of "#".
     """
@@ -90,7 +90,7 @@ class AsynchronousRun:
         """Compare the places trained on with the newest checkpoint's cursor; returns their number.
 
         A place trained on twice, or neither trained on nor given again, fails; so does a token of weights that
-        are older than the bound allows. Where nothing was saved, the run begins anew, and the answer is 0.
+        are older than the bound allows. Without a checkpoint the run starts over, and the result is 0.
         """
         folder = self.run / "checkpoints"
         if not (folder / "latest").exists():
@@ -144,7 +144,7 @@ class Job:
         return self._log.read_text() if self._log.exists() else ""
 
     def wait(self, timeout_s: float = 600.0) -> list[int | None]:
-        """Exit codes; fails where a process is still there after `timeout_s`."""
+        """Return exit codes; fail if a process still runs after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         try:
             for process in self._processes:

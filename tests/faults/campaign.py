@@ -45,12 +45,10 @@ class Outcome:
     failures: list[str]  # what was not as it should be
     codes: list[int]
     end_s: float  # from the fault to the end of the last process
-    recover_s: float  # of the resumed run up to its first new gradient step; 0 where nothing was resumed
+    recover_s: float  # from the resumed run's start to its first new gradient step; 0 if not resumed
     num_lost: int  # rows and samples of the uninterrupted run that are missing
     num_duplicated: int
-    is_equal: (
-        bool | None
-    )  # weights, moments and random states to the last bit; none where the fault changes them
+    is_equal: bool | None  # weights, moments and random states to the last bit; None if the fault changes them
 
 
 @dataclass

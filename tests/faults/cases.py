@@ -19,18 +19,18 @@ class Case:
         what: The fault, for the table.
         moment: When, for the table.
         num_processes: Ranks; with 2, experts are split over them.
-        fault: For `rank.py`; none where only signals or damage are done.
+        fault: The fault for `rank.py`; `None` if the case has only signals or damage.
         more_faults: Further ones in the same start.
         signals: (what the log must hold, signal to send to every rank).
         damage: What is done to the run folder before the resume.
-        resumed_fault: Of a start between the first and the last: it ends with status 1 and a StorageError.
+        resumed_fault: Fault of an extra start in the middle, which ends with status 1 and a StorageError.
         exits: Exit codes that the ranks may end with; negative ones are signals.
         log: What the log of the first start must hold.
-        last_line: What must stand among its last lines.
+        last_line: What its last lines must contain.
         resumed_log: What the log of the second start must hold.
         is_resumed: Start again without the fault.
         resumed_exit: Exit code of that start.
-        is_compared: Rows, samples and final state must be those of the uninterrupted run.
+        is_compared: Rows, samples and final state must equal the uninterrupted run.
         check: Yields what is wrong with the run folder in the end.
         config: Changes to the config.
         is_short: Part of `make test`.

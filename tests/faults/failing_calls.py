@@ -76,7 +76,7 @@ def _wrapped(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Prepare this process. Python cannot remove such a hook, so that it should be a process of its own."""
+    """Prepare this process. Use a separate process, as Python cannot remove such a hook."""
     sys.addaudithook(_hook)
     for name in _WRAPPED:
         setattr(os, name, _wrapped(name, getattr(os, name)))

@@ -31,7 +31,7 @@ def raises(prompt: Prompt, response: str, finish_reason: FinishReason) -> Reward
 
 
 def raises_for_most(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
-    """Raises, but not for reference answers, which are short."""
+    """Raise for responses of more than two words; reference answers are shorter."""
     if len(response.split()) > 2:
         raise KeyError("injected")
     return digits(prompt, response, finish_reason)

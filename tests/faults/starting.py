@@ -1,4 +1,4 @@
-"""Starts the ranks of a real run with faults in them, each a process of its own.
+"""Starts the ranks of a real run with faults in them, one process per rank.
 
 The processes are forked from one that has imported PyTorch and Megatron, and has done nothing else, as
 `support/ranks.py` does it: importing them takes a rank longer than most runs here. Nothing restarts or ends
@@ -27,7 +27,7 @@ def start_ranks(num_ranks: int, config: Path, faults: Sequence[dict[str, Any]], 
     Args:
         num_ranks: How many.
         config: The run's TOML file.
-        faults: As `rank.py` describes them.
+        faults: Faults as described in `rank.py`.
         log: Gets what all ranks print.
     """
     processes: list[BaseProcess] = []

@@ -55,7 +55,7 @@ def test_a_trainer_killed_at_every_moment_trains_on_each_place_once(tmp_path: Pa
         run.require_no_orphans()
         run.require_ledger()
     require_end(run, run.start(1))
-    assert sum(len(server.unfinished) for server in run.servers) > 0  # those of trainers that were killed
+    assert sum(len(server.unfinished) for server in run.servers) > 0  # requests of killed trainers
     assert sum(row["rollout/dropped_reward_timed_out"] for row in run.rows("rollout")) >= 1
 
 
@@ -95,7 +95,7 @@ def test_a_fault_of_one_of_two_ranks_ends_both_and_loses_nothing(tmp_path: Path,
 
 
 def test_servers_that_fail_while_they_load_weights_cost_no_place(tmp_path: Path, stack: ExitStack) -> None:
-    """One refuses, one dies and one hangs; what was open goes on at those that have the weights."""
+    """One refuses, one dies and one hangs; open responses resume at the servers that have the weights."""
     servers = stand_ins(4, stack)
 
     def refuses(path: str, number: int) -> tuple[int, Any] | None:
@@ -138,7 +138,7 @@ def test_a_push_that_no_server_takes_ends_the_run_and_loses_nothing(tmp_path: Pa
     require_end(run, run.start(1))
 
 
-def test_an_evaluation_samples_beside_what_is_sampled_ahead(tmp_path: Path, stack: ExitStack) -> None:
+def test_evaluation_while_sampling_ahead_has_one_weight_version(tmp_path: Path, stack: ExitStack) -> None:
     """On the same server, where requests of both are at once; each by one version of the weights."""
     versions, is_beside = dict[str, set[int]](), list[bool]()
 

@@ -1,6 +1,6 @@
 """A save and a resume in which each call of the operating system fails, one after another.
 
-Whatever fails, once or for good: the run says so, no whole checkpoint is set aside or lost, and the same work
+A call fails once or for good: the run reports it, no complete checkpoint is moved or lost, and the same work
 on the healthy disk ends as if nothing had happened.
 """
 
@@ -157,7 +157,7 @@ def fail_each(runtime: Runtime, model: str, folder: str, action: str, rank: int,
         except MegatronDppoError as error:
             return f"{type(error).__name__}: {error}"
         except OSError as error:
-            is_known = error.errno == errno.ENOTEMPTY  # no user meets it where nothing is renamed
+            is_known = error.errno == errno.ENOTEMPTY  # users see it only after a rename
             return f"{'' if is_known else 'wrong: '}{type(error).__name__}: {error}"
         return "" if step == expected else f"wrong: step {step}"
 
@@ -177,7 +177,7 @@ def fail_each(runtime: Runtime, model: str, folder: str, action: str, rank: int,
             where = f"{action}, call {first} ({(calls.calls + ['?'] * 999)[first]}), error {number}, {lasts=}"
             told = runtime.all_gather(said)
             if len({bool(each) for each in told}) > 1:
-                wrong.append(f"{where}: one rank alone ended: {told}")
+                wrong.append(f"{where}: only one rank ended: {told}")
             ended[said.partition(":")[0]] += 1
             is_blamed = action not in ("save", "push") and said.startswith("CheckpointError")
             if said.startswith("wrong") or (is_blamed and number in (errno.EIO, errno.ESTALE)):

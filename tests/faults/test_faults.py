@@ -21,7 +21,7 @@ def test_a_run_survives(campaign: Campaign, case: Case) -> None:
     assert campaign.run(case).failures == []
 
 
-def test_every_moment_is_a_function_of_its_module() -> None:
+def test_each_moment_names_an_existing_function() -> None:
     for module, attribute, _ in MOMENTS.values():
         assert callable(attrgetter(attribute)(importlib.import_module(module))), attribute
 

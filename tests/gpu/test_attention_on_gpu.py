@@ -26,7 +26,7 @@ def results(
     keys: Tensor,
     window: int | None = None,
 ) -> list[Tensor]:
-    """A rank's output, and the gradients of its inputs; the device never makes the host wait.
+    """Return a rank's output and input gradients; the device never makes the host wait.
 
     Inputs are queries, keys and values, and sinks if there are four tensors.
     """

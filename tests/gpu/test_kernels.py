@@ -51,7 +51,7 @@ for _module in (
 
 
 class Moved:
-    """Tensors of one call on a device: with the same strides and offsets, and shared where they were shared."""
+    """Tensors of one call on a device: strides and offsets are kept, and shared tensors stay shared."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,6 +1,6 @@
 """Pushes to a server on the trainer's own GPU, and memory given back: `make gpu-sglang`. Never run yet.
 
-In bfloat16, because SGLang's kernels for experts compute in 16 bits, whatever the dtype of the weights. A CPU
+Uses bfloat16, because SGLang's kernels for experts compute in 16 bits, whatever the dtype of the weights. A CPU
 runs the same steps in float32 (`tests/sglang/test_weight_sync.py`).
 """
 
@@ -69,7 +69,7 @@ def test_a_pushed_expert_moves_the_tokens_that_are_routed_to_it(
 def test_a_colocated_server_gives_its_memory_back_and_takes_it_again(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """What the ledger says is what the driver finds."""
+    """The ledger's bytes equal the driver's."""
     (result,) = run_ranks(release_and_push, 1, tmp_path, settings, 20)
     assert result["free_after_release"] > result["free_before"] + 2**30
     assert result["free_after_push"] < result["free_after_trainer_left"]

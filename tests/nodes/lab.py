@@ -94,7 +94,7 @@ class Switch(threading.Thread):
     def remove(self, node: str) -> None:
         """Take a dead node's cards away.
 
-        Connections that its kernel still ends keep its network alive, and it would reset those of the node's
+        Connections that its kernel still closes keep its network up, which would reset connections of the node's
         successor, which has the same addresses.
         """
         self._old |= {tap for tap, (name, _) in self._cards.items() if name == node}
@@ -325,7 +325,7 @@ def shared_folders(*more: Path) -> tuple[Path, ...]:
 
 
 def _leave_network() -> None:
-    """Give this process a network of its own, so that devices never appear in the machine's."""
+    """Move this process to a separate network, so that devices never appear in the machine's."""
     if missing := [name for name in _PROGRAMS if shutil.which(name) is None]:
         raise LabError(f"found no {', '.join(missing)}; expected util-linux and iproute2. Install them.")
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET):

@@ -1,7 +1,7 @@
 """Ranks without a model: forked from a process of each node that has imported torch, which takes no time.
 
-`python -m tests.nodes.ranks` reads a line of JSON for each rank: the module and arguments of its `main`, its
-environment, and the file that gets its output; beside it, `*.status` gets its exit status.
+`python -m tests.nodes.ranks` reads a line of JSON for each rank: the module and arguments of its `main`, the
+environment, and the file that gets its output; `*.status` next to it gets the exit status.
 """
 
 import importlib
@@ -44,7 +44,7 @@ class Rank:
         try:
             wait_until(lambda: self.status is not None, timeout_s)
         except AssertionError as error:
-            raise AssertionError(f"{self.log.stem}: {error}; it said:\n{self.output}") from None
+            raise AssertionError(f"{self.log.stem}: {error}; output:\n{self.output}") from None
         assert self.status is not None, "waited for"
         return self.status
 
@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def _serve(order: dict[str, Any]) -> None:
-    """Run a rank in a process of its own and write its status."""
+    """Run a rank in a separate process and write its status."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     log = Path(order["log"])
     rank = os.fork()

@@ -1,4 +1,4 @@
-"""SLURM's jobs on two of three nodes, and faults: rows and weights must be those of a run on one node."""
+"""SLURM's jobs on two of three nodes, and faults: rows and weights must equal a run on one node."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def wait_for_training(job: Job, run: Path, num_rollouts: int) -> None:
         assert "FAILED" not in job.states, job.output
         return num_trained(run) >= num_rollouts
 
-    job.cluster.wait_until(has_trained, _LIMIT_S, f"job {job.id} trains; it said:\n{job.output}")
+    job.cluster.wait_until(has_trained, _LIMIT_S, f"job {job.id} trains; output:\n{job.output}")
 
 
 def trainer_log(job: Job, run: Path, attempt: int) -> str:
@@ -46,7 +46,7 @@ def wait_for_attempt(job: Job, run: Path, attempt: int) -> None:
         assert "FAILED" not in job.states, job.output
         return len(re.findall(r"resuming from|rollout +\d+/", trainer_log(job, run, attempt))) >= 3
 
-    job.cluster.wait_until(has_trained, _LIMIT_S, f"job {job.id}, attempt {attempt}; it said:\n{job.output}")
+    job.cluster.wait_until(has_trained, _LIMIT_S, f"job {job.id}, attempt {attempt}; output:\n{job.output}")
 
 
 def test_a_job_survives_dead_and_slow_links_dead_nodes_and_one_that_cannot_be_reached(
@@ -82,7 +82,7 @@ def test_a_job_survives_dead_and_slow_links_dead_nodes_and_one_that_cannot_be_re
     assert equal_states(one_machine, run)
 
 
-def test_a_job_trains_with_servers_of_another_node_whose_link_is_dead_for_5_s(
+def test_job_survives_a_dead_link_of_5_s_to_its_server_node(
     lab: Lab, cluster: Cluster, tiny: tuple[str, ...], tmp_path: Path
 ) -> None:
     """Rank 0 and 1 on n0 and n1, a stand-in for a server on n2, and weights by the common disk."""

@@ -1,4 +1,4 @@
-"""What the lab says where it may not do what it must, and that it leaves nothing."""
+"""The lab reports a missing permission, and leaves nothing on the machine."""
 
 import os
 import signal

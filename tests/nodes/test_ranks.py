@@ -27,7 +27,7 @@ def ranks(session_lab: Lab) -> Iterator[Ranks]:
 
 @dataclass(frozen=True)
 class Names:
-    """What each of two nodes knows, where rank 0 is said to be, and what must come of it."""
+    """Names that each of two nodes resolves, the address given for rank 0, and the expected result."""
 
     hosts: dict[str, list[str]]  # lines of /etc/hosts
     master: str

@@ -1,4 +1,4 @@
-"""At full size: what `megatron-dppo check` and `plan` say where the models and data are in place."""
+"""Full size: the output of `megatron-dppo check` and `plan` once models and data are in place."""
 
 import json
 import re
@@ -39,7 +39,7 @@ NUM_PROBLEMS = {"math-sanity": 1460}  # of the published set; the sets of AIME h
 
 @pytest.fixture(scope="module", autouse=True)
 def downloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Models without their weights, and data sets made as examples/README.md says, of sources of our own."""
+    """Models without weights, and data sets made from local sources by the commands in examples/README.md."""
     folder = tmp_path_factory.mktemp("downloaded")
     for name, content in OF_EXPERIMENTS.items():
         model = save(r1_tokenizer() if "R1-Distill" in name else qwen3_tokenizer(), folder / "models" / name)
@@ -163,7 +163,7 @@ def test_the_readme_of_gem_tasks_quotes_the_plan_of_sudoku() -> None:
 
 
 def test_the_guide_of_clusters_quotes_check_and_plan() -> None:
-    """Its prompts are those of examples/README.md, its figures the commands', and its changes are admitted."""
+    """Prompts as in examples/README.md, figures as the commands print them, and admitted changes."""
     guide = (ROOT / "examples" / "guides" / "cluster.md").read_text()
     text = guide.replace("\n", " ")
     prepared = [shlex.split(line)[1:] for line in guide.splitlines() if line.startswith("$prepare ")]

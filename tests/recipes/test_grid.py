@@ -45,7 +45,7 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, said
 
 
-def test_an_interrupted_grid_saves_and_goes_on(folder: Path) -> None:
+def test_interrupted_grid_saves_and_resumes(folder: Path) -> None:
     out = folder / "stopped"
     arguments = ("--set", "run.num_rollouts=30", "--set", "evaluation.every=0", "-o", out.name)
     process = grid(folder, *VARIANT, *arguments)

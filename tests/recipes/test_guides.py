@@ -1,4 +1,4 @@
-"""The guides that are walked through: each is followed as it is written, and leaves what it says."""
+"""Guides that are run as written; each one's files and output are as it claims."""
 
 import itertools
 import json
@@ -148,7 +148,7 @@ megatron-dppo train base.toml fades_out.toml --set run.seed=1 --set run.folder=a
 
 
 def test_rule_to_table(tmp_path: Path) -> None:
-    """A grid's second call trains what is new, its runs are those of `train`, and the own rule is drawn."""
+    """A grid's second call trains new runs only, its runs equal `train`'s, and the custom rule is plotted."""
     walked = walk(text_of("rule_to_table") + ALONE, tmp_path)
     runs = walked.folder / "runs"
     assert "3 of 3 runs" in walked.printed and "9 of 9 runs" in walked.printed

@@ -1,4 +1,4 @@
-"""Each number of each config in examples/ is in a table that says whose it is, and with the same value."""
+"""Each number of each config in examples/ is in a table that names its source, with the same value."""
 
 import re
 import tomllib

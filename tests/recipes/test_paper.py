@@ -246,7 +246,7 @@ def test_the_tokens_of_appendix_e_are_listed_at_its_step() -> None:
 
 
 @pytest.mark.parametrize("folder", LAST_ROLLOUT_OF_FIGURES)
-def test_a_run_reaches_the_end_of_its_figure(folder: str) -> None:
+def test_run_length_covers_the_papers_figure(folder: str) -> None:
     """At a constant learning rate, so that a longer run repeats a shorter one."""
     config = load_config([Path("examples") / folder / "base.toml"])
     assert config.run.num_rollouts == LAST_ROLLOUT_OF_FIGURES[folder]

@@ -1,4 +1,4 @@
-"""`figures` on runs of the experiments in examples/: the paper's panels, with its lines, each where it belongs.
+"""`figures` on runs of the experiments in examples/: the paper's panels, with its lines in the right panel.
 
 Lines and panels are typed here from the paper, version 1 by its figures' numbers; data is compared, not pixels.
 """

@@ -23,7 +23,7 @@ from tests.support.experiments import ALGORITHMS, EXPERIMENTS, ROOT, Algorithm, 
 from tests.support.records import metrics_of
 
 TIMEOUT_S = 1500
-_CONTEXT = get_context("forkserver")  # imports once; a fork of this process would inherit locks of its threads
+_CONTEXT = get_context("forkserver")  # imports once; a fork of this process would inherit its threads' locks
 _CONTEXT.set_forkserver_preload(["megatron_dppo.train", "megatron_dppo.cli", "transformers.modeling_utils"])
 
 
@@ -79,7 +79,7 @@ class TinyRun:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a user would stand: beside examples/, with the tiny models made."""
+    """The user's working directory: contains examples/ and the tiny models."""
     folder = tmp_path_factory.mktemp("recipes")
     (folder / "examples").symlink_to(ROOT / "examples")
     assert forked(write_tiny, folder / "runs" / "tiny") == 0
@@ -97,7 +97,7 @@ def convert_all(folder: Path) -> None:
 
 
 def _kinds() -> list[tuple[Algorithm, str]]:
-    """Return each algorithm with the end of its model folder's name, so that an experiment has both kinds."""
+    """Return each algorithm with the end of its model folder's name; an experiment has both kinds."""
     found: list[tuple[Algorithm, str]] = []
     for experiment in EXPERIMENTS:
         own = [each for each in ALGORITHMS if each.experiment == experiment]

@@ -1,4 +1,4 @@
-"""Follows a guide as it is written: writes its files, and runs its `bash` blocks, in a folder of its own.
+"""Runs a guide as it is written: writes its files, and runs its `bash` blocks, in a fresh folder.
 
 The blocks run in a real shell. `megatron-dppo` and `python` there are a client of a few lines, whose server
 forks: what takes seconds to import is imported once. The server is this process, for all guides, or another one
@@ -48,7 +48,7 @@ def walk(guide: str, folder: Path, *, edits_package: bool = False) -> Walk:
     Args:
         guide: Its text.
         folder: An empty one.
-        edits_package: The clone gets a package of its own, which is imported with the first command.
+        edits_package: The clone gets its own copy of the package, imported with the first command.
 
     Raises:
         AssertionError: A block ended with another status than 0.
@@ -66,7 +66,7 @@ def walk(guide: str, folder: Path, *, edits_package: bool = False) -> Walk:
         else:
             server = stack.enter_context(_listening(address))
         for block in _blocks(guide):
-            # The next block goes on with this one's variables, and where it stood.
+            # The next block continues with this one's variables and folder.
             program = (
                 f". {state}\nset -euo pipefail\n{block}\n{{ declare -p REPO PATH; echo cd $PWD; }} >{state}\n"
             )
@@ -119,7 +119,7 @@ def _listening(address: str) -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def _other_process(clone: Path, address: str) -> Iterator[None]:
-    """Serve from a process of its own, which imports the clone's package."""
+    """Serve from a separate process, which imports the clone's package."""
     environment = os.environ | {"PYTHONPATH": str(clone)}
     process = subprocess.Popen([sys.executable, "-W", "ignore", __file__, address], env=environment, cwd=clone)
     try:
@@ -132,7 +132,7 @@ def _other_process(clone: Path, address: str) -> Iterator[None]:
 
 
 def _serve(server: socket.socket) -> None:
-    """Run one command in a fork, with the client's folder and output, and answer its exit status.
+    """Run one command in a fork, with the client's folder and output, and reply with its exit status.
 
     Raises:
         TimeoutError: No client asked.

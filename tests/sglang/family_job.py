@@ -65,7 +65,7 @@ def push_parted(
     Only these tensors change in between, or all tensors if the model has no such pair.
 
     Returns:
-        The error of the second push, the server's completions after it, and the weights before it and after it in
+        The second push's error, the server's completions after it, and the weights before and after it in
         `folder`.
     """
     from megatron_dppo.architectures.registry import family_of

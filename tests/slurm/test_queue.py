@@ -9,7 +9,7 @@ import pytest
 from tests.support.jobs import ROOT
 
 _STAND_INS = {
-    # The controller is away for the first AWAY calls; then it says REFUSAL, if there is one.
+    # The controller is away for the first AWAY calls; then it prints REFUSAL, if set.
     "scontrol": """
 case "$1 $2" in
     "show node") echo "NodeName=$4 Arch=x NodeAddr=$4-address NodeHostName=$4 Port=1" ; exit ;;
@@ -35,7 +35,7 @@ echo 1-00:00:00
 
 @pytest.fixture
 def calls(tmp_path: Path) -> Path:
-    """Where calls of the stand-ins are written; they lie beside it."""
+    """The file that the stand-in programs write their calls to, in their folder."""
     for name, text in _STAND_INS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -69,10 +69,10 @@ def in_a_job(calls: Path, words: str, **variables: str) -> subprocess.CompletedP
         ({"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "0"}, "5_0"),
     ],
 )
-def test_a_requeue_is_asked_for_until_it_works_and_announced_after_that(
+def test_requeue_is_retried_until_it_succeeds_and_logged_afterwards(
     calls: Path, variables: dict[str, str], own: str
 ) -> None:
-    """Of an array, only the own element: the last one's job id stands for the whole array."""
+    """Only the array's own element is requeued: the last element's job id would requeue all of the array."""
     ended = in_a_job(calls, "requeue 'stopped and saved'", AWAY="3", **variables)
     assert calls.read_text().splitlines() == [f"requeue {own}"] * 4
     said = ended.stdout.splitlines()
@@ -136,7 +136,7 @@ def test_a_save_that_takes_too_long_twice_ends_the_job(calls: Path) -> None:
     assert not calls.read_text()
 
 
-def test_a_question_is_asked_until_the_controller_answers(calls: Path) -> None:
+def test_squeue_is_retried_until_the_controller_replies(calls: Path) -> None:
     ended = in_a_job(calls, 'limit=$(time_limit); echo "limit $limit"', AWAY="4", SLURM_ARRAY_TASK_ID="3")
     assert ended.stdout == "limit 1-00:00:00\n"
     assert calls.read_text().splitlines() == ["--noheader --job 7_3 --format=%l"] * 5
@@ -225,7 +225,7 @@ def test_the_node_at_fault_is_the_one_that_failure_detection_names(calls: Path, 
 def test_a_failure_is_tried_again_as_often_as_the_user_wants(
     calls: Path, status: int, retries: str, tried: list[int], is_retried: bool
 ) -> None:
-    """Attempts that ended by a preemption do not count; the node at fault is left out, beside others."""
+    """Attempts that ended by a preemption do not count; the node at fault is excluded in addition to others."""
     logs = calls.parent / "it's" / "7-attempt_"
     for attempt in range(5):
         Path(f"{logs}{attempt}").mkdir(parents=True)
@@ -247,7 +247,7 @@ def test_a_failure_is_tried_again_as_often_as_the_user_wants(
 
 
 def test_nodes_meet_at_an_address_of_the_network_between_them(calls: Path) -> None:
-    """A node's name may stand for loopback on it; the route to another node says how that one reaches it."""
+    """A node's name may map to loopback on that node; the route to another node shows an address that works."""
     meet = 'meet_at n0 n1 n2; echo "$MASTER_ADDR $SECOND_ADDR"'
     assert in_a_job(calls, meet).stdout == "10.0.0.1 10.0.0.2\n"
     assert in_a_job(calls, 'meet_at n0; echo "$MASTER_ADDR $SECOND_ADDR"').stdout == "127.0.0.1 \n"

@@ -23,7 +23,7 @@ _SCRIPTS = sorted([*(ROOT / "examples").glob("*/*.sbatch"), *(ROOT / "examples" 
 
 
 def run(script: str, *arguments: str, path: Path | None = None, **variables: str) -> tuple[int, str]:
-    """Status and standard error of a script, outside of SLURM where the variables do not say otherwise."""
+    """Return a script's status and standard error, outside of SLURM unless the variables change that."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     environment |= {"SLURM_SUBMIT_DIR": str(ROOT), **variables}
     if path is not None:
@@ -172,7 +172,7 @@ def test_a_comparison_submits_its_runs_and_a_report_on_them(
 
 
 def test_a_comparison_gives_its_runs_what_the_job_has(commands: Path, tmp_path: Path) -> None:
-    """Options of sbatch may have replaced what the environment says: the job counts. A report needs no GPUs."""
+    """Options of sbatch may have replaced the environment: the job's values count. A report needs no GPUs."""
     seen = tmp_path / "seen"
     (commands / "sbatch").write_text(f"#!/bin/sh\nenv | grep ^SBATCH_ | sort >>{seen}; echo end >>{seen}\n")
     (commands / "sbatch").chmod(0o755)
@@ -294,7 +294,7 @@ def test_a_signal_while_the_config_is_checked_counts_as_an_attempt(commands: Pat
         calls.unlink()
 
 
-def test_an_asynchronous_job_has_nodes_for_servers_unless_it_is_told(commands: Path) -> None:
+def test_asynchronous_job_uses_half_of_the_nodes_for_servers_by_default(commands: Path) -> None:
     """Two of four by default; the trainer has those before."""
     nodes = {"SLURM_JOB_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "4"}
     for variables, expected in (({}, 2), ({"NUM_ENGINE_NODES": "1"}, 1)):
@@ -417,7 +417,7 @@ def test_trainer_and_servers_run_in_images_of_their_own(
 
 
 def test_mounts_cover_what_links_lead_to_and_the_run_folder(commands: Path, tmp_path: Path) -> None:
-    """In a checkout of its own: models, data and runs are often links to other disks, or contain some."""
+    """A separate checkout: models, data and runs are often links to other disks, or contain some."""
     checkout, disk = tmp_path / "checkout", tmp_path / "disk"
     shutil.copytree(ROOT / "examples" / "slurm", checkout / "examples" / "slurm")
     shutil.copytree(ROOT / "examples" / "moe_base", checkout / "examples" / "moe_base")

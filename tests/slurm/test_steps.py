@@ -33,9 +33,9 @@ def start(
 @pytest.mark.parametrize(
     ("colocated", "num_engine_nodes", "num_trainer_nodes", "server_nodes"),
     [("false", "1", 1, ["n1", "n1"]), ("true", "0", 2, ["n0", "n0", "n1", "n1"])],
-    ids=["on nodes of its own", "on the trainer's nodes"],
+    ids=["on separate nodes", "on the trainer's nodes"],
 )
-def test_an_engine_step_runs_beside_the_trainer(
+def test_engine_step_runs_during_the_trainers_step(
     cluster: Cluster,
     tiny: tuple[str, ...],
     run: Path,
@@ -101,7 +101,7 @@ def test_a_job_waits_for_the_run_folder_of_a_host_that_does_not_answer(
     try:
         job = start(cluster, run, tiny)
         waits = f"waiting for process {other.pid} on elsewhere"
-        cluster.wait_until(lambda: waits in job.output, _LIMIT_S, f"the job waits; it said:\n{job.output}")
+        cluster.wait_until(lambda: waits in job.output, _LIMIT_S, f"the job waits; output:\n{job.output}")
         assert not (run / "begun").exists()
     finally:
         other.kill()
@@ -139,7 +139,7 @@ def test_a_config_with_problems_starts_no_rank(cluster: Cluster, tiny: tuple[str
 
 def test_a_cancelled_job_stays_cancelled(cluster: Cluster, tiny: tuple[str, ...], run: Path) -> None:
     job = start(cluster, run, tiny, STAND_IN_SECONDS="1000")
-    cluster.wait_until((run / "begun").exists, _LIMIT_S, f"the trainer starts; it said:\n{job.output}")
+    cluster.wait_until((run / "begun").exists, _LIMIT_S, f"the trainer starts; output:\n{job.output}")
     cluster.ask(["scancel", job.id])
     job.wait_for_state("CANCELLED", timeout_s=_LIMIT_S)
     assert "goes back to the queue" not in job.output
@@ -149,7 +149,7 @@ def test_a_preempted_job_that_saves_too_slowly_makes_room_and_comes_back(
     cluster: Cluster, tiny: tuple[str, ...], run: Path
 ) -> None:
     job = start(cluster, run, tiny, STAND_IN_SECONDS="1000", SAVE_SECONDS="1")
-    cluster.wait_until((run / "begun").exists, _LIMIT_S, f"the trainer starts; it said:\n{job.output}")
+    cluster.wait_until((run / "begun").exists, _LIMIT_S, f"the trainer starts; output:\n{job.output}")
     urgent = submit(cluster, run.parent, "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=date")
     urgent.wait_for_state("COMPLETED", timeout_s=_LIMIT_S)
     said = job.wait_for_state("COMPLETED", timeout_s=_LIMIT_S)
@@ -164,7 +164,7 @@ def test_a_job_saves_and_stays_stopped(
     """As the page on stopping has it: without requeueing, or cancelled once it is in the queue again."""
     job = start(cluster, run, tiny, STAND_IN_SECONDS="1000", STAND_IN_ATTEMPTS="9")
     logs = run / "slurm" / f"{job.id}-attempt_0"
-    cluster.wait_until((logs / "trainer.log").exists, _LIMIT_S, f"it trains; it said:\n{job.output}")
+    cluster.wait_until((logs / "trainer.log").exists, _LIMIT_S, f"it trains; output:\n{job.output}")
     if not requeues:
         cluster.ask(["scontrol", "update", f"JobId={job.id}", "Requeue=0"])
     cluster.ask(["scancel", "--signal=USR1", "--batch", job.id])
@@ -185,7 +185,7 @@ def test_a_job_that_stops_twice_without_a_step_fails(
     job = start(cluster, run, tiny, SAVE_SECONDS="1", STAND_IN_SECONDS="1000", STAND_IN_ATTEMPTS="9")
     for attempt in range(2):
         log = run / "slurm" / f"{job.id}-attempt_{attempt}" / "trainer.log"
-        cluster.wait_until(log.exists, _LIMIT_S, f"attempt {attempt} trains; it said:\n{job.output}")
+        cluster.wait_until(log.exists, _LIMIT_S, f"attempt {attempt} trains; output:\n{job.output}")
         cluster.ask(["scancel", "--batch", "--signal=USR1", job.id])
     said = job.wait_for_state("FAILED", timeout_s=_LIMIT_S)
     assert job.exit_codes == ["1:0"]
@@ -226,10 +226,10 @@ def test_gpus_may_be_requested_by_their_type(
 
 
 @pytest.mark.parametrize("options", [("--constraint=ib&fast",), ("--constraint=fast", "--array=3")])
-def test_what_a_job_submits_has_its_constraint_and_partition(
+def test_jobs_submitted_by_a_job_keep_constraint_and_partition(
     cluster: Cluster, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    """The real scheduler says what the job has, as an array's element, too."""
+    """The real scheduler reports the job's options, also for an array's element."""
     words = (
         "bash -euc '. examples/slurm/pair.sh; prepare_to_submit moe_base; env | grep -E ^SBATCH_[CP] | sort'"
     )

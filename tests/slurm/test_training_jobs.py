@@ -167,7 +167,7 @@ def test_a_rank_that_dies_ends_the_job_and_the_log_says_so(
     assert not any(map(is_alive, everyone))
     assert "rank 1 on " in said
     assert "ended with status 137" in said
-    assert job.exit_codes == ["1:0"], "rank 0's, and not that of a signal"
+    assert job.exit_codes == ["1:0"], "rank 0's status, not a signal's"
     assert re.search(r"rank 0 failed after this:\nrank 1 \(.*\) died in rollout \d+, step \d+", said)
 
 
@@ -178,4 +178,4 @@ def wait_for_training(job: Job, log: Path, num_rollouts: int = 1) -> None:
         assert "FAILED" not in job.states, job.output
         return log.exists() and re.search(rf"rollout +{num_rollouts}/", log.read_text()) is not None
 
-    job.cluster.wait_until(has_begun, _LIMIT_S, f"job {job.id} trains; it said:\n{job.output}")
+    job.cluster.wait_until(has_begun, _LIMIT_S, f"job {job.id} trains; output:\n{job.output}")

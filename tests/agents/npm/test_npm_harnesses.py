@@ -34,7 +34,7 @@ def running(name: str, command: str = "echo $((2 + 3))") -> str:
 
 
 def shell(package: str, what: str, agent: str, tool: str, output: str, *, has_title: bool = False) -> Harness:
-    """A harness that runs a command, and answers."""
+    """A harness that runs one command and then replies with text."""
     trained = f"{running(tool)}{END}{ANSWER}{END}"
     return Harness(
         (package,),

@@ -1,4 +1,4 @@
-"""An environment in the format of verifiers 0.4: a question, and a tool that knows the answer."""
+"""An environment in the format of verifiers 0.4: a question, and a tool that looks it up."""
 
 # pyright: basic, reportMissingImports=false
 

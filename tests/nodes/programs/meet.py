@@ -1,4 +1,4 @@
-"""A rank that joins the process groups, and says in one line of JSON how that ended; run by a launcher or lab.
+"""A rank that joins the process groups, and prints the result as one line of JSON; run by a launcher or lab.
 
 Arguments: seconds of `timeout_s` and `join_timeout_s`. The exit status is 0 if the ranks met, and 3 otherwise.
 """

@@ -94,7 +94,7 @@ class Switch(threading.Thread):
     def remove(self, node: str) -> None:
         """Take a dead node's cards away.
 
-        Connections that its kernel still closes keep its network up, which would reset connections of the node's
+        Connections that its kernel still closes keep its network up, which resets connections of the node's
         successor, which has the same addresses.
         """
         self._old |= {tap for tap, (name, _) in self._cards.items() if name == node}

@@ -66,7 +66,7 @@ unit/test_episodes.py::test_the_clock_runs_only_while_the_harness_works
     rollout.agent.episode_timeout_s  episode_timeout_s=50.0
 unit/test_episodes.py::test_each_tree_that_is_chosen_trains
     rollout.agent.train  train=train
-unit/test_episodes.py::test_a_conversation_goes_on_only_if_the_template_appends
+unit/test_episodes.py::test_conversation_continues_only_if_the_template_appends
     rollout.agent.thinking  thinking=thinking
 unit/test_agent_renderers.py::test_a_tool_call_is_read_and_its_result_written_as_the_family_does
     rollout.agent.renderer  LibraryRendering(tokenizer, thinking, family.name)

@@ -20,7 +20,7 @@ class Told:
         return Observation(f"{prompt.text} {seed}")
 
     def step(self, response: str, finish_reason: FinishReason) -> Turn:
-        """Do as told, and say all that was heard before."""
+        """Misbehave in the way the response names, and otherwise return the earlier responses."""
         self.said.append(response)
         if response == "raise":
             raise KeyError("lost")

@@ -1,4 +1,4 @@
-"""Rewards that go wrong where the response asks for it, for `test_reward_pool.py`."""
+"""Rewards that fail in the way the response names, for `test_reward_pool.py`."""
 
 import multiprocessing
 import os
@@ -18,7 +18,7 @@ _kept: list[bytearray] = []
 
 
 def told(prompt: Prompt, response: str, finish_reason: FinishReason) -> Any:
-    """What the response says; else its length."""
+    """Fail in the way that the response names, or reward its length."""
     if response in _DEEDS:
         return _DEEDS[response]()
     cut = float(finish_reason == "length")

@@ -32,6 +32,6 @@ def kernels(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers find the tests' modules: where the trainer's working directory or PYTHONPATH has them."""
+    """Let workers import the tests' modules, from the trainer's working directory or PYTHONPATH."""
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))

@@ -28,7 +28,7 @@ class Teller:
 
 
 def judge(prompt: Prompt, response: str, finish_reason: FinishReason) -> float:
-    """Call a judge: its client raises what the response says if there is no JUDGE_API_KEY."""
+    """Call a judge, whose client raises the response as its error if there is no JUDGE_API_KEY."""
     if "JUDGE_API_KEY" not in os.environ:
         raise RuntimeError(response)
     return float(len(os.environ["JUDGE_API_KEY"]))

@@ -173,8 +173,8 @@ def test_an_edited_last_response_branches_after_the_one_before_it() -> None:
     )
 
 
-def test_a_sub_agent_between_two_turns_is_a_tree_of_its_own() -> None:
-    """Two sub-agents in parallel, of which each uses a tool; then their parent goes on."""
+def test_sub_agent_between_two_turns_gets_a_separate_tree() -> None:
+    """Two sub-agents run in parallel and each uses a tool; then their parent continues."""
 
     async def sub(each: Numbered, task: str) -> str:
         chat: list[Any] = [SYSTEM, {"role": "user", "content": task}]
@@ -444,7 +444,7 @@ def test_the_order_of_calls_is_random_and_each_has_its_parent() -> None:
     assert all(names.count(name) == 4 for name in names)
     latest = dict[str, int]()
     for node, name in zip(each.episode._nodes, names, strict=True):
-        assert (node.parent and node.parent.number) == latest.get(name), "the call before, of its conversation"
+        assert (node.parent and node.parent.number) == latest.get(name), "the conversation's previous call"
         latest[name] = node.number
     parts = each.account()
     assert len(parts) == 16 and all(part.episode is None for part in parts[1:])

@@ -315,7 +315,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "options"), REFUSED, ids=str)
-def test_what_a_rollout_cannot_have_is_refused(name: str, options: dict[str, Any]) -> None:
+def test_unsupported_sampling_options_are_refused(name: str, options: dict[str, Any]) -> None:
     async def play(client: Client, each: Played) -> None:
         client.ask(QUESTION)
         with pytest.raises(
@@ -442,7 +442,7 @@ def test_thoughts_of_this_turn_have_to_be_written(condition: str, status: int) -
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity"])
-def test_what_json_does_not_have_is_refused(number: str) -> None:
+def test_non_json_numbers_are_refused(number: str) -> None:
     body = json.dumps({"messages": [_ASKED], "metadata": 0}).replace(": 0", f": {number}").encode()
     each, ((status, text),) = post([("chat", body)], "never")
     assert status == 400 and number in text and not each.asked
@@ -462,12 +462,12 @@ def test_whether_a_template_writes_tools_is_known() -> None:
     assert Rendering(tools_tokenizer(), "keep").writes_tools()
 
 
-def test_a_reply_that_its_client_no_longer_reads_does_not_train() -> None:
+def test_reply_to_a_client_that_timed_out_is_not_trained_on() -> None:
     """The client asks again, as after its own time-out, and continues the second reply."""
     server = AgentServer()
 
     async def run() -> Played:
-        each = Played("a long answer that nobody got", "5", "yes")
+        each = Played("a long reply that nobody got", "5", "yes")
         may_answer, sample = asyncio.Event(), each.episode.ask
 
         async def ask(request: Request, params: SamplingParams) -> Completion:
@@ -503,7 +503,7 @@ def test_a_reply_that_its_client_no_longer_reads_does_not_train() -> None:
     texts = [each.tokenizer.decode(one.tokens[mask_of(one)].tolist()) for one in (done, *done.branches)]
     assert texts == ["5<|im_end|>yes<|im_end|>"]
     assert done.episode is not None and done.episode.response == "yes" and len(done.episode.calls) == 3
-    assert done.episode.num_untrained_tokens == len(each.ids("a long answer that nobody got<|im_end|>"))
+    assert done.episode.num_untrained_tokens == len(each.ids("a long reply that nobody got<|im_end|>"))
 
 
 @pytest.mark.parametrize("name", ["messages", "responses"])

@@ -24,7 +24,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add.",
 
 @dataclass(frozen=True)
 class Family:
-    """A renderer, the tokens and a chat template of its models, and a response with a call.
+    """A renderer, its models' special tokens and chat template, and a response with a call.
 
     Attributes:
         ends: Token that ends the response with a call, and one that ends the last response.

@@ -331,7 +331,7 @@ def test_a_push_in_the_middle_of_a_call_is_not_seen_by_the_client(model: Any) ->
 
 @pytest.mark.parametrize("seed", range(4))
 def test_pushes_at_random_moments_leave_each_token_with_its_weights(model: Any, seed: int) -> None:
-    """Log-probs, Top-K and routes are those of a forward pass by the weights of the token's version."""
+    """Log-probs, Top-K and routes equal a forward pass by the weights of the token's version."""
     order, models = random.Random(seed), [reference_model(moe_config(), each) for each in (1, 2, 3)]
     halting = Halting(engine_of(model), (order.randint(1, 2) for _ in itertools.count()))
     sample, completion = with_pushes(agents_of("scripted"), halting, [checkpoint(each) for each in models])
@@ -349,7 +349,7 @@ def test_pushes_at_random_moments_leave_each_token_with_its_weights(model: Any, 
         scored = expected[places, completion.tokens[places]], expected[places].topk(3).values
         torch.testing.assert_close(found, scored, atol=2e-5, rtol=0)
         assert completion.routed_experts is not None
-        # The forward that samples a token is that of the token before it.
+        # The forward pass of the previous token samples a token.
         before = places + sample.prompt_length - 1
         at = completion.routed_experts.indices[before].sort(-1).values
         assert torch.equal(at.long(), routes[before].sort(-1).values)

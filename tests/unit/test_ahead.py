@@ -164,7 +164,7 @@ def require_metrics(ranks: Sequence[tuple[Taken, Rank]], bound: StalenessBound) 
 def require_bound_and_ledger(
     ranks: Sequence[tuple[Taken, Rank]], bound: StalenessBound, versions: range
 ) -> int:
-    """No token is too old or of other weights than it says, and each place comes once; counts the samples."""
+    """Require that no token is too old or mislabelled, and each prompt index comes once; count the samples."""
     trained, num_samples = list[int](), 0
     for rollout, version in enumerate(versions):
         groups = [group for taken, _ in ranks for group in taken[rollout][0]]
@@ -203,9 +203,7 @@ def begun_places(engines: Iterable[SteppedEngine]) -> set[int]:
     ],
     ids=str,
 )
-def test_a_run_begins_no_group_that_none_of_its_rollouts_trains_on(
-    bound: StalenessBound, num_ranks: int
-) -> None:
+def test_each_started_group_is_trained_on_or_replaced(bound: StalenessBound, num_ranks: int) -> None:
     """Stopped twice and resumed. Groups whose rewards are equal are replaced, and begin in addition."""
     num_rollouts, size, cursor = 7, bound.prompts_per_rollout, None
     trained, begun, replaced = list[int](), set[int](), 0
@@ -246,7 +244,7 @@ def test_a_run_begins_no_group_that_none_of_its_rollouts_trains_on(
     assert begun == {place for place in set(range(top)) - set(again) if place % 6 != 4}
 
 
-def test_after_a_push_the_oldest_groups_are_asked_for_first() -> None:
+def test_oldest_groups_are_requested_first_after_a_push() -> None:
     """In whatever order they came back: a server with a queue would let the youngest pass at each push."""
     rank, before, num_again = Rank(StalenessBound(4, 3, 4), Peer(0, Meeting(1)), longest=10**6), set[str](), 0
     for version in range(6):
@@ -318,7 +316,7 @@ def test_an_open_group_is_as_old_as_its_oldest_token() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_run_that_goes_on_from_its_cursor_trains_on_each_place_once(num_ranks: int) -> None:
+def test_run_resumed_from_its_cursor_trains_on_each_index_once(num_ranks: int) -> None:
     """A run that is stopped before its first rollout keeps the places that were to come again."""
     bound, cursor, trained, version = StalenessBound(3, 2, 3), None, list[int](), 0
     for num_rollouts in (2, 0, 1, 0, 3):
@@ -350,7 +348,7 @@ def test_a_run_that_goes_on_from_its_cursor_trains_on_each_place_once(num_ranks:
 
 
 @pytest.mark.parametrize("bound", [StalenessBound(4, 1), StalenessBound(4, 0)], ids=str)
-def test_all_ranks_stop_where_one_was_asked_to(bound: StalenessBound) -> None:
+def test_all_ranks_stop_if_one_rank_gets_a_signal(bound: StalenessBound) -> None:
     def work(data_parallel: Any) -> Any:
         rank = Rank(bound, data_parallel.peers)
         rank.push(0, 9)
@@ -383,10 +381,10 @@ def test_a_producer_that_fails_ends_the_wait_of_every_rank(bound: StalenessBound
 
 
 @pytest.mark.parametrize("over_sampling", [1.0, 1.5])
-def test_a_rank_whose_servers_answer_nothing_ends_all_ranks(over_sampling: float) -> None:
+def test_rank_without_a_reachable_server_ends_all_ranks(over_sampling: float) -> None:
     class Lost(SteppedSession):
         async def ask(self, request: Request, params: SamplingParams) -> Completion:
-            self.errors = {**self.errors, request.id: ServerError(f"no answer to {request.id}")}
+            self.errors = {**self.errors, request.id: ServerError(f"no reply to {request.id}")}
             return give_up(request)
 
     class Unreachable(SteppedEngine):
@@ -406,7 +404,7 @@ def test_a_rank_whose_servers_answer_nothing_ends_all_ranks(over_sampling: float
         return raised.value
 
     other, own = on_ranks(work, (0, 1))
-    assert isinstance(own, ServerError) and str(other).startswith("rank 1: ServerError: no answer to rollout0/")
+    assert isinstance(own, ServerError) and str(other).startswith("rank 1: ServerError: no reply to rollout0/")
 
 
 def test_a_producer_that_fails_while_a_rollout_is_trained_on_ends_all_ranks_after_the_push() -> None:
@@ -418,7 +416,7 @@ def test_a_producer_that_fails_while_a_rollout_is_trained_on_ends_all_ranks_afte
     rank.push(0, 9)
     assert rank.ahead.next(0, 0, rank.peer.all_gather, run_to_end) is not None
     broken.append(True)
-    rank.push(1, 8)  # what was open is asked for again
+    rank.push(1, 8)  # open requests are sent again
     wait_until(lambda: rank.sampler.fault is not None, 120)
     pushed = list[int]()
     with rank.ahead.pause(2, 7):
@@ -512,7 +510,7 @@ def test_groups_that_end_without_a_token_are_dropped_and_counted(
     assert sum(count.num_samples for count in counts) == 2 * 9 * bound.prompts_per_rollout
 
 
-def test_a_run_whose_prompts_are_all_too_long_says_so() -> None:
+def test_error_if_all_prompts_are_too_long() -> None:
     rank = Rank(StalenessBound(2, 1), Peer(0, Meeting(1)), prompts=[replace(p, text=TOO_LONG) for p in PROMPTS])
     rank.push(0, 9)
     with pytest.raises(RolloutError, match=r"40 of 40 .*data\.max_prompt_tokens"):
@@ -545,7 +543,7 @@ def test_a_task_that_was_cancelled_ends_the_wait() -> None:
 
 @pytest.mark.parametrize("off", [-2, 1])
 def test_a_sample_beyond_the_bound_or_of_weights_to_come_is_never_trained_on(off: int) -> None:
-    """By the versions that came with its tokens, whatever the rules make of its group."""
+    """The versions of the sample's tokens decide, not the bookkeeping of its group."""
 
     class Others(SteppedEngine):
         @property
@@ -559,7 +557,7 @@ def test_a_sample_beyond_the_bound_or_of_weights_to_come_is_never_trained_on(off
     rank.ahead.close()
 
 
-def test_what_is_left_behind_is_given_again_before_all_others() -> None:
+def test_prompts_left_over_come_again_before_new_prompts() -> None:
     peer = Peer(0, Meeting(1))
     rank = Rank(StalenessBound(2, 3, 4), peer)
     rank.push(0, 9)

@@ -53,7 +53,7 @@ class Recorded(StalenessBound):
 def test_over_640_samples_each_none_is_too_old_and_each_place_comes_once(
     bound: StalenessBound, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks sample, hold and train at speeds of their own; the slowest takes twelve times as long."""
+    """Ranks sample, hold and train at different speeds; the slowest takes twelve times as long."""
     monkeypatch.setattr("megatron_dppo.rollout.scheduling._POLL_S", 0.002)
     weights = Weights()
     recorded = [Recorded(bound.prompts_per_rollout, bound.max_staleness, bound.over_sampling, [])] * num_ranks

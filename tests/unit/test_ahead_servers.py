@@ -32,7 +32,7 @@ BOUND = StalenessBound(3, 2, 2.5)
 
 
 class ServedRank(Rank):
-    """One rank, which pushes versions to the servers that answer."""
+    """One rank, which pushes versions to the servers that respond."""
 
     def __init__(self, servers: list[LiveStandIn], **options: Any) -> None:
         self.servers, self.hold_s = servers, 0.0
@@ -87,7 +87,7 @@ def test_a_server_at_fault_costs_no_place_and_no_bound(
     harm: Callable[[LiveStandIn, str], None],
     path: str,
 ) -> None:
-    """The other server goes on; the next push finds the one that answers again."""
+    """The other server continues; the next push finds the one that responds again."""
     first, harmed_at = servers[0], list[int]()  # the version that it had
 
     def before(called: str, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Alarms: each sign is found where it is, and a run that learns in the usual noise is left alone."""
+"""Alarms: each sign is found at its step, and a run with the usual noise raises none."""
 
 import json
 import math

@@ -418,12 +418,12 @@ def test_bad_input_is_refused(case: str):
         policy_loss(objective, make_inputs(**changes))
 
 
-def test_entropy_is_asked_for():
+def test_entropy_coef_without_entropy_is_refused():
     with pytest.raises(ConfigError, match="entropy"):
         policy_loss(preset("pg_is", entropy_coef=0.01), make_inputs())
 
 
-def test_what_the_objective_does_not_read_may_be_absent():
+def test_inputs_that_the_objective_does_not_read_may_be_absent():
     inputs = make_inputs(
         old_log_probs=None, topk=None, targets=torch.zeros(7), response_lengths=torch.tensor([-1])
     )

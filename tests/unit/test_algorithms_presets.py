@@ -16,7 +16,7 @@ from megatron_dppo.errors import ConfigError
 from tests.support.refusals import refused
 
 # The paper's presets. Those of other papers are in the README's table and in the exact vectors.
-# name: (delta_low, delta_high, eps_low, eps_high, alpha, ratio_cap, anchor), "-" where it has no use for one
+# name: (delta_low, delta_high, eps_low, eps_high, alpha, ratio_cap, anchor), "-" if the preset has none
 TABLE = {
     "pg_is": ("-", "-", "-", "-", "-", math.inf, "rollout"),
     "pg_tis": ("-", "-", "-", "-", "-", 3, "rollout"),
@@ -188,7 +188,7 @@ def test_all_faults_at_once_and_for_hand_made_objectives_too():
             replace(PRESETS[name], importance=importance)
 
 
-def test_what_a_config_sets_of_an_objective_is_said_by_the_objective():
+def test_overrides_in_a_config_are_exactly_the_objectives_fields():
     """A key of [algorithm] that no field is named like never becomes one."""
     settings = AlgorithmConfig.model_validate({"delta": 0.1, "eps_low": 0.3}).model_dump()
     assert overrides_in(settings | {"temperature_of_tomorrow": 2.0}) == {"delta": 0.1, "eps_low": 0.3}

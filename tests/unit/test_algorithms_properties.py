@@ -231,7 +231,7 @@ def test_float32_noise_of_a_covered_vocabulary_is_no_divergence(seed: int, vocab
 
 
 def kl_of_tails(rollout_tail: float, tail: float, dtype: torch.dtype) -> float:
-    """KL where one of three tokens is beyond the Top-2, which shares the rest of both policies evenly."""
+    """KL of three tokens; one is outside the Top-2, whose two tokens have equal probabilities."""
     mu, pi = (
         torch.tensor([[(1 - t) / 2, (1 - t) / 2]], dtype=torch.float64).log() for t in (rollout_tail, tail)
     )
@@ -272,7 +272,7 @@ def test_roundoff_makes_no_negative_kl():
         assert ((kl >= 0) & (kl < 1e-6)).all()
 
 
-def test_partition_leaves_out_padding_whatever_stands_there():
+def test_partition_ignores_the_values_of_padding():
     topk = TopKLogProbs(
         torch.tensor([[3, -1]]), torch.tensor([[0.5, 0.4]]).log(), torch.tensor([[0.3, 0.2]]).log()
     )

@@ -53,7 +53,7 @@ def exact_binary_kl(rollout_tail: float, tail: float) -> float:
     return known + rollout_tail * math.log(rollout_tail / tail)
 
 
-def test_a_token_whose_log_prob_rounds_to_0_is_not_infinitely_far():
+def test_kl_is_finite_if_a_log_prob_rounds_to_0():
     exact = exact_binary_kl(1e-4, 3e-8)
     assert exact == pytest.approx(7.1e-4, rel=0.01)
     log_probs = torch.tensor([1e-4, 3e-8], dtype=torch.float64).neg().log1p()

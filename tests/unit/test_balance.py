@@ -155,7 +155,7 @@ def test_prefixes_that_are_computed_once_fit_micro_batches_and_leave_no_group_mu
     assert all(sum(lengths[place] for place in each) <= most_rows for each in chosen)
     assert sum(plan.tokens) == sum(lengths)
     arguments["shared"] = None
-    alone = max(plan_minibatch(**arguments).work)  # both are within NEAR_EVEN of a bound, where one can be
+    alone = max(plan_minibatch(**arguments).work)  # both are within NEAR_EVEN of the bound if possible
     assert max(plan.work) <= NEAR_EVEN * alone
 
 

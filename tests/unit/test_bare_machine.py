@@ -63,7 +63,7 @@ def bare(tmp_path: Path) -> dict[str, str]:
     """An environment whose interpreters, and their children, cannot import the hidden modules."""
     hidden = hidden_modules()
     (tmp_path / "sitecustomize.py").write_text(HIDE.format(hidden=hidden))
-    plugins = metadata.entry_points(group="pytest11")  # pytest looks for those of hidden packages too
+    plugins = metadata.entry_points(group="pytest11")  # pytest would load hidden packages' plugins, too
     without = " ".join(f"-p no:{each.name}" for each in plugins if each.module.partition(".")[0] in hidden)
     own = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "PYTEST_ADDOPTS": without}
     return os.environ | own | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -131,7 +131,7 @@ def test_a_step_that_does_not_fit_and_an_unknown_peak_are_shown(capsys: pytest.C
     ("flags", "words"),
     [((), "needs a GPU"), (("--tokens", "100", "--sequence-length", "64"), "expected a multiple")],
 )
-def test_what_cannot_be_measured_is_refused_in_one_line(flags: tuple[str, ...], words: str) -> None:
+def test_unmeasurable_options_are_refused_in_one_line(flags: tuple[str, ...], words: str) -> None:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "tools.benchmarks.gpu_step", *flags]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=ROOT)

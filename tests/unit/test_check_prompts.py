@@ -46,7 +46,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def checked(tokenizer: PreTrainedTokenizerFast, rows: list[Any], *settings: str) -> tuple[int, str]:
-    """The status of `check`, and what it says besides the summary."""
+    """Return the exit status of `check`, and its output without the summary."""
     save(tokenizer, Path("model"))
     texts = (row if isinstance(row, str) else json.dumps({"prompt": CHAT, "answer": "2"} | row) for row in rows)
     Path("p.jsonl").write_text("\n".join(texts) + "\n")
@@ -124,7 +124,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("faults", [FAULTS[:9], FAULTS[9:]])
-def test_rows_whose_prompt_would_be_another_are_refused_at_once(
+def test_rows_that_would_render_as_another_prompt_are_all_listed(
     faults: list[tuple[dict[str, Any], str]],
 ) -> None:
     status, text = checked(tools_tokenizer(), [*(row for row, _ in faults), {}])
@@ -299,7 +299,7 @@ AGENT = ('rollout.agent.command=["python"]', "rollout.engine=sglang")
 
 
 @pytest.mark.usefixtures("importable")
-def test_an_environment_whose_template_leaves_out_thinking_is_noted() -> None:
+def test_template_that_drops_thinking_between_turns_is_noted() -> None:
     """Not if the choice is set, without further turns, or with a template that keeps it."""
     turns = ("rollout.environment=tests.unit.own_environment:Teller", "rollout.max_turns=3")
     chat = [{"prompt": [{"role": "user", "content": "1?"}]}]

@@ -1,4 +1,4 @@
-"""Clipped tokens: counted where they are masked, whoever held them, most frequent first."""
+"""Clipped tokens: counted by the rule that masks them, on any rank, most frequent first."""
 
 import json
 import pickle

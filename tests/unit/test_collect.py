@@ -1,4 +1,4 @@
-"""Collecting samples, with a fake engine: it answers from a script. Real engines have tests of their own."""
+"""Collecting samples with a fake, scripted engine. Real engines have separate tests."""
 
 import dataclasses
 import math
@@ -286,7 +286,7 @@ def test_too_many_dropped() -> None:
     assert "reward" not in message
 
 
-def test_what_fails_now_and_then_names_the_setting_of_retries() -> None:
+def test_error_of_a_flaky_reward_names_reward_retries() -> None:
     def at_times(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
         raise ConnectionError("the judge is busy")
 
@@ -319,7 +319,7 @@ def test_completions_that_are_missing() -> None:
         )  # fmt: skip
 
 
-def test_top_k_that_was_asked_for_and_is_missing() -> None:
+def test_missing_top_k_is_refused() -> None:
     with pytest.raises(RolloutError, match=r"'topk': 0.*expected 17"):
         collect_with(right_or_wrong, params=dataclasses.replace(PARAMS, num_topk_log_probs=4))
 

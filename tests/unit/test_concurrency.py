@@ -1,4 +1,4 @@
-"""Event loops of other threads and of the caller's: what is left of their tasks."""
+"""Event loops of other threads and of the caller: no task is left running."""
 
 import asyncio
 import gc

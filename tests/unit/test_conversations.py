@@ -1,4 +1,4 @@
-"""Conversations one by one: what they sample is that of turns together, and none waits for another."""
+"""Conversations sampled one by one equal conversations sampled in a batch, and none waits for another."""
 
 import asyncio
 import dataclasses
@@ -232,7 +232,7 @@ def test_a_turn_that_was_interrupted_has_what_its_limit_leaves(engine: Transform
 
 
 @pytest.mark.parametrize("is_concurrent", [True, False])
-def test_what_an_engine_raises_is_raised(engine: TransformersEngine, is_concurrent: bool) -> None:
+def test_error_of_an_engine_propagates(engine: TransformersEngine, is_concurrent: bool) -> None:
     broken = dataclasses.replace(asked([1])[0], id="broken", prompt_tokens=(99,))
     multi_turn = multi_turn_engine(OneByOne(engine) if is_concurrent else engine)
     with pytest.raises(RolloutError, match=r"request broken: .* 99"):
@@ -319,7 +319,7 @@ def test_a_long_rollout_says_how_far_it_is(
 
 
 def test_scoring_begins_when_a_response_ends(ending: TransformersEngine) -> None:
-    """The last response is asked for only once a reward was asked for; results stand as without haste."""
+    """The last response is requested only after a first reward was; results equal the serial ones."""
     one_by_one, first_scored = OneByOne(ending), asyncio.Event()
     ask = one_by_one.ask
 
@@ -356,7 +356,7 @@ def test_a_slow_reward_holds_up_nobody(ending: TransformersEngine) -> None:
     assert len(rewards.scored) == 6 and [len(group.samples) for group in groups] == [2, 0, 2]
 
 
-def test_what_is_kept_half_done_is_scored_once(ending: TransformersEngine) -> None:
+def test_resumed_group_scores_each_response_once(ending: TransformersEngine) -> None:
     """Scores of responses stay with their groups; those that a hold left get theirs when they end."""
 
     class Waiting(OneByOne):
@@ -389,9 +389,9 @@ def test_what_is_kept_half_done_is_scored_once(ending: TransformersEngine) -> No
     assert all(group.is_whole for group in groups) and sorted(rewards.scored) == ["0", "0", "1", "1", "2", "2"]
 
 
-def test_what_scoring_raises_ends_the_sampling(ending: TransformersEngine) -> None:
+def test_error_in_scoring_ends_the_sampling(ending: TransformersEngine) -> None:
     async def until(request: RewardRequest) -> None:
-        raise RewardError("data.reward: it never answers")
+        raise RewardError("data.reward: it never replies")
 
     with pytest.raises(RewardError, match="never answers"):
         sampled(OneByOne(ending), Scorer(TOKENIZER, Rewards(until), True, None))
@@ -400,13 +400,13 @@ def test_what_scoring_raises_ends_the_sampling(ending: TransformersEngine) -> No
 def test_no_answer_at_all_is_the_servers_fault(ending: TransformersEngine) -> None:
     class Lost(OneByOne):
         async def ask(self, request: Request, params: SamplingParams) -> Completion:
-            self.errors[request.id] = ServerError(f"no answer to {request.id}")
+            self.errors[request.id] = ServerError(f"no reply to {request.id}")
             return give_up(request)
 
     async def until(request: RewardRequest) -> None:
         pass
 
-    with pytest.raises(ServerError, match="no answer to rollout2/0/0"):
+    with pytest.raises(ServerError, match="no reply to rollout2/0/0"):
         sampled(Lost(ending), Scorer(TOKENIZER, Rewards(until), True, None))
 
 

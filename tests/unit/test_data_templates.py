@@ -28,7 +28,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_what_the_model_is_shown(template: str) -> None:
+def test_prompt_text_of_each_template(template: str) -> None:
     tokenizer = r1_tokenizer() if template == "r1_distill" else qwen3_tokenizer()
     require_tokenizer(template, tokenizer)
     asked = TEMPLATES[template]("1 + 1?")

@@ -1,4 +1,4 @@
-"""Faults of the process that decodes answers: each costs one answer, and none hangs."""
+"""Faults of the process that decodes replies: each costs one reply, and none hangs."""
 
 import asyncio
 import fcntl
@@ -27,7 +27,7 @@ from tests.support.processes import hang, is_alive, wait_until
 from tests.support.samples import assert_same
 from tests.unit.test_sglang_protocol import MODEL, recorded
 
-LARGE = b" " * (4 << 20)  # behind an answer: more than a pipe holds
+LARGE = b" " * (4 << 20)  # after a reply: more than a pipe holds
 TRAINER = """
 import asyncio, json, sys, time
 import psutil
@@ -37,7 +37,7 @@ from megatron_dppo.engines.sglang.replies import Expected, read_reply
 
 decoding = DecodingProcess(small_bytes=0)
 try:
-    asyncio.run(decoding.read(read_reply, b"[]", Expected("an answer")))
+    asyncio.run(decoding.read(read_reply, b"[]", Expected("a reply")))
 except ReplyError as error:
     pids = [process.pid for process in psutil.Process().children(recursive=True)]
     print(json.dumps([pids, str(error)]), flush=True)
@@ -173,7 +173,7 @@ def test_threads_and_event_loops_share_one_process() -> None:
     assert is_alive(_pid(decoding))
 
 
-def test_an_answer_that_is_no_longer_awaited_is_not_given_to_the_next_one() -> None:
+def test_reply_to_a_cancelled_request_is_dropped() -> None:
     decoding = DecodingProcess(small_bytes=0)
     _read(decoding)
     _stop(_pid(decoding))
@@ -199,7 +199,7 @@ def test_it_ends_with_the_trainer(how: str) -> None:
         if how == "killed":
             assert len(pids) == 2 and all(map(is_alive, pids))
             trainer.kill()
-    assert message.startswith("an answer: found no JSON of a response (Expected `object`, got `array`)")
+    assert message.startswith("a reply: found no JSON of a response (Expected `object`, got `array`)")
     wait_until(lambda: not any(map(is_alive, pids)), 60)
 
 
@@ -236,7 +236,7 @@ def test_an_answer_has_nothing_of_a_longer_one_before_it(behind: tuple[bytes, ..
 
 
 def test_neither_a_lost_process_nor_one_that_ends_keeps_descriptors() -> None:
-    gc.collect()  # those of earlier tests
+    gc.collect()  # garbage of earlier tests
     descriptors = psutil.Process().num_fds()
     decoding = DecodingProcess(small_bytes=0)
     for _ in range(2):

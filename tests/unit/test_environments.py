@@ -51,7 +51,7 @@ def said(turn: Turn | EnvironmentFault) -> str | None:
     return turn.observation
 
 
-def test_multi_turn_open_and_go_on_beside_each_other(pool: EnvironmentPool) -> None:
+def test_conversations_step_independently_of_each_other(pool: EnvironmentPool) -> None:
     question: Any = {"role": "user", "content": "?", "name": "me", "tool_calls": [{"name": "add"}]}
     chat = Prompt("q", "", "test", messages=(question,))
     seed = trajectory().seed
@@ -84,7 +84,7 @@ def test_one_that_fails_costs_its_own_conversation(pool: EnvironmentPool, respon
     assert [said(turn) for turn in before] == ["x", "y"]
     fault, other = pool.step([trajectory("x", response), trajectory("y", "z", id="b")])
     assert isinstance(fault, EnvironmentFault) and words in fault.message
-    assert said(other) == "y z", "another worker is told again what was said"
+    assert said(other) == "y z", "a new worker gets the earlier responses again"
 
 
 def test_one_that_does_not_begin(pool: EnvironmentPool) -> None:
@@ -94,7 +94,7 @@ def test_one_that_does_not_begin(pool: EnvironmentPool) -> None:
 
 
 def test_four_thousand_conversations_go_on_without_beginning_again() -> None:
-    """Of more, those that have waited for the longest time are asked anew, response by response."""
+    """If there are more, the ones idle for the longest time are replayed from their responses."""
     begun = list[str]()
 
     class Counting(Told):
@@ -134,7 +134,7 @@ def test_an_observation_of_two_kinds_is_no_reply() -> None:
         decode({"opening": {"text": "go", "messages": []}}, Answer)
 
 
-def test_what_cannot_be_imported_stops_before_anything_is_sampled() -> None:
+def test_environment_that_cannot_be_imported_fails_before_sampling() -> None:
     pool = EnvironmentPool("tests.unit.bad_environments:Absent", num_workers=1, timeout_s=1.0, memory_mb=128)
     with pytest.raises(EnvironmentFailedError, match=r"rollout\.environment: .*'Absent' is not there"):
         pool.start()
@@ -153,7 +153,7 @@ def test_names() -> None:
         register("single_turn")(SingleTurn)
 
 
-def test_a_seed_is_of_its_prompt() -> None:
+def test_seed_depends_on_the_prompt_only() -> None:
     other = Prompt("other", "", "test", text="begin")
     assert trajectory(id="a").seed == trajectory(id="b").seed != trajectory(prompt=other).seed
     assert 0 <= trajectory().seed < 1 << 31
@@ -196,7 +196,7 @@ def test_gem_tasks_know_right_from_wrong(task: str) -> None:
 
 
 @pytest.mark.gem
-def test_gem_tasks_beside_each_other_draw_their_own_random_numbers() -> None:
+def test_concurrent_gem_tasks_draw_separate_random_numbers() -> None:
     def moves(made: GemEnvironment) -> list[str | None]:
         return [made.step(f"\\boxed{{{move}}}", "stop").observation for move in ("up", "left", "up", "left")]
 

@@ -1,4 +1,4 @@
-"""The tree of an episode: parents, forks, limits, time and refusals, with an engine that answers by script."""
+"""The tree of an episode: parents, forks, limits, time and refusals, with a scripted engine."""
 
 import asyncio
 import json
@@ -135,7 +135,7 @@ def test_a_tool_call_is_continued_by_the_tokens_that_were_sampled() -> None:
 
 
 @pytest.mark.parametrize("changed", ["content", "tools", "system", "arguments"])
-def test_what_was_not_sampled_begins_a_new_conversation(changed: str) -> None:
+def test_edited_history_starts_a_new_conversation(changed: str) -> None:
     async def play() -> Played:
         each = Played(f"I add.{CALL}", "5", "6")
         said = await each.say(ASKS, tools=TOOLS)
@@ -181,7 +181,7 @@ def test_ids_of_tool_calls_tell_equal_responses_apart() -> None:
         (LATEST_TEMPLATE, "keep", False),
     ],
 )
-def test_a_conversation_goes_on_only_if_the_template_appends(
+def test_conversation_continues_only_if_the_template_appends(
     template: str, thinking: Thinking, is_continued: bool
 ) -> None:
     tokenizer = byte_tokenizer(("<|im_start|>", "<|im_end|>"), template, eos="<|im_end|>")
@@ -359,13 +359,13 @@ def test_the_clock_runs_only_while_the_harness_works() -> None:
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
     ],
 )
-def test_what_a_rollout_cannot_have_is_refused_with_a_sentence(changes: dict[str, Any]) -> None:
+def test_unsupported_chat_options_are_refused_with_a_message(changes: dict[str, Any]) -> None:
     with pytest.raises(RefusedError) as refused:
         read_chat(json.dumps({"messages": [ASKS]} | changes).encode())
     assert refused.value.status == 400 and "found" in refused.value.body["error"]["message"]
 
 
-def test_what_changes_no_token_is_taken() -> None:
+def test_options_that_change_no_token_are_accepted() -> None:
     chat = read_chat(
         json.dumps(
             {
@@ -462,7 +462,7 @@ def test_each_call_says_how_it_was_matched() -> None:
         await each.say(brief, ASKS, first, asks("b"))
         await each.say(brief, ASKS)
         await each.say(brief, ASKS, first, asks("c"), tools=TOOLS)
-        await each.say(brief, ASKS, {"role": "assistant", "content": "I said no."}, asks("d"))
+        await each.say(brief, ASKS, {"role": "assistant", "content": "I mean no."}, asks("d"))
         await each.say(brief, asks("Look."))
         await each.say(other, ASKS)
         return each
@@ -544,7 +544,7 @@ def test_each_tree_that_is_chosen_trains(train: Any, expected: list[str]) -> Non
 
 
 def test_a_conversation_with_tools_trains_before_a_longer_one_without() -> None:
-    """Coding agents let the same model write a title, or remember what was said, without tools."""
+    """Coding agents let the same model write a title, or summarise the conversation, without tools."""
 
     async def play() -> Played:
         each = Played("a title of many, many words", "It is 5.")

@@ -1,4 +1,4 @@
-"""Values that are 0, False or empty, and mean it: each beside another value that would be taken instead."""
+"""Valid values that are 0, False or empty: none of them is replaced by a default."""
 
 import asyncio
 import types
@@ -111,7 +111,7 @@ def _is_valid(path: tuple[str, ...], value: Any) -> bool:
 
 
 def falsy_overrides() -> list[tuple[str, str, Any]]:
-    """Each preset with a field of its own that is not falsy, and may be."""
+    """Return (preset, field, value) for each field in use that may be falsy and is not."""
     found = list[tuple[str, str, Any]]()
     for name, objective in PRESETS.items():
         for field in OVERRIDABLE:
@@ -158,7 +158,7 @@ def test_each_field_of_an_evaluation_set_wins_over_its_outer_table() -> None:
 
 
 def test_no_pass_at_k_is_no_default() -> None:
-    """An empty list of k, beside the powers of two that are the default."""
+    """An empty list of k replaces the default, the powers of two."""
     for given, expected in ((None, (1, 2, 4)), ((), ()), ((3,), (3,))):
         options: dict[str, Any] = OUTER | {"sets": {"own": {"prompts": "a.jsonl"}}}
         options |= {} if given is None else {"pass_at": given}

@@ -111,7 +111,7 @@ def test_other_frameworks_find_the_same(name: str):
         assert torch.equal(out.weight[has_update], theirs[has_update])
 
 
-def test_who_was_asked():
+def test_presets_and_frameworks_with_vectors():
     asked = {(other["preset"], other["framework"]) for other in VECTORS["others"]}
     assert asked == {
         ("ipo", "prime-rl"),

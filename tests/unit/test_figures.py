@@ -160,7 +160,7 @@ def test_a_caption_names_runs_seeds_and_smoothing(runs: list[Path]) -> None:
     assert "to the last rollout that all of a line's seeds have" in caption
 
 
-def test_experiments_are_told_apart_by_settings_and_lines_by_trust_regions(tmp_path: Path) -> None:
+def test_experiments_differ_by_settings_and_lines_by_trust_regions(tmp_path: Path) -> None:
     folders = [
         write_run(tmp_path / "a", algorithm("dppo_binary_tv")),
         write_run(tmp_path / "b", algorithm("dppo_binary_tv", delta=0.05)),
@@ -176,7 +176,7 @@ def test_experiments_are_told_apart_by_settings_and_lines_by_trust_regions(tmp_p
     assert fast.settings == "optimizer.lr = 0.5"
 
 
-def test_a_run_in_whose_place_another_stands_is_named(tmp_path: Path) -> None:
+def test_run_replaced_by_a_later_equal_run_is_named(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / name, algorithm("grpo")) for name in ("first", "second")]
     caption = " ".join(only(drawn("03_stability", folders)).caption)
     assert "GRPO: seed 0 (runs: second)." in caption
@@ -253,7 +253,7 @@ def test_anchors_are_paired_with_their_twins(tmp_path: Path) -> None:
     assert lines_of(only(drawn("04_anchor", [*clips, *folders])), "reward").keys() == labels
 
 
-def test_bad_updates_are_percents_of_minimal_masks_where_there_are_any(tmp_path: Path) -> None:
+def test_bad_updates_are_percentages_and_exist_for_minimal_masks_only(tmp_path: Path) -> None:
     names = ("pg_is", "negative_mask", "grpo")
     folders = [write_run(tmp_path / name, algorithm(name)) for name in names]
     drawing = only(drawn("05_bad_updates", folders))
@@ -502,7 +502,7 @@ def test_the_gallery_holds_all_of_them_and_fetches_nothing(written: tuple[Path, 
     assert page.count("<li>07_relaxation_side (Figure 7)") == 1
 
 
-def test_what_is_missing_is_said_with_what_to_set(written: tuple[Path, Written]) -> None:
+def test_missing_figures_are_listed_with_the_setting_they_need(written: tuple[Path, Written]) -> None:
     said = " ".join(written[1].not_drawn)
     for name in (
         "02_engine_differences",
@@ -530,7 +530,7 @@ def test_runs_without_a_rollout_cannot_be_drawn(tmp_path: Path) -> None:
         draw_figures([empty, empty], tmp_path / "out")
 
 
-def test_the_command_writes_the_formats_asked_for(tmp_path: Path) -> None:
+def test_command_writes_the_requested_formats(tmp_path: Path) -> None:
     out = tmp_path / "out"
     row = {"rollout_log_probs": [-1.0], "live_log_probs": [-1.5]}
     (tmp_path / "tokens.jsonl").write_text(json.dumps(row) + "\n")
@@ -659,7 +659,7 @@ def test_two_measurements_of_one_folder_s_name_have_two_titles(tmp_path: Path) -
         np.testing.assert_allclose(offsets[:, 0], [mu])
 
 
-def test_what_a_line_lacks_is_said(tmp_path: Path) -> None:
+def test_caption_names_missing_data_of_a_line(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / name, algorithm(name)) for name in ("pg_is", "grpo")]
     lines = (folders[1] / "metrics.jsonl").read_text().splitlines()
     kept = [line for line in lines if '"evaluation"' not in line]
@@ -732,7 +732,7 @@ def test_a_title_names_the_shortest_setting_that_tells_apart_and_no_path(place: 
     assert labels(*turned) == expected[place:] + expected[:place]
 
 
-def test_paths_are_told_apart_by_one_part_or_by_words() -> None:
+def test_labels_of_paths_have_the_parts_that_differ() -> None:
     assert without_paths(["/a/x/hf", "/b/y/hf"]) == {"/a/x/hf": "x", "/b/y/hf": "y"}
     assert without_paths(["a/x", "b/x", "a/y"]) == {"a/x": "a x", "b/x": "b x", "a/y": "a y"}
     assert without_paths(["1e-06", "0.5"]) == {"1e-06": "1e-06", "0.5": "0.5"}

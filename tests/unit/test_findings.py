@@ -1,4 +1,4 @@
-"""What the report says first: sentences that follow the runs, and silence where they cannot tell."""
+"""The report's first findings: sentences that follow the runs, and none without evidence."""
 
 import importlib.util
 import random
@@ -44,7 +44,7 @@ def _run(
     paired: tuple[float, float] | None = None,
     host: str | None = "a",
 ) -> Run:
-    """A run with constant metrics, and with pairs of KL that scatter about two means where they are given."""
+    """A run with constant metrics; pairs of KL, if given, scatter about two means."""
     noise = random.Random(seed)
     rollouts: list[MetricsRow] = []
     for n in range(num_rollouts):
@@ -124,7 +124,7 @@ def test_the_paired_forward(means: tuple[float, float], num_rollouts: int, verdi
 
 
 def test_the_share_of_a_recomputed_anchor() -> None:
-    """Over all rollouts together, the last of which has no such seconds; the other run says nothing."""
+    """The share is over all rollouts, the last of which has no such seconds; the other run has no finding."""
     seconds = {"time/anchor_s": 1.0, "time/train_s": 5.0, "time/total_s": 10.0}
     slow = {"time/anchor_s": 5.0, "time/train_s": 15.0, "time/total_s": 20.0}
     values = [seconds, slow, {name: seconds[name] for name in ("time/train_s", "time/total_s")}]
@@ -200,7 +200,7 @@ def test_speed_needs_one_machine_and_repeats() -> None:
     assert "different numbers of processes" in why_not_comparable([*twice[1:], more])
 
 
-def test_alarms_and_skipped_steps_are_told() -> None:
+def test_alarms_and_skipped_steps_are_reported() -> None:
     broken = _run("b", REPLAY)
     rows = list(broken.rollouts)
     rows[20] = replace(rows[20], values={**rows[20].values, "rollout/response_length_mean": 60.0})
@@ -289,7 +289,7 @@ def test_differences_read_as_a_person_writes_them() -> None:
     assert difference(0.0012, 0.0034, "share") == "+0.22 points"
 
 
-def test_the_quickstart_s_picture_is_drawn_of_its_runs(tmp_path: Path) -> None:
+def test_quickstart_picture_shows_the_runs_data(tmp_path: Path) -> None:
     """Under the first finding, the same each time, and small enough for a first page."""
     file = Path(__file__).parents[2] / "examples" / "quickstart" / "picture.py"
     spec = importlib.util.spec_from_file_location("quickstart_picture", file)
@@ -318,7 +318,7 @@ def test_the_quickstart_s_picture_is_drawn_of_its_runs(tmp_path: Path) -> None:
 
 
 def varied(run: Run, **metrics: Callable[[int], float]) -> Run:
-    """The run with metrics that vary over its rollouts: `reward__mean` stands for reward/mean."""
+    """The run with metrics that vary over its rollouts: `reward__mean` means reward/mean."""
     values = {name.replace("__", "/"): of for name, of in metrics.items()}
     rows = [
         replace(row, values={**row.values, **{name: of(row.rollout) for name, of in values.items()}})
@@ -327,7 +327,7 @@ def varied(run: Run, **metrics: Callable[[int], float]) -> Run:
     return replace(run, rollouts=tuple(rows))
 
 
-def test_what_differs_comes_first_and_no_run_that_did_not_replay_lowered_anything() -> None:
+def test_difference_comes_first_and_only_replay_runs_claim_a_lower_mismatch() -> None:
     """Runs of another algorithm that measured routes: their question is not R3's."""
     grpo, tv = ({**MEASURE, "algorithm": {"preset": name}} for name in ("grpo", "dppo_binary_tv"))
     runs = [
@@ -400,7 +400,7 @@ def test_a_longer_run_is_compared_over_the_rollouts_that_all_have() -> None:
     assert tables is not None and tables["means"][0]["cells"][1].startswith("0.195 ["), "both up to rollout 25"
 
 
-def test_what_a_run_warned_of_is_a_finding() -> None:
+def test_warnings_of_a_run_are_findings() -> None:
     noisy = varied(
         _run("b", REPLAY),
         trust_region__noise_masked_fraction=lambda n: 0.0 if n < 7 else 0.03,

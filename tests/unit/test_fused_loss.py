@@ -131,7 +131,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 def expected_of(batch: Batch, objective: Objective, logits: Tensor) -> tuple[Any, Tensor]:
-    """The long way's results, with those of a row that does not learn made neutral, and the gradient."""
+    """Results and gradient of the unfused loss, with neutral results in rows that do not learn."""
     logits = logits.detach().clone().requires_grad_()
     out, tokens = policy_loss_from_logits(logits, batch.microbatch, objective, batch.temperature)
     out.loss_sum.backward()

@@ -11,7 +11,7 @@ from megatron_dppo.runtime.process import Runtime, outside_device_bytes
 
 
 def ledger(*, takes_turns: bool) -> tuple[GpuLedger, list[str]]:
-    """A ledger, and what it asked of the allocator."""
+    """A ledger, and the calls that it made to the allocator."""
     asked: list[str] = []
     made = GpuLedger(lambda: asked.append("give back"), lambda: None)
     made.begin(takes_turns=takes_turns)
@@ -26,7 +26,7 @@ def ledger(*, takes_turns: bool) -> tuple[GpuLedger, list[str]]:
         ([], "engine cache"),
     ],
 )
-def test_what_must_not_be_there_together_is_refused(before: list[Holder], holder: Holder) -> None:
+def test_holders_that_exclude_each_other_are_refused(before: list[Holder], holder: Holder) -> None:
     made, _ = ledger(takes_turns=True)
     for each in before:
         made.acquire(each)
@@ -34,7 +34,7 @@ def test_what_must_not_be_there_together_is_refused(before: list[Holder], holder
         made.acquire(holder)
 
 
-def test_an_engine_with_a_gpu_of_its_own_is_only_written_down() -> None:
+def test_engine_on_a_separate_gpu_is_recorded_without_freeing_memory() -> None:
     made, asked = ledger(takes_turns=False)
     for holder in ("trainer", "engine weights", "engine cache"):
         made.acquire(holder)
@@ -42,7 +42,7 @@ def test_an_engine_with_a_gpu_of_its_own_is_only_written_down() -> None:
     assert asked == []
 
 
-def test_who_leaves_gives_the_memory_to_others_once() -> None:
+def test_offload_frees_the_memory_once() -> None:
     made, asked = ledger(takes_turns=True)
     made.acquire("trainer")
     made.leaves("trainer")
@@ -51,7 +51,7 @@ def test_who_leaves_gives_the_memory_to_others_once() -> None:
     assert [entry.is_there for entry in made.entries] == [True, False]
 
 
-def test_what_both_keep_is_measured_between_their_turns_and_more_than_planned_is_said_once(
+def test_residual_memory_is_measured_between_turns_and_an_excess_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assumed = RESERVE_BYTES + ENGINE_RESIDUE_BYTES

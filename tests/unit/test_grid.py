@@ -207,7 +207,7 @@ def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **variables: str)
     return [dict(line.split("=", 1) for line in job.splitlines()) for job in jobs]
 
 
-def test_jobs_of_a_grid_in_an_allocation_go_where_it_runs(
+def test_grid_jobs_in_an_allocation_inherit_its_partition_and_account(
     tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its account, partition, QOS, reservation and constraint, unless the environment has others."""
@@ -319,7 +319,7 @@ def test_jobs_divide_the_gpus_that_this_process_may_use(monkeypatch: pytest.Monk
     assert error.value.problems[0].where == "--jobs"
 
 
-def test_what_the_scheduler_refuses_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sbatch_error_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = ["--sbatch", str(ROOT / "examples/moe_base/train.sbatch"), "-o", str(tmp_path / "out")]
     monkeypatch.setenv("PATH", str(tmp_path))
     done = CliRunner().invoke(app, ["grid", "--variant", "grpo_clip_higher.toml", *script])

@@ -20,7 +20,7 @@ def fail_the_odd_ones(run: GridRun, devices: str | None) -> None:
 def test_each_run_has_its_own_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A status can be read once, and the thread that starts the next run reads those of all that have ended."""
+    """A status can be read once, and the thread that starts the next run reads the status of all ended runs."""
     read = forkserver.read_signed
 
     def read_slowly(file: int) -> int:
@@ -42,7 +42,7 @@ def test_each_run_has_its_own_status(
     assert printed.count("ended with status 7;") == 4 and printed.count("ended with status") == 4
 
 
-def test_what_runs_are_forked_from_says_nothing() -> None:
+def test_fork_server_prints_nothing() -> None:
     """It shares the terminal with the progress bar."""
     code = "import sys, megatron_dppo.cli.forked; print('megatron.core.optimizer' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

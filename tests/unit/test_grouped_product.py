@@ -1,4 +1,4 @@
-"""Weight gradients of groups without rows: where they are guarded, and that the guard makes them zero."""
+"""Weight gradients of groups without rows: which GPUs need a guard, and that the guard makes them zero."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from megatron_dppo.kernels.ops import (
         ((10, 0), "2.8.0", False),  # has no kernel for it
     ],
 )
-def test_who_is_guarded(capability: tuple[int, int], version: str, expected: bool) -> None:
+def test_guarded_gpus_and_versions(capability: tuple[int, int], version: str, expected: bool) -> None:
     assert leaves_empty_groups_undefined(capability, version) is expected
 
 

@@ -1,4 +1,4 @@
-"""Rows that grow at their end are those of torch.cat, and their memory is bounded by the last turn's."""
+"""Rows that grow at their end equal torch.cat, and their memory is bounded by the last turn's."""
 
 import random
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def test_no_result_changes_whatever_is_appended_to_whichever(seed: int) -> None:
     assert_same(found, expected)
 
 
-def test_what_is_cut_off_may_be_overwritten_and_nothing_else() -> None:
+def test_only_rows_after_a_cut_are_overwritten() -> None:
     earlier = joined(torch.arange(4), torch.arange(4, 6))
     rows = joined(earlier, torch.arange(6, 9))
     after = joined(cut(rows, 7), torch.tensor([70, 80]))
@@ -81,7 +81,7 @@ def part(num_tokens: int, num_rows: int, version: int, generator: torch.Generato
 
 
 def copied(completion: Completion) -> Completion:
-    """The same numbers in memory of their own."""
+    """A copy with separate memory."""
     assert completion.topk is not None and completion.routed_experts is not None
     mask = completion.loss_mask
     return replace(
@@ -135,7 +135,7 @@ def bytes_of_nodes(nodes: Sequence[Node]) -> int:
 
 
 @pytest.mark.parametrize("forks", [(), (20,), (9, 21, 22, 37)])
-def test_no_node_changes_when_the_episode_goes_on(forks: tuple[int, ...]) -> None:
+def test_earlier_nodes_stay_equal_as_the_episode_continues(forks: tuple[int, ...]) -> None:
     nodes, copies = played(40, forks)
     assert_same([node.completion for node in nodes], copies)
 

@@ -62,7 +62,7 @@ def test_blocks_are_dequantised_as_their_scales_say(tmp_path: Path, shape: tuple
 
 
 def test_stacked_blocks_keep_their_experts_scales(tmp_path: Path) -> None:
-    """The up projection begins in the middle of a block of its expert's rows."""
+    """The up projection starts in the middle of a scale block."""
     pairs = [quantized(torch.randn(200, 140)) for _ in range(2)]
     stack = {
         f"{EXPERTS}.gate_up_proj": torch.stack([values.view(torch.uint8) for values, _ in pairs]),

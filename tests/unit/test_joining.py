@@ -90,7 +90,7 @@ def test_a_rank_that_gloo_fails_ends_those_that_wait_for_it(failing: int) -> Non
     assert "frames" not in str(results[0])
 
 
-def test_a_fault_of_another_kind_is_raised_as_it_is_and_told() -> None:
+def test_unexpected_error_is_raised_unchanged_and_sent_to_the_other_ranks() -> None:
     def err(store: Store) -> object:
         raise ValueError("no such backend")
 
@@ -121,7 +121,7 @@ def test_an_unknown_master_is_named_at_once(monkeypatch: pytest.MonkeyPatch, ran
 
 
 def on_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank's thread is a host with a loopback interface of its own."""
+    """Each rank's thread plays a host with a separate loopback interface."""
     monkeypatch.setattr(joining, "_network", lambda: threading.current_thread().name)
 
 
@@ -151,7 +151,7 @@ def test_a_host_that_cannot_be_reached_ends_all_ranks(monkeypatch: pytest.Monkey
     assert "Connection refused" in str(results[0]) and "GLOO_SOCKET_IFNAME" in str(results[0])
 
 
-def test_a_later_attempt_in_torchruns_store_is_not_told_of_the_first_ones_error(
+def test_later_attempt_does_not_see_the_error_of_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     port = int(os.environ["MASTER_PORT"])
@@ -185,7 +185,7 @@ def test_the_address_that_gloo_binds(
         assert listener.getsockname()[0] == found.ip
 
 
-def test_an_interface_that_is_not_there_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_interface_is_reported_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     results, seconds = join_all([Groups] * 2)
     assert [type(result) for result in results] == [LaunchError] * 2 and seconds < LIMIT_S / 2

@@ -18,7 +18,7 @@ from tests.support.processes import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Writes its arguments to calls.txt and a file where the library belongs, once the file `go` is there.
+# Writes its arguments to calls.txt and a file in the library's place, once the file `go` is there.
 FAKE_NVCC = """#!/bin/sh
 echo "$@" >>"{folder}/calls.txt"
 until [ -e "{folder}/go" ]; do sleep 0.1; done

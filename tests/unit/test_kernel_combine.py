@@ -115,7 +115,7 @@ def roundoff_of_divergences(
     """[N] Three times what one rounding of each number in a sum of float32 terms makes.
 
     A Top-K KL is the one that has large numbers in it. An outcome's term q (log q - log p) has the rounding of
-    both log-masses, and 1 - sum(p) that of 1, however small it is.
+    both log-masses, and 1 - sum(p) has the error of 1, however small it is.
     """
     eps = torch.finfo(torch.float32).eps
     if objective.divergence != "topk_kl":

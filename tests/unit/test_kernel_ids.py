@@ -68,12 +68,12 @@ def test_python_and_c_write_the_same_numbers() -> None:
     assert defined == {"DPPO_ABI_VERSION": str(library.ABI_VERSION), "DPPO_MAX_TOP_K": str(MAX_TOP_K)}
 
 
-def test_what_is_compiled_is_registered_under_its_number() -> None:
+def test_compiled_rules_and_divergences_have_the_registered_ids() -> None:
     for known, registered in ((COMPILED["rule"], RULES), (COMPILED["divergence"], DIVERGENCES)):
         assert {name: registered[name].id for name in known} == known
 
 
-def test_every_choice_has_a_number_of_its_own() -> None:
+def test_ids_are_unique_per_choice() -> None:
     choices = {"relax": get_args(Relax), "anchor": get_args(Anchor), "sampled_token": get_args(SampledToken)}
     assert {field: set(ids) for field, ids in IDS.items()} == {
         **{field: set(values) for field, values in choices.items()},
@@ -173,7 +173,7 @@ OVERRIDES = {"ipo": {"log_ratio_coef": 0.001}, "grpo": {"ref_kl_coef": 0.04}}
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_what_the_compiled_kernels_lack_has_no_numbers(name: str, host_library: KernelLibrary) -> None:
+def test_objectives_that_are_not_compiled_are_refused(name: str, host_library: KernelLibrary) -> None:
     tokens = random_tokens(8, 60, 5)
     statistics = statistics_of(host_library, tokens, shards_of(tokens, 1, 0.0), with_entropy=True)
     objective = preset(name, **OVERRIDES.get(name, {}))
@@ -184,7 +184,7 @@ def test_what_the_compiled_kernels_lack_has_no_numbers(name: str, host_library: 
 
 
 @pytest.mark.parametrize("objective", PRESETS.values(), ids=lambda objective: objective.name)
-def test_what_is_compiled_is_known_to_the_compiled_kernels(objective: Objective) -> None:
+def test_compiled_objectives_survive_encode_and_decode(objective: Objective) -> None:
     if is_compiled(objective):
         assert replace(decode(encode(objective)), name=objective.name) == objective
     else:

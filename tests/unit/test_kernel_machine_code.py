@@ -167,6 +167,6 @@ def test_bytes_in_flight(machine_code: MachineCode, budget: Budget) -> None:
 
 @EACH
 def test_no_loop_loads_less_than_a_vector(machine_code: MachineCode, budget: Budget) -> None:
-    """Whatever the width and the alignment of a row, single logits are those of its ends."""
+    """Single logits are loaded at the ends of a row only, whatever its width and alignment."""
     loops, _ = machine_code.of(budget.kernel)
     assert [loop.narrow_loads for loop in loops] == [0] * len(loops)

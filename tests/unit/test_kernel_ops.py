@@ -1,4 +1,4 @@
-"""The operators as PyTorch sees them, what a pass moves and allocates, and what bad input is told."""
+"""The operators as PyTorch sees them, the bytes that a pass moves and allocates, and errors for bad input."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -169,7 +169,7 @@ class Traffic(TorchDispatchMode):
 
 
 def test_logits_are_read_once_and_their_gradient_written_over_them() -> None:
-    """Two bytes per bfloat16 logit forward and four backward; beside them, some numbers per token."""
+    """Two bytes per bfloat16 logit forward and four backward; and some numbers per token."""
     batch = make_batch(torch.float32, num_tokens=64, vocab_size=4000, padding=96)
     logits = (batch.hidden @ batch.weight.T).bfloat16().requires_grad_() * 1.0
     with Traffic(logits.numel()) as forward:
@@ -241,7 +241,7 @@ REFUSED: dict[str, tuple[Callable[[Batch], dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_bad_input_is_told_where_it_is(case: str) -> None:
+def test_error_for_bad_input_names_the_input_and_position(case: str) -> None:
     batch = make_batch(torch.float32)
     change, message = REFUSED[case]
     arguments = batch.arguments | change(batch)

@@ -107,7 +107,7 @@ def test_every_width_at_every_distance_from_16_bytes(kernels: Any, dtype: torch.
 
 
 @DTYPES
-def test_nan_is_kept_wherever_it_stands(kernels: Any, dtype: torch.dtype) -> None:
+def test_nan_is_kept_at_each_position(kernels: Any, dtype: torch.dtype) -> None:
     """In the head, in chunks of vectors, in the rest of them, in the tail; -inf alone counts for nothing."""
     width = 128 * 4 * 8 + 100 + 5
     places = [0, 1, 7, 900, 128 * 4 * 8 + 3, width - 9, width - 1]

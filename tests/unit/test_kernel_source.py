@@ -20,7 +20,7 @@ from tests.support.kernel_host import (
 )
 
 DTYPES = [torch.float32, torch.bfloat16]
-NEAR_DELTA = 1e-4  # a mask may differ where the divergence is this close to its threshold
+NEAR_DELTA = 1e-4  # a mask may differ if the divergence is this close to its threshold
 
 SATURATED = -1e-5
 

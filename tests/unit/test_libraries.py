@@ -1,4 +1,4 @@
-"""What Transformer Engine and apex raise where they cannot be used is caught, and kept from Megatron."""
+"""Errors from an unusable Transformer Engine or apex are caught, and Megatron does not see these packages."""
 
 import json
 import subprocess
@@ -68,7 +68,7 @@ def test_a_broken_transformer_engine_is_a_reason_and_no_traceback(tmp_path: Path
     assert found["seen"] is False
 
 
-def test_what_it_raised_is_told(tmp_path: Path) -> None:
+def test_error_of_a_broken_import_is_kept(tmp_path: Path) -> None:
     found = _look(tmp_path, {"transformer_engine/__init__.py": ENGINES["no core"]})
     assert found[ENGINE] == "RuntimeError: Found empty `transformer-engine` meta package installed."
 
@@ -114,7 +114,7 @@ def test_nothing_is_imported_for_a_cpu(tmp_path: Path) -> None:
     assert found == dict.fromkeys(names, NO_GPU) | {"seen": True}
 
 
-def test_megatron_imports_beside_broken_ones(tmp_path: Path) -> None:
+def test_megatron_imports_with_broken_optional_packages(tmp_path: Path) -> None:
     files = {"transformer_engine/__init__.py": ENGINES["no cuDNN"], "apex/__init__.py": "1 / None"}
     code = """
 import warnings; warnings.simplefilter("ignore")

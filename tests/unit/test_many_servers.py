@@ -24,7 +24,7 @@ LISTENING = ("odd list", "odd text", "no field", "refuses", "closes", "hung", "d
 STATES = ("absent", *LISTENING)
 TIMEOUT_S = 8.0
 Found = tuple[set[str], dict[str, str]]
-"""Addresses of the servers that a function goes on with, and why it does not with others."""
+"""URLs of the servers that remain in use, and the reason for each other one."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Faulty(Scoring):
 
     state: str = ""
     num_calls: int = 0
-    meeting: threading.Barrier | None = None  # of the servers, each of which answers nothing before
+    meeting: threading.Barrier | None = None  # of the servers, none of which replies before
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def respond(self, path: str, body: dict[str, Any], is_gone: Callable[[], bool]) -> tuple[int, Any]:
@@ -145,7 +145,7 @@ def test_a_faulty_server_is_left_out_by_its_address(
 def test_no_server_waits_for_another_one(
     function: Callable[..., Found], four: list[Faulty], tmp_path: Path
 ) -> None:
-    """None answers before all were asked. Asked one after another, each would be given up."""
+    """No server replies before all were called. Called one after another, each would time out."""
     meeting = threading.Barrier(len(four))
     for server in four:
         server.meeting = meeting

@@ -33,7 +33,7 @@ def _sample(number: int, prompt_length: int, length: int) -> Sample:
 
 @dataclass(frozen=True)
 class _Evaluated:
-    """A micro-batch and what a loss says of its tokens, [T] each."""
+    """A micro-batch and the loss's results per token, [T] each."""
 
     microbatch: Microbatch
     mask: Tensor
@@ -121,7 +121,7 @@ def test_any_layout_lists_the_same(context: int, tensor: int) -> None:
     assert _rows(ranks) == _rows([_whole(STEP)])
 
 
-def test_what_is_of_no_sample_is_not_listed() -> None:
+def test_tokens_without_a_sample_are_not_listed() -> None:
     nameless = [replace(j, microbatch=replace(j.microbatch, sample_ids=())) for j in STEP]
     assert _rows([_whole(nameless)]) == []
     tokens = MaskedTokens()

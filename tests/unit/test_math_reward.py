@@ -1,4 +1,4 @@
-"""The `math` reward: pairs that were labelled by hand, and whatever a policy may write instead of an answer."""
+"""The `math` reward: pairs that were labelled by hand, and strange texts of a policy."""
 
 import itertools
 import math
@@ -48,7 +48,7 @@ def test_agreement_with_hand_labels(kind: str) -> None:
     assert all(not result.info["is_too_hard"] for result in results["wrong"])
 
 
-def test_where_labels_and_reward_disagree_is_known() -> None:
+def test_known_disagreements_with_labels_score_0() -> None:
     assert [pair for pair in DISAGREEMENTS if scored(*pair).value != 0.0] == []
 
 
@@ -141,7 +141,7 @@ def test_parts_of_the_real_line_are_compared_by_their_points(reference: str, sam
         (r"(-\infty,b)\cup(b,\infty)", r"(-\infty,b]\cup(b,\infty)"),
     ],
 )
-def test_what_looks_like_the_same_points_is_wrong(reference: str, answer: str) -> None:
+def test_similar_looking_points_are_wrong(reference: str, answer: str) -> None:
     assert scored(reference, answer) == WRONG
 
 
@@ -223,12 +223,12 @@ def test_ambiguous_powers_and_factorials_are_wrong(answer: str) -> None:
     assert scored("5", answer) == WRONG
 
 
-def test_what_cannot_be_computed_is_still_right_as_it_stands() -> None:
+def test_uncomputable_value_is_right_if_the_text_is_equal() -> None:
     for answer in ("2^{82589933}-1", "9^{9^{9^9}}", "2" * 2000):
         assert scored(answer, f" {answer} ") == RIGHT
 
 
-# The values beside the limits: accepted ones, then refused ones.
+# Values next to the limits: accepted ones, then refused ones.
 LIMITS = {
     "half a unit or a cut-off at the sixth place": (
         (r"\frac{2}{3}", "0.666666 0.666667", "0.666665 0.666668"),
@@ -327,7 +327,7 @@ CONTENT = st.recursive(st.sampled_from(["5", "x", r"\{", r"\}"]), lambda inner: 
 
 
 @given(st.text(max_size=60), CONTENT)
-def test_whatever_stands_before_the_last_box_does_not_matter(before: str, content: str) -> None:
+def test_text_before_the_last_box_is_ignored(before: str, content: str) -> None:
     assert last_boxed(f"{before} \\boxed{{{content}}} so be it") == content
 
 

@@ -69,7 +69,7 @@ def test_routes_and_topk_are_counted_in_samples_and_micro_batches() -> None:
 
 @pytest.mark.parametrize("lag", [2, 200])
 def test_rollouts_sampled_ahead_count_as_micro_batches(lag: int) -> None:
-    """As many as there are beside the one that is sampled; a run of 100 rollouts never holds more."""
+    """Rollouts waiting plus the one being sampled; a run of 100 rollouts never holds more."""
     config = run(2)
     tokens = list(range(PROMPT + RESPONSE))
     groups = [make_group(i, [make_sample(tokens, PROMPT) for _ in range(SAMPLES)]) for i in range(PROMPTS)]
@@ -85,7 +85,7 @@ def test_rollouts_sampled_ahead_count_as_micro_batches(lag: int) -> None:
     [
         ({"over_sampling": 2.5}, 6),
         ({"refill_zero_variance": True, "max_refills": 2}, 8),
-        ({"max_staleness": 2, "over_sampling": 2.5}, 6 + 4),  # as many open as that, beside one that trains
+        ({"max_staleness": 2, "over_sampling": 2.5}, 6 + 4),  # that many open, and one that trains
     ],
 )
 def test_groups_beyond_those_that_are_wanted_count(options: dict[str, Any], num_more: int) -> None:

@@ -145,7 +145,7 @@ def test_bad_input_is_named(world: Path, command: str, words: str) -> None:
 
 
 def test_a_table_is_emptied_by_an_override(world: Path) -> None:
-    """Evaluation is turned off without another file; what is left of it is said to do nothing."""
+    """Evaluation is turned off without another file; `check` notes that the rest of it has no effect."""
     with Path("base.toml").open("a") as toml:
         toml.write('evaluation.every = 5\nevaluation.sets.aime.prompts = "prompts.jsonl"\n')
     before = CliRunner().invoke(app, ["check", "base.toml"]).stdout

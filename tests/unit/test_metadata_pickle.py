@@ -70,5 +70,5 @@ def test_a_checkpoint_of_a_newer_torch_is_refused_by_name(
         refuse_code(tmp_path)
 
 
-def test_what_this_torch_reads_is_known() -> None:
+def test_metadata_state_has_the_fields_of_this_torch() -> None:
     assert len(TensorProperties().__getstate__()) == 5 + metadata_pickle._ARE_STRIDES_KNOWN

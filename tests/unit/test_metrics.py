@@ -86,7 +86,7 @@ def test_quantiles_are_right_to_one_bin(q: float, seed: int) -> None:
 @pytest.mark.parametrize("q", [0.0, 0.001, 0.3, 0.5, 0.9, 0.999, 1.0])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_quantiles_of_both_signs_are_right_to_one_bin(q: float, seed: int) -> None:
-    """Below 0, at it, and far beyond 1; ratios are reported as the exponentials of their logs."""
+    """Values below 0, at 0, and far beyond 1; ratios are reported as exponentials of log-ratios."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(20000, generator=generator, dtype=torch.float64).pow(3)
     values[values.abs() < 1e-4] = 0
@@ -172,7 +172,7 @@ def test_mismatch_formulas() -> None:
     )
 
 
-def test_the_mismatch_is_told_apart_by_the_age_of_the_weights() -> None:
+def test_mismatch_by_age_equals_the_mismatch_of_each_age_alone() -> None:
     """Each age as if it were alone, in any micro-batches; tokens of unknown age are in none."""
     log_probs, rollout, mask = _tokens(4)
     versions = 100 - torch.arange(NUM_TOKENS, dtype=torch.int32) % 12
@@ -193,7 +193,7 @@ def test_the_mismatch_is_told_apart_by_the_age_of_the_weights() -> None:
 
 
 @pytest.mark.parametrize(("age", "num_kept"), [(0, 1), (3, 2)])
-def test_one_age_is_told_unless_it_repeats_the_mismatch(age: int, num_kept: int) -> None:
+def test_single_age_is_dropped_if_it_equals_the_mismatch(age: int, num_kept: int) -> None:
     values = {"mismatch/kl_k3": 0.1, f"mismatch_age_{age}/kl_k3": 0.1}
     assert len(without_lone_age(values)) == num_kept
 

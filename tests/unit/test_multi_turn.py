@@ -63,7 +63,7 @@ def words_of(tokens: Any) -> list[str]:
 
 
 class Scripted:
-    """Says "t1 t2", then "t3", and ends with its third turn; a turn's reward is the words of its response."""
+    """Replies "t1 t2", then "t3", and ends with the third turn; a turn's reward is its number of words."""
 
     def reset(self, prompt: Prompt, seed: int) -> Observation:
         self.prompt, self.num_turns = prompt, 0
@@ -127,7 +127,7 @@ def spans_of(sample: Sample | Completion) -> list[tuple[int, int]]:
     return [(span.start, span.stop) for span in sample.weight_versions]
 
 
-def test_what_was_sampled_is_what_is_trained_on(model: Any) -> None:
+def test_trained_tokens_equal_the_sampled_tokens(model: Any) -> None:
     engine = Recorded(engine_of(model, eos_token_ids=ENDS))
     batch = rolled_out(engine)
     assert len(batch.samples) == 6 and batch.counts.num_dropped_samples == 0
@@ -177,7 +177,7 @@ def test_mu_top_k_and_routes_are_those_of_one_forward_over_the_conversation(
         assert torch.equal(routes.indices.long(), choices)
 
 
-def test_a_turn_draws_noise_of_its_own_place(model: Any) -> None:
+def test_noise_of_a_turn_depends_on_its_position(model: Any) -> None:
     requests = asked([5, 1, 3])
     for request, completion in zip(
         requests, multi_turn_engine(engine_of(model)).generate(requests, PARAMS), strict=True
@@ -253,7 +253,7 @@ def test_limits_end_a_conversation_and_it_counts_as_cut(model: Any) -> None:
     assert {sample.response_length for sample in batch.samples} == {12}
 
 
-def test_where_no_turn_has_a_reward_the_last_response_is_scored(model: Any) -> None:
+def test_last_response_is_scored_if_no_turn_has_a_reward(model: Any) -> None:
     class Silent(Scripted):
         def step(self, response: str, finish_reason: FinishReason) -> Turn:
             return dataclasses.replace(super().step(response, finish_reason), reward=None)
@@ -267,7 +267,7 @@ def test_where_no_turn_has_a_reward_the_last_response_is_scored(model: Any) -> N
         assert sample.reward_info == {"turns": 3.0, "scored": 1.0}
 
 
-def test_a_conversation_whose_turns_all_earn_0_earns_0(model: Any) -> None:
+def test_turn_rewards_of_0_sum_to_0(model: Any) -> None:
     class Strict(Scripted):
         def step(self, response: str, finish_reason: FinishReason) -> Turn:
             return dataclasses.replace(super().step(response, finish_reason), reward=0.0)
@@ -330,7 +330,7 @@ def test_a_turn_without_a_token_is_answered(model: Any, turns: Sequence[int], is
             assert text_of(sample.tokens).count("<eos> <user>") == 2
 
 
-def test_a_conversation_whose_turns_all_lack_a_token_is_empty(model: Any) -> None:
+def test_conversation_of_empty_turns_is_dropped(model: Any) -> None:
     silent = Silent(engine_of(model), (1, 2, 3))
     batch = rolled_out(silent, texts=["<bos> t5"], params=SamplingParams(40))
     assert batch.counts.num_dropped["empty_response"] == batch.counts.num_dropped_samples == 3
@@ -338,7 +338,7 @@ def test_a_conversation_whose_turns_all_lack_a_token_is_empty(model: Any) -> Non
 
 
 class Failing(Scripted):
-    """Fails in the second turn of prompt 1, as `how` says."""
+    """Fails in the second turn of prompt 1, in the way `how`."""
 
     how: Any = None
 
@@ -404,7 +404,7 @@ def test_in_a_chat_observations_are_messages(model: Any, arguments: Any, begin: 
         assert text_of(sample.tokens).count("<eos> <user>") == 2  # after either kind of end, once
 
 
-def test_the_end_of_a_response_is_written_where_it_has_none() -> None:
+def test_missing_end_token_of_a_response_is_added() -> None:
     turn_tokenizer = TurnTokenizer(TOKENIZER)
     assert text_of(turn_tokenizer.observation("t4", EOS, is_chat=True)) == "<user> t4 <eos> <policy>"
     assert text_of(turn_tokenizer.observation("t4", 3, is_chat=True)) == "<eos> <user> t4 <eos> <policy>"

@@ -91,7 +91,7 @@ def test_rows_that_do_not_learn_may_have_any_weight() -> None:
     assert out.coefficient.tolist() == [0.5, 0.0, 0.5]
 
 
-def test_what_it_returns_is_checked() -> None:
+def test_result_of_a_custom_rule_is_checked() -> None:
     for name, message in (
         (
             "total",
@@ -169,7 +169,7 @@ def test_one_that_needs_old_log_probs_is_refused_without_them(tmp_path: Path) ->
             loss()
 
 
-def test_it_is_evaluated_beside_another(tmp_path: Path) -> None:
+def test_custom_rule_is_evaluated_as_a_shadow(tmp_path: Path) -> None:
     names = ("shadow_presets", "own_rule")
 
     def problems(shadow: str) -> str:
@@ -228,7 +228,7 @@ def test_an_option_that_a_rule_does_not_declare_is_refused(tmp_path: Path) -> No
         variants(Variant("grpo"), ["tests.support.own_rules:declared"], parse_sweeps(swept))
 
 
-def test_doubts_about_a_rule_are_told(tmp_path: Path) -> None:
+def test_suspicious_custom_rules_are_reported(tmp_path: Path) -> None:
     """An option that nothing reads, a rule that keeps nothing: of what trains, and of shadows."""
 
     def said(name: str, **options: Any) -> str:
@@ -256,7 +256,7 @@ def test_doubts_about_a_rule_are_told(tmp_path: Path) -> None:
     )
 
 
-def test_one_that_reads_outcomes_is_told_which_divergence_has_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_error_for_a_rule_on_outcomes_names_the_divergences(caplog: pytest.LogCaptureFixture) -> None:
     name = "tests.support.own_rules:tail_mass"
     with refused("algorithm.rule_divergence", "log_masses", "'topk_tv'"):
         try_objective(preset(name))
@@ -274,7 +274,7 @@ def test_one_that_reads_outcomes_is_told_which_divergence_has_them(caplog: pytes
 
 
 def test_a_shadow_has_options(tmp_path: Path) -> None:
-    """Two shadows, in the other order of their tables, each with its own; one sees whole responses."""
+    """Two shadows, in another order than their tables, each with separate options; one sees whole responses."""
     averages, limited = "tests.support.own_rules:averages", "tests.support.own_rules:declared"
     tables: dict[str, Any] = {
         "shadow_presets": [limited, "grpo", averages],

@@ -154,7 +154,7 @@ def test_the_reference_aligns_masks_as_pytorch_does() -> None:
         ("cpu", torch.float32, 128, PaddedBatches),
     ],
 )
-def test_flash_attention_is_taken_where_it_runs(
+def test_flash_attention_is_chosen_if_supported(
     device_type: str, dtype: torch.dtype, head_dim: int, form: PackedAttentionForm
 ) -> None:
     assert attention_form(device_type, dtype, head_dim) is form
@@ -189,7 +189,7 @@ def test_flash_attention_3_is_taken_if_its_package_is_there_and_right(
     chosen: str,
     has_sinks: bool,
 ) -> None:
-    """PyTorch's own activation, with operators of these names; the CPU's kernel stands for theirs."""
+    """PyTorch's activation, with operators of these names; the CPU kernel replaces Megatron's."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
     if names is not None:

@@ -1,4 +1,4 @@
-"""Connections between ranks: how each one ends, what a stranger can do, and what the message says of it."""
+"""Connections between ranks: how each one ends, what a stranger can do, and the message about it."""
 
 import errno
 import json
@@ -151,7 +151,7 @@ BAD_FRAMES = [b"[" * 60_000, b"5", b"[]", b"null", b"\xff\xfe", b"", b'"token"',
 
 
 @pytest.mark.parametrize("content", BAD_FRAMES, ids=repr)
-def test_what_is_no_message_is_a_loss(content: bytes, pair: tuple[Link, socket.socket]) -> None:
+def test_malformed_message_counts_as_a_loss(content: bytes, pair: tuple[Link, socket.socket]) -> None:
     ours, peer = pair
     peer.sendall(frame_of(content))
     assert receive(ours) is None
@@ -311,7 +311,7 @@ def test_the_message_says_what_was_lost_and_where_to_look(kind: str) -> None:
         ([2, 3, 4, 5], "No other host can be reached: look at this host (n0) and its network first."),
     ],
 )
-def test_a_host_is_told_from_the_network(unreachable: list[int], words: str) -> None:
+def test_unreachable_host_is_distinguished_from_a_broken_network(unreachable: list[int], words: str) -> None:
     ranks = {number: Rank(number, f"n{number // 2}", number) for number in range(6)}
     text = job_failure([lost(number, "unreachable") for number in unreachable], ranks, 5.0).text
     assert text.endswith(words)

@@ -136,7 +136,7 @@ def test_work_is_left_wherever_the_signal_comes(work: Callable[[], None]) -> Non
         assert time.monotonic() - started < 300
 
 
-def test_what_fails_by_itself_is_raised() -> None:
+def test_errors_without_a_stop_request_propagate() -> None:
     async def cancelled() -> None:
         raise asyncio.CancelledError
 

@@ -482,7 +482,7 @@ def test_tables_and_compressed_files_are_the_same_prompts(tmp_path: Path, model:
     assert [prompt.answer for prompt in load_prompts(outs[0], "prompt", "answer")] == ["007", "True", "1.50"]
 
 
-def test_what_check_sends_to_prepare_data_is_read_or_refused_with_the_list(tmp_path: Path, model: Path) -> None:
+def test_formats_that_check_points_to_prepare_data_are_read_or_refused(tmp_path: Path, model: Path) -> None:
     out, table = tmp_path / "out.jsonl", write_table(tmp_path / "table.csv", TABLE)
     with pytest.raises(DataError, match=r"prepare-data --source FILE converts \.csv"):
         load_prompts(table, "question", "answer")

@@ -190,7 +190,7 @@ def test_other_weights_are_found_in_float32_if_further_sequences_have_them_or_mi
         monkeypatch.setattr("megatron_dppo.engines.weight_sync.probe._reach_as_many", lambda *_: False)
 
 
-def test_where_the_gpu_is_shared_all_servers_are_compared_on_what_was_expected() -> None:
+def test_probe_on_a_shared_gpu_compares_all_servers_with_precomputed_log_probs() -> None:
     """The first server reaches too few experts: the next comparison has more sequences, for each server."""
     servers, of_run = [Scoring(num_experts=5), Scoring(num_experts=5)], probe(takes_turns=True)
     with members_of(servers) as members:

@@ -77,7 +77,7 @@ IN_JOB = {"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
         (None, {}, None),
     ],
 )
-def test_a_machine_with_gpus_does_not_train_on_its_cpu_unless_asked_to(
+def test_cpu_training_on_a_gpu_machine_needs_a_request(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     smi: str | None,

@@ -289,7 +289,7 @@ def test_a_file_that_is_exhausted_starts_again_in_another_order() -> None:
     assert [name for name in plain if name[0] == "b"] == ["b0", "b1", "b2", "b3", "b0", "b1"]
 
 
-def test_the_seed_of_a_run_changes_the_mixture_of_its_files() -> None:
+def test_seed_changes_the_mixture_of_prompt_files() -> None:
     parts = parts_of([PromptFile(path=Path("a.jsonl")), PromptFile(path=Path("b.jsonl"))], [30, 30])
     orders = [first(PromptStream(many(60), seed, False, None, parts), 60) for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]

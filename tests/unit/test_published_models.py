@@ -89,6 +89,6 @@ def test_usual_layouts_are_admitted(hf: dict[str, Any], parallel: dict[str, int]
         (GLM47_FLASH, {"tensor": 8}, "attention heads, 20"),
     ],
 )
-def test_what_does_not_divide_is_refused(hf: dict[str, Any], parallel: dict[str, int], found: str) -> None:
+def test_sizes_that_do_not_divide_are_refused(hf: dict[str, Any], parallel: dict[str, int], found: str) -> None:
     problems = layout_problems(ParallelConfig.model_validate(parallel), 32, model_sizes(hf))
     assert any(found in str(problem) for problem in problems), list(map(str, problems))

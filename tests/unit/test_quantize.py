@@ -90,7 +90,7 @@ def test_the_files_hold_the_formats_rounding_of_every_linear(models: Path, writt
     assert num_bytes < sum(file.stat().st_size for file in original.files)
 
 
-def test_what_stands_beside_the_weights_is_the_originals(models: Path, written: Any) -> None:
+def test_other_files_and_unquantised_weights_equal_the_originals(models: Path, written: Any) -> None:
     architecture, weight_format, out, _ = written
     before, after = (
         json.loads((folder / "config.json").read_text()) for folder in (models / architecture, out)
@@ -300,7 +300,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], list[object], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_cannot_be_quantised_is_refused(models: Path, tmp_path: Path, case: str) -> None:
+def test_unquantisable_models_are_refused(models: Path, tmp_path: Path, case: str) -> None:
     spoil, flags, message = BAD[case]
     shutil.copytree(models / DENSE, tmp_path / "hf")
     shutil.copy(models / "prompts.jsonl", tmp_path)

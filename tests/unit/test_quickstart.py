@@ -1,4 +1,4 @@
-"""What examples/quickstart/run.py decides and says; `make quickstart-short` runs it."""
+"""Decisions and messages of examples/quickstart/run.py; `make quickstart-short` runs it."""
 
 import importlib.util
 import sys
@@ -29,7 +29,7 @@ def test_it_ends_with_what_was_found_and_percentages_read_as_such(quickstart: Mo
     assert "routes lowered the KL of engine and trainer on equal samples by 54 %. One seed" in said
     assert quickstart.closing({"measure": {}, "replay": {}}).startswith("Found: no reward. One seed")
     few = quickstart.closing({"measure": {}, "replay": results["replay"] | {"num_rollouts": 4}})
-    assert "too few to say what replaying" in few and "54 %" not in few, "as the report says"
+    assert "too few to say what replaying" in few and "54 %" not in few, "as in the report"
     shown = quickstart.shown
     assert (shown("paired_kl_k3_change", -0.5412), shown("paired_kl_k3_change", 0.1)) == ("-54 %", "+10 %")
     assert (shown("agreement_mean", 0.9812), shown("kl_k3_mean", 8.1e-4)) == ("98.1 %", "0.00081")

@@ -97,7 +97,7 @@ def test_every_slot_is_refilled_as_if_it_were_new(config: Any, num_slots: int) -
 
 
 def test_a_response_that_began_earlier_ends_as_if_it_had_not_stopped(model: Any) -> None:
-    """States are computed again from its tokens, beside requests of other lengths and other progress."""
+    """States are recomputed from its tokens, with requests of other lengths and progress in the batch."""
     engine, requests = engine_of(model, batch_size=3), requests_of(MIXED_LENGTHS)
     whole = engine.generate(requests, SamplingParams(max_response_tokens=6))
     begun = [

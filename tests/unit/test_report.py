@@ -67,7 +67,7 @@ def _write_run(
     paired: bool = False,
     num_rollouts: int = NUM_ROLLOUTS,
 ) -> Path:
-    """A run as the quickstart would write it, with the shape of its numbers."""
+    """Write a run like the quickstart's, with numbers of the same shape."""
     noise = random.Random(seed)
     with RunFolder.open(
         path, _config(path, preset, routing_replay, 5 if paired else 0), resume=False
@@ -198,7 +198,7 @@ def test_noise_does_not_fill_an_axis(report: Path) -> None:
     assert high - low >= 0.02
 
 
-def test_an_alarm_stands_on_its_rollout(tmp_path: Path) -> None:
+def test_alarm_is_marked_at_its_rollout(tmp_path: Path) -> None:
     run = _write_run(tmp_path / "run", 5)
     rows = metrics_of(run)
     next(r for r in rows if r["kind"] == "rollout" and r["rollout"] == 12)["rollout/response_length_mean"] = (
@@ -214,7 +214,7 @@ def test_an_alarm_stands_on_its_rollout(tmp_path: Path) -> None:
 
 
 def test_the_library_in_the_page_is_the_vendored_one_and_enough(report: Path) -> None:
-    """The basic bundle has scatter, bar and pie; the file is what its README says."""
+    """The basic bundle has scatter, bar and pie; the file has the checksum in its README."""
     readme = (Path(vendored.__file__).parent / "vendored" / "README.md").read_text()
     text = plotly_basic()
     assert hashlib.sha256(text.encode()).hexdigest() in readme
@@ -336,7 +336,7 @@ def test_zero_divergence_is_not_lost_on_a_log_axis(tmp_path: Path) -> None:
 
 
 def test_names_and_wrong_arguments(tmp_path: Path) -> None:
-    """Equal folder names are told apart by their parents; the same folder twice is refused."""
+    """Equal folder names are distinguished by their parents; the same folder twice is refused."""
     twins = [_write_run(tmp_path / parent / "run", 1, num_rollouts=1) for parent in ("a", "b")]
     compare(twins, tmp_path / "report.html")
     assert "<title>a/run · b/run</title>" in (tmp_path / "report.html").read_text()
@@ -347,7 +347,7 @@ def test_names_and_wrong_arguments(tmp_path: Path) -> None:
 
 
 def _shadows(step: int) -> dict[str, float]:
-    """What one gradient step of a run may say of others' presets and a user's own rule beside its own."""
+    """A gradient step's metrics for shadow presets and custom rules."""
     values = {"theory/surrogate": 0.01 * step, "theory/linear_term": 0.5, "theory/quadratic_term": 3.0}
     values["rule/far"] = 0.25 * step
     for name, masked in (
@@ -362,7 +362,7 @@ def _shadows(step: int) -> dict[str, float]:
 
 
 def test_shadows_the_bound_and_noise_are_shown(tmp_path: Path) -> None:
-    """A panel and a row for each preset that can mask; a caveat where the mask drops noise."""
+    """A panel and a row for each preset that can mask; a caveat if the mask drops noise."""
     with RunFolder.open(tmp_path / "shadowed", {}, resume=False) as folder:
         for step in range(4):
             folder.write_step(step // 2, step, _shadows(step))
@@ -394,8 +394,8 @@ def test_shadows_the_bound_and_noise_are_shown(tmp_path: Path) -> None:
     assert not {"shadow", "rule"} & set(_figures(alone)) and 'id="shadow-agreement"' not in alone
 
 
-def test_sources_of_the_mismatch_are_told_apart(tmp_path: Path) -> None:
-    """Bars and a table by source, drift by mini-step, staleness by age; nothing where a run has no drift."""
+def test_report_separates_the_sources_of_the_mismatch(tmp_path: Path) -> None:
+    """Bars and a table by source, drift by mini-step, staleness by age; nothing if a run has no drift."""
     with RunFolder.open(tmp_path / "sources", {}, resume=False) as folder:
         for rollout in range(2):
             for place in range(3):
@@ -467,7 +467,7 @@ def test_the_report_of_a_dense_model_asks_nothing_about_routing(tmp_path: Path) 
     assert ticks == ["before<br>the steps", "after<br>the steps"]
 
 
-def test_each_trace_has_the_name_of_its_run(tmp_path: Path) -> None:
+def test_traces_are_named_after_their_runs(tmp_path: Path) -> None:
     """Two unequal runs, in another order than their names: a swap of names, runs or colours would show."""
     runs = [
         _write_run(tmp_path / "b", 1, routing_replay="replay", paired=True, num_rollouts=12),

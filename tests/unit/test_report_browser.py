@@ -31,7 +31,7 @@ NUM_SECTIONS = len(TRAINING) + 9  # reward, evaluation, sources, drift, stalenes
 
 
 def _write_run(path: Path, seed: int, *, routed: bool) -> Path:
-    """A run with every metric that the report draws, or with all but those of routing."""
+    """A run with every metric that the report draws, or with all except the routing metrics."""
     noise = random.Random(seed)
     config = {"run": {"seed": seed}, "rollout": {"routing_replay": "replay" if routed else "off"}}
     names = {name for section in TRAINING for name in section.metrics} | {"reward/mean"}
@@ -99,7 +99,7 @@ class Chromium:
         "--hide-scrollbars",
         "--remote-debugging-pipe",
     )
-    EXEC = (  # the browser reads commands from descriptor 3 and answers on 4
+    EXEC = (  # the browser reads commands from descriptor 3 and replies on 4
         "import os, sys; r, w = (os.dup(os.dup(int(a))) for a in sys.argv[1:3]); os.dup2(r, 3); os.dup2(w, 4);"
         "os.execv(sys.argv[3], sys.argv[3:])"
     )
@@ -129,7 +129,7 @@ class Chromium:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Send one command and wait for its answer; events that come before it are kept."""
+        """Send one command and wait for its reply; earlier events are kept."""
         number = next(self._ids)
         message = {"id": number, "method": method, "params": params}
         if self._session:
@@ -144,7 +144,7 @@ class Chromium:
         while b"\0" not in self._buffer:
             ready, _, _ = select.select([self._read], [], [], 120)
             data = os.read(self._read, 1 << 20) if ready else b""
-            assert data, "chromium did not answer within 120 s"
+            assert data, "chromium did not reply within 120 s"
             self._buffer += data
         message, self._buffer = self._buffer.split(b"\0", 1)
         return json.loads(message)
@@ -172,7 +172,7 @@ class Chromium:
         self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def press(self, key: str) -> dict[str, Any]:
-        """Press a key and say what has the focus then: tag, text, class, top edge, and style of its outline."""
+        """Press a key and return the focused element: tag, text, class, top edge, and outline style."""
         codes = {"Tab": 9, "Enter": 13, " ": 32}
         text = {"Enter": "\r", " ": " "}.get(key)
         down = {"type": "keyDown", "key": key, "windowsVirtualKeyCode": codes[key]}
@@ -301,7 +301,7 @@ def test_a_run_is_toggled_in_every_plot(browser: Chromium, report: Path) -> None
 
 
 def test_everything_is_reached_by_keyboard(browser: Chromium, report: Path) -> None:
-    """Skip link, contents, toggles, tables and details: in the page's order, seen where they are focused."""
+    """Skip link, contents, toggles, tables and details: in the page's order, visible when focused."""
     browser.open(report, 390, "dark")
     skip = browser.press("Tab")
     assert (skip["class"], skip["outline"]) == ("skip", "solid") and skip["top"] >= 0
@@ -370,7 +370,7 @@ def test_many_runs_are_folded_by_setting_and_drawn_when_seen(browser: Chromium, 
     assert [event for event in browser.events if event.get("method") in methods] == []
 
 
-def test_a_watched_page_reloads_and_stays_where_it_was(browser: Chromium, tmp_path: Path) -> None:
+def test_watched_page_reloads_at_the_same_position(browser: Chromium, tmp_path: Path) -> None:
     """What was hidden stays hidden, what was scrolled to stays in view; the last page reloads no more."""
     runs = [_write_run(tmp_path / name, seed, routed=False) for seed, name in enumerate(("a", "b"))]
     compare(runs, tmp_path / "report.html", refresh_s=1)

@@ -58,7 +58,7 @@ def test_means_and_contrasts_are_of_equal_seeds(runs: list[Path]) -> None:
     assert row["cells"][1] == shown.replace("-", "\N{MINUS SIGN}")
 
 
-def test_the_report_has_them_where_there_are_seeds(runs: list[Path], tmp_path: Path) -> None:
+def test_report_combines_several_seeds(runs: list[Path], tmp_path: Path) -> None:
     compare(runs, tmp_path / "six.html")
     page = (tmp_path / "six.html").read_text()
     assert "Seeds together" in page and "Contrasts on equal seeds" in page

@@ -60,7 +60,7 @@ def two(tmp_path: Path) -> list[Path]:
     lists: list[dict[int, list[dict[str, Any]]]] = [{}, {}]
     for index, rollouts in enumerate(((2, 4, 6), (3, 6))):
         for number in rollouts:
-            # a count says whose it is: run, rollout, sign, and whether the preset trained
+            # a count identifies the run, rollout, sign, and whether the preset trained
             counts = {
                 ("active", "+"): [1000 * (index + 1) + 100 * number + 7, 5],
                 ("active", "-"): [1000 * (index + 1) + 100 * number + 3],
@@ -192,7 +192,7 @@ def test_a_run_without_lists_has_no_section(run: Path, tmp_path: Path) -> None:
     )
 
 
-def test_a_token_cannot_end_the_script_it_stands_in(run: Path, tmp_path: Path) -> None:
+def test_token_text_cannot_close_the_script_element(run: Path, tmp_path: Path) -> None:
     compare([run], tmp_path / "report.html")
     html = (tmp_path / "report.html").read_text()
     assert "<img" not in html[: html.index("<script>")] and HOSTILE not in html
@@ -212,7 +212,7 @@ def test_a_token_cannot_end_the_script_it_stands_in(run: Path, tmp_path: Path) -
         ("é中", "é中"),
     ],
 )
-def test_what_cannot_be_seen_is_named(text: str, shown: str) -> None:
+def test_invisible_characters_are_named(text: str, shown: str) -> None:
     assert make_visible(text) == shown
 
 

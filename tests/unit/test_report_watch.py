@@ -71,7 +71,7 @@ def test_a_run_that_stopped_early_has_ended(tmp_path: Path) -> None:
     with locked(run):
         assert is_in_use(run) and is_going(read_run(run))
     assert is_in_use(run) is False and not is_going(read_run(run))
-    (run / LOCK).write_text("{}")  # killed: the owner stands there, without a sign of life
+    (run / LOCK).write_text("{}")  # killed: the lock names an owner without a heartbeat
     for silent_s, expected in ((0, True), (45, True), (80, False)):
         os.utime(run / LOCK, (0.0, time.time() - silent_s))
         assert is_in_use(run) is expected
@@ -91,7 +91,7 @@ def test_a_clock_that_differs_from_the_file_servers_ends_no_run(
     assert is_in_use(run) is False
 
 
-def test_what_is_no_run_is_an_error_and_damage_must_last(tmp_path: Path) -> None:
+def test_watch_refuses_a_non_run_and_tolerates_brief_damage(tmp_path: Path) -> None:
     with pytest.raises(DataError):
         watch([tmp_path], tmp_path / "report.html", 1, print, lambda seconds: None)
     run, good = _run(tmp_path / "run"), (tmp_path / "run" / "config.toml").read_text()

@@ -54,7 +54,7 @@ def each(responses: list[Row], function: Callable[[list[Fraction]], float]) -> l
 
 
 def before(responses: list[Row], function: Callable[[list[Fraction]], float]) -> list[float]:
-    """The same of what stands before each token of its response."""
+    """The same over the tokens before each token of the response."""
     return [function(learning(response[:t])) for response in responses for t in range(len(response))]
 
 
@@ -97,7 +97,7 @@ def test_quantiles(responses: list[Row], q: float) -> None:
 @settings(deadline=None, max_examples=30)
 @given(PACKED, st.sampled_from([torch.float32, torch.float64]))
 def test_packing_does_not_show(responses: list[Row], dtype: torch.dtype) -> None:
-    """Bits of a response are the same alone, beside an infinite one, and with empty ones around it."""
+    """A response's results are bitwise equal alone, next to an infinite one, and with empty ones around it."""
     infinite: Row = [(math.inf, True), (1.0, True)]
     found, values = packed([[], infinite, *responses, [], infinite, []], dtype)
     scaled = values / 3  # not dyadic

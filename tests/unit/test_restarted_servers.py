@@ -1,4 +1,4 @@
-"""A server that restarted at its URL is another server: its process, not its address, says which one it is."""
+"""A server that restarted at its URL is another server: its process identifies it, not its address."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -129,7 +129,7 @@ def test_a_restarted_server_is_tried_before_it_samples(
 def test_a_server_that_fails_is_pushed_to_once_more(
     failures: int, pushes: list[list[int]], servers: list[Recording], tmp_path: Path
 ) -> None:
-    """At the same version; then it waits for the next one, and the run goes on with the others."""
+    """At the same version; then it waits for the next push, and the run continues with the others."""
     urls, sent, admitted = [server.url for server in servers], list[list[int]](), list[list[str]]()
 
     def send(fleet: Any, version: int) -> None:

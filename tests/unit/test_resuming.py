@@ -56,7 +56,7 @@ class Outer(Section):
     second: Annotated[Sampling, TRAINING] = Sampling()
 
 
-def test_a_setting_without_a_marker_has_the_marker_of_its_section() -> None:
+def test_setting_without_a_marker_inherits_its_sections_marker() -> None:
     found = dict(effects_of(Outer, "", ALL_SETS))
     assert found == {
         "first.width": ALL_SETS,
@@ -120,7 +120,7 @@ def test_a_run_may_become_longer_where_its_learning_rates_stay(schedule: str, is
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_run_that_samples_ahead_keeps_its_length(lag: int) -> None:
-    """At its end it stops sampling: a longer run would have gone on."""
+    """At its end it stops sampling: a longer run would have continued."""
     was, now = ({"run": {"num_rollouts": n}, "rollout": {"lag": lag}} for n in (10, 20))
     expected = [SettingChange("run.num_rollouts", "10", "20")] if lag else []
     assert experiment_changes(was, now) == expected
@@ -268,7 +268,7 @@ def test_check_shows_what_another_experiment_would_change(
         assert "step_00000008" in said
 
 
-def test_what_the_last_start_accepted_needs_no_second_flag(tmp_path: Path) -> None:
+def test_accepted_changes_need_the_flag_once(tmp_path: Path) -> None:
     """A job that dies before its next checkpoint is started again with the same settings."""
     run = tmp_path / "run"
     saved(run, dump_config(Config.model_validate({"run": {"folder": run}})))

@@ -96,7 +96,7 @@ def test_recomputed_routes_are_of_the_weights_that_sampled_or_missing(
 
 @pytest.mark.parametrize("retracted", [(2, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 2), (0, 0, 0)])
 @pytest.mark.parametrize("changed", [(False, False, False), (True, True, False), (False, False, True)])
-def test_each_part_of_a_resumed_response_has_routes_of_its_own_weights(
+def test_resumed_response_keeps_the_routes_of_each_part(
     retracted: tuple[int, ...], changed: tuple[bool, ...]
 ) -> None:
     request, sizes = FRESH, (2, 2, None)
@@ -114,7 +114,7 @@ def test_each_part_of_a_resumed_response_has_routes_of_its_own_weights(
 
 @pytest.mark.parametrize("partial_tokens", [0, 2])
 def test_a_retracted_request_that_is_aborted_in_the_queue_keeps_its_earlier_tokens(partial_tokens: int) -> None:
-    """SGLang's reply then has the tokens that it had passed on, and says nothing about the request."""
+    """SGLang's reply then has the tokens that it had sent, and no other facts about the request."""
     request = FRESH
     if partial_tokens:
         request = replace(FRESH, partial=_read(FRESH, num_tokens=partial_tokens))
@@ -132,7 +132,7 @@ def test_a_conversation_stays_retracted_from_turn_to_turn() -> None:
     assert _read(replace(FRESH, partial=said)).num_retractions == 1
 
 
-def test_what_the_engine_counts_adds_up_over_calls() -> None:
+def test_engine_counts_add_up_over_calls() -> None:
     retracted = {"rollout0/c/8+0": 1}
     server = StandIn(lambda rid: retracted.get(rid, 0), fails_first=lambda rid: rid.endswith("a/0+1"))
     with server.running():

@@ -1,4 +1,4 @@
-"""What `[data]` says of rewards: sums of them, what right and wrong are worth, thinking, and long responses."""
+"""Rewards in `[data]`: sums, the values of right and wrong, thinking, and long responses."""
 
 import asyncio
 import dataclasses
@@ -188,7 +188,7 @@ def test_choices_in_a_config_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["3", "true", "['math']", "{math = '1'}", "{math = true}"])
-def test_what_is_no_choice_has_one_problem(value: str) -> None:
+def test_invalid_reward_choice_has_one_problem(value: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config([], [f"data.reward={value}"])
     assert len(caught.value.problems) == 1
@@ -222,7 +222,7 @@ def test_the_environment_alone_gives_the_rewards() -> None:
     ("num_tokens", "added"),
     [(1, 0.0), (16384, 0.0), (16385, -1 / 4096), (18432, -0.5), (20480, -1.0), (30000, -1.0)],
 )
-def test_what_length_costs(num_tokens: int, added: float) -> None:
+def test_overlong_penalty_by_length(num_tokens: int, added: float) -> None:
     assert OverlongShaping(20480, 4096, 1.0)(num_tokens) == added  # as the paper has it
     assert OverlongShaping(20480, 4096, 0.5)(num_tokens) == added / 2
 

@@ -53,7 +53,7 @@ def fails_twice(prompt, response, finish_reason):
 async def fails_twice_later(*arguments): return fails_twice(*arguments)
 def refuses(prompt, response, finish_reason):
     _count(response)
-    raise RewardError("its answer is no number")
+    raise RewardError("its label is no number")
 def wrong_type(prompt, response, finish_reason):
     _count(response)
     return "1"
@@ -147,7 +147,7 @@ def test_the_numbers_of_verls_dict_are_reported_and_a_part_of_a_sum_may_be_any_f
 
 
 @pytest.mark.parametrize("name", ["fails_twice", "fails_twice_later"])
-def test_what_raised_is_called_again_and_counted(name: str) -> None:
+def test_failed_reward_calls_are_retried_and_counted(name: str) -> None:
     assert score(name, "a", "b", retries=2) == [RewardResult(1.0, {"num_retries": 2.0})] * 2
     (fault,) = score(name, "c", retries=1)
     assert isinstance(fault, RewardFault) and "the judge is busy" in fault.message

@@ -28,7 +28,7 @@ from megatron_dppo.workers.service import LOADED, OUT_OF_MEMORY, WorkerFault, de
 from tests.support.processes import wait_until
 
 LIMIT_S = 300.0  # of what must not take so long
-SLEEP_S = f"99999.{os.getpid()}"  # other test processes have sleepers of their own
+SLEEP_S = f"99999.{os.getpid()}"  # other test processes have separate sleepers
 PROMPT = Prompt("p", "4", "test", text="2 * 2 =")
 NAME = "tests.unit.bad_rewards:told"
 
@@ -354,7 +354,7 @@ pool.score([RewardRequest(Prompt("p", "", "", text="x"), {response!r}, "stop")])
     assert trainer.stdout is not None and trainer.stdout.readline() == "ready\n"
     is_program = response == "program that hangs"
     wait_until(lambda: len(psutil.Process(trainer.pid).children(recursive=True)) >= 2 + is_program, LIMIT_S)
-    time.sleep(0.3)  # it is in the middle of its work
+    time.sleep(0.3)  # it is busy by now
     hung = psutil.Process(trainer.pid).children(recursive=True)
     trainer.kill()
     trainer.wait()
@@ -395,7 +395,7 @@ def test_a_reward_that_answers_nothing_is_not_waited_for() -> None:
 
 
 def test_any_number_of_threads_ask_one_pool() -> None:
-    """Each gets its own answers; what hangs in one costs the others no answer."""
+    """Each thread gets its scores; a hanging reward in one costs the others none."""
     with RewardPool(NAME, num_workers=2, timeout_s=LIMIT_S, memory_mb=0) as pool:
         (slow,), asked = pool.submit(ask("sleep")), [ask(*["a" * (k + 1)] * 20) for k in range(4)]
         with ThreadPoolExecutor(4) as threads:
@@ -405,7 +405,7 @@ def test_any_number_of_threads_ask_one_pool() -> None:
         assert not slow.done()
 
 
-def test_what_was_sent_behind_a_hanging_request_goes_to_another_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_queued_after_a_hanging_one_move_to_another_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorkerPool, "_most_sent", 30)  # as if rewards had been quick so far
     with RewardPool(NAME, num_workers=2, timeout_s=LIMIT_S, memory_mb=0) as pool:
         pool.start()  # one worker, which takes the first thirty before the other has started
@@ -414,7 +414,7 @@ def test_what_was_sent_behind_a_hanging_request_goes_to_another_worker(monkeypat
         assert not slow.done()
 
 
-def test_what_nobody_waits_for_leaves_its_worker() -> None:
+def test_cancelled_request_frees_its_worker() -> None:
     with RewardPool(NAME, num_workers=1, timeout_s=LIMIT_S, memory_mb=0) as pool:
         slow, waiting = pool.submit(*alone("sleep", "abc"))
         assert slow.cancel()
@@ -422,7 +422,7 @@ def test_what_nobody_waits_for_leaves_its_worker() -> None:
         assert values(pool.score(ask("a"))) == [1.0]
 
 
-def test_closing_cancels_what_is_asked() -> None:
+def test_close_cancels_pending_requests() -> None:
     with RewardPool(NAME, num_workers=2, timeout_s=LIMIT_S, memory_mb=0) as pool:
         submitted = pool.submit(*alone(*["sleep"] * 5))
         with ThreadPoolExecutor(3) as threads:
@@ -437,7 +437,7 @@ def test_closing_cancels_what_is_asked() -> None:
         assert values(pool.score(ask("a"))) == [1.0]
 
 
-def test_closing_cancels_what_is_asked_while_it_waits(monkeypatch: pytest.MonkeyPatch, sleepers: Path) -> None:
+def test_close_cancels_requests_that_come_meanwhile(monkeypatch: pytest.MonkeyPatch, sleepers: Path) -> None:
     """It comes after those that were pending were cancelled, and takes a worker."""
     cancel_all, late = WorkerPool._cancel_all, list[Any]()
 

@@ -110,7 +110,7 @@ def test_a_function_is_named_by_its_module() -> None:
             reward(name)
 
 
-def test_what_a_users_module_lacks_is_not_called_its_absence(
+def test_missing_dependency_of_a_reward_module_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "needs_more.py").write_text("import no_such_dependency")

@@ -18,7 +18,7 @@ LATENT: Any = SimpleNamespace(apply_rope_fusion=False, multi_latent_attention=Tr
 
 
 class Frequencies:
-    """What Megatron's embedding gives where its device is CUDA, with YaRN's factor where there is one."""
+    """Output of Megatron's embedding on a CUDA device, with YaRN's factor if any."""
 
     def __init__(self, head_dim: int, percent: float = 1.0, scale: float | None = None) -> None:
         group: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)

@@ -27,7 +27,7 @@ def _write(folder: RunFolder, rollouts: range) -> None:
         folder.write_rollout(rollout, {"reward/mean": rollout / 7}, num_rollouts=4)
 
 
-def test_what_a_new_folder_holds(tmp_path: Path) -> None:
+def test_files_of_a_new_run_folder(tmp_path: Path) -> None:
     """Config without unset keys, versions, one line per row, and the subfolders."""
     path = tmp_path / "deep" / "run"
     with RunFolder.open(path, CONFIG, resume=False, decisions={"layer_spec": "torch"}) as folder:
@@ -131,7 +131,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 def test_a_changed_config_keeps_the_earlier_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Both files stay, and the log says so."""
+    """Both files stay, and the log names them."""
     RunFolder.open(tmp_path, CONFIG, resume=False).close()
     RunFolder.open(tmp_path, {"run": {"seed": 4}}, resume=True).close()
     assert tomllib.loads((tmp_path / "config.toml").read_text()) == {"run": {"seed": 4}}
@@ -212,7 +212,7 @@ def test_a_row_that_comes_twice_is_an_error(tmp_path: Path) -> None:
         read_run(tmp_path)
 
 
-def test_what_is_no_run_folder(tmp_path: Path) -> None:
+def test_non_run_folder_is_refused(tmp_path: Path) -> None:
     """The message names what is missing."""
     with pytest.raises(DataError, match="not a folder"):
         read_run(tmp_path / "nowhere")
@@ -270,7 +270,7 @@ def test_a_backend_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_git_commit_of_a_checkout_only(tmp_path: Path) -> None:
-    """A package inside somebody else's repository has no commit of its own."""
+    """A package inside another repository has no commit."""
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
     subprocess.run([*git, "init", "-q"], check=True)
     (tmp_path / "__init__.py").write_text("")

@@ -199,7 +199,7 @@ def test_a_host_of_the_same_name_is_another_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["host", "boot", "pid", "since"])
-def test_an_entry_is_of_this_process_only_if_every_part_of_its_identity_is(name: str) -> None:
+def test_lock_entry_matches_a_process_only_if_each_field_does(name: str) -> None:
     """A process of another host, of another start of this host, or of the same id at another time."""
     me = _this_process()
     others: dict[str, Any] = {"host": "elsewhere", "boot": "another", "pid": me["pid"] + 1, "since": "earlier"}
@@ -276,7 +276,7 @@ def test_without_locks_signs_of_life_decide_on_the_same_host_too(
 def test_of_two_hosts_that_find_a_folder_free_in_the_same_moment_the_last_writer_owns_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes: bool
 ) -> None:
-    """Without locks. The other host writes its entry after this one did, and before this one goes on."""
+    """Locks do not work. The other host writes its entry after this one did, and before this one continues."""
     beats = itertools.count(1)
     monkeypatch.setattr(fcntl, "flock", no_locks)
     while_asleep(monkeypatch, lambda: owner_elsewhere(tmp_path, next(beats)) if comes else None)

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of rollouts that are open or wait, and where it cannot be moved to."""
+"""State of open and waiting rollouts in a checkpoint, and the configs that cannot resume it."""
 
 import json
 import math
@@ -76,7 +76,7 @@ def test_rollouts_that_wait_stay_on_their_layout(tmp_path: Path) -> None:
         require_reshardable(tmp_path, content, Layout(world_size=2), is_optimizer_distributed=True)
 
 
-def test_staleness_is_over_the_tokens_whose_weights_are_known() -> None:
+def test_staleness_counts_tokens_with_a_known_version_only() -> None:
     metrics = Metrics()
     add_staleness(metrics, steps(2, 3, 5), weight_version=6)
     assert metrics.values() == {"rollout/staleness_mean": 2.0, "rollout/staleness_max": 3.0}
@@ -100,9 +100,7 @@ def test_half_a_loop_has_no_weights_to_lag_behind(half: Any, tmp_path: Path) -> 
         (9, [[0, 1, 2, 3, 4], [], [], [], []]),
     ],
 )
-def test_a_run_samples_each_of_its_rollouts_once_and_none_beyond_the_last(
-    lag: int, sampled: list[list[int]]
-) -> None:
+def test_run_samples_each_rollout_once_up_to_the_last(lag: int, sampled: list[list[int]]) -> None:
     """By the weights of each version, `rollout.lag` rollouts ahead of the one that trains."""
     config = Config.model_validate({"run": {"num_rollouts": 5}, "rollout": {"lag": lag}})
     state = TrainingState(config, Runtime(torch.device("cpu"), 0, 1))

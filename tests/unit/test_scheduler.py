@@ -242,7 +242,7 @@ def test_refills_are_bounded_and_what_is_left_stays() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_ranks_replace_out_of_turn_leaves_no_prompt_behind(size: int) -> None:
+def test_out_of_order_replacements_skip_no_prompt(size: int) -> None:
     run = Run(size, equal=lambda prompt: int(prompt) % 4 == 1, refill_zero_variance=True)
     seen = list[str]()
     for _ in range(5):
@@ -277,7 +277,7 @@ def test_both_together() -> None:
     assert run.cursors == [{"epoch": 0, "index": 7}]
 
 
-def test_what_over_sampling_left_replaces_a_group_of_the_same_rollout() -> None:
+def test_over_sampled_partials_replace_a_group_of_the_same_rollout() -> None:
     run = Run(
         engine=Halting(slow=("5", "6"), last="1"),
         over_sampling=1.5,

@@ -1,4 +1,4 @@
-"""What an evaluation makes of its responses, against brute force, and on any number of ranks."""
+"""Evaluation scores against brute force, on any number of ranks."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ from megatron_dppo.rollout.scores import (
 
 
 def scored(index: int, num_correct: int, n: int = 4, num_dropped: int = 0) -> PromptScore:
-    """A prompt whose right responses earn 1, cut after 10 tokens where they are wrong."""
+    """A prompt whose right responses earn 1, and whose wrong ones are cut after 10 tokens."""
     num_wrong = n - num_correct
     return PromptScore(
         index, n, n, num_dropped, num_correct, num_wrong, 5 * num_correct + 10 * num_wrong, num_correct
@@ -80,7 +80,7 @@ def test_the_metrics_of_a_set() -> None:
     metrics = set_metrics("toy", scores, (1, 2, 4), samples_per_prompt=4, seed=0)
     assert list(metrics) == metric_names("toy", 4, (1, 2, 4))
     assert metrics["eval/toy/avg_at_4"] == metrics["eval/toy/pass_at_1"] == pytest.approx(1.25 / 3)
-    assert metrics["eval/toy/pass_at_2"] == pytest.approx(1.5 / 3)  # of the second, half of its pairs
+    assert metrics["eval/toy/pass_at_2"] == pytest.approx(1.5 / 3)  # half of the second prompt's pairs
     assert metrics["eval/toy/pass_at_4"] == pytest.approx(2 / 3)
     assert metrics["eval/toy/avg_at_4_low"] == 0.0 and metrics["eval/toy/avg_at_4_high"] == 1.0
     assert metrics["eval/toy/truncated_fraction"] == 3 / 8

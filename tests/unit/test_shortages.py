@@ -1,4 +1,4 @@
-"""What a machine has too little of is named as that, and what is asked of it has bounds by what it has."""
+"""Errors name the resource that a machine lacks, and requests are bounded by what it has."""
 
 import json
 import os
@@ -34,7 +34,7 @@ with LiveStandIn(token_s=0.002).running() as first, LiveStandIn(token_s=0.002).r
 
 
 def python(code: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run code in a process of its own."""
+    """Run code in a separate process."""
     command = (sys.executable, "-c", code, *arguments)
     return subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
 

@@ -1,4 +1,4 @@
-"""A server whose /health says 200 and whose responses are wrong: its requests move, and it is drained."""
+"""A server with a good /health and wrong responses: its requests move, and it is drained."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -109,7 +109,7 @@ def test_no_response_is_lost_to_one_sick_server_of_three(
 
 
 @pytest.mark.parametrize("kind", ["another id", "null log-prob", "NaN log-prob"])
-def test_where_every_server_is_sick_none_is_blamed_alone(kind: str) -> None:
+def test_requests_are_dropped_after_a_try_at_each_sick_server(kind: str) -> None:
     """Each request was tried at both, and then dropped for its fault."""
     servers = [Server(sick=SICK[kind]), Server(sick=SICK[kind])]
     with serving(servers) as engine:
@@ -120,7 +120,7 @@ def test_where_every_server_is_sick_none_is_blamed_alone(kind: str) -> None:
         assert is_dropped and each.num_moves == 1
 
 
-def test_where_every_server_fails_the_run_ends_with_an_address() -> None:
+def test_error_names_an_address_if_all_servers_fail() -> None:
     servers = [Server(sick=SICK["status 500"]), Server(sick=SICK["status 500"])]
     with (
         serving(servers) as engine,

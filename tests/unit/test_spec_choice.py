@@ -67,7 +67,7 @@ def test_a_spec_that_is_named_is_taken(spec: str) -> None:
         ("torch", {"share_prefixes": True}, QWEN3_30B, True),
     ],
 )
-def test_prefixes_are_shared_where_it_is_supported(
+def test_prefixes_are_shared_if_supported(
     spec: Any, parallel: dict[str, Any], model: dict[str, Any], is_shared: bool
 ) -> None:
     """Before a GPU is there, "auto" is taken to be torch's layers."""

@@ -145,7 +145,7 @@ def test_counting_alone_with_whatever_is_whole_first_goes_above_the_bound() -> N
     assert max(outcome.excess for outcome in found) > 5
 
 
-def test_a_fixed_share_for_each_rank_stands_still() -> None:
+def test_fixed_share_per_rank_deadlocks() -> None:
     found = outcomes("fixed shares")
     assert sum(outcome.is_stuck for outcome in found) > 5
     assert all(outcome.excess <= 0 for outcome in found)

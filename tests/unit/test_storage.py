@@ -57,7 +57,7 @@ def tree(folder: Path) -> dict[str, bytes | None]:
 
 @pytest.mark.parametrize("number", OF_DISKS)
 @pytest.mark.parametrize("times", [1, 3, len(PAUSES_S), len(PAUSES_S) + 1, 99])
-def test_what_fails_is_read_again_for_some_seconds(
+def test_failed_reads_are_retried_for_some_seconds(
     number: int, times: int, tmp_path: Path, pauses: list[float]
 ) -> None:
     left = iter(range(times))

@@ -135,7 +135,7 @@ def test_the_same_policy_gains_nothing():
     )
 
 
-def test_what_is_no_tree_is_refused():
+def test_invalid_trees_are_refused():
     p = Small(1, 2, 3, 0.5, ends=False)
     with refused("performance_bound.policy", "[[1, 3]]", "[[1, 3], [3, 3]]"):
         performance_bound(p.pi[:1], p.mu, p.rewards)

@@ -94,7 +94,7 @@ def test_equal_policies_are_no_distance_apart() -> None:
         (2.0, 0.0, -0.48, False, True),  # .69 times
     ],
 )
-def test_rounding_is_told_from_other_weights(
+def test_rounding_is_distinguished_from_other_weights(
     scale: float, noise: float, shift: float, is_float32: bool, expected: bool
 ) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -190,7 +190,7 @@ def test_responses_come_out_of_a_microbatch() -> None:
     live = torch.arange(7.0)[:, None]
     (response,) = split_responses(_microbatch(), {"live": live, "replayed": live + 10})
     assert response.prompt.tolist() == [5, 6]
-    assert response.prompt.untyped_storage().nbytes() == 2 * 8  # not the whole micro-batch, where it is pickled
+    assert response.prompt.untyped_storage().nbytes() == 2 * 8  # a pickle has not the whole micro-batch
     assert response.tokens.tolist() == [7, 8]
     assert torch.equal(response.rollout_log_probs, torch.tensor([HALF, QUARTER]))
     assert {routes: values.tolist() for routes, values in response.log_probs.items()} == {
@@ -229,7 +229,7 @@ def test_rows_are_json_with_every_digit() -> None:
     }
 
 
-def test_the_plot_counts_every_token_where_it_stands(tmp_path: Any) -> None:
+def test_plot_counts_each_token_in_its_bin(tmp_path: Any) -> None:
     log_pi, log_mu = (torch.tensor(values).double().log() for values in ([0.999, 0.0, 1.0], [0.005, 1.0, 1.0]))
     counts = token_counts(log_pi, log_mu)
     last = NUM_BINS - 1
@@ -252,7 +252,7 @@ def test_the_plot_counts_every_token_where_it_stands(tmp_path: Any) -> None:
         ({"live": 0.1}, "The model has no experts"),
     ],
 )
-def test_what_replay_changed_is_said_in_words(kl_k3: dict[str, float], words: str) -> None:
+def test_effect_of_replay_in_words(kl_k3: dict[str, float], words: str) -> None:
     assert words in in_words({routes: {"kl_k3": value} for routes, value in kl_k3.items()}, None)
 
 

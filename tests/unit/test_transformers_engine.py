@@ -106,7 +106,7 @@ reference_of = functools.cache(Reference.of)
 
 
 def largest_error(model: Any, request: Request, completion: Completion) -> float:
-    """Return the largest error of its log-probs: a multiple of float32's own on this machine."""
+    """Return the largest error of its log-probs: a multiple of float32's epsilon on this machine."""
 
     def log_probs(of: Any) -> Tensor:
         return teacher_forced(of, request, completion)[0].log_softmax(-1)

@@ -1,4 +1,4 @@
-"""A user's own sampling function, from a module in a folder of its own, on the real embedded engine."""
+"""A user's sampling function, from a module in a separate folder, on the real embedded engine."""
 
 import dataclasses
 import sys
@@ -58,7 +58,7 @@ def collected(model: Any, function: Generate) -> Collected:
     )
 
 
-def test_a_function_of_a_folder_of_its_own(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_function_from_the_import_path(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_generate.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     batch = collected(model, import_named("rollout.generate", "own_generate:twice"))
@@ -89,7 +89,7 @@ def test_without_an_episode_the_response_is_scored(model: Any) -> None:
         assert sample.reward == len(words_of(sample.tokens[sample.prompt_length :]))
 
 
-def test_what_does_not_learn_needs_no_log_prob(model: Any) -> None:
+def test_masked_tokens_need_no_log_prob(model: Any) -> None:
     nan = torch.full((8,), torch.nan)
     assert collected(model, changed(log_probs=nan)).counts.num_dropped["non_finite_log_probs"] == 1
     batch = collected(model, changed(log_probs=nan, loss_mask=torch.zeros(8, dtype=torch.bool)))
@@ -120,6 +120,6 @@ def broken(*arguments: Any) -> Any:
         (longer, "found 9 tokens; expected at most 8"),
     ],
 )
-def test_what_does_not_fit_is_refused(model: Any, function: Callable[..., Any], message: str) -> None:
+def test_mismatched_completions_are_refused(model: Any, function: Callable[..., Any], message: str) -> None:
     with pytest.raises(RolloutError, match=message):
         collected(model, function)

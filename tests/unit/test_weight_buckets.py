@@ -75,7 +75,7 @@ def test_nothing_makes_no_bucket() -> None:
 
 @pytest.mark.parametrize("num_bytes", [60, 10_000])
 def test_one_handle_shows_a_server_a_whole_bucket(num_bytes: int) -> None:
-    """A handle costs a server about a millisecond on a GPU, where a 30B has some 19,000 tensors."""
+    """A handle costs a server about a millisecond on a GPU; a 30B has some 19,000 tensors."""
     handled: list[Tensor] = []
 
     def counted(tensor: Tensor) -> Any:

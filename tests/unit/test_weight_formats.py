@@ -79,7 +79,7 @@ def test_halfway_between_two_4_bit_values_the_even_one_is_taken() -> None:
 
 
 @pytest.mark.parametrize("weight_format", ["fp8", "nvfp4"])
-def test_what_is_rounded_stays_so_and_zeros_are_zeros(weight_format: WeightFormat) -> None:
+def test_rounding_is_idempotent_and_keeps_zeros(weight_format: WeightFormat) -> None:
     weight = a_weight(torch.float32)
     scale = scale_for(weight_format, weight.abs().amax())
     once = round_values(weight, weight_format, scale)
@@ -98,7 +98,7 @@ def test_only_zeros_have_a_scale_of_their_own(
 
 
 @pytest.mark.parametrize("weight_format", ["fp8", "nvfp4"])
-def test_what_is_larger_than_the_scale_says_saturates(weight_format: WeightFormat) -> None:
+def test_values_above_the_scale_saturate(weight_format: WeightFormat) -> None:
     weight = torch.full((1, 16), 3.0)
     scale = scale_for(weight_format, torch.tensor(2.0))
     assert round_values(weight, weight_format, scale).tolist() == [pytest.approx([2.0] * 16)]

@@ -1,4 +1,4 @@
-"""Process groups of trainer and servers: where they meet, and a server that refuses ends the wait of all."""
+"""Process groups of trainer and servers: their address, and a refusing server that ends the wait of all."""
 
 import json
 import os
@@ -26,7 +26,7 @@ Answer = Callable[[dict[str, Any]], int]
 
 @contextmanager
 def answering(answer: Answer) -> Iterator[Member]:
-    """A server that answers each call with a status."""
+    """A server that replies to each call with a status."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -126,7 +126,7 @@ def test_a_server_that_refuses_before_the_wait_begins_ends_it() -> None:
 def test_servers_meet_the_trainer_at_its_address_in_their_network(
     monkeypatch: pytest.MonkeyPatch, urls: list[str], expected: str
 ) -> None:
-    """Not at the name of its host, which may mean loopback there and nothing elsewhere."""
+    """The address is not the host's name, which may mean loopback there and nothing elsewhere."""
     monkeypatch.setattr(transports, "address_towards", lambda host: f"towards {host}")
     assert transports._reachable_host(tuple(Member(url, 1, 1, "0.5.23") for url in urls)) == expected
 

@@ -24,7 +24,7 @@ WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.
 
 
 class Receiver:
-    """Stands for an engine, so that it can be made to err; the real one has tests of its own."""
+    """A fake engine that can be made to err; the real one has separate tests."""
 
     def __init__(self, skip: str = "") -> None:
         self.skip, self.names, self.version = skip, [], -1

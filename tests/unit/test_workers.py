@@ -1,4 +1,4 @@
-"""A kind of worker of one's own, as the room's README adds it, and the frames on the wire."""
+"""A custom kind of worker, added as in the package's README, and the frames on the wire."""
 
 import importlib
 import io
@@ -35,7 +35,7 @@ def is_short(text: str) -> bool:
 
 @pytest.fixture
 def filters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The modules of the README's recipe, with the user's code beside them."""
+    """The modules of the README's recipe, next to the user's code."""
     _, _, section = README.read_text().partition("\n## Adding a kind of worker\n")
     for module in re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL):
         (name,) = re.findall(r'^"""(\w+\.py)"""', module)
@@ -52,7 +52,7 @@ def test_the_recipe_adds_a_kind_of_worker(filters: Any) -> None:
         filters.WorkerPool(filters.FILTER, "my_filters:absent", num_workers=1, timeout_s=1, memory_mb=0).start()
 
 
-def test_a_fault_names_its_request_and_the_options_of_its_service(filters: Any) -> None:
+def test_fault_names_the_request_and_the_services_options(filters: Any) -> None:
     try:
         short, late, failed, last = filters.pool.ask(["short", "hang", "raise", "short"])
     finally:

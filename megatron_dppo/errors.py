@@ -34,7 +34,7 @@ class Problem:
 
 
 def did_you_mean(word: str, choices: Iterable[str], otherwise: str, spelt: Callable[[str], str] = repr) -> str:
-    """Return an action: suggest the choices that `word` may stand for, or return `otherwise`.
+    """Return an action: suggest the choices that `word` may mean, or return `otherwise`.
 
     It suggests the choice that differs in case alone, or else a few that begin with `word`, or else the most
     similar one. Case never matters.

@@ -253,7 +253,7 @@ class Reply:
 
     message: ChatMessage  # for the chat template
     node: int  # its number in the episode
-    episode: str  # id of the request that the episode answers
+    episode: str  # id of the request that the episode belongs to
     created: int  # seconds since 1970
     finish_reason: str
     num_tokens: tuple[int, int]  # of the prompt and the response

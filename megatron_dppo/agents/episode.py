@@ -191,7 +191,7 @@ class Episode:
         return replace(chat, messages=messages, tools=self._tools[self._tools.index(chat.tools)])
 
     def _alike(self, chat: Chat) -> tuple[list[Said], list[Node]]:
-        """Return the messages that were said before, and the nodes whose paths the chat begins with."""
+        """Return the known messages at the beginning of the chat, and the nodes whose paths it begins with."""
         said, messages = self._root.follow(chat.messages), chat.messages
         nodes = [node for each in said for node in each.responses]
         for each in said[: len(messages)]:

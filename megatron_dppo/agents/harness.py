@@ -17,7 +17,7 @@ from megatron_dppo.workers.service import Service
 
 KEY = "rollout.agent.harness"
 _COMMAND = "rollout.agent.command"
-_FILES, _BYTES = 4, 128 << 20  # open files and memory of a harness's process and of its pipes
+_FILES, _BYTES = 4, 128 << 20  # open files and memory per harness process, with pipes
 _OTHER_FILES = 256
 
 

@@ -229,7 +229,7 @@ class LibraryRendering(Rendering):
 
         Args:
             tokenizer: Tokenizer of the model.
-            thinking: As for `Rendering`.
+            thinking: See `Rendering`.
             name: Name of the renderer, such as "glm-4.5".
         """
         super().__init__(tokenizer, thinking)

@@ -70,14 +70,14 @@ class Said:
     message: ChatMessage = field(default_factory=ChatMessage)  # as it came first
     number: int = 0  # of messages up to this one; 0 before the first message
     responses: "list[Node]" = field(default_factory=list["Node"])  # that this message is
-    has_stops: bool = False  # whether a client's stop string ended an answer
+    has_stops: bool = False  # whether a client's stop string ended a response
 
     def __post_init__(self) -> None:
         self._next = dict[str, Said]()  # by canonical form
         self._latest: Said | None = None
 
     def add(self, message: ChatMessage) -> "Said":
-        """Return the message after this one, as it was said before or from now on."""
+        """Return the node of the next message: the existing one, or a new one."""
         found = self._find(message)
         if found is None:
             found = self._next[canonical(message)] = Said(message, self.number + 1)

@@ -182,7 +182,7 @@ def saved_run(folder: Path) -> SavedRun | None:
 
 
 def _read_state(checkpoint: Path) -> Any:
-    """Return the content of state.json; one of `ABSENT` or a ValueError says that it is absent or torn."""
+    """Return the content of state.json; raises one of `ABSENT` without a file, and ValueError if it is torn."""
     content = read_patiently(checkpoint / STATE, (checkpoint / STATE).read_bytes)
     sums = read_patiently(checkpoint / SUMS, (checkpoint / SUMS).read_text).splitlines()
     if f"{hashlib.sha256(content).hexdigest()}  {STATE}" not in sums:

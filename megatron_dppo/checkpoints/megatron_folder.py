@@ -191,7 +191,7 @@ def require_reshardable(
     weights_alone = f"or train from its weights only: model.load = {str(checkpoint)!r}."
     if content["open_rollout"] is not None:
         raise CheckpointError(
-            f"{found}, and it stands in the middle of a rollout with batches for the saved layout. Start with "
+            f"{found}, and it is in the middle of a rollout with batches for the saved layout. Start with "
             f"that layout until a rollout is finished and saved, name an earlier checkpoint in "
             f"{checkpoint.parent / 'latest'}, {weights_alone}"
         )

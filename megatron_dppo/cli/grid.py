@@ -32,7 +32,7 @@ app = typer.Typer()
 class Cell:
     """One combination of files and settings; it has a run for each seed."""
 
-    name: str  # of its folder
+    name: str  # folder name
     configs: tuple[Path, ...]
     overrides: tuple[str, ...]
     varied: tuple[str, ...] = ()  # of the overrides, what --vary gave
@@ -82,7 +82,7 @@ def grid(
     combination is the baseline in DIR/report.html, numbers.json, numbers.csv and table.tex.
 
     On a cluster each combination becomes a job array for unfinished seeds, and a last job writes the report.
-    The script gets the arguments: first a file of its folder, the algorithm, then the others:
+    The script gets the arguments: first a file in the script's folder, the algorithm, then the others:
 
         megatron-dppo grid my_cluster.toml --variant grpo.toml \
             --variant dppo_binary_tv.toml --seeds 0-2 \

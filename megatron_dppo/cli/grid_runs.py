@@ -64,7 +64,7 @@ class GridRun:
 def last_line(log: Path) -> str:
     """Return the last line of a process's log."""
     lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "no output"
 
 
 def train_all(runs: Sequence[GridRun], num_jobs: int, gpus: Sequence[str] = ()) -> list[GridRun]:

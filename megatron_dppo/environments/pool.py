@@ -1,6 +1,6 @@
 """Runs environments, an instance for each trajectory, in this process or in worker processes.
 
-In a worker, a hang, a crash or a memory leak of an environment costs a sample, never the run.
+A hang, a crash or a memory leak of an environment in a worker costs a sample, never the run.
 """
 
 import math

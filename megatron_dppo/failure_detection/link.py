@@ -46,7 +46,7 @@ class Loss:
 
     Attributes:
         kind: "died" if the peer's host closed the connection, because the process ended; "unreachable" if the
-            host did not answer any more; "silent" if only the host did; "garbled" if the peer is no rank.
+            host stopped responding; "silent" if only the host did; "garbled" if the peer is no rank.
         found: What the system reported.
     """
 

@@ -67,7 +67,7 @@ LOST = {
     ),
     "silent": End(
         "is silent",
-        "Its host answers, but not its process: it is stopped (by SIGSTOP, or a debugger), one call holds "
+        "Its host responds, but not its process: it is stopped (by SIGSTOP, or a debugger), one call holds "
         "Python's lock, or its host hangs. If it was only slow, raise run.peer_timeout_s.",
     ),
     "garbled": End("sent what no rank sends", "Memory or network is broken, or its package is another one."),

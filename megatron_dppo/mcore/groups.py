@@ -115,7 +115,7 @@ def sequence_parallel_rows(num_tokens: int) -> slice:
 def sum_over_tokens_and_stages(values: Tensor, *, over_tensor: bool = False) -> Tensor:
     """Sum a micro-batch's values over context-parallel ranks and pipeline stages, on each of them.
 
-    With `over_tensor`, also over tensor-parallel ranks, whose routers see different tokens.
+    `over_tensor` adds tensor-parallel ranks, whose routers see different tokens.
     """
     groups: list[Any] = [
         parallel_state.get_context_parallel_group(),

@@ -83,7 +83,7 @@ def activate_flash_attention_3(
 def _is_exact(device: torch.device, dtype: torch.dtype, head_dim: int, *, has_sinks: bool) -> bool:
     """Compare flash attention with plain attention in float32, gradients too, with fewer queries than keys.
 
-    With sinks, there is also a window of 24 keys.
+    The comparison with sinks also has a window of 24 keys.
     """
     generator, queries, keys = torch.Generator(device).manual_seed(0), (0, 16, 56), (0, 40, 104)
     shapes = [(56, 4, head_dim), (104, 2, head_dim), (104, 2, head_dim), *[(4,)] * has_sinks, (56, 4, head_dim)]

@@ -97,7 +97,7 @@ class WideKeyNorm(WideNorm):
 class WideNormAttention(SelfAttention):
     """Attention with wide norms, which Megatron's option for norms of single heads does not know.
 
-    With that option, it would sum their gradients over tensor-parallel ranks. Without it, Megatron-Core 0.19.2
+    That option would sum their gradients over tensor-parallel ranks. Without it, Megatron-Core 0.19.2
     refuses norms in the spec.
     """
 

@@ -39,7 +39,7 @@ class LayerTokens:
 
     attended: int  # after context parallelism; the input of attention and split matrices
     sequence: int  # this rank's share of `attended` under sequence parallelism
-    repeated: int = 0  # keys of attention, if prefixes are shared: those of a prefix for each of its samples
+    repeated: int = 0  # attention's keys if prefixes are shared: a prefix's keys once per sample
 
     @classmethod
     def of(cls, microbatch_tokens: int, layout: Layout, repeated: int = 0) -> "LayerTokens":
@@ -190,7 +190,7 @@ class LayerModel:
     def delta_rule(self) -> int:
         """Return the bytes that linear attention keeps while its backward pass computes it again.
 
-        For each value head: seven tensors of a key's width and three of a value's in the rule, with five of a
+        Each value head has: seven tensors of a key's width and three of a value's in the rule, with five of a
         chunk's and a state for each chunk; five of a value's width in the gated norm.
         """
         linear, e = self.shape.sizes.linear, self.dtype_bytes

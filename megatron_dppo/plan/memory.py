@@ -48,7 +48,7 @@ SGLANG_MEMORY_FRACTION = 0.8
 """Default of mem_fraction_static if [sglang] sets none: share of weights and cache in the GPU's memory."""
 SGLANG_WORKSPACE_BYTES = 4 * GIB
 """Bytes of SGLang's activations and CUDA graphs, in addition to its static memory; an assumption."""
-_STATE_RATIO = 0.9  # SGLang's default: memory of recurrent states to that of keys and values
+_STATE_RATIO = 0.9  # SGLang's default: recurrent-state memory over key-value memory
 _CACHED_DTYPE_BYTES, _STATE_BYTES = 2, 4
 _WITHOUT_NUCLEUS, _WITH_NUCLEUS = 24, 45  # bytes per logit to sample with top_p 1 and below; measured by a test
 

@@ -291,7 +291,7 @@ def loss_bytes(shape: ModelShape, layout: Layout, options: AlgorithmConfig, toke
     """Return the peak bytes of the loss of a micro-batch; they are freed before backward of the layers."""
     columns, hidden = padded_vocab(shape, layout) // layout.tensor, shape.sizes.hidden_size
     states = tokens.num_tokens * hidden * tokens.dtype_bytes  # of all tokens: hidden states, or their gradient
-    # Hidden states are split over tensor ranks; those of the rows are taken from them.
+    # Hidden states are split over tensor ranks; the rows' states are taken from them.
     gathered = states * (layout.tensor > 1 and not tokens.num_repeated)
     taken = states * (tokens.num_repeated > 0)
     weight = columns * hidden * tokens.dtype_bytes

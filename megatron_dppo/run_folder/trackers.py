@@ -189,7 +189,7 @@ class Webhook(Backend):
         try:
             request = urllib.request.Request(self._url, json.dumps(body).encode(), headers)
             urllib.request.urlopen(request, timeout=_WEBHOOK_TIMEOUT_S).close()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on
+        except Exception as error:  # noqa: BLE001 - whatever it is, the run continues
             reason = error.reason if isinstance(error, URLError) else type(error).__name__  # without the URL
             log.warning("an alarm did not reach the URL of %s: %s", WEBHOOK, reason)
 

@@ -1,4 +1,4 @@
-"""Finds the addresses of this host: of its interfaces, towards another host, and the one that gloo binds."""
+"""Finds this host's addresses: its interfaces', the one towards another host, and the one that gloo binds."""
 
 import fcntl
 import ipaddress

@@ -147,7 +147,7 @@ def full_disk_explained(*folders: Path, kept: Callable[[], str] = str) -> Iterat
         if isinstance(error, OSError) and error.errno in {*OF_STORAGE, errno.EROFS}:
             where = error.filename or next(iter(folders), "a file")
             raise StorageError(
-                f"{where}: found {error.strerror}; expected its disk, mount or file server to answer. {kept()}"
+                f"{where}: found {error.strerror}; expected its disk, mount or file server to respond. {kept()}"
                 "Look at the disk, and start the same command again."
             ) from error
         if not is_full_disk(error):
@@ -209,7 +209,7 @@ def unreadable(path: Path, error: OSError) -> StorageError:
         )
     return StorageError(
         f"{where}: found that it cannot be read ({error.strerror or error}); expected its disk, mount or file "
-        "server to answer. Nothing was changed. Look at the disk, and start the same command again."
+        "server to respond. Nothing was changed. Look at the disk, and start the same command again."
     )
 
 

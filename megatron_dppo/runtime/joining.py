@@ -21,7 +21,7 @@ from megatron_dppo.runtime.addresses import GlooAddress, gloo_address, is_loopba
 T = TypeVar("T")
 _FAREWELL_S = 3.0, 30.0  # the store's host waits so long for the other ranks to read an error
 _MAX_PAUSE_S = 0.5
-_CONNECT_S = 30.0  # a host that does not answer may have lost its network for a moment
+_CONNECT_S = 30.0  # a host that does not respond may have lost its network for a moment
 _ATTEMPT_S = 3.0
 _MAX_LISTED = 8
 

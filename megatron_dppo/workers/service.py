@@ -74,7 +74,7 @@ LOADED = -1
 
 @dataclass(frozen=True)
 class Reply:
-    """A worker's message: an answer, or why there is none, and the files read since its last message."""
+    """A worker's message: a reply, or why there is none, and the files read since its last message."""
 
     number: int
     files: FileDigests

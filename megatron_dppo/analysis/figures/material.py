@@ -130,7 +130,7 @@ class AlgorithmLine:
     runs: tuple[RunCurves, ...]  # each with another seed
     shade: int  # index of the objective among its preset's objectives, from 0
     left_out: tuple[str, ...] = ()  # names of runs that a later run with the same seed replaced
-    own_place: int = 0  # index of a rule without a look among those of all runs
+    own_place: int = 0  # index among the runs' rules without a row in the style table
 
     def points(self, metric: str) -> list[Points]:
         """Return the points of each seed that has the metric."""

@@ -195,7 +195,7 @@ def look(
         shade: Place among the objectives of one preset.
         is_replayed: With R3.
         is_alone: The panel has no other algorithm.
-        own_place: Index of a rule without a look in the table among those of all runs.
+        own_place: Index of a rule without a row in the table, among the rules without a row.
     """
     round_, place = divmod(own_place, len(OWN_COLOURS))
     of_own = OWN_COLOURS[place], (SOLID, DASHED, DOTTED)[round_ % 3]

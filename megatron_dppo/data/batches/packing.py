@@ -201,7 +201,7 @@ def filled_up(
 ) -> list[Microbatch]:
     """Append placeholders, with all optional log-probs, until the number of micro-batches is a multiple.
 
-    With `has_places`, all get the columns of `with_places`.
+    All micro-batches get the columns of `with_places` if `has_places`.
     """
     topk = microbatches[0].topk
     filler = placeholder(topk.ids.shape[1] if topk is not None else 0, routing)

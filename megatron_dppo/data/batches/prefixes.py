@@ -26,7 +26,7 @@ class RepeatedRows:
 
     rows: Int64[Tensor, " N"]
     places: Int64[Tensor, " N"]  # places in `rows` of each of the M rows, in ascending order, row by row
-    starts: Int64[Tensor, " M"]  # where the places of each row start
+    starts: Int64[Tensor, " M"]  # first index of each row's places
 
     @classmethod
     def of(cls, rows: Int64[Tensor, " N"], num_rows: int) -> "RepeatedRows":
@@ -165,7 +165,7 @@ class SharedPrefixes:
 def tokens_in_loss(microbatch: Microbatch) -> tuple[Int64[Tensor, " N"], Microbatch]:
     """Return the places of a micro-batch's tokens in the loss, and these tokens without routes.
 
-    They are parts of their sequences, of which some may be empty. Of a micro-batch without any, the first token
+    They are parts of their sequences, of which some may be empty. If a micro-batch has none, its first token
     is returned: a loss needs a row.
     """
     places = microbatch.loss_mask.nonzero()[:, 0]

@@ -218,7 +218,7 @@ def _line(node: Node) -> str | None:
 def _are_equal_regions(reference: Node, answer: Node) -> bool | None:
     """Return whether two parts of the real line have the same points, or `None` if they are not two such parts.
 
-    The ends of all intervals, and a point on each side of every end, stand for all points.
+    The ends of all intervals, and a point on each side of every end, represent all points.
     """
     kinds, lines = {reference.kind, answer.kind}, {_line(reference), _line(answer)} - {None}
     if len(lines) > 1 or not (lines or kinds & _REGIONS) or "set" in kinds or kinds <= BRACKETS:

@@ -36,18 +36,18 @@ distributed/test_residence.py::test_offloaded_bytes_are_at_least_the_promised_by
     optimizer.offload  "offload": is_away
 distributed/test_roll_back.py::test_roll_back_without_a_usable_checkpoint_is_refused
     tracking.max_roll_backs  max_roll_backs=1
-distributed/test_seams.py::test_its_consumer_receives_a_setting
+distributed/test_seams.py::test_consumer_receives_the_setting
     optimizer.max_skipped_steps  SCENARIOS
-distributed/test_training_run.py::test_a_trainer_that_leaves_while_responses_are_sampled_trains_the_same
+distributed/test_training_run.py::test_offloading_the_trainer_while_sampling_changes_no_result
     rollout.release_trainer  release_trainer
 faults/test_faults.py::test_a_run_survives
     checkpoint.asynchronous  CASES
     checkpoint.max_failed_saves  CASES
-sglang/test_engine.py::test_it_is_an_engine_that_a_run_builds_and_collects_from
+sglang/test_engine.py::test_built_engine_samples_scored_groups
     rollout.engine  sglang
-sglang/test_gpu_turns.py::test_trainer_and_server_are_never_there_together
+sglang/test_gpu_turns.py::test_trainer_and_server_take_turns_in_gpu_memory
     rollout.sglang.colocated  "colocated": True
-sglang/test_several_servers.py::test_both_servers_answer_and_none_gets_more_than_its_limit
+sglang/test_several_servers.py::test_both_servers_respond_within_their_request_limits
     rollout.sglang.max_concurrent_requests  max_concurrent_requests=5
 sglang/test_sync_faults.py::test_the_other_server_gets_all_weights_and_all_requests
     rollout.sglang.sync_timeout_s  sync_timeout_s=30

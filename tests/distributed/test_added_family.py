@@ -80,7 +80,7 @@ def test_a_family_in_a_package_is_converted_trained_and_planned(
     assert json.loads(plan.stdout)["model"]["parameters"] == num_parameters
 
 
-def test_its_refusals_hold_and_without_the_package_it_is_unknown(run: Any, tmp_path: Path) -> None:
+def test_added_family_refuses_bad_configs_and_needs_its_package(run: Any, tmp_path: Path) -> None:
     model = write_family(tmp_path / "model", ARCHITECTURE, sliding_window=16)
     config = tmp_path / "run.toml"
     config.write_text(f'model.load = "{model}"\n')

@@ -80,7 +80,7 @@ def test_each_branch_of_an_episode_trains(task: Path, tmp_path: Path, shares_pre
     assert all(by_id[name] == by_id[name.partition("#")[0]] for name in by_id)
 
 
-def test_episodes_are_trained_on_and_a_resumed_run_is_bitwise_the_same(task: Path, tmp_path: Path) -> None:
+def test_episodes_are_trained_on_and_a_resumed_run_is_bitwise_equal(task: Path, tmp_path: Path) -> None:
     def tables(name: str) -> dict[str, Any]:
         run = {"folder": str(task / name), "num_rollouts": 2}
         data = {"reward": "environment", "max_prompt_tokens": 8}

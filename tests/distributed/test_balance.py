@@ -141,7 +141,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
 
 @pytest.mark.parametrize("num_prompts", [12, 96])
 @pytest.mark.parametrize("group_of_rank", [(0, 1), (0, 0)], ids=str)
-def test_samples_are_shared_out_over_two_processes(
+def test_samples_are_balanced_over_two_processes(
     two_ranks: list[dict[Any, Any]], group_of_rank: tuple[int, ...], num_prompts: int
 ) -> None:
     check_shares(two_ranks, group_of_rank, num_prompts)
@@ -162,7 +162,7 @@ def test_bytes_per_process_grow_as_the_batch_and_no_faster(two_ranks: list[dict[
 
 
 @pytest.mark.slow
-def test_samples_are_shared_out_over_four_processes(tmp_path: Path) -> None:
+def test_samples_are_balanced_over_four_processes(tmp_path: Path) -> None:
     layouts = [(0, 1, 0, 1), (0, 0, 1, 1), (0, 1, 2, 3)]
     ranks = run_ranks(batch_all, 4, tmp_path, layouts, [24])
     fractions = [check_shares(ranks, groups, 24) for groups in layouts]

@@ -107,7 +107,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tupl
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_keys_are_those_of_the_transformer_engine_spec(
+def test_keys_equal_the_transformer_engine_spec(
     shapes: dict[str, dict[str, tuple[int, ...]]], name: str
 ) -> None:
     """The names follow from megatron.core 0.16.1, which builds that spec only if Transformer Engine imports.

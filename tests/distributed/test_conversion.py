@@ -118,7 +118,7 @@ def test_config_json_names_the_type_of_the_tensors(
 @pytest.mark.parametrize(
     "architecture", [name for name, family in FAMILIES.items() if any(r.is_expert for r in family.rules)]
 )
-def test_experts_as_transformers_stacks_them_are_one_by_one_here(tmp_path: Path, architecture: str) -> None:
+def test_stacked_experts_of_transformers_are_split_per_expert(tmp_path: Path, architecture: str) -> None:
     write_family(tmp_path / "apart", architecture)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "apart", dtype=torch.float32)
     model.save_pretrained(tmp_path / "stacked", save_original_format=False)
@@ -146,7 +146,7 @@ def change_tensors(folder: Path, change: Callable[[str, torch.Tensor], torch.Ten
     save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_parts_that_publishers_keep_in_float32_stay_so(
+def test_tensors_published_in_float32_stay_float32(
     in_two_types: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     converts("to-megatron", "--hf", in_two_types, "--out", tmp_path / "megatron")

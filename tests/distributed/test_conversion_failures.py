@@ -275,7 +275,7 @@ def test_conversion_interrupted_before_its_metadata_resumes(
 
 
 @ways
-def test_another_conversion_does_not_use_what_is_left(models: Path, tmp_path: Path, way: str) -> None:
+def test_another_conversion_does_not_reuse_unfinished_files(models: Path, tmp_path: Path, way: str) -> None:
     kind, source = WAYS[way]
     arguments = (way, kind, models / source, "--out", tmp_path / "out", *SMALL)
     with full_disk(12_000):
@@ -287,7 +287,7 @@ def test_another_conversion_does_not_use_what_is_left(models: Path, tmp_path: Pa
 
 
 @ways
-def test_too_little_room_is_found_before_anything_is_written(
+def test_too_little_disk_space_is_refused_before_writing(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
@@ -297,7 +297,7 @@ def test_too_little_room_is_found_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_verify_says_what_differs(models: Path, tmp_path: Path) -> None:
+def test_verify_lists_the_differences(models: Path, tmp_path: Path) -> None:
     shutil.copytree(models / "hf", tmp_path / "hf")
     rewrite(tmp_path / "hf", lambda tensors: tensors[NORM][3:5].add_(1))
     set_tensor("model.extra", torch.zeros(2))(tmp_path / "hf")
@@ -312,7 +312,7 @@ def test_verify_says_what_differs(models: Path, tmp_path: Path) -> None:
         assert "different: lm_head.weight: torch.bfloat16 (97, 32) and torch.float32 (97, 32)" in done.stdout
 
 
-def test_inspect_names_what_a_folder_holds(models: Path) -> None:
+def test_inspect_lists_the_contents_of_a_folder(models: Path) -> None:
     for folder, kind in (("hf", "Hugging Face folder"), ("megatron", "Megatron checkpoint")):
         done = convert("inspect", models / folder)
         assert done.exit_code == 0, done.output

@@ -38,7 +38,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_multi_turn_are_trained_on_and_a_resumed_run_is_bitwise_the_same(task: Path, tmp_path: Path) -> None:
+def test_conversations_are_trained_on_and_a_resumed_run_is_bitwise_equal(task: Path, tmp_path: Path) -> None:
     def tables(name: str) -> dict[str, Any]:
         run = {"folder": str(task / name), "num_rollouts": 2}
         return settings(task, name, run=run, data={"max_prompt_tokens": 20}, rollout=CONVERSATIONS)

@@ -153,7 +153,7 @@ def evaluate_alone(
     return times, reads
 
 
-def test_evaluated_alone_a_model_scores_as_in_the_run_and_finished_sets_are_kept(
+def test_separate_evaluation_scores_as_the_run_and_keeps_finished_sets(
     task: Path, evaluated: Path, tmp_path: Path
 ) -> None:
     tables = tables_of(task, "nowhere")

@@ -108,7 +108,7 @@ def measured(model: Path) -> list[dict[str, dict[str, dict[str, Tensor]]]]:
     return run_ranks(measure, 2, model, str(model))
 
 
-def test_bfloat16_does_not_round_it(model: Path, measured: list[dict[str, Any]]) -> None:
+def test_expert_bias_is_not_rounded_to_bfloat16(model: Path, measured: list[dict[str, Any]]) -> None:
     stored = HFWeights(model / "model")
     for of_rank in measured:
         for name, bias in of_rank["frozen"]["before"].items():
@@ -116,7 +116,7 @@ def test_bfloat16_does_not_round_it(model: Path, measured: list[dict[str, Any]])
             assert torch.equal(bias, stored.tensor(name)) and not torch.equal(bias, bias.bfloat16().float())
 
 
-def test_it_is_frozen_unless_a_setting_moves_it(measured: list[dict[str, Any]]) -> None:
+def test_expert_bias_is_frozen_by_default(measured: list[dict[str, Any]]) -> None:
     for of_rank in measured:
         for name, before in of_rank["frozen"]["before"].items():
             assert torch.equal(of_rank["frozen"]["after"][name], before)
@@ -125,7 +125,7 @@ def test_it_is_frozen_unless_a_setting_moves_it(measured: list[dict[str, Any]]) 
             assert steps.min() < 0 < steps.max(), "experts with more tokens than the mean go down, others up"
 
 
-def test_ranks_move_it_alike_and_a_resume_has_it(measured: list[dict[str, Any]]) -> None:
+def test_expert_bias_is_equal_on_all_ranks_and_after_a_resume(measured: list[dict[str, Any]]) -> None:
     for name, bias in measured[0]["moved"]["after"].items():
         assert torch.equal(bias, measured[1]["moved"]["after"][name])
         for of_rank in measured:

@@ -87,7 +87,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict
 
 
 @families
-def test_a_run_that_was_killed_is_bitwise_the_one_that_was_not(runs: dict[str, Any], name: str) -> None:
+def test_killed_and_resumed_run_is_bitwise_equal(runs: dict[str, Any], name: str) -> None:
     task, whole, resumed = runs[name]
     assert 0 < len(resumed["forwards"]) < len(whole["forwards"]), "it went on, and not from the beginning"
     assert resumed["state"] == whole["state"] and whole["state"].step == 4

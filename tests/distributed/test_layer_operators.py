@@ -225,7 +225,7 @@ def test_a_layer_keeps_to_its_operators(layer: tuple[int, OperatorCount]) -> Non
     assert 0 < two_layers.operators.total() <= 2 * budget, two_layers.operators.most_common()
 
 
-def test_a_layer_waits_for_nothing_but_the_sizes_of_what_goes_to_experts(
+def test_layer_waits_only_for_the_token_counts_of_experts(
     layer: tuple[int, OperatorCount],
 ) -> None:
     _, two_layers = layer

@@ -23,7 +23,7 @@ TARGETS = ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 @pytest.mark.parametrize(
     ("dtype", "world_size"), [pytest.param("float32", 1, marks=pytest.mark.slow), ("bfloat16", 2)]
 )
-def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(
+def test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(
     task: Path, tmp_path: Path, dtype: str, world_size: int
 ) -> None:
     whole_name, halved_name = (f"{name}_{world_size}" for name in ("whole", "halved"))

@@ -31,7 +31,7 @@ def trained(task: Path, weights: str) -> tuple[list[dict[str, Any]], list[dict[s
     return steps, rollouts
 
 
-def test_both_formats_train_and_four_bits_stand_further_from_the_trainer_than_eight(tmp_path: Path) -> None:
+def test_both_formats_train_and_4_bits_have_a_larger_mismatch_than_8(tmp_path: Path) -> None:
     task, distance = make_task(tmp_path), dict[str, float]()
     for weights in ("modelopt_fp8", "modelopt_nvfp4"):
         steps, rollouts = trained(task, weights)

@@ -85,7 +85,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_memory_that_was_away_comes_back_bit_for_bit(trained: list[dict[str, Any]], case: str) -> None:
+def test_offloaded_memory_is_restored_bit_for_bit(trained: list[dict[str, Any]], case: str) -> None:
     for of_rank in trained:
         here, away = of_rank[case][False], of_rank[case][True]
         assert here["weights"].keys() == away["weights"].keys()

@@ -44,7 +44,7 @@ def config_of(task: Path, name: str, **tracking: Any) -> dict[str, Any]:
     return tables
 
 
-def test_a_run_goes_back_and_on_with_the_next_prompts(task: Path, tmp_path: Path) -> None:
+def test_roll_back_continues_with_the_next_prompts(task: Path, tmp_path: Path) -> None:
     """Rollouts 1 and 2 were taken back: their prompts do not come again, and none is left out."""
     config = config_of(task, "back", batches_every=1)
     assert run_ranks(train_with_alarms, 2, tmp_path, config, [2], 1) == [None, None]

@@ -65,7 +65,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_loop_trains_with_it(trained: Path, name: str) -> None:
+def test_the_loop_trains_with_each_rule(trained: Path, name: str) -> None:
     rows = metrics_of(trained / name)
     steps = [row for row in rows if row["kind"] == "step"]
     assert len(steps) == 4

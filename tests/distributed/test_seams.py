@@ -79,7 +79,7 @@ def played(task: Path) -> Played:
 
 
 @pytest.mark.parametrize("seam", [pytest.param(seam, id=seam.id) for seam in TABLE])
-def test_its_consumer_receives_a_setting(played: Played, seam: Seam) -> None:
+def test_consumer_receives_the_setting(played: Played, seam: Seam) -> None:
     assert seam.fold(played(seam.scenario)[seam]) == seam.value(played.config(seam.scenario))
 
 

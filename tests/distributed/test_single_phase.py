@@ -33,7 +33,7 @@ def steps_of(task: Path, name: str) -> list[dict[str, Any]]:
     return without_clocks(metrics_of(task / name, "step"))
 
 
-def test_two_halves_are_the_whole(task: Path) -> None:
+def test_rollout_only_then_train_only_equals_the_complete_run(task: Path) -> None:
     for name, flags in (
         ("whole", ()),
         ("first", ("--rollout-only", task / "kept")),

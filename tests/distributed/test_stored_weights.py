@@ -18,7 +18,7 @@ HERE = Runtime(torch.device("cpu"), 0, 1)
 
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_an_engine_takes_every_family_from_disk(tmp_path: Path, architecture: str, is_tied: bool) -> None:
+def test_engine_loads_every_family_from_disk(tmp_path: Path, architecture: str, is_tied: bool) -> None:
     folder = write_family(tmp_path / "model", architecture, tie_word_embeddings=is_tied)
     stored = StoredWeights(folder, torch.float32, HERE)
     engine = TransformersEngine(

@@ -130,7 +130,7 @@ _REFILLED = {"samples_per_prompt": 2, "refill_zero_variance": True}
         ("float32", 2, 3, _REFILLED | {"lag": 2}),
     ],
 )
-def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(
+def test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(
     task: Path, tmp_path: Path, dtype: str, world_size: int, stop_after: int, rollout: dict[str, Any]
 ) -> None:
     """An odd number of steps ends in the middle of a rollout, an even one between two."""
@@ -326,7 +326,7 @@ def test_a_rollout_is_sampled_by_the_weights_of_lag_versions_before(
     assert all(b'"num_steps": 2, "preset": "active"' in lists[1][name] for name in sorted(lists[1])[:2])
 
 
-def test_a_trainer_that_leaves_while_responses_are_sampled_trains_the_same(task: Path, tmp_path: Path) -> None:
+def test_offloading_the_trainer_while_sampling_changes_no_result(task: Path, tmp_path: Path) -> None:
     """With evaluations and checkpoints between rollouts, which look at parameters as the sync does."""
     held_out = {"held_out": {"prompts": str(task / "held_out.jsonl")}}
     changes: Any = {
@@ -368,7 +368,7 @@ def one(task: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_checkpoint_takes_what_check_says(
+def test_checkpoint_size_equals_the_estimate_of_check(
     task: Path, tmp_path: Path, one: dict[str, Any], dtype: str
 ) -> None:
     tables = with_data(task, f"saved_{dtype}", **_ONE_ROLLOUT | {"model": {"dtype": dtype}})

@@ -210,7 +210,7 @@ def test_a_version_that_cannot_load_the_newer_form_says_so(checkpoint: Path, tmp
         (in_a_hidden_object, ("--dtype", "float32")),
     ],
 )
-def test_the_tool_refuses_it_too(
+def test_to_hf_refuses_planted_code(
     checkpoint: Path, tmp_path: Path, plant: Callable[[Path, Evil], None], options: tuple[str, ...]
 ) -> None:
     marker = tmp_path / "it_ran"
@@ -246,7 +246,7 @@ def _named(module: str, name: str) -> bytes:
         _named(_METADATA, "os") + b"0",
     ],
 )
-def test_torchs_own_classes_cannot_be_bent(checkpoint: Path, appendix: bytes) -> None:
+def test_opcodes_after_the_metadata_are_refused(checkpoint: Path, appendix: bytes) -> None:
     """Opcodes after a good metadata's own: they would change what it means to its next reader."""
     file = checkpoint / ".metadata"
     file.write_bytes(file.read_bytes()[:-1] + appendix + b".")
@@ -295,7 +295,7 @@ def test_megatrons_list_of_safe_classes_does_not_count(checkpoint: Path) -> None
         ({"transform_descriptors": ["stream.zstd/1"]}, "could run code"),
     ],
 )
-def test_a_place_that_is_none_is_refused(checkpoint: Path, changes: dict[str, Any], words: str) -> None:
+def test_invalid_storage_location_is_refused(checkpoint: Path, changes: dict[str, Any], words: str) -> None:
     change_metadata(checkpoint, lambda metadata: vars(stored_object(metadata)[1]).update(changes))
     with pytest.raises(CheckpointError, match=words):
         refuse_code(checkpoint)

@@ -124,7 +124,7 @@ def write_statuses(run: Path, status: int) -> None:
 
 
 @pytest.mark.parametrize(("rank", "status"), [(0, 2), (1, 1)])
-def test_a_jobs_exit_status_is_that_of_the_rank_that_failed(
+def test_job_exit_status_equals_the_failed_ranks(
     cluster: Cluster, tiny: tuple[str, ...], tmp_path: Path, rank: int, status: int
 ) -> None:
     run = tmp_path / "run"

@@ -220,7 +220,7 @@ def test_parts_of_the_report_exist() -> None:
         assert f'"{title}"' in sources or f"<h2>{title}</h2>" in sources, title
 
 
-def test_alarms_are_those_of_a_run() -> None:
+def test_documented_alarms_equal_the_rules() -> None:
     named = re.findall(r"^\| `(\w+)` \|", text_of("reading_the_report"), re.MULTILINE)
     assert named == [*RULES, "not_finite"]
 
@@ -247,7 +247,7 @@ def test_commands_have_the_options_that_are_shown(page: str) -> None:
         assert options <= set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", shown)), command
 
 
-def test_costs_of_replay_are_those_of_the_experiments() -> None:
+def test_costs_of_replay_equal_the_experiments() -> None:
     text = text_of("r3_or_not")
     for experiment in ("moe_base", "moe_base_r3"):
         readme = (ROOT / "examples" / experiment / "README.md").read_text().replace("\n", " ")

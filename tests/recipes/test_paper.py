@@ -157,7 +157,7 @@ def test_an_algorithm_has_the_thresholds_of_appendix_f(algorithm: Algorithm) -> 
 
 
 @pytest.mark.parametrize("algorithm", SCALING, ids=str)
-def test_evaluation_is_that_of_appendix_f(algorithm: Algorithm) -> None:
+def test_evaluation_equals_appendix_f(algorithm: Algorithm) -> None:
     evaluation = load_config(algorithm.layers).evaluation
     assert evaluation.model_dump(include=set(EVALUATION)) == EVALUATION
     assert evaluation.every == EVALUATED_EVERY[COLUMNS.index(algorithm.experiment)]
@@ -165,7 +165,7 @@ def test_evaluation_is_that_of_appendix_f(algorithm: Algorithm) -> None:
 
 
 @pytest.mark.parametrize("algorithm", TOPK, ids=str)
-def test_the_topk_ablation_is_that_of_appendix_g_2(algorithm: Algorithm) -> None:
+def test_topk_ablation_equals_appendix_g_2(algorithm: Algorithm) -> None:
     objective, expected = _objective(algorithm), APPENDIX_G_2[algorithm.name]
     assert {each.name for each in TOPK} == APPENDIX_G_2.keys()
     assert model_of(algorithm.experiment) == MODEL_OF_G_2

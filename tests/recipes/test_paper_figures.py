@@ -230,7 +230,7 @@ def test_a_figure_of_the_paper_has_its_panels_and_lines(name: str, runs: dict[st
 
 
 @pytest.mark.parametrize("name", ["01_overview", "03_stability", "06_relaxation_threshold", "08_replay"])
-def test_panels_stand_in_the_paper_s_order(name: str, runs: dict[str, Path]) -> None:
+def test_panels_are_in_the_papers_order(name: str, runs: dict[str, Path]) -> None:
     experiments, panels = PAPER[name]
     figure = build(only(drawn(name, folders_of(experiments, runs))))
     assert [title_of(axes) for axes in figure.axes] == list(panels)

@@ -158,7 +158,7 @@ FITTED = {
 """What the tiny model and the folder here need of them."""
 
 
-def test_the_small_examples_are_all_of_them() -> None:
+def test_every_small_example_is_tested() -> None:
     others = {path.parent.name for path in (ROOT / "examples").glob("*/base.toml")} - set(EXPERIMENTS)
     assert {layer.partition("/")[0] for layers in SMALL for layer in layers} == others
 

@@ -68,7 +68,7 @@ def test_the_trained_folder_is_the_models_with_other_weights(out: Path) -> None:
     assert torch.allclose(before.tensor(name).float(), after.tensor(name), atol=1e-3)
 
 
-def test_answers_and_report_are_there(out: Path) -> None:
+def test_responses_and_report_are_written(out: Path) -> None:
     folder = out / "short_transformers"
     answers = (folder / "run" / "answers.md").read_text()
     assert answers.count("- before: ") == answers.count("- after: ") == 3

@@ -44,7 +44,7 @@ def test_server_facts_equal_the_served_model(served: Served) -> None:
     assert facts.max_prompt_tokens < facts.max_tokens < MAX_TOKENS
 
 
-def test_the_limits_are_those_that_the_server_keeps(served: Served) -> None:
+def test_limits_equal_the_servers_limits(served: Served) -> None:
     async def use(client: SglangClient, generation: Generation, facts: ServerFacts) -> tuple[int, int]:
         lengths: list[int] = []
         for num_prompt in (400, facts.max_prompt_tokens):

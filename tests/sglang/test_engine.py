@@ -37,7 +37,7 @@ def engine(served: Served) -> SglangEngine:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
-def test_log_probs_topk_and_routes_are_those_of_a_forward(
+def test_log_probs_topk_and_routes_equal_a_forward_pass(
     served: Served, engine: SglangEngine, temperature: float
 ) -> None:
     params = SamplingParams(24, temperature, num_topk_log_probs=20, capture_routes=True)
@@ -83,7 +83,7 @@ def test_responses_end_with_an_end_token_or_at_the_limit(served: Served, engine:
         assert bool(is_end[-1]) or completion.tokens.numel() == 200
 
 
-def test_it_is_an_engine_that_a_run_builds_and_collects_from(served: Served) -> None:
+def test_built_engine_samples_scored_groups(served: Served) -> None:
     config = served_config(served.folder, served.run)
     engine: RolloutEngine = build_engine(config, served.folder, torch.device("cpu"))
     assert engine.weight_version == 0
@@ -105,7 +105,7 @@ def test_it_is_an_engine_that_a_run_builds_and_collects_from(served: Served) -> 
     assert all(sample.topk is not None and sample.reward is not None for sample in batch.samples)
 
 
-def test_over_sampling_drops_what_is_not_whole_first(served: Served, engine: SglangEngine) -> None:
+def test_over_sampling_keeps_the_groups_that_finish_first(served: Served, engine: SglangEngine) -> None:
     params = SamplingParams(400, num_topk_log_probs=20, capture_routes=True)
     routing = MODEL.routing
     assert routing is not None
@@ -163,7 +163,7 @@ def test_two_requests_of_one_name_are_refused(engine: SglangEngine) -> None:
         engine.generate([request, request], FULL)
 
 
-def test_weights_do_not_come_this_way(engine: SglangEngine) -> None:
+def test_load_weights_is_refused(engine: SglangEngine) -> None:
     with pytest.raises(WeightSyncError, match="weight_sync"):
         engine.load_weights([], 1)
 

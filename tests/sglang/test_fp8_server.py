@@ -76,7 +76,9 @@ def server(tables: dict[str, Any]) -> Iterator[Server]:
         server.stop(grace_s=0)
 
 
-def test_the_mismatch_is_that_of_8_bits(tables: dict[str, Any], server: Server, tmp_path: Path) -> None:
+def test_mismatch_has_the_size_of_8_bit_rounding(
+    tables: dict[str, Any], server: Server, tmp_path: Path
+) -> None:
     """The command pushes: the server's folder has other weights, and only its form is used."""
     done = run_tool(tmp_path, tables, "-o", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr

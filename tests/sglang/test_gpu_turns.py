@@ -57,7 +57,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )
 
 
-def test_trainer_and_server_are_never_there_together(tables: dict[str, Any], tmp_path: Path) -> None:
+def test_trainer_and_server_take_turns_in_gpu_memory(tables: dict[str, Any], tmp_path: Path) -> None:
     (first,) = run_ranks(train_in_turns, 1, tmp_path, tables, 1)
     assert first[: len(_START)] == _START, (
         "a server starts with its memory, and gives it up before there is a trainer"

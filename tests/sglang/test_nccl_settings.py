@@ -38,7 +38,7 @@ CASES: list[tuple[dict[str, Any], dict[str, str]]] = [
 ]
 
 
-def test_they_are_those_of_sglangs_start_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_settings_equal_sglangs_start_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     command = [str(PYTHON), "-W", "ignore", "-c", START_UP, json.dumps(CASES)]
     monkeypatch.setenv("SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK", "1")
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)

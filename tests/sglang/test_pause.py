@@ -28,7 +28,7 @@ def engine(served: Served) -> SglangEngine:
     return SglangEngine(served.url, endless, Patience(generate_timeout_s=600), api_key=KEY)
 
 
-def test_a_pause_ends_requests_with_what_they_have_and_holds_new_ones(
+def test_pause_aborts_requests_with_their_tokens_and_holds_new_ones(
     served: Served, engine: SglangEngine
 ) -> None:
     fleet = Fleet([Member(served.url, 0, 1, VERSION)], KEY, 300)

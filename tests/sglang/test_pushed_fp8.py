@@ -139,7 +139,7 @@ def test_sglang_quantises_the_linears_that_a_push_quantises(found: dict[str, Any
     }
 
 
-def test_values_and_scales_are_sglang_s(found: dict[str, Any]) -> None:
+def test_fp8_values_and_scales_equal_sglangs(found: dict[str, Any]) -> None:
     assert found["scaling"] and all(found["scaling"].values())
 
 

@@ -62,7 +62,7 @@ def test_retracted_responses_have_the_routes_of_the_weights_that_sampled_them(
     assert found.num_without_routes == 0
 
 
-def test_retracted_responses_that_are_aborted_go_on(served: Served, engine: SglangEngine) -> None:
+def test_aborted_retracted_responses_resume(served: Served, engine: SglangEngine) -> None:
     """The server leaves out the last tokens of those in its queue; they go on from their earlier ones."""
     requests = requests_of("tight-aborted", num_prompts=12, samples=1)
     while any(request.partial is None for request in requests):

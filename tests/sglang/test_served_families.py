@@ -71,7 +71,7 @@ def family(
         server.stop(grace_s=0)
 
 
-def test_log_probs_topk_and_routes_are_those_of_a_forward(family: Family) -> None:
+def test_log_probs_topk_and_routes_equal_a_forward_pass(family: Family) -> None:
     served = family.served
     engine = build_engine(Config.model_validate(family.tables), served.folder, torch.device("cpu"))
     requests = requests_of("first", num_prompts=4, samples=4, length=24)
@@ -136,7 +136,7 @@ def experts_of(model: Any, tokens: Tensor) -> list[Tensor]:
     return [choice.experts for choice in choices]
 
 
-def test_the_probe_finds_what_a_server_drops_of_tensors_that_come_apart(family: Family, tmp_path: Path) -> None:
+def test_probe_finds_a_pair_of_tensors_that_a_server_dropped(family: Family, tmp_path: Path) -> None:
     """A server reports that it has loaded the two tensors of a pair, and keeps the old ones."""
     (parted,) = run_ranks(push_parted, 1, tmp_path, family.tables, family.params, str(tmp_path), 31)
     pairs = len(parted["together"]) > len(set(parted["together"].values()))

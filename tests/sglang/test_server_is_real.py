@@ -7,7 +7,7 @@ from tests.support.serving import KEY, Served
 
 
 @torch.no_grad()
-def test_log_probs_are_those_of_a_full_forward(served: Served) -> None:
+def test_log_probs_equal_a_full_forward_pass(served: Served) -> None:
     prompt = [5, 6, 7, 8, 40, 41]
     sampling = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
     body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}

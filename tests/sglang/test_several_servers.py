@@ -89,7 +89,7 @@ def test_a_run_uses_all_servers_that_registered(served: Served, other: Other) ->
     assert engine.weight_version == 0
 
 
-def test_both_servers_answer_and_none_gets_more_than_its_limit(
+def test_both_servers_respond_within_their_request_limits(
     served: Served, other: Other, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, most, total = dict[str, int](), dict[str, int](), dict[str, int]()

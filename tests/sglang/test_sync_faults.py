@@ -75,7 +75,7 @@ def test_server_drops_the_requests_of_a_killed_trainer(served: Served, tmp_path:
 
 
 @pytest.mark.parametrize("way", ["distributed", "tensor"])
-def test_the_next_trainer_completes_what_a_dead_one_began(served: Served, tmp_path: Path, way: str) -> None:
+def test_next_trainer_completes_the_push_of_a_dead_one(served: Served, tmp_path: Path, way: str) -> None:
     settings = settings_of(served, weight_sync=way)
     with pytest.raises(AssertionError, match=r"ranks ended with \[7\]"):
         run_ranks(die_in_the_middle, 1, tmp_path, settings)

@@ -31,7 +31,7 @@ class Curious:
         return Turn(says, 1.0, done=says is None)
 
 
-def test_a_conversation_is_that_of_one_forward_pass(served: Served) -> None:
+def test_conversation_equals_one_forward_pass(served: Served) -> None:
     engine = SglangEngine(served.url, MODEL, Patience(generate_timeout_s=600), api_key=KEY)
     multi_turn = MultiTurn(engine, InProcess(Curious), Letters(), TurnLimits(max_turns=3, max_turn_tokens=9))
     prompt = Prompt("p", "", "test", text="?")

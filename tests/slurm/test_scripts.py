@@ -110,7 +110,7 @@ def test_a_time_limit_leaves_time_to_train_and_to_save(
 
 
 @pytest.mark.parametrize("name", ["nothing.toml", "base.toml", "../moe_base/cispo.toml"])
-def test_an_unknown_algorithm_is_answered_with_those_that_exist(commands: Path, name: str) -> None:
+def test_unknown_algorithm_lists_the_known_ones(commands: Path, name: str) -> None:
     known = {"SLURM_JOB_ID": "1", "SLURM_JOB_ACCOUNT": "us", "LIMIT": "60"}
     names = {
         "moe_base": "cispo.toml dppo_binary_kl.toml dppo_binary_tv.toml",
@@ -386,7 +386,7 @@ def test_accepted_changes_are_looked_for_in_the_seeds_own_folder(commands: Path,
         ({"CONTAINER": "trainer.sif", "CONTAINER_SERVER": "nv#sglang:2"}, "trainer.sif", "nv#sglang:2"),
     ],
 )
-def test_trainer_and_servers_run_in_images_of_their_own(
+def test_trainer_and_servers_run_in_separate_images(
     commands: Path, images: dict[str, str], of_trainer: str | None, of_server: str | None
 ) -> None:
     """Images for pyxis are options of srun. For Apptainer the step's command starts with its own."""
@@ -416,7 +416,7 @@ def test_trainer_and_servers_run_in_images_of_their_own(
             assert options in step and command in step and "apptainer" not in step
 
 
-def test_mounts_cover_what_links_lead_to_and_the_run_folder(commands: Path, tmp_path: Path) -> None:
+def test_mounts_cover_link_targets_and_the_run_folder(commands: Path, tmp_path: Path) -> None:
     """A separate checkout: models, data and runs are often links to other disks, or contain some."""
     checkout, disk = tmp_path / "checkout", tmp_path / "disk"
     shutil.copytree(ROOT / "examples" / "slurm", checkout / "examples" / "slurm")
@@ -473,7 +473,7 @@ def test_mounts_cover_what_links_lead_to_and_the_run_folder(commands: Path, tmp_
         ({"CONTAINER": "a", "CONTAINER_MOUNTS": "/no/where:/data"}, "'/no/where:/data' in CONTAINER_MOUNTS"),
     ],
 )
-def test_an_image_that_cannot_be_is_refused_before_a_step_starts(
+def test_unusable_image_is_refused_before_a_step_starts(
     commands: Path, variables: dict[str, str], found: str
 ) -> None:
     (commands / "srun").write_text("#!/bin/sh\necho started >&2\n")

@@ -93,7 +93,7 @@ def test_an_array_is_a_run_for_each_seed_and_only_the_stopped_one_is_requeued(
         assert f'--set run.seed={seed} --set run.folder="{run}/seed_{seed}"' in command
 
 
-def test_a_job_waits_for_the_run_folder_of_a_host_that_does_not_answer(
+def test_job_waits_for_a_run_folder_of_an_unresponsive_host(
     cluster: Cluster, tiny: tuple[str, ...], run: Path
 ) -> None:
     """SLURM has given up that host, and the process there lives on for a while."""

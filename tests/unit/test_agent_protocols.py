@@ -217,7 +217,7 @@ def test_a_tool_task_continues_what_was_sampled(name: str, is_stream: bool) -> N
 
 
 @pytest.mark.parametrize("name", CLIENTS)
-def test_results_of_parallel_calls_stand_in_the_order_of_the_calls(name: str) -> None:
+def test_results_of_parallel_calls_are_in_call_order(name: str) -> None:
     async def play(client: Client, each: Played) -> None:
         client.ask(QUESTION)
         first, second = (await client.next())["calls"]
@@ -259,7 +259,7 @@ def test_all_protocols_render_the_same_prompt() -> None:
 
 
 @pytest.mark.parametrize("name", ["messages", "responses"])
-def test_signatures_and_item_ids_tell_equal_responses_apart(name: str) -> None:
+def test_signatures_and_item_ids_distinguish_equal_responses(name: str) -> None:
     async def play(client: Client, each: Played) -> None:
         client.ask(QUESTION)
         before = list(client.history)
@@ -430,7 +430,7 @@ def test_a_result_that_the_template_omits_is_refused_after_a_response_too() -> N
 
 
 @pytest.mark.parametrize(("condition", "status"), [("loop.last", 400), ("loop.index > 2", 200)])
-def test_thoughts_of_this_turn_have_to_be_written(condition: str, status: int) -> None:
+def test_template_that_omits_thoughts_of_this_turn_is_refused(condition: str, status: int) -> None:
     """A template may omit the earlier ones."""
     written = f"{{%- if m.reasoning_content and {condition} %}}{{{{ m.reasoning_content }}}}{{%- endif %}}"
     template = TOOLS_TEMPLATE.replace("{%- for c in", written + "{%- for c in")
@@ -456,7 +456,7 @@ def test_a_tool_that_failed_without_a_word_is_an_error() -> None:
     assert status == 200 and "<|im_start|>tool\nError<|im_end|>" in each.input_of(0)
 
 
-def test_whether_a_template_writes_tools_is_known() -> None:
+def test_templates_that_write_tools_are_detected() -> None:
     tokenizer = byte_tokenizer(("<|im_start|>", "<|im_end|>"), QWEN3_TEMPLATE)
     assert not Rendering(tokenizer, "keep").writes_tools()
     assert Rendering(tools_tokenizer(), "keep").writes_tools()
@@ -617,7 +617,7 @@ def places_in(value: Any) -> Iterator[tuple[Any, Any]]:
 
 @pytest.mark.parametrize("name", FORMED)
 @pytest.mark.parametrize("odd", [None, 7, 0.5, True, "odd", [], ["x"], {}, {"a": [1]}], ids=repr)
-def test_any_odd_value_anywhere_in_a_body_is_refused_or_read_as_texts(name: str, odd: Any) -> None:
+def test_odd_values_in_a_body_are_refused_or_read_as_texts(name: str, odd: Any) -> None:
     """It is the client's fault, with status 400, and never another error."""
     read, body = FORMED[name]
     read(json.dumps(body).encode())

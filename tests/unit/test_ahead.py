@@ -435,7 +435,7 @@ def test_a_producer_that_fails_while_a_rollout_is_trained_on_ends_all_ranks_afte
     assert rank.engine.num_open == 0
 
 
-def test_a_fault_is_raised_when_the_other_ranks_have_heard_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_is_raised_after_the_other_ranks_received_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that comes between report and gathering is of the next round: no rank leaves the others there."""
     rank, heard = Rank(StalenessBound(4, 1), Peer(0, Meeting(1))), list[str | None]()
 

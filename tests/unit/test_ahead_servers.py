@@ -81,7 +81,7 @@ def dies_and_returns_with_old_weights(server: LiveStandIn, at: str) -> None:
 
 @pytest.mark.parametrize("path", ["/generate", "/abort_request"], ids=["in generation", "in a hold"])
 @pytest.mark.parametrize("harm", [dies, hangs, dies_and_returns_with_old_weights])
-def test_a_server_at_fault_costs_no_place_and_no_bound(
+def test_faulty_server_loses_no_prompt_and_keeps_the_bound(
     servers: list[LiveStandIn],
     caplog: pytest.LogCaptureFixture,
     harm: Callable[[LiveStandIn, str], None],
@@ -141,7 +141,7 @@ def test_no_server_left_is_raised_by_each_wait_and_by_no_push(servers: list[Live
     assert time.monotonic() - started < LONG_S / 4
 
 
-def test_a_thread_that_does_not_answer_is_an_error(
+def test_unresponsive_sampling_thread_is_an_error(
     monkeypatch: pytest.MonkeyPatch, servers: list[LiveStandIn]
 ) -> None:
     rank, may_go_on = ServedRank(servers), threading.Event()

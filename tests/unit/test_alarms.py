@@ -47,7 +47,7 @@ def test_a_reward_that_falls_is_found_within_a_few_rollouts(seed: int) -> None:
 
 
 @pytest.mark.parametrize("resumed_after", [0, 1, 30, 55])
-def test_a_watch_keeps_of_old_rows_what_the_rules_read(resumed_after: int) -> None:
+def test_old_rows_keep_only_the_metrics_that_rules_read(resumed_after: int) -> None:
     """It raises what the complete rows raise, and its memory does not grow by complete rows."""
     rows = _healthy(3, 70)
     for n, row in enumerate(rows):
@@ -80,7 +80,7 @@ def test_rounding_is_no_fall_of_a_constant_reward() -> None:
 
 
 @pytest.mark.parametrize(("metric", "of_older"), [("mismatch/tv_p999", 0.6), ("routing/agreement_mean", 0.8)])
-def test_tokens_of_older_weights_are_compared_with_such(metric: str, of_older: float) -> None:
+def test_stale_tokens_are_compared_with_stale_tokens(metric: str, of_older: float) -> None:
     rows = _healthy(0)
     for row in rows[20:]:
         row["rollout/staleness_max"], row[metric] = 2.0, of_older
@@ -211,7 +211,7 @@ def test_the_evidence_holds_the_rows(tmp_path: Path) -> None:
     assert kept["rows"][-1] == {"reward/mean": "nan"} and kept["rows"][0] == rows[10]
 
 
-def test_the_way_back_leads_to_before_the_trouble() -> None:
+def test_roll_back_target_precedes_the_alarm() -> None:
     rows = _healthy(0)
     for n, row in enumerate(rows[20:]):
         row["reward/mean"] = max(0.05, row["reward/mean"] - 0.08 * n)

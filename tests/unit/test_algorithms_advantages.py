@@ -43,7 +43,7 @@ EQUAL_UP_TO_ROUNDING = [
 
 @pytest.mark.parametrize("rewards", EQUAL_UP_TO_ROUNDING, ids=str)
 @pytest.mark.parametrize("normalize_std", [False, True])
-def test_rewards_that_are_one_sum_in_another_order_have_no_advantage(rewards: list[float], normalize_std: bool):
+def test_rewards_equal_up_to_summation_order_have_no_advantage(rewards: list[float], normalize_std: bool):
     assert len(set(rewards)) > 1 and have_equal_rewards(rewards)
     # The other group is far larger: each group has its own scale.
     both = torch.tensor([*rewards, 0.0, 1e15], dtype=torch.float64)

@@ -88,7 +88,7 @@ def test_delta_sets_both_sides_and_a_side_wins():
     assert deltas("negative_mask", delta=0.8) == (0.8, None, 0.8)
 
 
-def test_config_section_speaks_the_same_fields():
+def test_config_section_has_the_objectives_fields():
     overrides = {"delta": 0.1, "top_k": 5, "sampled_token": "replace", "include_other": False}
     config = AlgorithmConfig.model_validate({"preset": "dppo_topk_tv", **overrides})
     objective = preset(config.preset, **overrides_in(config.model_dump()))

@@ -420,7 +420,7 @@ def test_gradient_is_equation_23(name: str, p: Policies):
 @pytest.mark.parametrize(
     "name", [n for n, o in PRESETS.items() if o.ratio_cap == math.inf and o.importance == "token"]
 )
-def test_gradient_is_that_of_the_surrogate(name: str, p: Policies):
+def test_gradient_equals_the_surrogates(name: str, p: Policies):
     out = p.run(name)
     (grad,) = torch.autograd.grad(out.loss_sum, p.logits)
     ratio = (p.sampled(p.pi) - p.sampled(p.mu)).exp()

@@ -42,7 +42,7 @@ def test_zeros_and_the_largest_values_survive() -> None:
 
 
 @pytest.mark.parametrize(("largest", "taken_for"), [(2e-4, 2e-4), (1.1e-4, 1.1e-4), (6e-5, 1e-4), (0.0, 1e-4)])
-def test_the_largest_value_of_a_block_is_a_ten_thousandth_at_least(largest: float, taken_for: float) -> None:
+def test_block_maximum_is_at_least_a_ten_thousandth(largest: float, taken_for: float) -> None:
     _, scales = quantize_blocks(torch.linspace(-largest, 0, 128 * 128).view(128, 128))
     torch.testing.assert_close(scales, torch.tensor([[taken_for / 448]]))
 

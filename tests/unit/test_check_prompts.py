@@ -239,7 +239,7 @@ def test_thinking_that_no_response_can_end() -> None:
     assert "1 of 3 prompts of p.jsonl end with </think>" in note
 
 
-def test_a_few_answers_that_are_no_answers_are_noted() -> None:
+def test_few_answers_that_are_texts_are_noted() -> None:
     cells = [
         "2",
         "3",

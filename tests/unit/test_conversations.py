@@ -79,7 +79,7 @@ def assert_same_conversation(one: Completion, other: Completion) -> None:
     assert_same(one, other)
 
 
-def test_one_by_one_they_are_those_of_turns_together(ending: TransformersEngine) -> None:
+def test_concurrent_conversations_equal_batched_turns(ending: TransformersEngine) -> None:
     requests, one_by_one = asked(LENGTHS), OneByOne(ending)
     together = multi_turn_engine(ending).generate(requests, PARAMS)
     alone = multi_turn_engine(one_by_one).generate(requests, PARAMS)
@@ -187,9 +187,7 @@ def test_a_response_that_is_given_up_ends_its_conversation(engine: TransformersE
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3])
-def test_turns_that_were_interrupted_are_those_that_were_not(
-    engine: TransformersEngine, num_tokens: int
-) -> None:
+def test_interrupted_turns_equal_uninterrupted_turns(engine: TransformersEngine, num_tokens: int) -> None:
     """Every turn is held after each `num_tokens` tokens, and resumed as a producer does."""
     left: list[int | None] = []
 
@@ -212,7 +210,7 @@ def test_turns_that_were_interrupted_are_those_that_were_not(
     assert left[:2] == [4, 4 - num_tokens]
 
 
-def test_a_turn_that_was_interrupted_has_what_its_limit_leaves(engine: TransformersEngine) -> None:
+def test_interrupted_turn_resumes_with_the_rest_of_its_limit(engine: TransformersEngine) -> None:
     (request,) = asked([5])
     params = dataclasses.replace(PARAMS, max_response_tokens=7, max_turn_tokens=5)
     assert resume_request(request, give_up(request), params) == (request, params), "nothing was sampled"
@@ -341,7 +339,7 @@ def test_scoring_begins_when_a_response_ends(ending: TransformersEngine) -> None
     assert [len(group.samples) for group in early] == [2, 0, 2]
 
 
-def test_a_slow_reward_holds_up_nobody(ending: TransformersEngine) -> None:
+def test_slow_reward_delays_no_sampling(ending: TransformersEngine) -> None:
     one_by_one, ended = OneByOne(ending), asyncio.Event()
     rewards: Rewards
 
@@ -397,7 +395,7 @@ def test_error_in_scoring_ends_the_sampling(ending: TransformersEngine) -> None:
         sampled(OneByOne(ending), Scorer(TOKENIZER, Rewards(until), True, None))
 
 
-def test_no_answer_at_all_is_the_servers_fault(ending: TransformersEngine) -> None:
+def test_missing_responses_are_a_server_fault(ending: TransformersEngine) -> None:
     class Lost(OneByOne):
         async def ask(self, request: Request, params: SamplingParams) -> Completion:
             self.errors[request.id] = ServerError(f"no reply to {request.id}")

@@ -92,7 +92,7 @@ def test_responses_below_64_kib_are_decoded_here(
 
 
 @pytest.mark.parametrize("behind", [b"", LARGE])
-def test_a_process_that_is_killed_while_it_decodes_costs_one_answer_and_is_replaced(behind: bytes) -> None:
+def test_process_killed_while_it_decodes_costs_one_reply_and_is_replaced(behind: bytes) -> None:
     decoding = DecodingProcess(small_bytes=0)
     for _ in range(2):
         whole = _read(decoding, behind)
@@ -225,7 +225,7 @@ def test_shared_memory_holds_smaller_and_larger_contents_than_before() -> None:
 
 
 @pytest.mark.parametrize("behind", [(b"", LARGE, b""), (LARGE, b"", 2 * LARGE)])
-def test_an_answer_has_nothing_of_a_longer_one_before_it(behind: tuple[bytes, ...]) -> None:
+def test_reply_has_no_bytes_of_a_longer_earlier_one(behind: tuple[bytes, ...]) -> None:
     decoding = DecodingProcess(small_bytes=0)
     names = ("topk_and_routes", "stop", "plain")
     for name, rest in zip(names, behind, strict=True):
@@ -249,7 +249,7 @@ def test_neither_a_lost_process_nor_one_that_ends_keeps_descriptors() -> None:
     wait_until(lambda: psutil.Process().num_fds() == descriptors, 60)
 
 
-def test_small_answers_start_no_process_and_its_program_needs_no_tensor_library() -> None:
+def test_small_replies_start_no_process_and_its_program_needs_no_tensor_library() -> None:
     decoding = DecodingProcess()
     _read(decoding)
     assert decoding._child is None

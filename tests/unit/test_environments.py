@@ -77,7 +77,7 @@ def test_conversations_step_independently_of_each_other(pool: EnvironmentPool) -
         ("mumble", "found a NoneType from step; expected a Turn"),
     ],
 )
-def test_one_that_fails_costs_its_own_conversation(pool: EnvironmentPool, response: str, words: str) -> None:
+def test_failing_environment_costs_one_conversation(pool: EnvironmentPool, response: str, words: str) -> None:
     if response == "hang":
         pool._timeout_s = 10.0
     before = pool.step([trajectory("x"), trajectory("y", id="b")])
@@ -87,13 +87,13 @@ def test_one_that_fails_costs_its_own_conversation(pool: EnvironmentPool, respon
     assert said(other) == "y z", "a new worker gets the earlier responses again"
 
 
-def test_one_that_does_not_begin(pool: EnvironmentPool) -> None:
+def test_environment_that_fails_at_reset_costs_one_conversation(pool: EnvironmentPool) -> None:
     fault, opening = pool.reset([trajectory(prompt=Prompt("c", "closed", "test", text="?")), trajectory()])
     assert isinstance(fault, EnvironmentFault) and "prompt c: the environment raised" in fault.message
     assert isinstance(opening, Observation)
 
 
-def test_four_thousand_conversations_go_on_without_beginning_again() -> None:
+def test_four_thousand_conversations_continue_without_a_restart() -> None:
     """If there are more, the ones idle for the longest time are replayed from their responses."""
     begun = list[str]()
 
@@ -218,7 +218,7 @@ def test_a_gem_task_that_is_not_there() -> None:
         environment("gem:rg:arc_1")
 
 
-def test_without_gem_what_to_do_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_gem_explains_the_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gem", None)
     action = (
         "Use Python 3.11: gem-llm" if sys.version_info >= (3, 12) else r"pip install 'megatron_dppo\[gem\]'"

@@ -159,7 +159,7 @@ def test_edited_history_starts_a_new_conversation(changed: str) -> None:
     assert result.episode.num_untrained_tokens == len(each.ids("5<|im_end|>"))
 
 
-def test_ids_of_tool_calls_tell_equal_responses_apart() -> None:
+def test_ids_of_tool_calls_distinguish_equal_responses() -> None:
     async def play() -> Played:
         each = Played(CALL, CALL, "first", "second")
         said = [await each.say(ASKS, tools=TOOLS) for _ in range(2)]
@@ -305,7 +305,7 @@ def test_calls_above_a_limit_are_refused_and_a_harness_that_then_fails_is_cut(
     assert result.episode is not None and result.episode.fault is None and result.finish_reason == "length"
 
 
-def test_an_episode_that_is_over_answers_nothing() -> None:
+def test_sealed_episode_refuses_calls() -> None:
     async def play() -> Played:
         each = Played("1")
         call = asyncio.create_task(each.say(ASKS))
@@ -427,7 +427,7 @@ def test_a_thought_that_the_prompt_opens_hides_calls() -> None:
     played(play)
 
 
-def test_a_stream_says_what_the_reply_says() -> None:
+def test_streamed_events_equal_the_reply() -> None:
     body = json.dumps({"messages": [ASKS], "tools": TOOLS}).encode()
 
     async def play() -> Played:
@@ -449,7 +449,7 @@ def test_a_stream_says_what_the_reply_says() -> None:
     played(play)
 
 
-def test_each_call_says_how_it_was_matched() -> None:
+def test_each_call_records_its_match() -> None:
     brief, other = ({"role": "system", "content": text} for text in ("Be brief.", "Be exact."))
 
     def asks(text: str) -> dict[str, str]:

@@ -16,7 +16,7 @@ WORDS = {"client": "this machine: found", "rewards": WORKER, "decoding": WORKER}
 
 
 @pytest.mark.parametrize("which", WORDS)
-def test_whichever_call_finds_no_open_file(which: str) -> None:
+def test_any_call_may_hit_the_open_file_limit(which: str) -> None:
     """From none that is left to more than it needs: all fails at first, and nothing at last."""
     with ExitStack() as stack:
         urls = [stack.enter_context(StandIn().running()).url for _ in range(3 * (which == "client"))]

@@ -126,7 +126,7 @@ def rewards(run: Path) -> list[float]:
     return [row["reward/mean"] for row in metrics_of(run, "rollout")]
 
 
-def test_axes_hold_what_metrics_jsonl_holds(runs: list[Path]) -> None:
+def test_axes_contain_the_values_of_metrics_jsonl(runs: list[Path]) -> None:
     figure = build(only(drawn("03_stability", runs)))
     (axes,) = [axes for axes in figure.axes if axes.get_title() == "reward"]
     by_label = {line.get_label(): line for line in axes.lines}
@@ -140,7 +140,7 @@ def test_axes_hold_what_metrics_jsonl_holds(runs: list[Path]) -> None:
     assert len(axes.collections) == 1, "three seeds have an interval, one has none"
 
 
-def test_scores_are_not_smoothed_and_stand_at_their_rollouts(runs: list[Path]) -> None:
+def test_scores_are_unsmoothed_at_their_rollouts(runs: list[Path]) -> None:
     figure = build(only(drawn("03_stability", runs)))
     (axes,) = [axes for axes in figure.axes if axes.get_title() == "aime24, avg@4"]
     assert not [line for line in axes.lines if line.get_gid() == "raw"]
@@ -556,7 +556,7 @@ def lines_of(drawing: Drawing, title: str) -> dict[str, Any]:
     return {str(line.get_label()): line for line in axes.lines if line.get_gid() is None}
 
 
-def test_a_rule_of_one_s_own_is_drawn_and_its_options_are_lines(tmp_path: Path) -> None:
+def test_custom_rule_is_plotted_with_a_line_per_option(tmp_path: Path) -> None:
     """In an order that neither names nor options have; each curve is its run's."""
     other = "my_rules:another"
     narrow = algorithm(RULE, rule_options={"delta": 0.05, "power": 2})
@@ -631,7 +631,7 @@ def test_runs_of_another_setting_are_drawn_and_titles_say_what_differs(tmp_path:
     assert len(set(titles)) == len(titles) == len(set(written.names)), sorted(titles)
 
 
-def test_settings_of_one_last_name_have_labels_of_their_own(tmp_path: Path) -> None:
+def test_settings_with_equal_last_keys_get_distinct_labels(tmp_path: Path) -> None:
     folders = [
         write_run(tmp_path / "a", {"optimizer": {"lr": 0.5}}),
         write_run(tmp_path / "b"),
@@ -718,7 +718,7 @@ def labels(*settings: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_title_names_the_shortest_setting_that_tells_apart_and_no_path(place: int) -> None:
+def test_title_names_the_shortest_distinguishing_setting_and_no_path(place: int) -> None:
     """Many settings differ; whichever experiment comes first."""
     common = {f"optimizer.setting_{letter}": "1" for letter in "abcdefgh"}
     tasks = [

@@ -158,7 +158,7 @@ def test_several_seeds_decide_by_their_interval(num_seeds: int, gain: float, dec
         assert verdict == "decided" and f": higher ({num_seeds} seeds, 95 % interval of the difference" in text
 
 
-def test_silence_where_runs_cannot_tell() -> None:
+def test_no_finding_without_evidence() -> None:
     """Other data, few rollouts, settings that changed, seeds that no two share."""
     data = _run("b", {**REPLAY, "data": {"prompts": "other.jsonl"}}, reward=0.1)
     said = _said(_run("a"), data)
@@ -212,7 +212,7 @@ def test_alarms_and_skipped_steps_are_reported() -> None:
     ]
 
 
-def test_one_run_says_whether_its_reward_rose() -> None:
+def test_single_run_reports_its_reward_trend() -> None:
     flat = _run("a")
     rising = replace(
         flat,
@@ -236,7 +236,7 @@ def test_one_run_says_whether_its_reward_rose() -> None:
     assert "length of the run" in _said(replace(rising, config={"run": {"num_rollouts": 99}}))
 
 
-def test_of_many_settings_only_what_is_decided_is_said() -> None:
+def test_only_decided_differences_of_many_settings_are_reported() -> None:
     runs = [
         _run(
             f"{n}_{seed}",

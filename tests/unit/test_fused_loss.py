@@ -167,7 +167,7 @@ def test_from_logits_equals_autograd(name: str, in_place: bool, implementation: 
 @FLOAT32_ONLY
 @pytest.mark.parametrize("padding", [torch.nan, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_padding_and_rows_that_do_not_learn_are_not_looked_at(
+def test_padding_and_rows_that_do_not_learn_are_not_read(
     dtype: torch.dtype, padding: float, implementation: Implementation
 ) -> None:
     batch = implementation.batch(TOPK_KL)

@@ -262,7 +262,7 @@ def test_gpus_of_a_type_are_requested_in_both_forms_and_not_for_the_report(
         ),
     ],
 )
-def test_a_grid_submits_nothing_with_a_time_limit_that_cannot_be(
+def test_grid_with_an_impossible_time_limit_submits_nothing(
     given: dict[str, str], found: str, tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(AssertionError, match=re.escape(found)):

@@ -135,7 +135,7 @@ def test_processes_that_ask_at_once_compile_once(toolchain: Toolchain, sources: 
     assert re.search(r"compiled the kernels for sm_90 in \d+\.\d s", compiler)
 
 
-def test_the_lock_of_a_killed_process_holds_nobody(toolchain: Toolchain, sources: Path, tmp_path: Path) -> None:
+def test_lock_of_a_killed_process_blocks_nobody(toolchain: Toolchain, sources: Path, tmp_path: Path) -> None:
     toolchain.go.unlink()
     process = _start_compiling(sources, tmp_path / "log")
     wait_until(lambda: bool(toolchain.calls), 300)
@@ -166,7 +166,7 @@ def test_a_compiler_that_fails_is_quoted(toolchain: Toolchain, sources: Path) ->
         ("#!/no/such/shell", "g\\+\\+: found that it does not start .* expected a compiler"),
     ],
 )
-def test_a_host_compiler_that_will_not_do(
+def test_unsuitable_host_compiler_is_refused(
     toolchain: Toolchain, sources: Path, program: str | None, fault: str
 ) -> None:
     (toolchain.folder / "g++").unlink()
@@ -214,7 +214,7 @@ def _find_nvcc_without_site_packages(*packages: Path) -> str:
     ).stdout.strip()
 
 
-def test_no_nvcc_anywhere_says_how_to_get_one(toolchain: Toolchain) -> None:
+def test_error_without_nvcc_explains_how_to_get_it(toolchain: Toolchain) -> None:
     (toolchain.folder / "nvcc").unlink()
     message = _find_nvcc_without_site_packages()
     assert message.startswith("found no nvcc in $CUDA_HOME/bin (CUDA_HOME is not set), on PATH or among")

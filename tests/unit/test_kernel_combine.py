@@ -135,7 +135,7 @@ def roundoff_of_divergences(
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: objective.name)
-def test_it_is_policy_loss_in_float32(kernels: Any, objective: Objective) -> None:
+def test_combine_equals_policy_loss_in_float32(kernels: Any, objective: Objective) -> None:
     num_masked = 0
     for seed in range(3):
         tokens, statistics = hard_tokens(seed)

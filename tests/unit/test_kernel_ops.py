@@ -120,7 +120,7 @@ def test_a_known_loss_scale_spares_every_buffer_of_the_weights_size() -> None:
     assert [len(sizes) for sizes in allocated] == [2, 1]
 
 
-def test_a_loss_scale_that_backward_does_not_bring_is_refused() -> None:
+def test_wrong_loss_scale_in_backward_is_refused() -> None:
     batch = make_batch(torch.float32)
     weight = torch.nn.Parameter(batch.weight.clone())
     weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
@@ -130,7 +130,7 @@ def test_a_loss_scale_that_backward_does_not_bring_is_refused() -> None:
         out.loss_sum.backward()
 
 
-def test_gradients_that_nobody_wants_are_not_made() -> None:
+def test_unneeded_gradients_are_not_computed() -> None:
     batch = make_batch(torch.float32)
     hidden = batch.hidden.clone().requires_grad_()
     with torch.no_grad():
@@ -266,7 +266,7 @@ def test_debug_finds_nothing_in_good_input(name: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["nan advantage", "repeated ids", "target outside"])
-def test_debug_tells_it_before_any_kernel_runs(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_refuses_bad_input_before_any_kernel_runs(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "kernels_of", None)
     batch = make_batch(torch.float32)
     change, message = REFUSED[case]

@@ -33,7 +33,7 @@ def _content(patch: pytest.MonkeyPatch, after: tuple[Any, ...], *, knows_strides
 @pytest.mark.parametrize(
     ("after", "knows_strides"), [((), False), ((), True), (((3, 1),), True), ((None,), True)]
 )
-def test_the_properties_of_both_versions_are_read(
+def test_tensor_properties_of_both_torch_versions_are_read(
     monkeypatch: pytest.MonkeyPatch, after: tuple[Any, ...], knows_strides: bool
 ) -> None:
     content = _content(monkeypatch, after, knows_strides=knows_strides)

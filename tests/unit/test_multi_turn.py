@@ -189,12 +189,12 @@ def test_noise_of_a_turn_depends_on_its_position(model: Any) -> None:
         assert torch.equal(drawn[mask], completion.tokens[mask])
 
 
-def test_the_same_again_bit_for_bit(model: Any) -> None:
+def test_conversations_are_reproducible_bit_for_bit(model: Any) -> None:
     first, second = rolled_out(engine_of(model)), rolled_out(engine_of(model))
     assert_same(list(first.groups), list(second.groups))
 
 
-def test_a_conversation_of_one_turn_is_what_the_engine_says(model: Any) -> None:
+def test_one_turn_conversation_equals_the_engines_completion(model: Any) -> None:
     requests = asked([5, 1, 3])
     multi_turn = multi_turn_engine(engine_of(model), SingleTurn, max_turns=1, max_turn_tokens=None)
     plain = engine_of(model).generate(requests, PARAMS)
@@ -313,7 +313,7 @@ class Silent(Recorded):
 
 @pytest.mark.parametrize("is_chat", [False, True])
 @pytest.mark.parametrize("turns", [(1,), (2,), (1, 2), (3,)])
-def test_a_turn_without_a_token_is_answered(model: Any, turns: Sequence[int], is_chat: bool) -> None:
+def test_turn_without_a_token_gets_an_observation(model: Any, turns: Sequence[int], is_chat: bool) -> None:
     prompt = Prompt("0", "", "test", text="t5")
     if is_chat:
         prompt = Prompt("0", "", "test", messages=({"role": "user", "content": "t5"},))

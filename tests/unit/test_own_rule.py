@@ -37,7 +37,7 @@ def own(name: str, **options: Any) -> Own:
 
 
 @pytest.mark.parametrize("like", ["dppo_binary_tv", "dppo_binary_kl", "dppo_topk_tv", "dppo_topk_kl"])
-def test_dppo_written_by_a_user_is_dppo(like: str) -> None:
+def test_dppo_as_a_custom_rule_equals_the_preset(like: str) -> None:
     columns = {"top_k": 6} if "topk" in like else {}
     built_in = preset(like, delta=1e-3, **columns)
     mine = preset(MASK, rule_options={"delta": 1e-3}, rule_divergence=built_in.divergence, **columns)
@@ -59,7 +59,7 @@ def test_dppo_written_by_a_user_is_dppo(like: str) -> None:
         torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-12, atol=0)
 
 
-def test_it_sees_whole_responses() -> None:
+def test_custom_rule_sees_whole_responses() -> None:
     pi, mu = torch.tensor([-1.0, -1.0, -2.0, -2.5]).double(), torch.tensor([-1.0, -1.1, -1.0, -1.0]).double()
     lengths = torch.tensor([2, 0, 2])
     inputs = PolicyLossInputs(pi, mu, torch.ones(4).double(), response_lengths=lengths)
@@ -67,7 +67,7 @@ def test_it_sees_whole_responses() -> None:
     assert out.mask.tolist() == [True, True, False, False]
 
 
-def test_it_sees_the_place_of_each_token_without_a_second_pass() -> None:
+def test_custom_rule_sees_token_positions_without_a_second_pass() -> None:
     """Both count learning tokens: the second token of the first response is an environment's."""
     learns = torch.tensor([True, False, True, True, False, True, True])
     first, second = (place_of_tokens(mask) for mask in learns.split([4, 3]))
@@ -119,7 +119,7 @@ def _problems(tmp_path: Path, *others: Path, **algorithm: Any) -> str:
     return "\n".join(str(problem) for problem in check(config, 1, {name: RULES[name] for name in names}))
 
 
-def test_check_tries_it(tmp_path: Path) -> None:
+def test_check_tries_the_custom_rule(tmp_path: Path) -> None:
     assert _problems(tmp_path, preset="tests.support.own_rules:halves") == ""
     for name, message in (
         ("absent", "algorithm.preset: found 'tests.support.own_rules:absent', and 'absent' is not there"),
@@ -136,7 +136,7 @@ def test_check_tries_it(tmp_path: Path) -> None:
     assert "no module 'no_such_module'" in _problems(tmp_path, preset="no_such_module:rule")
 
 
-def test_its_settings_are_checked(tmp_path: Path) -> None:
+def test_settings_of_a_custom_rule_are_checked(tmp_path: Path) -> None:
     found = _problems(tmp_path, preset="tests.support.own_rules:halves", rule_divergence="topk_kl")
     assert "rollout.num_topk_log_probs: found 0; expected at least 20" in found
     assert "divergence: found 'topk'" in _problems(
@@ -148,7 +148,7 @@ def test_its_settings_are_checked(tmp_path: Path) -> None:
     assert "algorithm.delta: found 0.1; expected the fields that tests.support.own_rules:halves uses" in found
 
 
-def test_one_that_needs_old_log_probs_is_refused_without_them(tmp_path: Path) -> None:
+def test_rule_on_old_log_probs_is_refused_without_them(tmp_path: Path) -> None:
     """A run that trains with it makes them: `check` finds nothing wrong; a Top-K one has no such anchor."""
     settings = {"preset": MASK, "anchor": "recomputed"}
     toml = tmp_path / "options.toml"
@@ -303,7 +303,7 @@ def test_a_shadow_has_options(tmp_path: Path) -> None:
         assert message in found, found
 
 
-def test_the_readme_shows_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readme_example_is_a_working_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readme = (Path(algorithms.__file__).parent / "README.md").read_text(encoding="utf-8")
     section = readme.partition("## Custom trust regions\n")[2].partition("\n## ")[0]
     code, toml = (re.findall(rf"```{kind}\n(.*?)```", section, re.DOTALL) for kind in ("python", "toml"))

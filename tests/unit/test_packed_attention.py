@@ -88,7 +88,9 @@ def attention_of_each(cu_seqlens: Tensor, tensors: list[Tensor], scale: float | 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_it_equals_attention_of_each_sequence(packing: str, size: int, form: PackedAttentionForm) -> None:
+def test_packed_attention_equals_attention_per_sequence(
+    packing: str, size: int, form: PackedAttentionForm
+) -> None:
     cu_seqlens, tensors = packed(packing, size)
     scale = 0.3 if size == 2 else None
     expected = attention_of_each(cu_seqlens, tensors, scale)

@@ -20,7 +20,7 @@ published = pytest.mark.parametrize("name", PUBLISHED)
 
 
 @published
-def test_it_is_admitted_and_has_the_names_and_shapes_of_transformers(name: str) -> None:
+def test_published_model_is_admitted_with_transformers_names_and_shapes(name: str) -> None:
     hf, _, _ = PUBLISHED[name]
     assert list(variant_problems(hf)) == []
     model_class: Any = getattr(transformers, hf["architectures"][0])
@@ -34,7 +34,7 @@ def test_it_is_admitted_and_has_the_names_and_shapes_of_transformers(name: str) 
 
 
 @published
-def test_it_has_the_size_in_its_name(name: str) -> None:
+def test_parameter_count_matches_the_models_name(name: str) -> None:
     hf, billions, active = PUBLISHED[name]
     shape = model_shape(hf)
     assert shape.num_parameters / 1e9 == pytest.approx(billions, rel=0.04)

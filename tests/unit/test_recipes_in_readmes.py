@@ -205,7 +205,7 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return names
 
 
-def test_the_metrics_stand_in_metrics_jsonl(tmp_path: Path, recipe: dict[str, Any]) -> None:
+def test_metrics_are_in_metrics_jsonl(tmp_path: Path, recipe: dict[str, Any]) -> None:
     config = Config.model_validate({"run": {"folder": tmp_path / "run"}})
     batch = make_batch(torch.float32)
     m, objective = batch.microbatch, preset("dppo_binary_tv")

@@ -54,7 +54,7 @@ def test_a_changed_file_and_a_tag_are_named(tmp_path: Path) -> None:
     ]
 
 
-def test_the_changes_of_a_version_in_development_stand_under_unreleased() -> None:
+def test_changes_of_a_version_in_development_are_under_unreleased() -> None:
     """A released version is the one of the first heading."""
     first = (ROOT / "CHANGELOG.md").read_text().partition("\n## ")[2].splitlines()[0]
     assert (first == "Unreleased") == version_of(ROOT).endswith(".dev0")

@@ -138,7 +138,9 @@ def _figures(html: str) -> dict[str, Any]:
         ("paired", 0, "mismatch_replayed/kl_k3"),
     ],
 )
-def test_points_are_the_file_s(report: Path, runs: list[Path], section: str, panel: int, metric: str) -> None:
+def test_plotted_points_equal_metrics_jsonl(
+    report: Path, runs: list[Path], section: str, panel: int, metric: str
+) -> None:
     """Each plotted number equals metrics.jsonl's, bit by bit, at its rollout."""
     traces = _figures(report.read_text())[section]["data"]
     axis = "x" if panel == 0 else f"x{panel + 1}"

@@ -101,7 +101,7 @@ def test_json_has_the_numbers_of_each_run_and_pairs_equal_seeds(written: Written
     assert len(runs) == 7 and content["findings"]
 
 
-def test_csv_says_what_json_says(written: Written) -> None:
+def test_csv_equals_json(written: Written) -> None:
     _, content, rows, _ = written
     assert len(rows) == 2 * len(content["labels"])
     entries = {line["label"]: line["numbers"] for line in content["lines"]}

@@ -78,7 +78,7 @@ def _bars(figure: dict[str, Any], name: str, panel: int = 0, run: int = 0) -> di
     return found
 
 
-def test_phases_stand_one_after_the_other_with_what_was_sampled_beneath(tmp_path: Path) -> None:
+def test_phases_are_in_sequence_above_the_sampling(tmp_path: Path) -> None:
     html, figures = _report(_write(tmp_path / "run", 3, ONE_ROW | AHEAD, max_staleness=2))
     figure = figures["time-line"]
     go.Figure(figure)

@@ -362,7 +362,7 @@ pool.score([RewardRequest(Prompt("p", "", "", text="x"), {response!r}, "stop")])
     wait_until(lambda: all(map(has_ended, hung)), LIMIT_S)
 
 
-def test_a_signal_to_the_whole_job_is_the_trainers_to_answer(pool: RewardPool) -> None:
+def test_signal_to_the_job_is_handled_by_the_trainer(pool: RewardPool) -> None:
     pool.start()
     processes = descendants()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -385,7 +385,7 @@ def test_the_worker_speaks_frames_of_json() -> None:
     assert frame_of(last) == OUT_OF_MEMORY and isinstance(read_reply(last, 1, Answers, files), WorkerFault)
 
 
-def test_a_reward_that_answers_nothing_is_not_waited_for() -> None:
+def test_reward_that_always_times_out_ends_the_scoring() -> None:
     with RewardPool(NAME, num_workers=2, timeout_s=0.05, memory_mb=0) as pool:
         with pytest.raises(RewardError, match=r"16 requests .*timed out"):
             pool.score(ask(*["sleep"] * 1000))

@@ -171,7 +171,7 @@ def _places(batches: Sequence[Collected]) -> list[int]:
     return sorted(group.index for batch in batches for group in batch.groups)
 
 
-def test_without_either_prompts_come_in_turn() -> None:
+def test_prompts_come_in_order_without_over_sampling_and_refills() -> None:
     run = Run(size=2)
     assert [_ids(run.next()), _ids(run.next())] == [["0", "2", "1", "3"], ["4", "6", "5", "7"]]
     assert run.cursors == [{"epoch": 0, "index": 8}] * 2
@@ -264,7 +264,7 @@ def test_a_resumed_run_replaces_with_the_same_prompts(size: int) -> None:
     assert run.cursors == resumed.cursors
 
 
-def test_both_together() -> None:
+def test_over_sampling_and_refills_together() -> None:
     run = Run(
         engine=Halting(slow=("1", "5")),
         over_sampling=1.5,

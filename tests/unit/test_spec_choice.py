@@ -38,7 +38,7 @@ def _config(spec: str, **tables: Any) -> Config:
         ({"parallel": {"context": 2}}, USABLE, "torch", "context"),
     ],
 )
-def test_auto_takes_what_can_do_it(tables: dict[str, Any], library: Library, name: str, reason: str) -> None:
+def test_auto_chooses_a_capable_spec(tables: dict[str, Any], library: Library, name: str, reason: str) -> None:
     choice = choose_layer_spec(_config("auto", **tables), library)
     assert choice.name == name and reason in choice.reason
 
@@ -52,7 +52,7 @@ def test_several_ranks_of_a_sequence_are_refused() -> None:
 
 
 @pytest.mark.parametrize("spec", ["torch", "transformer_engine"])
-def test_a_spec_that_is_named_is_taken(spec: str) -> None:
+def test_explicit_spec_is_used(spec: str) -> None:
     assert choose_layer_spec(_config(spec), USABLE).name == spec
 
 

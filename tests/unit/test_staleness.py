@@ -90,7 +90,7 @@ def bounds(draw: st.DrawFn, least: int = 0) -> StalenessBound:
 
 @settings(max_examples=150, deadline=None)
 @given(bounds(), st.integers(1, 5), st.integers(0, 2**32))
-def test_no_group_is_trained_on_too_late_and_none_is_waited_for_in_vain(
+def test_groups_are_trained_within_the_bound_and_no_wait_is_endless(
     bound: StalenessBound, num_ranks: int, seed: int
 ) -> None:
     outcome = simulate(bound, random.Random(seed), num_ranks)
@@ -139,7 +139,7 @@ def outcomes(rule: str) -> list[Outcome]:
     return found
 
 
-def test_counting_alone_with_whatever_is_whole_first_goes_above_the_bound() -> None:
+def test_counting_with_the_first_finished_groups_exceeds_the_bound() -> None:
     found = outcomes("whole first")
     assert sum(outcome.excess > 0 for outcome in found) > 100
     assert max(outcome.excess for outcome in found) > 5

@@ -77,7 +77,7 @@ def test_failed_reads_are_retried_for_some_seconds(
         assert pauses == list(PAUSES_S) and sum(pauses) < 20
 
 
-def test_an_absent_file_is_said_to_be_absent_at_once(tmp_path: Path, pauses: list[float]) -> None:
+def test_absent_file_is_reported_without_retries(tmp_path: Path, pauses: list[float]) -> None:
     with pytest.raises(FileNotFoundError):
         read_patiently(tmp_path, (tmp_path / "nowhere").read_text)
     assert pauses == []

@@ -94,7 +94,7 @@ def test_a_template_is_known_by_its_name_and_by_its_words(
 
 
 @pytest.mark.parametrize("text", ["What is 1 + 1? Answer:", "Give the answer.", "box it"])
-def test_prompts_that_do_not_say_are_taken_for_neither(text: str) -> None:
+def test_prompts_without_a_requested_form_have_none(text: str) -> None:
     assert asked_form(Prompt("1", "2", "p", text=text), None) is None
     assert asked_form(Prompt("1", "2", "p", text=text), "mine") is None
 

@@ -49,7 +49,7 @@ def tracker_id(path: Path) -> str:
     return json.loads((path / "tracker_run.json").read_text())["id"]
 
 
-def test_an_alarm_is_posted_and_never_stops_the_run(
+def test_alarm_is_posted_and_never_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(WEBHOOK, "file:///secret")

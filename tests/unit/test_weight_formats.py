@@ -42,7 +42,7 @@ def a_weight(dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("larger", [1.0, 1.7])
-def test_fp8_is_modelopts(dtype: torch.dtype, larger: float) -> None:
+def test_fp8_equals_modelopts(dtype: torch.dtype, larger: float) -> None:
     from modelopt.torch.quantization.qtensor import FP8QTensor
 
     weight = a_weight(dtype)
@@ -56,7 +56,7 @@ def test_fp8_is_modelopts(dtype: torch.dtype, larger: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("larger", [1.0, 1.7])
-def test_nvfp4_is_modelopts(dtype: torch.dtype, larger: float) -> None:
+def test_nvfp4_equals_modelopts(dtype: torch.dtype, larger: float) -> None:
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
     weight = a_weight(dtype)
@@ -90,7 +90,7 @@ def test_rounding_is_idempotent_and_keeps_zeros(weight_format: WeightFormat) -> 
 
 @pytest.mark.parametrize(("largest", "taken_for"), [(2e-12, 2e-12), (6e-13, 1e-12), (0.0, 1e-12)])
 @pytest.mark.parametrize(("weight_format", "most"), [("fp8", 448.0), ("nvfp4", 6 * 448.0)])
-def test_only_zeros_have_a_scale_of_their_own(
+def test_scale_of_tiny_values_and_of_zeros(
     weight_format: WeightFormat, most: float, largest: float, taken_for: float
 ) -> None:
     scale = scale_for(weight_format, torch.tensor(largest))

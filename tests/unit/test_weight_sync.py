@@ -94,17 +94,17 @@ def test_each_tensor_arrives_once_with_the_version() -> None:
     assert len(pushed.received) == 32
 
 
-def test_a_receiver_that_missed_a_tensor_is_found_out() -> None:
+def test_receiver_that_missed_a_tensor_is_detected() -> None:
     with pytest.raises(WeightSyncError, match="version 3"):
         sync(Receiver(skip="b"), Ranks()).push(3)
 
 
-def test_a_receiver_that_stopped_reading_is_found_out() -> None:
+def test_receiver_that_stopped_reading_is_detected() -> None:
     with pytest.raises(WeightSyncError, match="version 3"):
         sync(LazyReceiver(), Ranks()).push(3)
 
 
-def test_ranks_that_drifted_apart_are_found_out() -> None:
+def test_ranks_that_drifted_apart_are_detected() -> None:
     with pytest.raises(WeightSyncError, match="different weights"):
         sync(Receiver(), Ranks("0" * 32)).push(3)
 

@@ -191,7 +191,7 @@ def test_a_message_that_is_too_long_is_refused_after_those_before_it() -> None:
         *('{"number": 0, "files": [["a"]], "answer": {}}', '{"number": 0, "files": [], "failed": 1}'),
     ],
 )
-def test_an_answer_to_no_request_is_none(message: str) -> None:
+def test_malformed_replies_are_refused(message: str) -> None:
     with pytest.raises(ValueError):
         read_reply(message.encode(errors="surrogateescape"), 0, dict[str, float], set())
 

@@ -136,7 +136,7 @@ class CoverageMap:
     """Tests by what they run.
 
     Attributes:
-        seconds: Of each test that is named.
+        seconds: Seconds of each test that is named.
         files: Seconds of each file of tests.
         runs: Tests of each function, "path::name", and of each other file, "path", the best first.
     """

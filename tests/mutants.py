@@ -126,7 +126,7 @@ def _annotations(tree: ast.AST) -> Iterator[tuple[tuple[int, int], tuple[int, in
 
 
 def drawn(packages: Iterable[str], number: int, seed: int) -> list[Mutant]:
-    """Draw faults: as many from each package, each place as likely as any other of its package."""
+    """Draw faults: the same number from each package, and each place in it with equal probability."""
     generator, chosen = random.Random(seed), list[list[Mutant]]()
     for package in packages:
         roots = [ROOT / "megatron_dppo" / name for name in PACKAGES[package]]

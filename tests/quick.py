@@ -1,4 +1,4 @@
-"""Runs lint and the tests that run what changed: `make quick`. `tests/coverage_map.json` says which these are.
+"""Runs lint and the tests that run what changed: `make quick`. `tests/coverage_map.json` maps code to tests.
 
 python tests/quick.py                 # changes since the branch left main, uncommitted and new files too
 python tests/quick.py --since HEAD~3
@@ -40,7 +40,7 @@ BETWEEN_ENGINE_AND_LOSS = tuple(
         *("train.py", "types.py"),
     )
 )
-SECONDS = 40.0  # of tests, on two cores, without those of ENGINE_TO_BATCH
+SECONDS = 40.0  # of tests, on two cores, without ENGINE_TO_BATCH
 MOST_CALLERS = 60  # files whose types are checked because they name what changed
 LINT = (
     ("ruff", "check", "."),
@@ -54,7 +54,7 @@ Lines = frozenset[int]
 def main() -> int:
     """Lint, check the types of changed files and of callers, and run tests. Return 1 if something failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--since", metavar="COMMIT", help="default: where the branch left main")
+    parser.add_argument("--since", metavar="COMMIT", help="default: the commit at which the branch left main")
     parser.add_argument("--show", action="store_true", help="print the commands and run none")
     options = parser.parse_args()
     started = time.perf_counter()
@@ -95,7 +95,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def changed_lines(since: str, root: Path = ROOT) -> dict[str, Lines]:
-    """Return the lines that differ from a commit, by file as it is now. A new file has all of its lines.
+    """Return the lines that differ from a commit, by file as it is now. All lines of a new file count.
 
     Where lines were only removed, the line before counts.
     """
@@ -117,7 +117,7 @@ def changed_lines(since: str, root: Path = ROOT) -> dict[str, Lines]:
 def tests_of(changed: Mapping[str, Lines], runs: CoverageMap, root: Path = ROOT) -> list[str]:
     """Return node ids of tests, and whole files, that run or read what changed.
 
-    A changed function gets the tests that the map has for it, and a line outside of functions those of the
+    A changed function gets the tests that the map has for it, and a line outside of functions the tests of the
     complete file. If they take too long together, each function and file gets some of its tests.
     """
     chosen: dict[str, None] = {}
@@ -158,7 +158,7 @@ def keys_of(name: str, lines: Lines, root: Path = ROOT) -> list[str]:
 
 
 def known(key: str, runs: CoverageMap) -> list[str]:
-    """Return the tests of a function or file. One that the map does not have gets those of its neighbours."""
+    """Return the tests of a function or file. If the map lacks it, return its neighbours' tests."""
     if tests := runs.runs.get(key):
         return tests
     path, _, _ = key.partition("::")

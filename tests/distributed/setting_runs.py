@@ -74,7 +74,7 @@ class Effect:
 
     Attributes:
         setting: Dotted key.
-        values: In the first and the second run; a setting that is absent from the first keeps its default.
+        values: Values of the first and second run; a setting that is absent from the first keeps its default.
         first: The first phase that differs; `None` if all phases are equal. An evaluation is not in this order.
         holds: Check of both runs, in addition to the first phase that differs.
         base: Settings of both runs.

@@ -152,7 +152,7 @@ def raise_each(runtime: Runtime, folder: Path) -> dict[str, tuple[int, str]]:
 
 
 def test_each_alarm_is_raised_through_the_logger(tmp_path: Path) -> None:
-    """Each alarm follows from one value: in the row of a rollout, of its first step, or of a later step."""
+    """Each alarm follows from one value in a row: of a rollout, its first step, or a later step."""
     found = run_ranks(raise_each, 1, tmp_path, tmp_path / "runs")[0]
     late = {"collapse": 14, "tail": 14}  # these compare several rollouts
     assert {name: rollout for name, (rollout, _) in found.items()} == {n: late.get(n, 12) for n in TROUBLES}

@@ -1,4 +1,4 @@
-"""An engine's counts reach the row of their rollout in metrics.jsonl, summed over ranks."""
+"""The engine's counts reach their rollout's row in metrics.jsonl, summed over ranks."""
 
 import json
 from dataclasses import fields

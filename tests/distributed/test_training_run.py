@@ -39,7 +39,7 @@ def train(
 ) -> dict[str, Any]:
     """Run the loop in this rank, with a reward that varies, and return its final weights and moments.
 
-    With `stop_after` rank 0 gets SIGTERM in the middle of that gradient step, or at the start if it is 0.
+    If `stop_after`, rank 0 gets SIGTERM in the middle of that gradient step, or at the start if it is 0.
     `watch` gets the loop before it starts.
     """
     import megatron_dppo.train as loop
@@ -253,7 +253,7 @@ def stop_everywhere(runtime: Runtime, tables: dict[str, Any]) -> dict[str, Any]:
     """Train with SIGTERM in the second rollout that is sampled, or gradient step, of each start.
 
     Returns:
-        As `train`, with "points": finished rollouts and steps, and waiting rollouts, at the end of each start.
+        `train`'s result; "points": finished rollouts and steps, and waiting rollouts, at the end of each start.
     """
     points: list[tuple[int, int, int]] = []
 

@@ -27,7 +27,7 @@ class Error(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The error as a share of its limit; infinite for NaN."""
+        """The error divided by its limit; infinite for NaN."""
         share = self.value / self.limit
         return math.inf if math.isnan(share) else share
 

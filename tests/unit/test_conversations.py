@@ -210,7 +210,7 @@ def test_interrupted_turns_equal_uninterrupted_turns(engine: TransformersEngine,
     assert left[:2] == [4, 4 - num_tokens]
 
 
-def test_interrupted_turn_resumes_with_the_rest_of_its_limit(engine: TransformersEngine) -> None:
+def test_interrupted_turn_resumes_with_its_remaining_limit(engine: TransformersEngine) -> None:
     (request,) = asked([5])
     params = dataclasses.replace(PARAMS, max_response_tokens=7, max_turn_tokens=5)
     assert resume_request(request, give_up(request), params) == (request, params), "nothing was sampled"

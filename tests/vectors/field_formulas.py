@@ -54,7 +54,7 @@ OVER_RESPONSES = ("gspo", "mis", "trm", "cppo", "cppo_topk", "sat", "vespo", "gm
 
 @dataclass(frozen=True)
 class Token:
-    """One token: probabilities as mpf, whole distributions where the Top-K is looked at."""
+    """One token: probabilities as mpf, complete distributions if the case uses the Top-K."""
 
     pi: list[Any]
     mu: list[Any]
@@ -115,7 +115,7 @@ def quantile(values: list[Any], q: Any) -> Any:
 
 
 def partition(token: Token, sampled: str) -> tuple[list[Any], list[Any], int]:
-    """Masses of pi and mu of the Top-K, the sampled token and all others, and where the sampled one stands."""
+    """Masses of pi and mu of the Top-K, the sampled token and all others, and the sampled token's index."""
     ids = list(token.top)
     if token.a not in ids:
         ids = [*(ids if sampled == "union" else ids[:-1]), token.a]
@@ -138,7 +138,7 @@ def tv(token: Token, sampled: str) -> Any:
 
 
 def kl_change(token: Token, sampled: str) -> Any:
-    """Change of the KL as the logits move along A (e_a - pi), by differentiating that of the moved softmax."""
+    """Derivative of the KL as the logits move along A (e_a - pi), by `mpmath.diff`."""
     pi, mu, a = partition(token, sampled)
 
     def moved(step: Any) -> Any:
@@ -167,7 +167,7 @@ def anchor_of(token: Token, s: dict[str, Any]) -> Any:
 
 
 def tightened(token: Token, q: Any, s: dict[str, Any], decide: Decision) -> dict[str, Any]:
-    """The clip of a token, if q is the staleness where the response's tail begins."""
+    """The clip of a token, if q is the staleness at the start of the response's tail."""
     d = mp.log(token.pi[token.a] / anchor_of(token, s))
     if q == 0 or not decide.above(abs(d), q):
         return s

@@ -1,4 +1,4 @@
-"""Write field_vectors.json beside this file: exact cases of the field's presets, by `field_formulas`.
+"""Write field_vectors.json next to this file: exact cases of the field's presets, by `field_formulas`.
 
     python -m tests.vectors.make_field_vectors
 
@@ -85,13 +85,13 @@ def drawn(
 
 
 def binary(A: float, *tokens: tuple[float, float, float]) -> list[Token]:
-    """A response of tokens (pi, mu, old), two outcomes each; exact floats where the numbers are dyadic."""
+    """A response of tokens (pi, mu, old), two outcomes each; exact floats if the numbers are dyadic."""
     pairs = [([mpf(pi), 1 - mpf(pi)], [mpf(mu), 1 - mpf(mu)], mpf(old)) for pi, mu, old in tokens]
     return [Token(p, q, old, 0, A, (0, 1) if q[0] >= q[1] else (1, 0)) for p, q, old in pairs]
 
 
 def at_thresholds() -> list[tuple[str, list[list[Token]], list[Rule]]]:
-    """Cases in which the compared numbers are equal: each rule says whether that is inside."""
+    """Cases in which the compared numbers are equal: each rule decides whether that is inside."""
     up, down = (0.5, 0.25, 0.25), (0.25, 0.5, 0.5)
     signs = [binary(1.0, up), binary(-1.0, up), binary(1.0, down), binary(-1.0, down), binary(0.0, up)]
     rho = [

@@ -19,7 +19,7 @@ from megatron_dppo.types import CallKind, Prompt
 from tests.support.byte_tokenizers import tools_tokenizer
 from tests.support.scripted_policy import ScriptedPolicy
 
-README = Path(__file__).resolve().parents[2] / "megatron_dppo" / "agents" / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/reference/agents.md"
 END = "<|im_end|>"
 THOUGHT = "<think>\nwell\n</think>\n\n"
 WITHOUT_TOOLS = "In short."  # the response to a chat without tools, such as a title or a summary
@@ -83,7 +83,7 @@ class Policy(ScriptedPolicy):
 
 
 def check_episode(harness: Harness, command: tuple[str, ...], pins: Mapping[str, str]) -> Episode:
-    """Play an episode; compare its calls, its tokens and its row in the README with what is expected."""
+    """Play an episode; compare its calls, its tokens and its row in the reference with what is expected."""
     scripted = Policy if harness.num_without_tools else ScriptedPolicy
     policy = scripted(tools_tokenizer(), *harness.texts)
     completion = episode_of(harness, command, policy)
@@ -111,7 +111,7 @@ def check_episode(harness: Harness, command: tuple[str, ...], pins: Mapping[str,
     num_sampled = sum(len(policy.ids(text + END)) for text in texts)
     assert episode.num_untrained_tokens == num_sampled - sum(map(len, trained))
     num_trained = sum(call.is_trained for call in episode.calls)
-    assert row_of(harness, pins, episode.num_forks, num_trained) in README.read_text("utf-8").splitlines()
+    assert row_of(harness, pins, episode.num_forks, num_trained) in PAGE.read_text("utf-8").splitlines()
     return episode
 
 
@@ -127,7 +127,7 @@ def episode_of(harness: Harness, command: tuple[str, ...], policy: ScriptedPolic
 
 
 def row_of(harness: Harness, pins: Mapping[str, str], num_forks: int, num_trained: int) -> str:
-    """Return the harness's row in the README's table."""
+    """Return the harness's row in the reference's table."""
     versions = ", ".join(f"{name} {pins[name]}" for name in harness.packages)
     kinds = ", ".join(f"`{kind}`" for kind in harness.kinds)
     return f"| {versions} | {harness.what} | {kinds} | {num_forks} | {num_trained} of {len(harness.kinds)} |"

@@ -169,9 +169,9 @@ METRICS_ELSEWHERE = {
 
 
 def documented_metrics() -> dict[str, re.Pattern[str]]:
-    """Return the names of the table in the README of metrics, each with a pattern of what it names."""
+    """Return the names of the table of metrics, each with a pattern of what it names."""
     names: list[str] = []
-    text = (Path(__file__).parents[2] / "megatron_dppo/metrics/README.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text()
     for row in re.findall(r"^\| (`[a-z_]+(?:_<n>)?/.*?) \|", text, re.MULTILINE):
         area = ""
         for name in re.findall(r"`([^`]+)`", row):

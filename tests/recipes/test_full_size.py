@@ -249,8 +249,8 @@ def test_the_guide_says_what_fits_one_gpu() -> None:
         assert not plan.fits and plan.found.proposals == ()
 
 
-def test_the_readme_shows_what_the_command_prints() -> None:
-    text = (ROOT / "megatron_dppo" / "plan" / "README.md").read_text()
+def test_the_reference_shows_what_the_command_prints() -> None:
+    text = (ROOT / "docs/reference/planning.md").read_text()
     blocks = re.findall(r"```\n\$ megatron-dppo (plan .*?)```", text, re.DOTALL)
     assert len(blocks) == 4
     for block in blocks:

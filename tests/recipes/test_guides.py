@@ -45,7 +45,7 @@ def follow(page: str, folder: Path, *, edits_package: bool = False) -> Walk:
 def require_metrics(page: str, run: Path) -> None:
     """Each metric that the page names is in the run's rows, or is one that only other runs have."""
     found = {key for kind in ("rollout", "step") for row in metrics_of(run, kind) for key in row}
-    documented = (ROOT / "megatron_dppo" / "metrics" / "README.md").read_text()
+    documented = (ROOT / "docs/reference/metrics.md").read_text()
     areas = "|".join({key.partition("/")[0] for key in found if "/" in key})
     for area, name in re.findall(rf"`({areas})/([a-z_0-9]+)`", text_of(page)):
         assert f"{area}/{name}" in found or name in documented or "dropped_" in name, name

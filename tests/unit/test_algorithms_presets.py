@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo import algorithms
 from megatron_dppo.algorithms import PRESETS, preset
 from megatron_dppo.algorithms.paper_rules import PAPER, Divergence
 from megatron_dppo.algorithms.presets import OVERRIDABLE, overrides_in
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.errors import ConfigError
 from tests.support.refusals import refused
+
+REFERENCE = Path(__file__).parents[2] / "docs/reference/trust_regions.md"
 
 # The paper's presets. Those of other papers are in the README's table and in the exact vectors.
 # name: (delta_low, delta_high, eps_low, eps_high, alpha, ratio_cap, anchor), "-" if the preset has none
@@ -51,9 +52,8 @@ def test_table_of_the_papers():
         assert objective.entropy_coef == 0
 
 
-def test_the_readme_lists_each_preset_with_its_settings():
-    readme = (Path(algorithms.__file__).parent / "README.md").read_text(encoding="utf-8")
-    section = readme.partition("\n## The presets\n")[2].partition("\n## ")[0]
+def test_the_reference_lists_each_preset_with_its_settings():
+    section = REFERENCE.read_text(encoding="utf-8").partition("\n## The presets\n")[2].partition("\n## ")[0]
     rows = dict(re.findall(r"^\| `(\w+)` \|.*\| (?:`([^`]*)`)? ?\|$", section, re.MULTILINE))
     assert list(rows) == list(PRESETS)
     for name, settings in rows.items():

@@ -262,8 +262,8 @@ def test_counts_add_up_over_ranks() -> None:
 
 
 def test_the_list_of_metrics_says_what_each_count_of_the_engine_means() -> None:
-    readme = (Path(__file__).parents[2] / "megatron_dppo" / "metrics" / "README.md").read_text()
-    first_cells = [line.split("|")[1] for line in readme.splitlines() if line.startswith("| `engine/")]
+    page = (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text()
+    first_cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `engine/")]
     listed = {name.strip(" `").removeprefix("engine/") for cell in first_cells for name in cell.split(",")}
     of_ahead = {"busy_in_training", "requests_in_training"}  # which no engine counts
     assert listed == {name.removeprefix("engine/") for name in EngineCounts().metrics()} | of_ahead

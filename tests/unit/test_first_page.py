@@ -24,7 +24,8 @@ from tests.support.plan_models import QWEN3_30B
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "examples" / "README.md", *sorted((ROOT / "examples" / "guides").glob("*.md"))]
+OTHERS = ("examples/guides/*.md", "docs/reference/*.md", "megatron_dppo/**/*.md")
+PAGES = [README, ROOT / "examples/README.md", *(page for files in OTHERS for page in sorted(ROOT.glob(files)))]
 
 
 def guide(name: str) -> str:

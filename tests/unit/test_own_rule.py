@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo import algorithms
 from megatron_dppo.actor.observation import Observer
 from megatron_dppo.algorithms import PolicyLossInputs, policy_loss, preset
 from megatron_dppo.algorithms.inputs import place_of_tokens
@@ -28,6 +27,10 @@ from megatron_dppo.metrics.metrics import Metrics
 from tests.support.loss_batches import make_batch
 from tests.support.refusals import refused
 
+README, REFERENCE = (
+    Path(__file__).parents[2] / page
+    for page in ("megatron_dppo/algorithms/README.md", "docs/reference/trust_regions.md")
+)
 MASK = "tests.support.own_rules:divergence_mask"
 
 
@@ -303,9 +306,9 @@ def test_a_shadow_has_options(tmp_path: Path) -> None:
         assert message in found, found
 
 
-def test_readme_example_is_a_working_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    readme = (Path(algorithms.__file__).parent / "README.md").read_text(encoding="utf-8")
-    section = readme.partition("## Custom trust regions\n")[2].partition("\n## ")[0]
+def test_the_readme_shows_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = README.read_text(encoding="utf-8").partition("## Custom trust regions\n")[2]
+    section += REFERENCE.read_text(encoding="utf-8").partition("## What does a custom trust region get?\n")[2]
     code, toml = (re.findall(rf"```{kind}\n(.*?)```", section, re.DOTALL) for kind in ("python", "toml"))
     (tmp_path / "my_rules.py").write_text(code[0])
     (tmp_path / "own.toml").write_text(

@@ -184,7 +184,7 @@ def test_what_tests_run_and_read_is_measured(tmp_path: Path) -> None:
     subprocess.run([*command, test], cwd=ROOT, env=environment, check=True, capture_output=True)
     made = CoverageMap().with_measured(tmp_path)
     assert made.runs["megatron_dppo/engines/base.py::EngineCounts.metrics"] == [test]
-    assert made.runs["megatron_dppo/metrics/README.md"] == [test]
+    assert made.runs["docs/reference/metrics.md"] == [test]
     assert "megatron_dppo/engines/base.py::EngineCounts.__add__" not in made.runs
     assert made.seconds[test] == pytest.approx(made.files["tests/unit/test_collect.py"])
 

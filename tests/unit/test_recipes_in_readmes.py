@@ -1,4 +1,4 @@
-"""Each README's recipe for adding something works as it is written: its code blocks are read and followed."""
+"""Each recipe for adding something works as it is written: its code blocks are read and followed."""
 
 import asyncio
 import json
@@ -34,35 +34,35 @@ from tests.support.loss_batches import make_batch
 from tests.support.samples import make_group, make_sample
 
 ROOT = Path(__file__).parents[2]
-ROOMS = {
-    "a reward": "rewards",
-    "a divergence": "algorithms",
-    "a loss term": "algorithms",
-    "a metric": "metrics",
-    "a family": "architectures",
+REWARDS, TRUST_REGIONS = "docs/reference/rewards.md", "docs/reference/trust_regions.md"
+PAGES = {
+    "a reward": "megatron_dppo/rewards/README.md",
+    "a divergence": TRUST_REGIONS,
+    "a loss term": TRUST_REGIONS,
+    "a metric": "megatron_dppo/metrics/README.md",
+    "a family": "megatron_dppo/architectures/README.md",
 }
 
 
-def blocks(room: str, heading: str) -> list[str]:
-    """The code blocks of a section of a room's README, in their order."""
-    text = (ROOT / "megatron_dppo" / room / "README.md").read_text()
+def blocks(page: str, heading: str) -> list[str]:
+    """The code blocks of a section of a page, in their order."""
+    text = (ROOT / page).read_text()
     _, _, section = text.partition(f"\n## {heading}\n")
     return re.findall(r"```\w+\n(.*?)```", section.partition("\n## ")[0], flags=re.DOTALL)
 
 
 def test_the_front_page_names_where_to_add_things() -> None:
     readme = (ROOT / "README.md").read_text()
-    for what, room in ROOMS.items():
-        (link,) = re.findall(
-            rf"^\| {what} \|.*\((megatron_dppo/{room}/README\.md[^)]*)\) \|$", readme, re.MULTILINE
-        )
+    for what, page in PAGES.items():
+        (link,) = re.findall(rf"^\| {what} \|.*\(({re.escape(page)}[^)]*)\) \|$", readme, re.MULTILINE)
         file, _, anchor = link.partition("#")
         headings = re.findall(r"^#+ (.*)$", (ROOT / file).read_text(), re.MULTILINE)
         assert anchor in {"", *(each.lower().replace(" ", "-") for each in headings)}
 
 
 def test_the_reward_scores_a_row_in_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, toml, of_groups, toml_of_groups = blocks("rewards", "Adding a reward")
+    module, toml = blocks(PAGES["a reward"], "Adding a reward")
+    of_groups, toml_of_groups = blocks(REWARDS, "Rewards of groups")
     Path(tmp_path, "my_rewards.py").write_text(module)
     Path(tmp_path, "judge.py").write_text(of_groups)
     monkeypatch.chdir(tmp_path)
@@ -112,7 +112,7 @@ for name in ("dppo_binary_hellinger", "dppo_topk_hellinger"):
 
 def test_the_divergence_masks_tokens_on_a_cpu(tmp_path: Path) -> None:
     """Binary and Top-K, in a copy of the package: by the loss, and the tests of every preset's properties."""
-    functions, lines = blocks("algorithms", "Adding a divergence")
+    functions, lines = blocks(TRUST_REGIONS, "Adding a divergence")
     entries, presets = lines.split("\n\n")
     package = _copy_of_package(tmp_path)
     _insert(package / "algorithms" / "divergence.py", "DIVERGENCES: Mapping", functions, is_after=False)
@@ -161,7 +161,7 @@ assert count == int(learns.sum()) and abs(total - float(gaps.sum())) < 1e-9
 
 
 def test_the_loss_term_trains_and_is_measured(tmp_path: Path) -> None:
-    functions, lines = blocks("algorithms", "Adding a loss term")
+    functions, lines = blocks(TRUST_REGIONS, "Adding a loss term")
     field, entry = lines.split("\n\n")
     terms = _copy_of_package(tmp_path) / "algorithms" / "loss_terms.py"
     _insert(terms, "LOSS_TERMS: Mapping", functions, is_after=False)
@@ -201,7 +201,7 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(means, "_token_means", dict(means.TOKEN_MEANS))
     monkeypatch.setattr(means, "_group_means", dict(means.GROUP_MEANS))
     names = dict(vars(means))
-    exec(blocks("metrics", "Adding a metric")[0], names)
+    exec(blocks(PAGES["a metric"], "Adding a metric")[0], names)
     return names
 
 

@@ -105,9 +105,9 @@ def test_free_options_are_arguments_of_sglang() -> None:
     assert own - known == {"python"}
 
 
-def test_the_readme_lists_what_may_change() -> None:
+def test_the_guide_lists_what_may_change() -> None:
     rows = [f"| {why} | {', '.join(f'`{key}`' for key in keys)} |" for why, keys in free_settings().items()]
-    assert "\n".join(rows) in (ROOT / "megatron_dppo/config/README.md").read_text()
+    assert "\n".join(rows) in (ROOT / "examples/guides/stopping_and_resuming.md").read_text()
 
 
 @pytest.mark.parametrize(("schedule", "is_free"), [("constant", True), ("linear", False), ("cosine", False)])

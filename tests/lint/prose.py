@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("megatron_dppo", "examples", "tools")
+FOLDERS = ("megatron_dppo", "docs", "examples", "tools")
 GOAL = 20  # habits in 1000 lines of prose
 
 

@@ -109,6 +109,8 @@ def build_optimizer(
     Norms and biases do not decay. Megatron would find them by their number of dimensions, and experts' stacked
     biases have two.
     """
+    # Megatron's CPU Adam (`optimizer_cpu_offload`) stays off. Without Transformer Engine its precision-aware
+    # form raises an error, and its plain form keeps the master weights on the device.
     settings = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,

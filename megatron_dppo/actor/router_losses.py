@@ -2,7 +2,8 @@
 
 Megatron averages these losses over a micro-batch, padding and prompts included, and then divides its gradients
 by the number of learning tokens. Their weight thus depends on packing, prompts and layout. Here they are
-over the learning tokens of the complete mini-batch (README.md defines them), and Megatron's own are off.
+over the learning tokens of the complete mini-batch (docs/reference/training.md defines them), and Megatron's
+own are off.
 """
 
 # Megatron has no stubs. PyTorch does not annotate all_reduce and tolist.

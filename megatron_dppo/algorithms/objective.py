@@ -79,7 +79,7 @@ class Objective(TermCoefficients):
     reads_anchor: ClassVar[bool] = True
     """Whether the rule compares with the anchor at all."""
     reads_mu: ClassVar[bool] = False
-    """Whether the rule compares with mu even if the anchor is recomputed."""
+    """Whether the rule compares with mu if the anchor is recomputed."""
     choices: ClassVar[Mapping[str, tuple[object, ...]]] = _CHOICES
     """Allowed values of fields that are names or switches."""
 

@@ -166,6 +166,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
         needs_hidden, needs_weight = (needed and is_training for needed in ctx.needs_input_grad[:2])
         by_hidden = torch.zeros_like(whole) if needs_hidden else None
         wide = torch.promote_types(weight.dtype, torch.float32)
+        # A float32 buffer of the weight's size is saved if chunks add to Megatron's sum of gradients.
         total = getattr(weight, "main_grad", None) if loss_scale is not None else None
         is_direct = needs_weight and total is not None and total.dtype == wide
         scale = loss_scale.to(wide).reshape(()) if is_direct and loss_scale is not None else None

@@ -194,6 +194,7 @@ def plan_save(state: dict[str, Any], folder: Path) -> Any:
 
     Newer versions plan it with `nvidia-resiliency-ext`, unless Megatron's own writer is selected.
     """
+    # Their planner needs nvidia-resiliency-ext 0.6.0, which is not on PyPI, and their queue a GPU.
     parameters = inspect.signature(dist_checkpointing.save).parameters
     own_writer: dict[str, Any] = {"async_strategy": "mcore"} if "async_strategy" in parameters else {}
     return dist_checkpointing.save(state, str(folder), async_sharded_save=True, **own_writer)

@@ -133,6 +133,7 @@ class GatedDeltaNet(torch.nn.Module):
         projected, _bias = self.in_proj(hidden_states)
         weights = self.conv_weight, self.A_log, self.dt_bias, self.norm_weight
         mix = partial(self._mix, packed_seq_params.chunks)
+        # A third more time of these parts, and 330 KB less for each token and layer of Qwen3-Next on one GPU.
         output, _bias = self.out_proj(recomputed(mix, projected.squeeze(1), *weights).unsqueeze(1))
         return output, None
 

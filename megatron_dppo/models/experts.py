@@ -172,7 +172,7 @@ class BiasedExperts(GroupedExperts):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Return weights and biases as shards of all experts' tensors."""
+        """Return weights and biases as shards of all experts' weights and biases."""
         replica = (0, self.groups.expt_tp.rank(), self.groups.expt_dp.rank())  # all have the second bias
         return super().sharded_state_dict(prefix, sharded_offsets, metadata) | {
             f"{prefix}fc1_bias": self._gate_and_up(

@@ -128,6 +128,7 @@ class VarlenSequences:
             )
         places = (self.cu_seqlens_q, self.cu_seqlens_k, self.max_q, self.max_k)
         causal: Any = dict(window_size=(-1 if window is None else window - 1, 0), scale=scale)
+        # The backward pass adds the gradients of queries in any order, unless PyTorch is deterministic.
         if sinks is None:
             attended = varlen_attn(query, key, value, *places, **causal, **_GROUPED_HEADS)
         else:

@@ -198,7 +198,7 @@ class Recording:
     chunks: Sequence[dict[int, _Recorder]]
 
     def rows(self, index: int, num_rows: int, own: slice) -> Integer[Tensor, "rows moe_layers top_k"]:
-        """Return the experts of a micro-batch's tokens, and 0 for tokens that other ranks' routers saw.
+        """Return the experts of a micro-batch's tokens, 0 if the routers of other ranks chose.
 
         Args:
             index: Which micro-batch, in the order in which they were forwarded.

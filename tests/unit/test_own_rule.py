@@ -306,7 +306,7 @@ def test_a_shadow_has_options(tmp_path: Path) -> None:
         assert message in found, found
 
 
-def test_the_readme_shows_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readme_example_is_a_working_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     section = README.read_text(encoding="utf-8").partition("## Custom trust regions\n")[2]
     section += REFERENCE.read_text(encoding="utf-8").partition("## What does a custom trust region get?\n")[2]
     code, toml = (re.findall(rf"```{kind}\n(.*?)```", section, re.DOTALL) for kind in ("python", "toml"))

@@ -16,8 +16,8 @@ from tests.support.refusals import refused
 
 REFERENCE = Path(__file__).parents[2] / "docs/reference/trust_regions.md"
 
-# The paper's presets. Those of other papers are in the README's table and in the exact vectors.
-# name: (delta_low, delta_high, eps_low, eps_high, alpha, ratio_cap, anchor), "-" if the preset has none
+# Presets of other papers are in the table of the reference and in the exact vectors.
+# name: (delta_low, delta_high, eps_low, eps_high, alpha, ratio_cap, anchor), "-" where it has no use for one
 TABLE = {
     "pg_is": ("-", "-", "-", "-", "-", math.inf, "rollout"),
     "pg_tis": ("-", "-", "-", "-", "-", 3, "rollout"),

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from megatron_dppo.cli import app
 from megatron_dppo.metrics.alarms import RULES
 from tests.faults.campaign import compare_rows
+from tests.recipes.readme_examples import examples, run_examples
 from tests.recipes.walking import ROOT, Walk, walk
 from tests.support.records import lines_of, metrics_of
 from tests.unit.test_first_page import SETTING, require_setting
@@ -253,3 +254,9 @@ def test_costs_of_replay_equal_the_experiments() -> None:
         readme = (ROOT / "examples" / experiment / "README.md").read_text().replace("\n", " ")
         (gib,) = re.findall(r"at the peak of a GPU, (\d+) GiB of a host's memory", readme)
         assert f"{gib} GiB" in text
+
+
+def test_the_examples_of_the_readmes_run(tmp_path: Path) -> None:
+    statuses, errors = run_examples(tmp_path)
+    assert len(statuses) >= 17
+    assert statuses == dict.fromkeys(examples(), 0), errors

@@ -391,7 +391,7 @@ def test_error_in_scoring_ends_the_sampling(ending: TransformersEngine) -> None:
     async def until(request: RewardRequest) -> None:
         raise RewardError("data.reward: it never replies")
 
-    with pytest.raises(RewardError, match="never answers"):
+    with pytest.raises(RewardError, match="never replies"):
         sampled(OneByOne(ending), Scorer(TOKENIZER, Rewards(until), True, None))
 
 

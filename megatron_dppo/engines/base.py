@@ -151,7 +151,7 @@ class RolloutEngine(Protocol):
             version: Weight version that samples report from now on.
 
         Returns:
-            `engines.checksum.WeightChecksum` over the names and tensors received, in order.
+            `engines.embedded.engine.WeightChecksum` over the names and tensors received, in order.
         """
         ...
 

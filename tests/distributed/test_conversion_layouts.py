@@ -110,7 +110,7 @@ def push_problems(runtime: Runtime, chunks: list[Any], hf: Any, model: Path) -> 
     from megatron_dppo.architectures.registry import family_of
     from megatron_dppo.checkpoints.hf_folder import HFWeights
     from megatron_dppo.checkpoints.megatron_weights import describe_hf_weights, export_hf_weights
-    from megatron_dppo.engines.weight_sync.base import Buffer
+    from megatron_dppo.engines.weight_sync.transports import Buffer
 
     together, stored = family_of(hf).travelling_together(hf), HFWeights(model)
     for of_own_stage in (False, True):

@@ -69,7 +69,7 @@ def push_parted(
         `folder`.
     """
     from megatron_dppo.architectures.registry import family_of
-    from megatron_dppo.engines.weight_sync.base import Buffer
+    from megatron_dppo.engines.weight_sync.transports import Buffer
     from megatron_dppo.errors import WeightSyncError
 
     _, actor, engine = connect(runtime, settings)

@@ -16,8 +16,8 @@ from megatron_dppo.engines.sglang.model import has_own_output
 from megatron_dppo.engines.sglang.options import server_environment, shipped_options
 from megatron_dppo.engines.sglang.quantization import METHODS
 from megatron_dppo.engines.sglang.server import free_port
-from megatron_dppo.engines.weight_sync.base import Buffer
 from megatron_dppo.engines.weight_sync.factory import travelling_together, with_own_output
+from megatron_dppo.engines.weight_sync.transports import Buffer
 from tests.sglang.test_parameters import complete_config
 from tests.support.serving import PYTHON, ROOT
 from tests.support.tiny_families import write_family

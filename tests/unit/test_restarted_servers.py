@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_dppo.engines.sglang.records import ServerRecord
-from megatron_dppo.engines.weight_sync import transports
+from megatron_dppo.engines.weight_sync import broadcast
 from megatron_dppo.engines.weight_sync.fleet import Fleet, Member, RunServers
 from megatron_dppo.engines.weight_sync.syncs import SglangSync
 from tests.support.sglang_stand_in import StandIn
@@ -152,14 +152,14 @@ def test_a_process_group_is_used_again_only_with_the_processes_that_joined_it(
     change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restarted server has left all groups, and its URL is the same."""
-    transport = transports.DistributedTransport(
-        lambda: iter(()), 0, transports.StagePlace(0, 1, speaks=True), runtime(), bucket_bytes=1, timeout_s=1.0
+    transport = broadcast.DistributedTransport(
+        lambda: iter(()), 0, broadcast.StagePlace(0, 1, speaks=True), runtime(), bucket_bytes=1, timeout_s=1.0
     )
     joined, left = Member("http://127.0.0.1:9", 7, 1, "0.5.23", "then"), list[str]()
     group: Any = SimpleNamespace(members=(joined,), handle=None)
     transport._group = group
     monkeypatch.setattr(transport, "_leave", lambda: left.append("left"))
-    monkeypatch.setattr(transports, "_reachable_host", lambda members: pytest.fail("joins anew"))
+    monkeypatch.setattr(broadcast, "_reachable_host", lambda members: pytest.fail("joins anew"))
     member = replace(joined, **change)
     if change:
         with pytest.raises(pytest.fail.Exception, match="joins anew"):

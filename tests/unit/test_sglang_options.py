@@ -16,15 +16,12 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang import options, server
 from megatron_dppo.engines.sglang.options import (
     CUMEM,
-    NCCL,
     NVLS,
-    TORCH,
-    differences,
     environment_problems,
     installed_nccl,
     nccl_settings,
 )
-from megatron_dppo.engines.sglang.records import API_KEY, ServerRecord
+from megatron_dppo.engines.sglang.records import API_KEY, NCCL, TORCH, ServerRecord, differences
 from megatron_dppo.engines.weight_sync.factory import run_servers
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.run.session import join_processes

@@ -11,9 +11,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from megatron_dppo.engines.base import Completion, EngineCounts, Request, RolloutEngine, SamplingParams
-from megatron_dppo.engines.checksum import WeightChecksum
 from megatron_dppo.engines.embedded.continuous_batch import ContinuousBatch
-from megatron_dppo.engines.embedded.engine import TransformersEngine, checkpoint_targets, round_to_fp8
+from megatron_dppo.engines.embedded.engine import (
+    TransformersEngine,
+    WeightChecksum,
+    checkpoint_targets,
+    round_to_fp8,
+)
 from megatron_dppo.engines.embedded.slot_decoder import FusedLinears, padded_experts_forward
 from megatron_dppo.errors import RolloutError, WeightSyncError
 from tests.support.hf_reference import Reference

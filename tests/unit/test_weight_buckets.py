@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from megatron_dppo.engines.weight_sync.base import Bucket, Buffer
-from megatron_dppo.engines.weight_sync.transports import _pickle
+from megatron_dppo.engines.weight_sync.transports import Bucket, Buffer, _pickle
 
 SHAPES = [(3, 4), (5,), (1,), (8, 8), (2, 2, 2), (7,)]
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
-from megatron_dppo.engines.weight_sync import transports
+from megatron_dppo.engines.weight_sync import broadcast
 from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
 from megatron_dppo.runtime import addresses
 
@@ -67,10 +67,10 @@ def fail_late(body: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("answers", [[refuse], [wait_in_the_group, refuse], [fail_late, wait_in_the_group]])
 def test_a_refused_group_ends_the_push_at_once(answers: list[Answer]) -> None:
-    transport = transports.DistributedTransport(
+    transport = broadcast.DistributedTransport(
         lambda: iter(()),
         0,
-        transports.StagePlace(0, 1, speaks=True),
+        broadcast.StagePlace(0, 1, speaks=True),
         cast(Any, SimpleNamespace(device=torch.device("cpu"))),
         bucket_bytes=1,
         timeout_s=TIMEOUT_S,
@@ -90,7 +90,7 @@ def test_a_refused_group_ends_the_push_at_once(answers: list[Answer]) -> None:
 
 def test_a_group_of_no_server_is_made_of_the_trainer_alone() -> None:
     """The thread's connection to the store is its own, and the store stays as long as the group."""
-    store = transports._GroupStore("127.0.0.1", transports.timedelta(seconds=TIMEOUT_S))
+    store = broadcast._GroupStore("127.0.0.1", broadcast.timedelta(seconds=TIMEOUT_S))
     never = threading.Event()
     group: Any = store.wait_for(lambda own: cast(Any, (own, own.set("made", "1"))), unless=never)
     assert group[0].get("made") == b"1"
@@ -98,7 +98,7 @@ def test_a_group_of_no_server_is_made_of_the_trainer_alone() -> None:
 
 def test_a_server_that_refuses_before_the_wait_begins_ends_it() -> None:
     """Whatever the thread does first, it finds the store closed at once, not after the time-out of joining."""
-    store = transports._GroupStore("127.0.0.1", transports.timedelta(seconds=TIMEOUT_S))
+    store = broadcast._GroupStore("127.0.0.1", broadcast.timedelta(seconds=TIMEOUT_S))
     refused, ended = threading.Event(), threading.Event()
     refused.set()
 
@@ -126,9 +126,9 @@ def test_a_server_that_refuses_before_the_wait_begins_ends_it() -> None:
 def test_servers_meet_the_trainer_at_its_address_in_their_network(
     monkeypatch: pytest.MonkeyPatch, urls: list[str], expected: str
 ) -> None:
-    """The address is not the host's name, which may mean loopback there and nothing elsewhere."""
-    monkeypatch.setattr(transports, "address_towards", lambda host: f"towards {host}")
-    assert transports._reachable_host(tuple(Member(url, 1, 1, "0.5.23") for url in urls)) == expected
+    """Not at the name of its host, which may mean loopback there and nothing elsewhere."""
+    monkeypatch.setattr(broadcast, "address_towards", lambda host: f"towards {host}")
+    assert broadcast._reachable_host(tuple(Member(url, 1, 1, "0.5.23") for url in urls)) == expected
 
 
 @pytest.mark.parametrize(

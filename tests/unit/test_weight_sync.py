@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_dppo.architectures.registry import read_hf_config
 from megatron_dppo.checkpoints.hf_folder import HFWeights
-from megatron_dppo.engines.checksum import WeightChecksum
+from megatron_dppo.engines.embedded.engine import WeightChecksum
 from megatron_dppo.engines.sglang.model import has_own_output
 from megatron_dppo.engines.weight_sync.factory import with_served_names
 from megatron_dppo.engines.weight_sync.fleet import Member

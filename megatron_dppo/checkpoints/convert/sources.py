@@ -292,7 +292,7 @@ class _Adapter:
 
 
 class StoredWeights:
-    """All weights of a folder, on every rank; implements `weight_sync.base.WeightOwner`.
+    """All weights of a folder, on every rank; implements `weight_sync.syncs.WeightOwner`.
 
     LoRA updates are added. Any number of ranks works, because each rank reads all weights.
     """

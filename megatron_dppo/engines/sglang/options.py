@@ -20,6 +20,7 @@ from typing import Any
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines import sglang
+from megatron_dppo.engines.sglang.records import NCCL, TORCH, one_nccl
 from megatron_dppo.engines.sglang.sampling_settings import SET, SET_VARIABLES, variable_problems
 from megatron_dppo.errors import Problem, did_you_mean
 from megatron_dppo.runtime.files import cache_folder, write_json
@@ -52,8 +53,6 @@ print(nccl_version() or "none", torch.__version__)
 """
 )
 CUMEM, NVLS = "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"
-NCCL = "NCCL"  # name of the library's version among the settings that trainer and servers must share
-TORCH = "torch"  # recorded with it, and not compared: two versions exchange weights
 
 
 @dataclass(frozen=True)
@@ -206,19 +205,6 @@ def nccl_settings(config: Config) -> dict[str, str]:
     return {name: "1" if is_on else os.environ.get(name, "0") for name, is_on in arguments.items()}
 
 
-def differences(own: Mapping[str, str], of_server: Mapping[str, str]) -> str | None:
-    """Describe how a server's settings differ from the trainer's, or return None if they are equal.
-
-    An unknown setting counts as equal: an older version of this package registered none, and a torch for CPUs
-    has no NCCL. NCCL refuses to connect ranks of different versions.
-    """
-    names = [name for name, value in own.items() if of_server.get(name, value) != value]
-    found = " and ".join(f"{name}={of_server[name]} there and {own[name]} in the trainer" for name in names)
-    found += f" (torch {of_server[TORCH]})" if NCCL in names and TORCH in of_server else ""
-    action = one_nccl(of_server[NCCL]) if NCCL in names else "export the same values on every node"
-    return f"{found}; {action}" if names else None
-
-
 def nccl_problems(config: Config) -> Iterator[Problem]:
     """Yield a problem if NCCL transfers the weights, and this interpreter has another version than SGLang's."""
     if not nccl_settings(config) or config.sglang.get("device") == "cpu":
@@ -235,14 +221,6 @@ def nccl_problems(config: Config) -> Iterator[Problem]:
 def trainer_nccl() -> Mapping[str, str]:
     """Return the versions of NCCL and torch in this interpreter, as `installed_nccl` does."""
     return installed_nccl(Path(sys.executable))
-
-
-def one_nccl(version: str) -> str:
-    """Return what to do if the servers have another version of NCCL than the trainer, namely this one."""
-    return (
-        f"run pip install --no-deps nvidia-nccl-cu13=={version} (or the package for your CUDA) in the "
-        "trainer's environment, after all other packages, or set rollout.sglang.weight_sync = 'disk'"
-    )
 
 
 def _expected_value(value: Any, option: Option) -> str | None:

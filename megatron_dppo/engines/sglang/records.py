@@ -21,6 +21,8 @@ from megatron_dppo.runtime.process import Runtime
 
 API_KEY = "MEGATRON_DPPO_SGLANG_API_KEY"
 """Environment variable with the API key that servers require and clients send. Unset or empty means no key."""
+NCCL = "NCCL"  # name of the library's version among the settings that trainer and servers must share
+TORCH = "torch"  # recorded with it, and not compared: two versions exchange weights
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,27 @@ def read_records(folder: Path) -> list[ServerRecord]:
                 "the server again."
             ) from None
     return records
+
+
+def differences(own: Mapping[str, str], of_server: Mapping[str, str]) -> str | None:
+    """Describe how a server's settings differ from the trainer's, or return None if they are equal.
+
+    An unknown setting counts as equal: an older version of this package registered none, and a torch for CPUs
+    has no NCCL. NCCL refuses to connect ranks of different versions.
+    """
+    names = [name for name, value in own.items() if of_server.get(name, value) != value]
+    found = " and ".join(f"{name}={of_server[name]} there and {own[name]} in the trainer" for name in names)
+    found += f" (torch {of_server[TORCH]})" if NCCL in names and TORCH in of_server else ""
+    action = one_nccl(of_server[NCCL]) if NCCL in names else "export the same values on every node"
+    return f"{found}; {action}" if names else None
+
+
+def one_nccl(version: str) -> str:
+    """Return what to do if the servers have another version of NCCL than the trainer, namely this one."""
+    return (
+        f"run pip install --no-deps nvidia-nccl-cu13=={version} (or the package for your CUDA) in the "
+        "trainer's environment, after all other packages, or set rollout.sglang.weight_sync = 'disk'"
+    )
 
 
 def require_registered(folder: Path) -> list[ServerRecord]:

@@ -1,6 +1,7 @@
 """Builds the weight sync for a run's engine."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -15,19 +16,14 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.base import RolloutEngine
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.model import has_own_output, served_model
-from megatron_dppo.engines.sglang.options import NCCL, nccl_settings
+from megatron_dppo.engines.sglang.options import nccl_settings
 from megatron_dppo.engines.sglang.quantization import served_folder, served_form
-from megatron_dppo.engines.sglang.records import api_key, read_records
-from megatron_dppo.engines.weight_sync.base import Transport, WeightOwner, WeightSync
+from megatron_dppo.engines.sglang.records import NCCL, api_key, read_records
+from megatron_dppo.engines.weight_sync.broadcast import DistributedTransport, StagePlace
 from megatron_dppo.engines.weight_sync.fleet import RunServers
 from megatron_dppo.engines.weight_sync.probe import Limits, Probe, require_temperature
-from megatron_dppo.engines.weight_sync.syncs import InProcessSync, SglangSync
-from megatron_dppo.engines.weight_sync.transports import (
-    DiskTransport,
-    DistributedTransport,
-    StagePlace,
-    TensorTransport,
-)
+from megatron_dppo.engines.weight_sync.syncs import InProcessSync, SglangSync, WeightOwner, WeightSync
+from megatron_dppo.engines.weight_sync.transports import DiskTransport, TensorTransport, Transport
 from megatron_dppo.errors import WeightSyncError
 from megatron_dppo.runtime.process import Runtime
 
@@ -41,7 +37,12 @@ def build_sync(config: Config, owner: WeightOwner, engine: RolloutEngine, runtim
     options, folder, key = config.rollout.sglang, hf_files(config.model.load), api_key()
     require_cover(owner.describe_weights(), folder)
     owner = as_served(config, owner)
-    probe, model = None, served_model(folder, ())
+    model = served_model(folder, ())
+    probe = require_sampling = None
+    if options.probe_every:
+        require_sampling = partial(
+            require_temperature, model=model, api_key=key, timeout_s=options.sync_timeout_s
+        )
     if options.probe_every and owner.log_probs is not None:
         probe = Probe(
             owner.log_probs,
@@ -60,9 +61,7 @@ def build_sync(config: Config, owner: WeightOwner, engine: RolloutEngine, runtim
         runtime,
         probe=probe,
         probe_every=max(options.probe_every, 1),
-        require_sampling=lambda urls: require_temperature(
-            urls if options.probe_every else (), model, key, options.sync_timeout_s
-        ),
+        require_sampling=require_sampling,
     )
 
 
@@ -72,7 +71,7 @@ def run_servers(config: Config, runtime: Runtime) -> RunServers:
     if nccl and (version := runtime.nccl_version) is not None:
         nccl |= {NCCL: version}
     return RunServers(
-        lambda: read_records(folder),
+        partial(read_records, folder),
         runtime,
         folder / "released",
         timeout_s=config.rollout.sglang.sync_timeout_s,
@@ -106,13 +105,13 @@ def build_transport(config: Config, owner: WeightOwner, runtime: Runtime) -> Tra
     half = min(options.sync_bucket_bytes // 2, sum(tensor.nbytes for tensor in described.values()))
     if options.weight_sync == "disk":
         folder, template = config.run.folder / "weights", served_folder(config)
-        return DiskTransport(lambda: owner.weights(max_bytes=half), runtime, folder, template, half)
+        return DiskTransport(partial(owner.weights, max_bytes=half), runtime, folder, template, half)
     hf = read_hf_config(config.model.load)
     together = travelling_together(hf)
     if options.weight_sync == "tensor":
-        return TensorTransport(lambda: owner.weights(max_bytes=half), len(described), runtime, half, together)
+        return TensorTransport(partial(owner.weights, max_bytes=half), len(described), runtime, half, together)
     return DistributedTransport(
-        lambda: owner.weights(of_own_stage=True, max_bytes=half),
+        partial(owner.weights, of_own_stage=True, max_bytes=half),
         len(described),
         StagePlace(*owner.pipeline_place),
         runtime,
@@ -178,7 +177,7 @@ def with_own_output(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str
 
 
 class ChangedWeights:
-    """Weights that a function changes on their way to servers; implements `base.WeightOwner`."""
+    """Weights that a function changes on their way to servers; implements `WeightOwner`."""
 
     def __init__(
         self,

@@ -14,8 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_dppo.engines.sglang.client import Call, SglangClient, ask_each
-from megatron_dppo.engines.sglang.options import differences
-from megatron_dppo.engines.sglang.records import ServerRecord
+from megatron_dppo.engines.sglang.records import ServerRecord, differences
 from megatron_dppo.errors import MegatronDppoError, ServerError, WeightSyncError
 from megatron_dppo.runtime.files import write_whole
 from megatron_dppo.runtime.process import Runtime

@@ -3,16 +3,16 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
 from megatron_dppo.engines.base import RolloutEngine
-from megatron_dppo.engines.checksum import WeightChecksum
-from megatron_dppo.engines.embedded.engine import TransformersEngine
+from megatron_dppo.engines.embedded.engine import TransformersEngine, WeightChecksum
 from megatron_dppo.engines.sglang.engine import SglangEngine
-from megatron_dppo.engines.weight_sync.base import Transport
 from megatron_dppo.engines.weight_sync.fleet import Fleet, Member, RunServers
 from megatron_dppo.engines.weight_sync.probe import Probe
+from megatron_dppo.engines.weight_sync.transports import Transport
 from megatron_dppo.errors import WeightSyncError
 from megatron_dppo.runtime.process import Runtime
 
@@ -20,8 +20,65 @@ logger = logging.getLogger(__name__)
 _ROUNDS = 2  # the second round retries servers that were skipped because another server failed
 
 
+class WeightOwner(Protocol):
+    """The source of the weights that a sync sends: an actor, or a checkpoint on disk."""
+
+    def weights(
+        self, *, of_own_stage: bool = False, max_bytes: int | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield all weights, or this pipeline stage's, in Hugging Face names; see `export_hf_weights`."""
+        ...
+
+    def describe_weights(self, *, of_own_stage: bool = False) -> dict[str, Tensor]:
+        """Return the tensors that `weights` yields, without data; every rank calls it."""
+        ...
+
+    @property
+    def pipeline_place(self) -> tuple[int, int, bool]:
+        """This rank's pipeline stage, the number of stages, and whether this rank sends for its stage."""
+        ...
+
+    @property
+    def log_probs(self) -> Callable[[Sequence[Tensor]], list[Tensor]] | None:
+        """Function that computes log-probs like `Actor.log_probs`, or None without a model."""
+        ...
+
+
+class WeightSync(Protocol):
+    """Pushes the actor's weights, in Hugging Face names, to the rollout engine.
+
+    All ranks call each method together. No sample may be drawn during a push.
+    """
+
+    def prepare_push(self) -> None:
+        """Compute what the next push needs from the trainer, which may leave its GPU before the push."""
+        ...
+
+    def push(self, version: int) -> dict[str, float]:
+        """Send all weights, each tensor exactly once, and verify that they arrived.
+
+        Args:
+            version: Weight version that samples drawn with these weights report.
+
+        Returns:
+            Metrics of this push, the same on every rank.
+        """
+        ...
+
+    def release_engine(self) -> None:
+        """Release the engine's memory until the next push, if engine and trainer take turns on the GPU.
+
+        Its requests are aborted.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close the connections between trainer and engine."""
+        ...
+
+
 class SglangSync:
-    """Updates every server of the run, completely or not at all; implements `weight_sync.base.WeightSync`.
+    """Updates every server of the run, completely or not at all; implements `WeightSync`.
 
     A server whose update failed gets no requests until a later push has reached it. A new server takes part in
     the next push. If a trainer dies during a push, its servers stay paused with an open update, and the next
@@ -37,7 +94,7 @@ class SglangSync:
         *,
         probe: Probe | None,
         probe_every: int,
-        require_sampling: Callable[[Sequence[str]], Mapping[str, str]],
+        require_sampling: Callable[[Sequence[str]], Mapping[str, str]] | None,
     ) -> None:
         """Store the settings, and call no server.
 
@@ -50,7 +107,7 @@ class SglangSync:
             probe_every: Number of pushes from one comparison to the next; the first push always has one.
             require_sampling: Raises if a server, given by URL, returns log-probs of another distribution than
                 it samples from, and returns why servers could not be tried. Rank 0 calls it after the first
-                push to a server.
+                push to a server; None tries none.
         """
         self._transport, self._engine, self._servers, self._runtime = transport, engine, servers, runtime
         self._probe, self._probe_every, self._num_pushes = probe, probe_every, 0
@@ -93,7 +150,9 @@ class SglangSync:
     def _check(self, updated: Sequence[Member]) -> tuple[dict[str, float], dict[str, str]]:
         """Compare updated servers with the trainer; return metrics, and why servers failed, by URL."""
         new = [member for member in updated if member.process not in self._tried]
-        failed = dict(self._runtime.on_main(lambda: self._require_sampling([member.url for member in new])))
+        failed, require_sampling = dict[str, str](), self._require_sampling
+        if require_sampling is not None:
+            failed |= self._runtime.on_main(lambda: require_sampling([member.url for member in new]))
         self._tried |= {member.process for member in new if member.url not in failed}
         is_due = self._num_pushes % self._probe_every == 0
         self._num_pushes += 1
@@ -136,7 +195,7 @@ class SglangSync:
 
 
 class InProcessSync:
-    """Passes each tensor to this rank's engine, which copies it; implements `weight_sync.base.WeightSync`."""
+    """Passes each tensor to this rank's engine, which copies it; implements `WeightSync`."""
 
     def __init__(
         self, weights: Callable[[], Iterator[tuple[str, Tensor]]], engine: RolloutEngine, runtime: Runtime

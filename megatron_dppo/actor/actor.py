@@ -21,7 +21,6 @@ from megatron_dppo.actor.optimizer import (
     bad_gradients,
     build_optimizer,
     build_schedule,
-    complete_parameters,
     take_step,
     wrap_for_data_parallelism,
 )
@@ -31,7 +30,7 @@ from megatron_dppo.algorithms.presets import overrides_in
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.megatron_options import RouterCoefficients, shares_prefixes
 from megatron_dppo.architectures.parameters import model_shape
-from megatron_dppo.architectures.registry import model_sizes, read_hf_config
+from megatron_dppo.architectures.registry import family_of, model_sizes, read_hf_config
 from megatron_dppo.checkpoints.megatron_folder import load_weights
 from megatron_dppo.checkpoints.megatron_weights import describe_hf_weights, export_hf_weights
 from megatron_dppo.config.schema import Config
@@ -78,6 +77,7 @@ class Actor:
         own_group = cast(int, parallel_state.get_data_parallel_rank())
         self.data_parallel_groups: tuple[int, ...] = tuple(runtime.all_gather(own_group))
         self.hf = read_hf_config(config.model.load)
+        self.weight_table = family_of(self.hf).weight_table(self.hf)
         dtype = getattr(torch, config.model.dtype)
         sizes = model_sizes(self.hf)
         spec = agreed_layer_spec(config, runtime, sizes)
@@ -148,12 +148,16 @@ class Actor:
         if not self.memory.is_away:
             self.complete_parameters()
         return export_hf_weights(
-            self.chunks, self.hf, of_own_stage=of_own_stage, max_bytes=max_bytes, read=self.memory.read
+            self.chunks,
+            self.weight_table,
+            of_own_stage=of_own_stage,
+            max_bytes=max_bytes,
+            read=self.memory.read,
         )
 
     def describe_weights(self, *, of_own_stage: bool = False) -> dict[str, Tensor]:
         """Return the tensors of `weights` without data; every rank must call it."""
-        return describe_hf_weights(self.chunks, self.hf, of_own_stage=of_own_stage)
+        return describe_hf_weights(self.chunks, self.weight_table, of_own_stage=of_own_stage)
 
     @property
     def pipeline_place(self) -> tuple[int, int, bool]:
@@ -163,8 +167,11 @@ class Actor:
         return stage, self.layout.pipeline, stages.index(stage) == self._runtime.rank
 
     def complete_parameters(self) -> None:
-        """Wait until this rank has all its updated parameters, before they are read outside a forward pass."""
-        complete_parameters(self._ddp)
+        """Wait until this rank has the parameters that others updated; forward passes do so by themselves."""
+        for chunk in self._ddp:
+            wrapped: Any = chunk
+            if wrapped.ddp_config.overlap_param_gather:
+                wrapped.start_param_sync(force_sync=True)
 
     def train_step(
         self,

@@ -77,14 +77,6 @@ def _each(functions: list[Any]) -> Any:
     return functions[0] if len(functions) == 1 else functions
 
 
-def complete_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Wait until this rank has the parameters that others updated; forward passes do so by themselves."""
-    for chunk in chunks:
-        wrapped: Any = chunk
-        if wrapped.ddp_config.overlap_param_gather:
-            wrapped.start_param_sync(force_sync=True)
-
-
 def bad_gradients(chunks: Sequence[DistributedDataParallel]) -> list[str]:
     """Return messages on this rank's gradients that are not finite; if all are finite, this takes one pass."""
     wrapped: list[Any] = list(chunks)

@@ -157,8 +157,9 @@ class ModelFamily:
         return {rule.megatron for rule in wanted} <= {rule.megatron for rule in self.rules if rule.is_of(sizes)}
 
     def weight_table(self, hf: HFConfig) -> WeightTable:
-        """Return the family's rules with this model's head sizes."""
-        return WeightTable(self.rules, self.sizes_of(hf))
+        """Return the family's rules with this model's sizes, and the order of its tensors."""
+        sizes = self.sizes_of(hf)
+        return WeightTable(self.rules, sizes, [entry.name for entry in self.entries(sizes)])
 
     def entries(self, sizes: ModelSizes) -> Iterator[WeightEntry]:
         """Yield the tensors of an unsplit model once each: embedding, layers, the rest, then all buffers.

@@ -14,12 +14,14 @@ from megatron_dppo.errors import ConversionError
 class WeightTable:
     """Rules of one model family, looked up by Megatron parameter name."""
 
-    def __init__(self, rules: Iterable[WeightRule], sizes: ModelSizes) -> None:
+    def __init__(self, rules: Iterable[WeightRule], sizes: ModelSizes, names: Iterable[str]) -> None:
+        """Store the rules, the model's sizes, and its Megatron names in the order of an export."""
         self._rules: Mapping[str, WeightRule] = {rule.megatron: rule for rule in rules}
         self._transformer_engine: Mapping[str, WeightRule] = {
             rule.transformer_engine: rule for rule in self._rules.values() if rule.transformer_engine
         }
-        self._sizes = sizes
+        self.order: Mapping[str, int] = {name: index for index, name in enumerate(names)}
+        self.sizes = sizes
 
     def entry(self, megatron_name: str) -> WeightEntry:
         """Return the rule of a parameter by its name in a model on one process, in either layer spec."""
@@ -50,7 +52,7 @@ class WeightTable:
         if rule.fusion == "concatenate":
             return torch.cat(list(tensors))
         groups, columns = self._groups(rule) // num_parts, tensors[0].shape[1:]
-        each = zip(tensors, rule.section_rows(self._sizes), strict=True)
+        each = zip(tensors, rule.section_rows(self.sizes), strict=True)
         sections = [part for t, rows in each for part in t.split([n // num_parts for n in rows])]
         return torch.cat([t.reshape(groups, -1, *columns) for t in sections], dim=1).reshape(-1, *columns)
 
@@ -60,7 +62,7 @@ class WeightTable:
             return [tensor]
         if rule.fusion == "concatenate":
             return list(tensor.chunk(2))
-        groups, rows, columns = self._groups(rule), rule.section_rows(self._sizes), tensor.shape[1:]
+        groups, rows, columns = self._groups(rule), rule.section_rows(self.sizes), tensor.shape[1:]
         of_group = [n // groups for of_tensor in rows for n in of_tensor]
         parts = tensor.reshape(-1, sum(of_group), *columns).split(of_group, dim=1)
         sections = iter([part.reshape(-1, *columns) for part in parts])
@@ -70,9 +72,9 @@ class WeightTable:
     def _groups(self, rule: WeightRule) -> int:
         """Return the number of groups that an interleaved parameter's rows belong to."""
         if rule.fusion == "qkv":
-            return self._sizes.num_key_value_heads
-        assert self._sizes.linear is not None, "only models with linear attention have such a rule"
-        return self._sizes.linear.num_key_heads
+            return self.sizes.num_key_value_heads
+        assert self.sizes.linear is not None, "only models with linear attention have such a rule"
+        return self.sizes.linear.num_key_heads
 
     def part(self, rule: WeightRule, index: int, tensor: Tensor, rank: int, size: int) -> Tensor:
         """Return a rank's part of the `index`th Hugging Face tensor, split into `size` equal parts.
@@ -83,7 +85,7 @@ class WeightTable:
         if size == 1 or dim is None:
             return tensor
         if rule.sections is not None:
-            sections = tensor.split(rule.section_rows(self._sizes)[index])
+            sections = tensor.split(rule.section_rows(self.sizes)[index])
             return torch.cat([section.chunk(size)[rank] for section in sections])
         width = -(-tensor.shape[dim] // size)
         if not rule.is_vocabulary:
@@ -96,9 +98,9 @@ class WeightTable:
         if rule.tensor_parallel_dim is None or len(parts) == 1:
             whole = parts[0]
         elif rule.sections is not None:
-            rows = [n // len(parts) for n in rule.section_rows(self._sizes)[index]]
+            rows = [n // len(parts) for n in rule.section_rows(self.sizes)[index]]
             by_section = zip(*(part.split(rows) for part in parts), strict=True)
             whole = torch.cat([part for section in by_section for part in section])
         else:
             whole = torch.cat(list(parts), dim=rule.tensor_parallel_dim)
-        return whole[: self._sizes.vocab_size] if rule.is_vocabulary else whole
+        return whole[: self.sizes.vocab_size] if rule.is_vocabulary else whole

@@ -6,7 +6,7 @@ weight sync all use these two functions.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ from megatron_dppo.architectures.weight_map import (
 from megatron_dppo.architectures.weight_table import WeightTable
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.errors import ConversionError
-from megatron_dppo.models.lora import Read, itself, merge
+from megatron_dppo.models.lora import Adapter, Read, itself
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -44,7 +44,7 @@ def load_hf_weights(chunks: Sequence[GPTModel], weights: HFWeights, hf: HFConfig
     if weights.left_out and dist.get_rank() == 0:
         names = len(weights.left_out), min(weights.left_out)
         logger.info("left out: %d tensors, of vision or of further tokens' layers (first: %s)", *names)
-    for parameter in _parameters(chunks, hf):
+    for parameter in _parameters(chunks, table):
         entry = table.entry(parameter.name)
         if entry.rule.is_expert:
             experts = parameter.experts()
@@ -75,18 +75,21 @@ class _Parameter:
         """Return the tensor in our layer spec's shape, with LoRA's update; a copy if experts are separate."""
         if self.is_apart:
             return torch.stack([read(t.detach()) for t in self.tensors])
-        return merge(self.tensors[0], read)
+        (weight,) = self.tensors
+        adapter: Adapter | None = getattr(weight, "adapter", None)
+        base = read(weight.detach())
+        return base if adapter is None else adapter.merge(base, read)
 
 
 def _parameters(
-    chunks: Sequence[GPTModel], hf: HFConfig, tensors: Sequence[Tensor] | None = None
+    chunks: Sequence[GPTModel], table: WeightTable, tensors: Sequence[Tensor] | None = None
 ) -> list[_Parameter]:
     """Return this rank's parameters without LoRA's, or `tensors` in their place, with the names of one process.
 
     Without `tensors`, the result includes the buffers that checkpoints contain. With Transformer Engine's
     spec, names and positions of experts are converted to the names and positions of our spec.
     """
-    table, values = family_of(hf).weight_table(hf), iter(tensors) if tensors is not None else None
+    values = iter(tensors) if tensors is not None else None
     found: dict[str, _Parameter] = {}
     for chunk in chunks:
         decoder: Any = chunk.decoder
@@ -97,7 +100,7 @@ def _parameters(
             prefix, *rest = name.split(".", 3)
             if prefix == "decoder" and rest[0] == "layers":
                 name = f"decoder.layers.{layers[int(rest[1])]}.{rest[2]}"
-            if name == OUTPUT.megatron and hf.get("tie_word_embeddings"):
+            if name == OUTPUT.megatron and table.sizes.is_tied:
                 name = EMBEDDING.megatron  # the last stage's copy
             entry = table.entry(name)
             before = found[entry.name].tensors if entry.name in found else ()
@@ -159,7 +162,7 @@ def _num_shards(rule: WeightRule) -> int:
 @torch.no_grad()
 def export_hf_weights(
     chunks: Sequence[GPTModel],
-    hf: HFConfig,
+    table: WeightTable,
     tensors: Sequence[Tensor] | None = None,
     *,
     of_own_stage: bool = False,
@@ -173,7 +176,7 @@ def export_hf_weights(
 
     Args:
         chunks: This rank's part of the model: one per virtual pipeline stage.
-        hf: The model's config.json.
+        table: The model's weight table.
         tensors: Tensors to export instead of the parameters (without LoRA's), in their order, such as their
             gradients. None exports the weights, with LoRA's updates and with buffers.
         of_own_stage: Export only this pipeline stage's tensors. Then only the ranks of one stage iterate
@@ -182,18 +185,15 @@ def export_hf_weights(
             is gathered. The order of experts depends on it.
         read: Function that returns the values of a parameter if its memory is elsewhere.
     """
-    table = family_of(hf).weight_table(hf)
-    own = {parameter.name: parameter for parameter in _parameters(chunks, hf, tensors)}
-    places = _places(chunks, hf, tensors)
+    own = {parameter.name: parameter for parameter in _parameters(chunks, table, tensors)}
+    places = _places(own.values())
     device = next(iter(own.values())).tensors[0].device
     stages: Any = parallel_state.get_pipeline_model_parallel_group()
     group = None if of_own_stage else stages
-    family = family_of(hf)
-    order = {entry.name: index for index, entry in enumerate(family.entries(family.sizes_of(hf)))}
 
     @torch.no_grad()
     def export() -> Iterator[tuple[str, Tensor]]:
-        for name in sorted(places, key=order.__getitem__):
+        for name in sorted(places, key=table.order.__getitem__):
             if of_own_stage and places[name].stage != stages.rank():
                 continue
             entry = table.entry(name)
@@ -207,13 +207,13 @@ def export_hf_weights(
 
 
 def describe_hf_weights(
-    chunks: Sequence[GPTModel], hf: HFConfig, *, of_own_stage: bool = False
+    chunks: Sequence[GPTModel], table: WeightTable, *, of_own_stage: bool = False
 ) -> dict[str, Tensor]:
     """Return the tensors of `export_hf_weights` without data; all ranks must call it."""
-    table, found = family_of(hf).weight_table(hf), dict[str, Tensor]()
+    found = dict[str, Tensor]()
     stage = parallel_state.get_pipeline_model_parallel_rank()
     experts: Any = parallel_state.get_expert_model_parallel_group()
-    for name, place in _places(chunks, hf).items():
+    for name, place in _places(_parameters(chunks, table)).items():
         if of_own_stage and place.stage != stage:
             continue
         entry = table.entry(name)
@@ -244,11 +244,9 @@ class _Place:
     dtype: torch.dtype
 
 
-def _places(
-    chunks: Sequence[GPTModel], hf: HFConfig, tensors: Sequence[Tensor] | None = None
-) -> dict[str, _Place]:
+def _places(parameters: Iterable[_Parameter]) -> dict[str, _Place]:
     """Return the location of every parameter of the model; the first stage's location for tied layers."""
-    own = {p.name: (p.shape, p.tensors[0].dtype) for p in _parameters(chunks, hf, tensors)}
+    own = {p.name: (p.shape, p.tensors[0].dtype) for p in parameters}
     places: dict[str, _Place] = {}
     for stage, described in enumerate(gather_stages(own)):
         for name, (shape, dtype) in described.items():

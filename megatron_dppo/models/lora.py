@@ -252,12 +252,6 @@ def adapters(chunks: Sequence[GPTModel]) -> Iterator[Adapter]:
         yield from (module for module in chunk.modules() if isinstance(module, Adapter))
 
 
-def merge(weight: Tensor, read: Read = itself) -> Tensor:
-    """Return a parameter of the base with its adapter's update, or unchanged if it has no adapter."""
-    adapter: Adapter | None = getattr(weight, "adapter", None)
-    return read(weight.detach()) if adapter is None else adapter.merge(read(weight.detach()), read)
-
-
 def _adapt(layer: Any, rule: WeightRule, hf: HFConfig, options: LoraConfig, seed: int) -> None:
     """Add the rule's adapter to a layer, if it has the weight: a dense layer has no experts."""
     path = rule.megatron.removeprefix("decoder.layers.{layer}.")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.architectures.registry import FAMILIES
+from megatron_dppo.architectures.registry import FAMILIES, family_of
 from megatron_dppo.runtime.process import Runtime
 from tests.distributed.test_resharding import NUM_LAYERS, build, losses
 from tests.support.converting import converted, differences
@@ -94,7 +94,7 @@ def save_again(runtime: Runtime, folder: str, layout: str, names: list[str]) -> 
                 for tensor in (*chunk.parameters(), *(buffer for _, buffer in weight_buffers(chunk))):
                     tensor.fill_(float("nan"))
         load_weights(chunks, model, hf)
-        weights = export_hf_weights(chunks, hf)
+        weights = export_hf_weights(chunks, family_of(hf).weight_table(hf))
         if runtime.is_main:
             write_hf_checkpoint(weights, exported, model)
         else:
@@ -107,15 +107,15 @@ def save_again(runtime: Runtime, folder: str, layout: str, names: list[str]) -> 
 def push_problems(runtime: Runtime, chunks: list[Any], hf: Any, model: Path) -> Iterator[str]:
     """Yield what is wrong with the buckets that all ranks send together, and each stage alone."""
     from megatron_dppo.architectures.published_names import stays_float32
-    from megatron_dppo.architectures.registry import family_of
     from megatron_dppo.checkpoints.hf_folder import HFWeights
     from megatron_dppo.checkpoints.megatron_weights import describe_hf_weights, export_hf_weights
     from megatron_dppo.engines.weight_sync.transports import Buffer
 
     together, stored = family_of(hf).travelling_together(hf), HFWeights(model)
+    table = family_of(hf).weight_table(hf)
     for of_own_stage in (False, True):
-        described = describe_hf_weights(chunks, hf, of_own_stage=of_own_stage)
-        weights = export_hf_weights(chunks, hf, of_own_stage=of_own_stage, max_bytes=BUCKET_BYTES)
+        described = describe_hf_weights(chunks, table, of_own_stage=of_own_stage)
+        weights = export_hf_weights(chunks, table, of_own_stage=of_own_stage, max_bytes=BUCKET_BYTES)
         buckets_of: dict[str, list[int]] = defaultdict(list)
         for number, bucket in enumerate(Buffer(BUCKET_BYTES, together=together).fill(weights)):
             parts = bucket.flat.split([math.prod(shape) for shape in bucket.shapes])
@@ -151,7 +151,7 @@ def gathering_problems(chunks: list[Any], hf: Any, layout: Any) -> Iterator[str]
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(convert, "_gather_piece", spy)
-            for _ in convert.export_hf_weights(chunks, hf, max_bytes=max_bytes):
+            for _ in convert.export_hf_weights(chunks, family_of(hf).weight_table(hf), max_bytes=max_bytes):
                 pass
         planned = largest_gathered_bytes(model_shape(hf), layout, 2, max_bytes)
         if max(found) != planned:

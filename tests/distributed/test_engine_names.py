@@ -101,7 +101,7 @@ def _checkpoints(runtime: Runtime, folder: Path) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
 
     from megatron_dppo.architectures.layout import Layout
-    from megatron_dppo.architectures.registry import read_hf_config
+    from megatron_dppo.architectures.registry import family_of, read_hf_config
     from megatron_dppo.checkpoints.hf_folder import HFWeights
     from megatron_dppo.checkpoints.megatron_folder import WEIGHTS, load_weights, save_weights
     from megatron_dppo.checkpoints.megatron_weights import export_hf_weights
@@ -125,7 +125,7 @@ def _checkpoints(runtime: Runtime, folder: Path) -> dict[str, Any]:
         tensors = dist_checkpointing.load_tensors_metadata(str(out / WEIGHTS))
         stored[spec] = {key: tuple(tensor.global_shape) for key, tensor in tensors.items()}
         load_weights(reader, out, hf)
-        after = dict(export_hf_weights(reader, hf))
+        after = dict(export_hf_weights(reader, family_of(hf).weight_table(hf)))
         changed[spec] = sorted(original.names ^ after.keys())
         changed[spec] += [
             n for n in original.names & after.keys() if not original.tensor(n).equal(after[n].cpu())

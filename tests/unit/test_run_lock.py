@@ -18,7 +18,8 @@ import pytest
 
 from megatron_dppo.errors import ConfigError, InUseError, StorageError
 from megatron_dppo.run_folder import lock
-from megatron_dppo.run_folder.lock import LOCK, _is_entry_of, _is_here, _this_process, holder, locked
+from megatron_dppo.run_folder.lock import STEPS, Lock, Owner, Silence, Step, Watch, holder, locked
+from megatron_dppo.run_folder.lock_file import LOCK, is_entry_of, is_here, this_process
 from megatron_dppo.runtime import files
 from tests.support.locks import begin_to_hold, hold_in_another_process, release
 from tests.support.processes import wait_until
@@ -103,16 +104,59 @@ def test_how_long_an_owner_on_another_host_may_be_silent_or_waited_for(
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(lock, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
-    def is_gone_at(elapsed_s: float, beat: int) -> bool:
+    def step_at(elapsed_s: float, beat: int) -> Step:
         clock.now = 1000.0 + elapsed_s
-        return waiting.is_gone({"host": "elsewhere", "pid": 1, "beat": beat}, is_free=False)
+        return watch.next_step("held", {"host": "elsewhere", "pid": 1, "beat": beat})
 
-    waiting = lock._Waiting(tmp_path, "run.folder", 1.0, lock.PATIENCE_S, lock.SILENT_S)
-    assert [is_gone_at(elapsed_s, 0) for elapsed_s in (0, 120, 240)] == [False, False, True]
-    waiting = lock._Waiting(tmp_path, "run.folder", 1.0, lock.PATIENCE_S, lock.SILENT_S, began=1000.0)
-    assert not any(is_gone_at(elapsed_s, beat) for beat, elapsed_s in enumerate(range(0, 600, 60)))
+    watch = Watch(tmp_path, "run.folder", 1.0, lock.PATIENCE_S, lock.SILENT_S)
+    assert [step_at(elapsed_s, 0) for elapsed_s in (0, 120, 240)] == ["wait", "wait", "replace"]
+    watch = Watch(tmp_path, "run.folder", 1.0, lock.PATIENCE_S, lock.SILENT_S, began=1000.0)
+    assert {step_at(elapsed_s, beat) for beat, elapsed_s in enumerate(range(0, 600, 60))} == {"wait"}
     with pytest.raises(InUseError):
-        is_gone_at(660, 99)
+        step_at(660, 99)
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"), [(state, expected) for state, expected in STEPS.items()], ids=str
+)
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_each_state_waits_until_its_silence_is_over(
+    state: tuple[Lock, Owner],
+    expected: tuple[Step, Silence],
+    is_restarted: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A job that SLURM has started again is never refused, and its living owner counts as any other here."""
+    clock = SimpleNamespace(now=50.0)
+    monkeypatch.setattr(lock, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", str(int(is_restarted)))
+    (has_lock, owner), me = state, this_process()
+    watch = Watch(tmp_path, "run.folder", 2.0, patience_s=1e9, silent_s=70.0, began=0.0)
+    entry: dict[str, Any] = {"nobody": {}, "elsewhere": {"host": "elsewhere"}}.get(owner, me)
+    if owner == "living":
+        watch.entry = me | {"beat": -1}
+        expected = STEPS[has_lock, "here"] if is_restarted else expected
+    step, silence = expected
+    first_s = {"at once": 0.0, "after beats": 6.0, "after minutes": 70.0}[silence]
+    for after_s in (0.0, 5.9, 6.1, 69.9, 70.1):
+        clock.now = 50.0 + after_s
+        is_due = after_s >= first_s
+        is_refused = is_due and step == "refuse" and not is_restarted
+        with pytest.raises(ConfigError) if is_refused else contextlib.nullcontext():
+            found = watch.next_step(has_lock, entry)
+            assert found == (step if is_due and step != "refuse" else "wait")
+
+
+def test_only_a_dead_or_absent_owner_loses_its_folder() -> None:
+    """The table itself: who has the lock, whose entry it is, and the earliest moment to take the folder."""
+    at_once = {state for state, (step, silence) in STEPS.items() if step != "refuse" and silence == "at once"}
+    assert at_once == {("ours", "nobody"), ("ours", "here"), ("ours", "living"), ("missing", "nobody")}
+    refused = {state for state, (step, _) in STEPS.items() if step == "refuse"}
+    assert refused == {("held", "nobody"), ("held", "here"), ("held", "living"), ("missing", "living")}
+    assert [state for state, (step, _) in STEPS.items() if step == "replace"] == [("held", "elsewhere")]
+    assert STEPS["held", "elsewhere"][1] == "after minutes"
+    assert len(STEPS) == 3 * 4
 
 
 def test_an_owner_on_another_host_that_is_silent_is_gone(tmp_path: Path) -> None:
@@ -199,14 +243,14 @@ def test_a_host_of_the_same_name_is_another_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["host", "boot", "pid", "since"])
-def test_lock_entry_matches_a_process_only_if_each_field_does(name: str) -> None:
+def test_an_entry_is_ofthis_process_only_if_every_part_of_its_identity_is(name: str) -> None:
     """A process of another host, of another start of this host, or of the same id at another time."""
-    me = _this_process()
+    me = this_process()
     others: dict[str, Any] = {"host": "elsewhere", "boot": "another", "pid": me["pid"] + 1, "since": "earlier"}
-    assert _is_entry_of(me | {"beat": 9, "command": "any"}, me)
-    assert not _is_entry_of(me | {name: others[name]}, me)
-    assert not _is_entry_of({key: value for key, value in me.items() if key != name}, me)
-    assert _is_here(me | {name: others[name]}) == (name in ("pid", "since"))
+    assert is_entry_of(me | {"beat": 9, "command": "any"}, me)
+    assert not is_entry_of(me | {name: others[name]}, me)
+    assert not is_entry_of({key: value for key, value in me.items() if key != name}, me)
+    assert is_here(me | {name: others[name]}) == (name in ("pid", "since"))
 
 
 @pytest.mark.parametrize("content", ["", "{torn", "[]", "7"])

@@ -77,7 +77,7 @@ class Actor:
         own_group = cast(int, parallel_state.get_data_parallel_rank())
         self.data_parallel_groups: tuple[int, ...] = tuple(runtime.all_gather(own_group))
         self.hf = read_hf_config(config.model.load)
-        self.weight_table = family_of(self.hf).weight_table(self.hf)
+        self.hf_table = family_of(self.hf).weight_table(self.hf)
         dtype = getattr(torch, config.model.dtype)
         sizes = model_sizes(self.hf)
         spec = agreed_layer_spec(config, runtime, sizes)
@@ -148,16 +148,12 @@ class Actor:
         if not self.memory.is_away:
             self.complete_parameters()
         return export_hf_weights(
-            self.chunks,
-            self.weight_table,
-            of_own_stage=of_own_stage,
-            max_bytes=max_bytes,
-            read=self.memory.read,
+            self.chunks, self.hf_table, of_own_stage=of_own_stage, max_bytes=max_bytes, read=self.memory.read
         )
 
     def describe_weights(self, *, of_own_stage: bool = False) -> dict[str, Tensor]:
         """Return the tensors of `weights` without data; every rank must call it."""
-        return describe_hf_weights(self.chunks, self.weight_table, of_own_stage=of_own_stage)
+        return describe_hf_weights(self.chunks, self.hf_table, of_own_stage=of_own_stage)
 
     @property
     def pipeline_place(self) -> tuple[int, int, bool]:

@@ -138,7 +138,7 @@ def _changed_by_conversion(actor: Any, folder: Path) -> list[str]:
         for tensor in (*actor.chunks[0].parameters(), *(b for _, b in weight_buffers(actor.chunks[0]))):
             tensor.fill_(float("nan"))
     load_weights(actor.chunks, out, actor.hf)
-    before, after = HFWeights(folder), dict(export_hf_weights(actor.chunks, actor.weight_table))
+    before, after = HFWeights(folder), dict(export_hf_weights(actor.chunks, actor.hf_table))
     changed = sorted(before.names ^ after.keys())
     return changed + [n for n in before.names & after.keys() if not torch.equal(before.tensor(n), after[n])]
 

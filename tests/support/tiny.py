@@ -126,7 +126,7 @@ def gradients_of(actor: Any) -> dict[str, torch.Tensor]:
 
     parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
     gradients = [parameter.main_grad for parameter in parameters if parameter.requires_grad]
-    exported = export_hf_weights(actor.chunks, actor.weight_table, gradients)
+    exported = export_hf_weights(actor.chunks, actor.hf_table, gradients)
     return {name: gradient.clone() for name, gradient in exported}
 
 

@@ -11,6 +11,7 @@ import torch
 from megatron_dppo.engines.base import Completion, EngineCounts, Request, SamplingParams
 from megatron_dppo.engines.sglang import session as sessions
 from megatron_dppo.engines.sglang.client import Link
+from megatron_dppo.engines.sglang.dispatch import NEXT, Asked, Event, Situation, State
 from megatron_dppo.engines.sglang.protocol import ServedModel, ServerFacts
 from megatron_dppo.engines.sglang.session import ServerSession
 from megatron_dppo.errors import ReplyError, ServerError
@@ -167,3 +168,39 @@ def test_an_abort_that_came_too_early_is_repeated(monkeypatch: pytest.MonkeyPatc
     assert [each.tokens.numel() for each in completions] == [1, 1, 1, 0]  # the last was not sent
     assert not used.errors and used.counts.num_prompt_tokens == 3
     assert {name: fakes["a"].aborts[name] >= 2 for name in names[1:3]} == {"long+0": True, "long+1": True}
+
+
+@pytest.mark.parametrize(
+    ("event", "states"),
+    [
+        ("refused", ["dropped", "dropped", "dropped", "waiting"]),
+        ("slow", ["dropped", "dropped", "dropped", "dropped"]),
+        ("lost", ["given up", "failed", "dropped", "waiting"]),
+    ],
+)
+@pytest.mark.parametrize(("place", "situation"), [*enumerate(["held", "no server", "last try", "open"])])
+def test_each_event_brings_a_request_into_its_next_state(
+    event: Event, states: list[State], place: int, situation: Situation
+) -> None:
+    """A request ends once, or is the next one to be sent; only a counted error is in `errors`."""
+    reason, state = ServerError("reason"), states[place]
+
+    async def move() -> None:
+        links = {url: Link(cast(Any, Fake(_sound)), cast(Any, None), FACTS) for url in "ab"}
+        used = ServerSession(links, MODEL, 0, max_in_flight=1, hold_timeout_s=300)
+        asked = Asked(Request("g+0", (1,), (0, 0, 0)), SamplingParams(4), asyncio.Future(), state="sent")
+        used.is_held = situation == "held"
+        used._fault = ServerError("drained") if situation == "no server" else None
+        asked.num_moves = 2 if situation == "last try" else 1
+        used._move(asked, event, reason)
+        assert asked.state == state == NEXT[event, situation]
+        assert list(used._waiting) == ([asked] if state == "waiting" else [])
+        assert used.counts.num_requeued == (state == "waiting")
+        assert used.errors == ({"g+0": reason} if state == "dropped" else {})
+        assert asked.completion.done() == (state != "waiting")
+        if state == "failed":
+            assert str(asked.completion.exception()) == "drained"
+        elif state != "waiting":
+            assert (await asked.completion).finish_reason == "abort"
+
+    asyncio.run(move())

@@ -1,27 +1,52 @@
-"""Refuses requests that no server could serve, chooses a server for every other one, and counts results."""
+"""States of requests; refuses requests that no server could serve, chooses servers, and counts results."""
 
 import asyncio
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from megatron_dppo.engines.base import Completion, EngineCounts, Request, SamplingParams, give_up, input_tokens
 from megatron_dppo.engines.sglang.client import new_rid
 from megatron_dppo.engines.sglang.protocol import ServedModel, ServerFacts
 from megatron_dppo.errors import ReplyError, RolloutError
 
+State = Literal["waiting", "sent", "answered", "dropped", "given up", "failed"]
+"""State of a request: in the queue, at a server, or ended: with a response, with an error that is counted, with
+the tokens that it had when it was sent, or with an error that the caller gets."""
+Event = Literal["refused", "slow", "lost"]
+"""What happens to a request: its response fails a check, its server responds too late, or the server is drained
+(and whether it sampled a response is unknown)."""
+Situation = Literal["held", "no server", "last try", "open"]
+"""The first of these that is true: the session is held, all servers are drained, no server is left for this
+request, or another server may take it."""
+NEXT: Mapping[tuple[Event, Situation], State] = {
+    ("refused", "held"): "dropped",
+    ("refused", "no server"): "dropped",
+    ("refused", "last try"): "dropped",
+    ("refused", "open"): "waiting",
+    ("slow", "held"): "dropped",
+    ("slow", "no server"): "dropped",
+    ("slow", "last try"): "dropped",
+    ("slow", "open"): "dropped",  # another server would take as long
+    ("lost", "held"): "given up",  # a later session resumes it
+    ("lost", "no server"): "failed",
+    ("lost", "last try"): "dropped",
+    ("lost", "open"): "waiting",
+}
+"""The state of a request after an event. Sending makes "waiting" "sent", and a sound response "answered"."""
 MOST_REFUSED = 2
 """Refused responses in a row after which a server gets no request while another one may show its fault."""
 
 
 @dataclass(eq=False)
 class Asked:
-    """A request awaiting its completion, with its future, its number of moves and who failed at it."""
+    """A request with its state, its future completion, its number of moves and who failed at it."""
 
     request: Request
     params: SamplingParams
     completion: asyncio.Future[Completion]
+    state: State = "waiting"
     num_moves: int = 0
     refused_by: set[str] = field(default_factory=set[str])  # URLs of servers whose responses were refused
     refusal: RolloutError | Completion | None = None  # why the last one was, or the response itself

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
@@ -11,11 +11,15 @@ from types import TracebackType
 from megatron_dppo.engines.base import Completion, EngineCounts, Request, SamplingParams, Session, give_up
 from megatron_dppo.engines.sglang.client import Link, SlowServerError, other_weights
 from megatron_dppo.engines.sglang.dispatch import (
+    NEXT,
     Asked,
     AtFaultError,
+    Event,
     InFlight,
     LoadBalancer,
     NotFiniteError,
+    Situation,
+    State,
     count_result,
     group_of,
     refuse_requests,
@@ -31,13 +35,14 @@ _MAX_SERVERS = 3  # for one request: a request that crashes servers must not cra
 _ASK_LOAD_S = 2.0
 _ABORT_AGAIN_S = 0.1  # pause after the first abort; doubled after each further one
 _LONGEST_PAUSE_S = 1.0
+_HELD = ServerError("the session is held")
 _OTHER_FILES = 64  # open files that are kept free of connections: aborts, checkpoints, workers
 
 _Task = asyncio.Task[Completion]
 
 
 class ServerSession(Session):
-    """Sends each request to a lightly loaded server, and to another server if that one fails.
+    """Sends each request to a lightly loaded server, and to another one if that fails: see `dispatch.NEXT`.
 
     Inside its `async with` block, it polls the servers' loads. At the end of
     the block it cancels the requests in flight: a server aborts a request within seconds after its connection
@@ -81,22 +86,23 @@ class ServerSession(Session):
         self._waiting = deque[Asked]()
         self._in_flight: dict[_Task, InFlight] = {}
         self._recalled: set[_Task] = set()  # cancelled tasks that have not ended yet
-        self._beside: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
         self._hold: asyncio.Task[None] | None = None
         self.is_held = False
         self._fault: ServerError | None = None  # fault of the last server, after all are drained
 
     async def __aenter__(self) -> "ServerSession":
         self._load_balancer.limit(num_files_left() - _OTHER_FILES)
-        self._beside.append(asyncio.create_task(self._ask_loads()))
+        self._tasks.append(asyncio.create_task(self._ask_loads()))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop_sending()
-        await self._cancel(lambda sent: True)
-        await end(self._beside)
+        self._lose(list(self._in_flight))
+        await asyncio.gather(*self._recalled, return_exceptions=True)
+        await end(self._tasks)
 
     @property
     def counts(self) -> EngineCounts:
@@ -127,8 +133,11 @@ class ServerSession(Session):
         self._send()
         try:
             return await asked.completion
-        except asyncio.CancelledError:
-            self._abort(asked)
+        except asyncio.CancelledError:  # no caller waits for it any more
+            if asked.state == "waiting":
+                self._waiting.remove(asked)
+            self._recall([task for task, sent in self._in_flight.items() if sent.asked is asked])
+            self._send()
             raise
         finally:
             self._ids.discard(request.id)
@@ -143,7 +152,7 @@ class ServerSession(Session):
         self._stop_sending()
         if self._hold is None:
             self._hold = asyncio.create_task(self._abort_in_flight())
-            self._beside.append(self._hold)
+            self._tasks.append(self._hold)
         await asyncio.wait({self._hold})  # several callers may wait for it, and may be cancelled
         if not self._hold.cancelled():
             self._hold.result()
@@ -152,14 +161,14 @@ class ServerSession(Session):
         """Send waiting requests until every server is full."""
         while self._waiting:
             asked = self._waiting[0]
-            if asked.refusal is not None and asked.refused_by.issuperset(self._load_balancer.serving):
-                self._finish(self._waiting.popleft(), asked.refusal)
+            if asked.refusal is not None and self._is_refused_by_all(asked):
+                self._end(self._waiting.popleft(), "dropped", asked.refusal)
                 continue
             url = self._load_balancer.take(group_of(asked.request.id), asked.refused_by)
             if url is None:
                 return
             self._waiting.popleft()
-            sent = InFlight(asked, url)
+            asked.state, sent = "sent", InFlight(asked, url)
             task = asyncio.create_task(self._call(sent))
             self._in_flight[task] = sent
             task.add_done_callback(self._on_end)
@@ -194,21 +203,21 @@ class ServerSession(Session):
             return not await self._links[url].client.is_healthy()
 
     def _on_end(self, task: _Task) -> None:
-        """Handle a finished task: complete its request, or move it if the server failed; then send others."""
+        """Handle a finished task: end its request, or move it if the server failed; then send others."""
         sent = self._in_flight.pop(task, None)
         if sent is None:
-            return  # cancelled by `_cancel_where`
+            return  # recalled
         self._load_balancer.give_back(sent.url)
         if task.cancelled():  # by the event loop, which is closing
             sent.asked.completion.cancel()
         elif (error := task.exception()) is None:
             self._load_balancer.accept(sent.url)
-            self._finish(sent.asked, task.result())
+            self._end(sent.asked, "answered", task.result())
             self._drain_at_fault("the last ones are logged above")
         elif isinstance(error, AtFaultError):
             (fault,) = error.args
             self._remove(sent.url, fault)
-            self._resend(sent.asked, fault)
+            self._move(sent.asked, "lost", fault)
         elif isinstance(error, ReplyError | ServerError):
             self._refuse(sent, error)
         else:
@@ -216,25 +225,16 @@ class ServerSession(Session):
         asyncio.get_running_loop().call_soon(self._send)  # callers of `ask` run first: they may hold
 
     def _refuse(self, sent: InFlight, error: ReplyError | ServerError) -> None:
-        """Move a request whose response was refused, or give it up if no server is left for it.
-
-        A server is drained if its responses are refused while another one's are not.
-        """
-        asked, url = sent.asked, sent.url
+        """Count a refused response of a server; drain it if another server's responses are not refused."""
+        asked, url, is_slow = sent.asked, sent.url, isinstance(error, SlowServerError)
         asked.refused_by.add(url)
         asked.refusal = error.completion if isinstance(error, NotFiniteError) else error
-        is_slow = isinstance(error, SlowServerError)  # another server would take as long
         self.refusals[url] += 1
         if not is_slow:
             self._load_balancer.refuse(url)
-        is_last = (
-            asked.refused_by.issuperset(self._load_balancer.serving) or asked.num_moves == _MAX_SERVERS - 1
-        )
-        if self.is_held or is_slow or is_last:
-            self._finish(asked, asked.refusal)
-        else:
+        self._move(asked, "slow" if is_slow else "refused", asked.refusal)
+        if asked.state == "waiting":
             logger.warning("request %s moves to another server: %s", asked.request.id, error)
-            self._requeue(asked)
         self._drain_at_fault(str(error))
 
     def _drain_at_fault(self, last: str) -> None:
@@ -242,9 +242,37 @@ class ServerSession(Session):
             found = f"found {self.refusals[url]} responses that are refused while another server's are not"
             self._remove(url, ServerError(f"{url}: {found}; expected sound ones. The last: {last}"))
 
-    def _finish(self, asked: Asked, content: Completion | RolloutError) -> None:
-        """Count a result and complete the request; an error becomes an aborted completion."""
-        request = asked.request
+    def _move(self, asked: Asked, event: Event, reason: Completion | RolloutError) -> None:
+        """Bring a request into its next state after an event; a waiting one is at the head of the queue."""
+        state = NEXT[event, self._situation(asked, event)]
+        if state != "waiting":
+            self._end(asked, state, reason)
+            return
+        asked.state = state
+        asked.num_moves += 1
+        self._counts += EngineCounts(num_requeued=1)
+        self._waiting.appendleft(asked)
+
+    def _situation(self, asked: Asked, event: Event) -> Situation:
+        if self.is_held:
+            return "held"
+        if self._fault is not None:
+            return "no server"
+        is_last = asked.num_moves == _MAX_SERVERS - 1 or (event == "refused" and self._is_refused_by_all(asked))
+        return "last try" if is_last else "open"
+
+    def _is_refused_by_all(self, asked: Asked) -> bool:
+        return asked.refused_by.issuperset(self._load_balancer.serving)
+
+    def _end(self, asked: Asked, state: State, content: Completion | RolloutError) -> None:
+        """End a request: count its result and complete it, with an aborted completion for an error."""
+        asked.state, request = state, asked.request
+        if state == "given up":
+            asked.complete(give_up(request))
+            return
+        if state == "failed":
+            asked.fail(ServerError(str(self._fault)))
+            return
         self._counts += count_result(request, content)
         if isinstance(content, RolloutError):
             logger.warning("request %s is dropped: %s", request.id, content)
@@ -265,66 +293,38 @@ class ServerSession(Session):
         logger.warning("server %s is drained: %s", url, fault)
         if not self._load_balancer.serving:
             self._fault = fault
-        lost = self._cancel_where(lambda sent: sent.url == url)
-        if self._fault is not None:
-            lost += self._waiting
-            self._waiting.clear()
-        for asked in reversed(lost):
-            self._resend(asked, fault)
+            while self._waiting:
+                self._move(self._waiting.pop(), "lost", fault)
+        self._lose(self._at(url), fault)
 
-    def _resend(self, asked: Asked, fault: ServerError) -> None:
-        """Put a request at the head of the queue, or fail it if too many servers failed at it."""
-        if self.is_held:
-            asked.complete(give_up(asked.request))
-        elif self._fault is not None:
-            asked.fail(ServerError(str(self._fault)))
-        elif asked.num_moves == _MAX_SERVERS - 1:
-            self._finish(asked, fault)
-        else:
-            self._requeue(asked)
-
-    def _requeue(self, asked: Asked) -> None:
-        asked.num_moves += 1
-        self._counts += EngineCounts(num_requeued=1)
-        self._waiting.appendleft(asked)
-
-    def _cancel_where(self, is_meant: Callable[[InFlight], bool]) -> list[Asked]:
-        """Cancel the matching requests that have no response yet, and return them in the order of sending."""
-        found = {task: sent for task, sent in self._in_flight.items() if is_meant(sent) and not task.done()}
-        for task, sent in found.items():
-            del self._in_flight[task]
+    def _recall(self, tasks: Iterable[_Task]) -> list[Asked]:
+        """Cancel the tasks that have no response yet, and return their requests in the order of sending."""
+        found = [task for task in tasks if task in self._in_flight and not task.done()]
+        recalled = [self._in_flight.pop(task) for task in found]
+        for task, sent in zip(found, recalled, strict=True):
             self._load_balancer.give_back(sent.url)
             self._recalled.add(task)
             task.add_done_callback(self._recalled.discard)
             task.cancel()
-        return [sent.asked for sent in found.values()]
+        return [sent.asked for sent in recalled]
 
-    def _abort(self, asked: Asked) -> None:
-        """Drop a request that no caller waits for any more."""
-        if asked in self._waiting:
-            self._waiting.remove(asked)
-        self._cancel_where(lambda sent: sent.asked is asked)
-        self._send()
+    def _lose(self, tasks: Iterable[_Task], fault: ServerError = _HELD) -> int:
+        """Cancel the tasks that have no response yet, move their requests, and return their number."""
+        lost = self._recall(tasks)
+        for asked in reversed(lost):  # the first one is the next to be sent
+            self._move(asked, "lost", fault)
+        return len(lost)
 
     def _stop_sending(self) -> None:
         """Stop sending, and complete the waiting requests with their earlier tokens."""
         self.is_held = True
         while self._waiting:
-            asked = self._waiting.popleft()
-            asked.complete(give_up(asked.request))
-
-    async def _cancel(self, is_meant: Callable[[InFlight], bool]) -> int:
-        """Cancel matching requests, complete them with their earlier tokens, and return their number."""
-        lost = self._cancel_where(is_meant)
-        for asked in lost:
-            asked.complete(give_up(asked.request))
-        await asyncio.gather(*self._recalled, return_exceptions=True)
-        return len(lost)
+            self._move(self._waiting.popleft(), "lost", _HELD)
 
     async def _abort_in_flight(self) -> None:
         """Abort at every server until no request is in flight; late ones are cancelled."""
         repeated = [asyncio.create_task(self._repeat_aborts(url)) for url in self._links]
-        self._beside += repeated
+        self._tasks += repeated
         await asyncio.gather(*map(self._await_answers, self._links))
         await end(repeated)
 
@@ -348,7 +348,8 @@ class ServerSession(Session):
                 found, timeout=self._hold_timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
             if not answered:
-                num_cancelled = await self._cancel(lambda sent: sent.url == url)
+                num_cancelled = self._lose(found)
+                await asyncio.gather(*self._recalled, return_exceptions=True)
                 logger.warning(
                     "server %s sent no response for %d aborted requests within %g s; they keep the tokens that "
                     "they had when they were sent. Look at the server's log.",
@@ -358,6 +359,7 @@ class ServerSession(Session):
                 )
 
     def _at(self, url: str) -> dict[_Task, InFlight]:
+        """Return the requests in flight at a server, in the order of sending."""
         return {task: sent for task, sent in self._in_flight.items() if sent.url == url}
 
     async def _ask_loads(self) -> None:

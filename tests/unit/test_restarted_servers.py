@@ -129,22 +129,45 @@ def test_a_restarted_server_is_tried_before_it_samples(
 def test_a_server_that_fails_is_pushed_to_once_more(
     failures: int, pushes: list[list[int]], servers: list[Recording], tmp_path: Path
 ) -> None:
-    """At the same version; then it waits for the next push, and the run continues with the others."""
-    urls, sent, admitted = [server.url for server in servers], list[list[int]](), list[list[str]]()
+    """At the same version; then it waits for the next one, and the run goes on with the others."""
+    urls, sent, admitted = [server.url for server in servers], list[list[int]](), list[tuple[list[str], int]]()
 
     def send(fleet: Any, version: int) -> None:
+        assert version == 3
         sent.append([urls.index(member.url) for member in fleet.members])
         if len(sent) <= failures:
             fleet.fail(urls[1], "lost")
 
     transport: Any = SimpleNamespace(needs_begin=False, send=send)
-    engine: Any = SimpleNamespace(admit=lambda urls, version: admitted.append(list(urls)))
+    engine: Any = SimpleNamespace(admit=lambda urls, version: admitted.append((list(urls), version)))
     owner = run_servers([record_of(server) for server in servers], tmp_path)
     sync = SglangSync(
         transport, engine, owner, runtime(), probe=None, probe_every=1, require_sampling=lambda urls: {}
     )
     sync.push(3)
-    assert sent == pushes and admitted == [urls[: 2 if failures < 2 else 1]]
+    assert sent == pushes and admitted == [(urls[: 2 if failures < 2 else 1], 3)]
+
+
+@pytest.mark.parametrize("untried", [0, 1])
+def test_the_engine_samples_from_servers_whose_log_probs_were_tried(
+    untried: int, servers: list[Recording], tmp_path: Path
+) -> None:
+    """A server that took the weights and does not reply to the trial waits for the next push."""
+    urls, admitted = [server.url for server in servers], list[tuple[list[str], int]]()
+    transport: Any = SimpleNamespace(needs_begin=False, send=lambda fleet, version: None)
+    engine: Any = SimpleNamespace(admit=lambda urls, version: admitted.append((list(urls), version)))
+    replies = iter([{urls[untried]: "no reply"}, {}])
+    sync = SglangSync(
+        transport,
+        engine,
+        run_servers([record_of(server) for server in servers], tmp_path),
+        runtime(),
+        probe=None,
+        probe_every=1,
+        require_sampling=lambda urls: next(replies),
+    )
+    assert [sync.push(version)["sync/servers"] for version in (5, 6)] == [1.0, 2.0]
+    assert admitted == [([urls[1 - untried]], 5), (urls, 6)]
 
 
 @pytest.mark.parametrize("change", [{}, *RESTARTS], ids=str)

@@ -11,7 +11,7 @@ import torch
 from megatron_dppo.engines.base import Completion, EngineCounts, Request, SamplingParams
 from megatron_dppo.engines.sglang import session as sessions
 from megatron_dppo.engines.sglang.client import Link
-from megatron_dppo.engines.sglang.dispatch import NEXT, Asked, Event, Situation, State
+from megatron_dppo.engines.sglang.dispatch import NEXT, Asked, Event, InFlight, Situation, State
 from megatron_dppo.engines.sglang.protocol import ServedModel, ServerFacts
 from megatron_dppo.engines.sglang.session import ServerSession
 from megatron_dppo.errors import ReplyError, ServerError
@@ -204,3 +204,24 @@ def test_each_event_brings_a_request_into_its_next_state(
             assert (await asked.completion).finish_reason == "abort"
 
     asyncio.run(move())
+
+
+def test_requests_of_a_drained_server_are_sent_again_in_their_order_and_its_responses_are_kept() -> None:
+    async def lose() -> None:
+        links = {url: Link(cast(Any, Fake(_sound)), cast(Any, None), FACTS) for url in "ab"}
+        used = ServerSession(links, MODEL, 0, max_in_flight=9, hold_timeout_s=300)
+        requests = [Request(f"g+{k}", (1,), (0, 0, 0)) for k in range(4)]
+        asked = [Asked(request, SamplingParams(4), asyncio.Future(), state="sent") for request in requests]
+        tasks: list[Any] = [asyncio.create_task(asyncio.sleep(300 * (k != 1))) for k in range(4)]
+        await asyncio.wait({tasks[1]})
+        url = used._load_balancer.take("g") or ""
+        for each, task in zip(asked, tasks, strict=True):
+            used._load_balancer.take("g")
+            used._in_flight[task] = InFlight(each, url)
+        used._remove(url, ServerError("dead"))
+        assert list(used._waiting) == [asked[0], asked[2], asked[3]]
+        assert list(used._in_flight) == [tasks[1]] and asked[1].state == "sent"
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert [task.cancelled() for task in tasks] == [True, False, True, True]
+
+    asyncio.run(lose())

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from megatron_dppo.cli.options import Configs, Overrides, user_errors
+from megatron_dppo.cli.options import Configs, Overrides, RemovedRuleOptions, user_errors
 from megatron_dppo.runtime.process import gpu_libraries, quiet_library_warnings, world_size_from_launcher
 
 app = typer.Typer()
@@ -138,9 +138,7 @@ def what_if(
     every_preset: Annotated[
         bool, typer.Option("--all", help="All presets with saved inputs; others are listed.")
     ] = False,
-    rule_options: Annotated[
-        str, typer.Option(metavar="NAME=VALUE,...", help="Options of custom rules. [default: the run's]")
-    ] = "",
+    rule_options: RemovedRuleOptions = None,
     sweeps: Annotated[
         list[str] | None,
         typer.Option("--sweep", metavar="FIELD=VALUE,...", help="Values to try for a field (repeatable)."),
@@ -161,28 +159,27 @@ def what_if(
 
         megatron-dppo what-if runs/r3 --preset my_rules:fades_out --sweep rule_options.delta=0.1,0.2
 
-    It prints a table. what_if.json has all numbers and what_if.html has plots. Set options of a custom rule
-    with --rule-options delta=0.2 or a sweep, and its divergence with --sweep rule_divergence=topk_tv.
+    It prints a table, and what_if.json has all numbers. Set options of a custom rule with
+    --sweep rule_options.delta=0.2, and its divergence with --sweep rule_divergence=topk_tv.
 
     Run it in one process, for a job of any size, or under torchrun with the run's layout.
     """
     with user_errors():
-        from megatron_dppo.analysis.what_if.question import Asked, question_of
+        from megatron_dppo.analysis.what_if.question import question_of
 
         folder = out or run / "what_if"
-        asked = Asked(
+        config, question = question_of(
             run,
             folder,
+            world_size_from_launcher(),
             checkpoint=checkpoint,
             before=before,
             rollouts=rollouts or (),
             presets=presets or (),
             is_all=every_preset,
             sweeps=sweeps or (),
-            rule_options=rule_options,
             overrides=overrides or (),
         )
-        config, question = question_of(asked, world_size_from_launcher())
         quiet_library_warnings()
         gpu_libraries()
         from megatron_dppo.analysis.what_if.answer import run as ask

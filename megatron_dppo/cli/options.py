@@ -77,6 +77,17 @@ RemovedTrace = Annotated[bool, typer.Option("--trace", hidden=True, callback=_re
 RemovedTraceLayers = Annotated[int | None, typer.Option("--trace-layers", hidden=True, callback=_refuse_trace)]
 
 
+def _refuse_rule_options(context: typer.Context, value: str | None) -> None:
+    if value is not None and not context.resilient_parsing:
+        first = value.partition(",")[0].strip() or "NAME=VALUE"
+        raise typer.BadParameter(f"Set each option by a sweep of one value: --sweep rule_options.{first}.")
+
+
+RemovedRuleOptions = Annotated[
+    str | None, typer.Option("--rule-options", hidden=True, callback=_refuse_rule_options)
+]
+
+
 @contextmanager
 def user_errors() -> Iterator[None]:
     """Print errors of this package, a full disk and Ctrl-C as a message, and exit with `errors.exit_status`.

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.algorithms import PolicyLossInputs, TopKLogProbs, policy_loss, preset
-from megatron_dppo.analysis.what_if.answer import _concatenate, _learning, learning_lengths
+from megatron_dppo.analysis.what_if.answer import _concatenate, learning_lengths, tokens_of
 from megatron_dppo.analysis.what_if.measures import PolicyTokens, evaluate_variants
 from megatron_dppo.analysis.what_if.question import (
-    Asked,
     Variant,
     inputs_lacking,
     parse_sweeps,
@@ -22,7 +21,7 @@ from megatron_dppo.analysis.what_if.question import (
 from megatron_dppo.data.batches.batch_file import group_files, kept_rollouts
 from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.metrics.engine_comparison import Routes
-from megatron_dppo.types import Microbatch, RolloutTopK, TrainBatch
+from megatron_dppo.types import Microbatch, RolloutTopK
 from tests.support.refusals import refused
 
 BASE = Variant("dppo_topk_tv", {"top_k": 4})
@@ -124,12 +123,11 @@ def microbatch(seed: int, loss_mask: list[int]) -> Microbatch:
 
 
 @pytest.mark.parametrize("has_before", [False, True])
-def test_each_column_comes_from_its_own_policy(has_before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_column_comes_from_its_own_policy(has_before: bool) -> None:
     """The policy from the checkpoint, mu from the rollout, and the anchor from --before or from the run.
 
     Two micro-batches of two rollouts; the Top-K and the norms stand in further columns of the forward.
     """
-    monkeypatch.setattr("megatron_dppo.analysis.what_if.answer.speaks_for_its_group", lambda: True)
     kinds: tuple[Routes, Routes] = "live", "replayed"
     kept = [microbatch(1, [0, 1, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0]), microbatch(21, [1, 1, 0, 0, 0, 1] * 2)]
 
@@ -137,15 +135,16 @@ def test_each_column_comes_from_its_own_policy(has_before: bool, monkeypatch: py
         return [{"live": log_probs_of(seed, 4), "replayed": log_probs_of(seed + 1, 4)} for seed in seeds]
 
     now, before = columns_of(41, 51), columns_of(61, 71)
-    steps = [TrainBatch((m,), 9, 2) for m in kept]
-    parts = _learning(steps, [3, 8], now, before if has_before else None, kinds)
     rows = [m.loss_mask for m in kept]
 
     def joined(columns: Sequence[Tensor]) -> Tensor:
         return torch.cat([values[where] for values, where in zip(columns, rows, strict=True)])
 
     for routes in kinds:
-        found = _concatenate([part[routes] for part in parts])
+        old = [columns[routes] for columns in before] if has_before else None
+        found = _concatenate(
+            tokens_of([*zip((3, 8), kept, strict=True)], [columns[routes] for columns in now], old)
+        )
         inputs, of_pi = found.inputs, joined([columns[routes] for columns in now])
         expected = {
             "log_probs": of_pi[:, 0],
@@ -219,7 +218,7 @@ def test_sweeps_are_values_of_toml() -> None:
 
 def test_a_folder_without_what_is_needed_is_refused(tmp_path: Path) -> None:
     def ask() -> None:
-        question_of(Asked(tmp_path, tmp_path), world_size=1)
+        question_of(tmp_path, tmp_path, world_size=1)
 
     with pytest.raises(ConfigError, match=r"no config\.toml"):
         ask()
@@ -234,6 +233,6 @@ def test_a_folder_without_what_is_needed_is_refused(tmp_path: Path) -> None:
     assert kept_rollouts(tmp_path / "batches") == [3]
     for folder, found in ((tmp_path / "nowhere", "nowhere"), (tmp_path, "config.json")):
         with refused("--checkpoint", f"{folder}, ", found):
-            question_of(Asked(tmp_path, tmp_path, checkpoint=folder), world_size=1)
+            question_of(tmp_path, tmp_path, world_size=1, checkpoint=folder)
     with pytest.raises(DataError, match=r"group_1_of_2\.safetensors; .* 4\."):
         group_files(tmp_path / "batches", 3)

@@ -1,7 +1,7 @@
 """Measures what a trust region does with kept tokens: the tokens it masks and the gradient that remains."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron_dppo.algorithms import Objective, PolicyLossInputs, policy_loss, preset, shadow_weights
 from megatron_dppo.algorithms.loss import learning_tokens
 from megatron_dppo.algorithms.loss_terms import added_terms
-from megatron_dppo.algorithms.objective import DELTAS
 from megatron_dppo.algorithms.own_rule import Own
 from megatron_dppo.algorithms.paper_rules import Unmasked
 from megatron_dppo.algorithms.shadow import rule_values
@@ -83,73 +82,70 @@ def cosine(left: Tensor, right: Tensor, score_norms: Tensor) -> float:
     return max(-1.0, min(1.0, product(left, right) / size)) if size > 0 else math.nan
 
 
-def reference_gradient(name: str, ratio_cap: float, inputs: PolicyLossInputs) -> Tensor | None:
-    """Return the gradient factors [N] of a preset with that cap, or `None` if the rollout has no Top-K.
-
-    A Top-K preset uses all columns that were kept.
-    """
-    fields: dict[str, Any] = {"ratio_cap": ratio_cap}
-    if name in REFERENCES:
-        if inputs.topk is None or inputs.topk.ids.shape[1] == 0:
-            return None
-        fields["top_k"] = inputs.topk.ids.shape[1]
-    return updates_of(preset(name, **fields), inputs).gradient
-
-
-References = Callable[[str, float], Tensor | None]  # `reference_gradient` of some tokens
+def reference_gradients(ratio_cap: float, inputs: PolicyLossInputs) -> dict[str, Tensor]:
+    """Return the gradient factors [N] of presets with that cap, by name: no mask, Top-K of all columns."""
+    objectives = {"unmasked": preset("pg_is", ratio_cap=ratio_cap)}
+    if inputs.topk is not None and (top_k := inputs.topk.ids.shape[1]) > 0:
+        objectives |= {name: preset(name, ratio_cap=ratio_cap, top_k=top_k) for name in REFERENCES}
+    return {name: updates_of(objective, inputs).gradient for name, objective in objectives.items()}
 
 
 def figures_of(
-    objective: Objective, updates: Updates, own_weight: Tensor, tokens: PolicyTokens, reference: References
-) -> dict[str, Any]:
-    """Return the numbers of one variant, see `evaluate_variants`."""
-    inputs, norms, cap = tokens.inputs, tokens.score_norms, objective.ratio_cap
+    objective: Objective, tokens: PolicyTokens, own_weight: Tensor | None, references: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], Tensor]:
+    """Return the figures of one variant, see the README, and its weights M.
+
+    Args:
+        objective: Objective of the variant.
+        tokens: N tokens.
+        own_weight: [N] weights M of the run's own variant; None if this is it.
+        references: `reference_gradients` with the objective's cap.
+    """
+    inputs, norms = tokens.inputs, tokens.score_norms
+    updates = updates_of(objective, inputs)
+    own_weight = updates.weight if own_weight is None else own_weight
     advantages, is_kept = inputs.advantages, updates.weight != 0
     acts, positive, negative = advantages != 0, advantages > 0, advantages < 0
     masked = ~is_kept & acts
     ratio = (inputs.log_probs - inputs.rollout_log_probs).exp()
-    mass = (ratio.clamp(max=cap) * advantages.abs()).double()
+    mass = (ratio.clamp(max=objective.ratio_cap) * advantages.abs()).double()
     finite = updates.divergence[updates.divergence.isfinite()]
-    others = {"unmasked": reference("pg_is", cap), **{name: reference(name, cap) for name in REFERENCES}}
+
+    def of(which: Tensor) -> dict[str, float]:
+        unmasked = references["unmasked"][which]
+        size = updates.unmasked[acts & which].abs().sum()
+        kept_size = updates.coefficient[acts & which].abs().sum()
+        return {
+            "masked_fraction": _mean(masked, acts & which),
+            "gradient_mass_kept": float(kept_size / size) if size > 0 else math.nan,
+            "cosine_unmasked": cosine(updates.gradient[which], unmasked, norms[which]),
+        }
+
     figures: dict[str, Any] = {
-        "masked_fraction": _share(masked, acts),
-        "masked_fraction_positive": _share(masked, positive),
-        "masked_fraction_negative": _share(masked, negative),
+        **of(torch.ones_like(acts)),
+        "masked_fraction_positive": _mean(masked, positive),
+        "masked_fraction_negative": _mean(masked, negative),
         "weight_mean_positive": _mean(updates.weight, positive),
         "weight_mean_negative": _mean(updates.weight, negative),
-        "agreement": _share(is_kept == (own_weight != 0), acts),
+        "agreement": _mean(is_kept == (own_weight != 0), acts),
         "dropped_mass_fraction": float(mass[masked].sum() / mass.sum().clamp(min=1e-300)),
-        "gradient_mass_kept": _mass_kept(updates, acts),
-        **{
-            f"cosine_{name}": None if other is None else cosine(updates.gradient, other, norms)
-            for name, other in others.items()
-        },
         "rollout_prob_masked": float(inputs.rollout_log_probs[masked].double().exp().mean()),
         "divergence_p999": float(np.percentile(finite.numpy(), 99.9)) if finite.numel() else math.nan,
         "by_prob": _by_prob(updates.weight, inputs),
+        "threshold": main_thresholds(objective),
+        "sensitivity": sensitivity(objective, inputs),
     }
+    for name in REFERENCES:
+        other = references.get(name)
+        figures[f"cosine_{name}"] = None if other is None else cosine(updates.gradient, other, norms)
     if objective.is_soft:
         figures["weight_mean"] = _mean(updates.weight, acts)
     if values := rule_values(objective, inputs):
         figures["rule_values"] = {name: float(each.double().mean()) for name, each in values.items()}
-    rollouts, unmasked = tokens.rollouts.unique().tolist(), others["unmasked"]
-    assert unmasked is not None, "pg_is needs no Top-K"
+    rollouts: list[int] = tokens.rollouts.unique().tolist()
     if len(rollouts) > 1:
-        figures["by_rollout"] = [
-            {
-                "rollout": rollout,
-                "masked_fraction": _share(masked, acts & (which := tokens.rollouts == rollout)),
-                "gradient_mass_kept": _mass_kept(updates, acts & which),
-                "cosine_unmasked": cosine(updates.gradient[which], unmasked[which], norms[which]),
-            }
-            for rollout in rollouts
-        ]
-    return figures
-
-
-def _mass_kept(updates: Updates, which: Tensor) -> float:
-    total = updates.unmasked[which].abs().sum()
-    return float(updates.coefficient[which].abs().sum() / total) if total > 0 else math.nan
+        figures["by_rollout"] = [{"rollout": rollout, **of(tokens.rollouts == rollout)} for rollout in rollouts]
+    return figures, updates.weight
 
 
 def _by_prob(weight: Tensor, inputs: PolicyLossInputs) -> list[dict[str, Any]]:
@@ -161,7 +157,7 @@ def _by_prob(weight: Tensor, inputs: PolicyLossInputs) -> list[dict[str, Any]]:
             "prob_low": PROB_EDGES[index],
             "prob_high": PROB_EDGES[index + 1],
             "num_tokens": int((which := has_sign & (places == index)).sum()),
-            "masked_fraction": _share(weight == 0, which),
+            "masked_fraction": _mean(weight == 0, which),
             "weight_mean": _mean(weight, which),
         }
         for sign, has_sign in (("positive", inputs.advantages > 0), ("negative", inputs.advantages < 0))
@@ -169,51 +165,31 @@ def _by_prob(weight: Tensor, inputs: PolicyLossInputs) -> list[dict[str, Any]]:
     ]
 
 
-def _share(part: Tensor, whole: Tensor) -> float:
-    return int((part & whole).sum()) / int(whole.sum()) if bool(whole.any()) else math.nan
-
-
 def _mean(values: Tensor, which: Tensor) -> float:
     return float(values[which].double().mean()) if bool(which.any()) else math.nan
 
 
 def evaluate_variants(
-    asked: Sequence[Variant], tokens: TokensByRoutes
+    variants: Sequence[Variant], tokens: TokensByRoutes
 ) -> tuple[list[dict[str, Any]], dict[Routes, dict[str, Any]]]:
     """Evaluate the trust regions; the first variant is the run's own.
 
     Returns:
-        One row for each variant and way of routing, and for each way of routing the `agreement` of all pairs.
-        Shares and means are over tokens with A > 0, A < 0, or either; "masked" is M = 0. Of a row:
-
-        - `weight_mean_*`: mean of M, which is 1 - masked share of a mask; soft regions have `weight_mean`, too.
-        - `agreement`: share of tokens with A != 0 that this variant and the first both mask or both keep.
-        - `dropped_mass_fraction`: sum of min(pi/mu, C) |A| over masked tokens, divided by the sum over all.
-        - `gradient_mass_kept`: sum of |M| min(r, C) |A| over the sum of min(r, C) |A|: r is pi/mu of the token,
-          or of the response for gspo. C is the preset's cap. It exceeds 1 if M does. The numerator is the sum
-          of |M| |A| if the weight of the rule is in place of r.
-        - `cosine_*`: of the gradients by the hidden states before the output layer, of this variant's loss with
-          the run's token weights and of another's with the same cap: `unmasked`, pg_is; `dppo_topk_*`, at the
-          thresholds of those presets with all saved Top-K columns, if there are any.
-        - `rollout_prob_masked`: mean of mu over masked tokens. `divergence_p999` leaves infinite ones out.
-        - `rule_values`: mean over all tokens of each value that a custom rule names.
-        - `by_prob`: shares and means in bins of mu. `by_rollout`: of several rollouts, figures of each.
-        - `sensitivity`: with the main threshold, `threshold`, scaled.
+        One row for each variant and way of routing, with the figures of the README, and for each way of routing
+        the `agreement` of all pairs.
     """
     rows: list[dict[str, Any]] = []
     pairs: dict[Routes, dict[str, Any]] = {}
     for routes, of_routes in tokens.items():
-        inputs, weights = of_routes.inputs, list[Tensor]()
-        reference = cache(partial(reference_gradient, inputs=inputs))
-        for variant in asked:
-            objective = variant.objective
-            updates = updates_of(objective, inputs)
-            weights.append(updates.weight)
-            row: dict[str, Any] = {"variant": variant.name, "preset": variant.preset, **variant.fields}
-            row |= {"routes": routes, **figures_of(objective, updates, weights[0], of_routes, reference)}
-            row |= {"threshold": describe_threshold(objective), "sensitivity": sensitivity(objective, inputs)}
-            rows.append(row)
-        pairs[routes] = agreement(weights, inputs.advantages != 0)
+        references = cache(partial(reference_gradients, inputs=of_routes.inputs))
+        weights = list[Tensor]()
+        for variant in variants:
+            own_weight, objective = weights[0] if weights else None, variant.objective
+            figures, weight = figures_of(objective, of_routes, own_weight, references(objective.ratio_cap))
+            weights.append(weight)
+            row = {"variant": variant.name, "preset": variant.preset, **variant.fields, "routes": routes}
+            rows.append(row | figures)
+        pairs[routes] = agreement(weights, of_routes.inputs.advantages != 0)
     return rows, pairs
 
 
@@ -225,7 +201,7 @@ def sensitivity(objective: Objective, inputs: PolicyLossInputs) -> list[dict[str
     return [
         {
             "factor": float(name),
-            "masked_fraction": _share(weight == 0, acts),
+            "masked_fraction": _mean(weight == 0, acts),
             "weight_mean": _mean(weight, acts),
         }
         for name, weight in (shadow_weights(objectives, inputs) if objectives else {}).items()
@@ -285,11 +261,3 @@ def scale_threshold(objective: Objective, factor: float) -> Objective | None:
         return replace(objective, **scaled)
     options = {name: found[name] * factor if name in found else v for name, v in objective.rule_options.items()}
     return replace(objective, function=replace(objective.function, options=tuple(options.items())))
-
-
-def describe_threshold(objective: Objective) -> str:
-    """Return the main threshold in words: "delta 0.2", "eps_low 0.2, eps_high 0.28", or nothing."""
-    found = main_thresholds(objective)
-    if len(found) == 2 and found.keys() == set(DELTAS[1:]) and len(set(found.values())) == 1:
-        found = {"delta": next(iter(found.values()))}
-    return ", ".join(f"{name} {value:g}" for name, value in found.items())

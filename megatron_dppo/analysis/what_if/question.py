@@ -70,22 +70,6 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Options of the command line, unchecked."""
-
-    run: Path  # a run folder with `batches/`
-    out: Path  # output folder
-    checkpoint: Path | None = None  # weights to evaluate; None means the newest checkpoint
-    before: Path | None = None  # weights that the rollouts were sampled with
-    rollouts: Sequence[str] = ()  # kept rollouts, counted from 1, or "all"; the default is the last one
-    presets: Sequence[str] = ()  # besides the run's own; by default that one is swept
-    is_all: bool = False  # all presets with kept inputs as well
-    sweeps: Sequence[str] = ()  # "field=value,value"
-    rule_options: str = ""  # "name=value,name=value" of own rules
-    overrides: Sequence[str] = ()  # "section.key=value" on top of the run's config
-
-
-@dataclass(frozen=True)
 class Question:
     """Rollouts, variants and weights of a what-if question."""
 
@@ -101,28 +85,52 @@ class Question:
         return self.run / "batches"
 
 
-def question_of(asked: Asked, world_size: int) -> tuple[Config, Question]:
+def question_of(
+    run: Path,
+    out: Path,
+    world_size: int,
+    *,
+    checkpoint: Path | None = None,
+    before: Path | None = None,
+    rollouts: Sequence[str] = (),
+    presets: Sequence[str] = (),
+    is_all: bool = False,
+    sweeps: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+) -> tuple[Config, Question]:
     """Return the config to build the actor from, and the question; makes the output folder.
 
     Args:
-        asked: Options of the command line.
+        run: Run folder with `batches/`.
+        out: Output folder.
         world_size: Processes; with one, the run's layout is left aside.
+        checkpoint: Weights to evaluate; None means the newest checkpoint.
+        before: Weights that the rollouts were sampled with.
+        rollouts: Saved rollouts, counted from 1, or "all"; the default is the last one.
+        presets: Variants besides the run's own; by default that one is swept.
+        is_all: Whether to add all presets with saved inputs.
+        sweeps: "field=value,value" each.
+        overrides: "section.key=value" each, on top of the run's config.
     """
-    run, before = asked.run, asked.before
     if not (run / "config.toml").is_file():
         action = "Name the run.folder of the run."
         raise ConfigError(Problem("RUN", f"no config.toml in {run}", "a run folder", action))
     if not (kept := kept_rollouts(run / "batches")):
         action = "Run with tracking.batches_every, say 10: it keeps the rollout's mini-batches as tensors."
         raise ConfigError(Problem("RUN", f"no mini-batches in {run / 'batches'}", "some rollout's", action))
-    config = _config_of(run, asked.checkpoint, asked.overrides, world_size)
-    rollouts = rollouts_of(asked.rollouts, [index + 1 for index in kept])
-    files = [file for rollout in rollouts for file in group_files(run / "batches", rollout - 1)]
+    config = _config_of(run, checkpoint, overrides, world_size)
+    numbers = rollouts_of(rollouts, [index + 1 for index in kept])
+    files = [file for number in numbers for file in group_files(run / "batches", number - 1)]
     num_columns, has_old = kept_inputs(files)
-    optional = [name for name in PRESETS if asked.is_all and name not in asked.presets]
+    optional = [name for name in PRESETS if is_all and name not in presets]
+    settings = dict(overrides_in(config.algorithm.model_dump()))
+    options: Mapping[str, Value] = settings.pop("rule_options", None) or {}
+    base = Variant(
+        config.algorithm.preset, settings | {OPTION + name: value for name, value in options.items()}
+    )
     usable, left_out = list[Variant](), dict[str, str]()
     problems: list[Problem] = []
-    for variant in _asked_variants(asked, config, optional):
+    for variant in variants(base, [*presets, *optional], parse_sweeps(sweeps)):
         lacking = inputs_lacking(variant, num_columns, has_old_log_probs=has_old or before is not None)
         if usable and lacking and variant.preset in optional:
             left_out[variant.name] = " ".join(
@@ -137,9 +145,9 @@ def question_of(asked: Asked, world_size: int) -> tuple[Config, Question]:
     if problems:
         raise ConfigError(problems)
     require_own_rules(usable)
-    with writing_to("--out", asked.out):
-        asked.out.mkdir(parents=True, exist_ok=True)
-    return config, Question(run, rollouts, tuple(usable), before, left_out)
+    with writing_to("--out", out):
+        out.mkdir(parents=True, exist_ok=True)
+    return config, Question(run, numbers, tuple(usable), before, left_out)
 
 
 def rollouts_of(asked: Sequence[str], kept: Sequence[int]) -> tuple[int, ...]:
@@ -157,21 +165,6 @@ def rollouts_of(asked: Sequence[str], kept: Sequence[int]) -> tuple[int, ...]:
             raise ConfigError(Problem("--rollout", repr(word), expected, action))
         numbers += kept if word == "all" else [int(word)]
     return tuple(dict.fromkeys(numbers)) or (kept[-1],)
-
-
-def _asked_variants(asked: Asked, config: Config, optional: Sequence[str]) -> list[Variant]:
-    """Return the run's variant and the requested ones, with or without their inputs."""
-    settings = dict(overrides_in(config.algorithm.model_dump()))
-    options: Mapping[str, Value] = settings.pop("rule_options", None) or {}
-    of_run = {**settings, **{f"{OPTION}{name}": value for name, value in options.items()}}
-    own: dict[str, Value] = {}
-    if asked.rule_options:
-        own = {f"{OPTION}{name}": value for name, value in parse_options(asked.rule_options).items()}
-        if not any(":" in name for name in asked.presets):
-            action = "Name it with --preset module:function, or leave the option out."
-            raise ConfigError(Problem("--rule-options", asked.rule_options, "a custom rule", action))
-    base = Variant(config.algorithm.preset, of_run)
-    return variants(base, [*asked.presets, *optional], parse_sweeps(asked.sweeps), own)
 
 
 def _config_of(run: Path, checkpoint: Path | None, overrides: Sequence[str], world_size: int) -> Config:
@@ -198,18 +191,6 @@ def _problems_with_weights(option: str, folder: Path) -> list[Problem]:
     return [Problem(option, f"{folder}, which {what}", expected, "Check the path.")]
 
 
-def parse_options(text: str) -> dict[str, Value]:
-    """Parse name -> value, from "name=value,name=value"."""
-    found: dict[str, Value] = {}
-    for part in text.split(","):
-        name, _, value = (piece.strip() for piece in part.partition("="))
-        if not name.isidentifier() or not value:
-            action = "Write for example --rule-options delta=0.2,power=2."
-            raise ConfigError(Problem("--rule-options", repr(text), "name=value,name=value,...", action))
-        found[name] = _value(value)
-    return found
-
-
 def parse_sweeps(sweeps: Sequence[str]) -> dict[str, list[Value]]:
     """Parse field -> values, from "field=value,value" each."""
     found: dict[str, list[Value]] = {}
@@ -234,35 +215,27 @@ def _is_option(name: str) -> bool:
     return name.startswith(OPTION)
 
 
-def variants(
-    base: Variant,
-    presets: Sequence[str],
-    sweeps: Mapping[str, Sequence[Value]],
-    own_fields: Mapping[str, Value] | None = None,
-) -> list[Variant]:
+def variants(base: Variant, presets: Sequence[str], sweeps: Mapping[str, Sequence[Value]]) -> list[Variant]:
     """Return the run's own variant, then each preset with each combination of the swept fields that it uses.
 
     Args:
         base: The run's own.
-        presets: Names, and "module:function" of custom rules. Empty means the run's preset.
+        presets: Names, and "module:function" of custom rules; the run's rule has the run's options. Empty means
+            the run's preset.
         sweeps: Values of fields.
-        own_fields: Set for each own rule that uses them. The run's rule has the run's otherwise.
     """
     of_run = {key: value for key, value in base.fields.items() if _is_option(key) or key in OWN_FIELDS}
-    given, chosen = dict(own_fields or {}), list[Variant]()
-    for name in presets:
-        plain = Variant(name, of_run if name == base.preset and ":" in name else {})
-        used = {key: value for key, value in given.items() if plain.uses(key)}
-        chosen.append(Variant(name, {**plain.fields, **used}))
-    chosen = chosen or [base]
-    unused = [name for name in (*sweeps, *given) if not any(variant.uses(name) for variant in chosen)]
+    chosen = [Variant(name, of_run if name == base.preset and ":" in name else {}) for name in presets] or [
+        base
+    ]
+    unused = [name for name in sweeps if not any(variant.uses(name) for variant in chosen)]
     if unused:
         found = f"{', '.join(unused)} of {', '.join(variant.name for variant in chosen)}"
         fields = {name for variant in chosen for name in variant.objective.fields_in_use}
         fields |= {OPTION + name for variant in chosen for name in variant.objective.rule_options}
         otherwise = "Name a field that one of the presets uses; an own rule's option is rule_options.NAME."
-        key, known = "--sweep" if unused[0] in sweeps else "--rule-options", ", ".join(sorted(fields))
-        raise ConfigError(Problem(key, found, f"one of {known}", did_you_mean(unused[0], fields, otherwise)))
+        action = did_you_mean(unused[0], fields, otherwise)
+        raise ConfigError(Problem("--sweep", found, f"one of {', '.join(sorted(fields))}", action))
     swept = [base]
     for variant in chosen:
         own = {name: values for name, values in sweeps.items() if variant.uses(name)}
@@ -291,9 +264,9 @@ def inputs_lacking(variant: Variant, num_columns: int, *, has_old_log_probs: boo
     return problems
 
 
-def require_own_rules(asked: Sequence[Variant]) -> None:
+def require_own_rules(variants: Sequence[Variant]) -> None:
     """Refuse own rules that fail on a small batch, with all problems, and warn of doubtful ones."""
-    own = [variant for variant in asked if variant.objective.own is not None]
+    own = [variant for variant in variants if variant.objective.own is not None]
     problems: list[Problem] = []
     for variant in own:
         problems += problems_with_own_rule(

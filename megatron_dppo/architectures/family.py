@@ -42,6 +42,15 @@ _FURTHER_LAYER = re.compile(r"model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm|share
 _FURTHER_MODULE = re.compile(r"(?:model\.)?(?:mtp(?:_\w+)?|visual)\.")
 
 
+OTHER_VARIANT = "Use a model of the supported variant; another one would be trained wrongly."
+AS_PUBLISHED = "Use a config.json as its publisher wrote it."
+
+
+def refused(found: str, expected: str, action: str = OTHER_VARIANT) -> Problem:
+    """Return the problem of a value in a model's config.json."""
+    return Problem("model.load", f"{found} in config.json", expected, action)
+
+
 def _nothing_more(hf: HFConfig, sizes: ModelSizes) -> Mapping[str, Any]:
     return {}
 
@@ -143,11 +152,10 @@ class ModelFamily:
 
     def key_problems(self, hf: HFConfig) -> Iterator[Problem]:
         """Yield the keys of a config.json that are null, though transformers has another value for them."""
-        action = "Use a config.json as its publisher wrote it."
         for key, default in self.defaults.items():
             if default is not None and key in hf and hf[key] is None and key not in _MAY_BE_NULL:
                 expected = f"a value such as {default!r}, which transformers takes if the key is left out"
-                yield Problem("model.load", f"{key} = null in config.json", expected, action)
+                yield refused(f"{key} = null", expected, AS_PUBLISHED)
 
     def has_qk_norm(self, sizes: ModelSizes) -> bool:
         """Return whether the heads of queries and keys are normalised."""

@@ -13,6 +13,8 @@ from collections import Counter
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
+import numpy as np
+
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import LayerKind, ModelShape, padded_vocab
 from megatron_dppo.plan.job import Job, Recompute
@@ -49,37 +51,8 @@ class StepTime:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """Forward of one micro-batch in one layer on one rank: operations, and bytes of each kind of transfer."""
-
-    attention: float
-    mlp: float
-    tensor: float
-    context: float
-    expert: float
-
-
-@dataclass(frozen=True)
-class _Seconds:
-    """Seconds of one micro-batch on one pipeline stage, forward and backward."""
-
-    compute: float = 0.0
-    tensor: float = 0.0
-    context: float = 0.0
-    expert: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.compute + self.tensor + self.context + self.expert
-
-    def plus(self, other: "_Seconds", times: float) -> "_Seconds":
-        return _Seconds(
-            self.compute + times * other.compute,
-            self.tensor + times * other.tensor,
-            self.context + times * other.context,
-            self.expert + times * other.expert,
-        )
+Seconds = np.ndarray
+"""[4] float64 seconds of one micro-batch: compute, and transfers of tensor, context and expert parallelism."""
 
 
 def step_time(job: Job, layout: Layout) -> StepTime:
@@ -87,18 +60,20 @@ def step_time(job: Job, layout: Layout) -> StepTime:
     num = job.workload.num_microbatches(layout.data)
     tokens = job.workload.forwarded_tokens(layout.data) / num / layout.context
     one = _slowest_stage(job, layout, tokens)
-    waiting = (layout.pipeline - 1) / layout.virtual_pipeline * one.total
+    compute, tensor, context, expert = (num * each for each in one.tolist())
+    total = float(one.sum())
+    waiting = (layout.pipeline - 1) / layout.virtual_pipeline * total
     passed = tokens / layout.tensor * job.shape.sizes.hidden_size * job.workload.dtype_bytes
     hops = 4 * layout.virtual_pipeline if layout.pipeline > 1 else 0  # received and sent, forward and backward
     losses = sum(loss * math.log2(getattr(layout, key)) for key, loss in LOSS_PER_DOUBLING.items())
     data, update, optimizer = _end_of_step(job, layout)
     return StepTime(
-        compute=num * one.compute,
-        tensor=num * one.tensor,
-        context=num * one.context,
-        expert=num * one.expert,
+        compute=compute,
+        tensor=tensor,
+        context=context,
+        expert=expert,
         pipeline=waiting + num * hops * passed / job.machine.link(layout.world_size),
-        losses=num * one.total * losses,
+        losses=num * total * losses,
         data=data,
         update=update,
         optimizer=optimizer,
@@ -109,7 +84,7 @@ def step_time(job: Job, layout: Layout) -> StepTime:
 
 def _forward(job: Job, layout: Layout, tokens: float, num: float) -> float:
     """Return the seconds of one step's forward, without backward."""
-    one = _slowest_stage(job, layout, tokens, passes=1).total
+    one = float(_slowest_stage(job, layout, tokens, passes=1).sum())
     return (num + (layout.pipeline - 1) / layout.virtual_pipeline) * one
 
 
@@ -123,45 +98,27 @@ def _reference(job: Job, layout: Layout, tokens: float, num: float) -> float:
     return forward + 4 * largest / job.machine.rates.host_bytes_per_s / steps
 
 
-def _slowest_stage(job: Job, layout: Layout, tokens: float, passes: int = 1 + BACKWARD) -> _Seconds:
+def _slowest_stage(job: Job, layout: Layout, tokens: float, passes: int = 1 + BACKWARD) -> Seconds:
     """Return the seconds of a micro-batch; with 1 pass, only of the forward."""
     sizes, is_forward = job.shape.sizes, passes == 1
     kinds = [job.shape.kind(layer) for layer in range(sizes.num_layers)]
-    of_layer = {
-        kind: _layer_seconds(job, layout, _layer(job, layout, tokens, kind), is_forward=is_forward)
-        for kind in set(kinds)
-    }
+    of_layer = {kind: _layer(job, layout, tokens, kind, is_forward=is_forward) for kind in set(kinds)}
     columns = padded_vocab(job.shape, layout) // layout.tensor
     tree = job.workload.tree(layout.data)
     rows = tokens * tree.num_rows / tree.num_tokens
-    head = _Seconds(
-        compute=2 * rows * columns * sizes.hidden_size * passes / job.machine.rates.output_flops_per_s
-    )
-    stages: list[_Seconds] = []
+    head = 2 * rows * columns * sizes.hidden_size * passes / job.machine.rates.output_flops_per_s
+    stages: list[Seconds] = []
     for part in stage_parts(job, layout):
-        seconds = _Seconds()
+        seconds = np.zeros(4)
         for kind, number in Counter(kinds[layer] for chunk in part.chunks for layer in chunk.layers).items():
-            seconds = seconds.plus(of_layer[kind], number)
-        stages.append(seconds.plus(head, part.chunks[-1].is_last))
-    return max(stages, key=lambda stage: stage.total)
+            seconds = seconds + number * of_layer[kind]
+        seconds[0] += head * part.chunks[-1].is_last
+        stages.append(seconds)
+    return max(stages, key=lambda stage: stage.sum())
 
 
-def _layer_seconds(job: Job, layout: Layout, layer: _Layer, *, is_forward: bool) -> _Seconds:
-    attention_again, mlp_again = _recomputed_shares(job.options.recompute)
-    passes = 1 if is_forward else 2 + max(attention_again, mlp_again)
-    operations = layer.attention * (1 + BACKWARD + attention_again) + layer.mlp * (1 + BACKWARD + mlp_again)
-    if is_forward:
-        operations = layer.attention + layer.mlp
-    link = job.machine.link
-    return _Seconds(
-        compute=operations / job.machine.rates.layer_flops_per_s,
-        tensor=passes * layer.tensor / link(layout.tensor),
-        context=passes * layer.context / link(layout.tensor * layout.context),
-        expert=passes * layer.expert / link(layout.expert * layout.expert_tensor),
-    )
-
-
-def _layer(job: Job, layout: Layout, tokens: float, kind: LayerKind) -> _Layer:
+def _layer(job: Job, layout: Layout, tokens: float, kind: LayerKind, *, is_forward: bool) -> Seconds:
+    """Return the seconds of one layer on one rank, forward and backward unless `is_forward`."""
     sizes, e = job.shape.sizes, job.workload.dtype_bytes
     hidden, tensor, heads = sizes.hidden_size, layout.tensor, sizes.num_attention_heads
     scores = heads * (sizes.head_dim + sizes.value_head_dim) * _mean_keys(job, layout)
@@ -175,16 +132,26 @@ def _layer(job: Job, layout: Layout, tokens: float, kind: LayerKind) -> _Layer:
         imbalance = job.assumptions.expert_imbalance if layout.expert > 1 else 1.0
         mlp = 3 * hidden * (sizes.experts_per_token * sizes.moe_intermediate_size * imbalance + shared)
         rows = tokens / tensor * sizes.experts_per_token * hidden * e
-        expert = 2 * rows * (layout.expert - 1) / layout.expert * imbalance
+        to_experts = 2 * rows * (layout.expert - 1) / layout.expert * imbalance
         gathers = 2 * rows * (layout.expert_tensor - 1) + 2 * state * bool(shared)
     else:
-        mlp, expert, gathers = 3 * hidden * sizes.intermediate_size, 0.0, 2 * state
-    return _Layer(
-        attention=2 * tokens * (_attention_weights(job.shape, kind.is_linear) + scores) / tensor,
-        mlp=2 * tokens * mlp / tensor,
-        tensor=2 * state + gathers + _latent_columns(job.shape) * gathered_column,
-        context=tokens * (layout.context - 1) * keys_and_values / tensor * e,
-        expert=expert,
+        mlp, to_experts, gathers = 3 * hidden * sizes.intermediate_size, 0.0, 2 * state
+    attention = 2 * tokens * (_attention_weights(job.shape, kind.is_linear) + scores) / tensor
+    mlp = 2 * tokens * mlp / tensor
+    attention_again, mlp_again = _recomputed_shares(job.options.recompute)
+    passes, link = 2 + max(attention_again, mlp_again), job.machine.link
+    operations = attention * (1 + BACKWARD + attention_again) + mlp * (1 + BACKWARD + mlp_again)
+    if is_forward:
+        passes, operations = 1, attention + mlp
+    gathered = 2 * state + gathers + _latent_columns(job.shape) * gathered_column
+    exchanged = tokens * (layout.context - 1) * keys_and_values / tensor * e
+    return np.array(
+        [
+            operations / job.machine.rates.layer_flops_per_s,
+            passes * gathered / link(tensor),
+            passes * exchanged / link(tensor * layout.context),
+            passes * to_experts / link(layout.expert * layout.expert_tensor),
+        ]
     )
 
 

@@ -7,13 +7,13 @@ A number that the file does not have keeps its default, which one H200 measured.
 """
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.plan.units import require_number
 
 RATES_FILE = Path("runs/gpu/rates.json")
 """Where `tools.gpu_machine` writes the file, and where `plan` looks for it."""
@@ -58,8 +58,7 @@ def read_rates(file: Path | None) -> GpuRates:
         where, known = f"{file}: {name}", ", ".join(NUMBERS)
         if name not in NUMBERS:
             raise ConfigError(Problem(where, "an unknown name", f"one of {known}", "Correct or remove it."))
-        if not _is_positive(value):
-            raise ConfigError(Problem(where, repr(value), "a number above 0", "Correct or remove it."))
+        require_number(where, value, "a number above 0")
     device = content.get(DEVICE)
     if not isinstance(device, str) or not device:
         expected = "the name of the GPU that was measured"
@@ -87,9 +86,3 @@ def _read_object(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(Problem(str(file), type(content).__name__, expected, action))
     return content
-
-
-def _is_positive(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return math.isfinite(value) and value > 0

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from megatron_dppo.algorithms import PRESETS
-from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.architectures.layout import Layout, is_admitted
 from megatron_dppo.architectures.megatron_options import shares_prefixes
 from megatron_dppo.architectures.parameters import ModelShape, model_shape
 from megatron_dppo.checks import Facts, problems_of
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.plan.gpu_rates import ASSUMED, GpuRates
-from megatron_dppo.plan.units import GIB, Settings, with_settings
+from megatron_dppo.plan.units import GIB, Settings, format_count, with_settings
 from megatron_dppo.run_folder.reader import read_run
 from megatron_dppo.runtime.gpu_ledger import ENGINE_RESIDUE_BYTES, OUTSIDE, RESERVE_BYTES
 
@@ -50,6 +50,11 @@ class Machine:
     gpus_per_node: int = 8
     rates: GpuRates = ASSUMED
     engine_residue_bytes: int = ENGINE_RESIDUE_BYTES  # of a colocated server, on each GPU in training
+
+    @property
+    def assumed_text(self) -> str:
+        """GPUs that a remark assumes, in words."""
+        return f"{format_count(self.num_gpus, 'GPU')} of {self.gpu_bytes / 1e9:g} GB"
 
     @property
     def ranks_per_node(self) -> int:
@@ -328,6 +333,15 @@ class Job:
         workload, options = Workload.of(config, shape), LayerOptions.of(config)
         return cls(config, facts, machine, shape, workload, options, assumptions)
 
+    @classmethod
+    def assumed(cls, config: Config, facts: Facts) -> "Job":
+        """Return the job on GPUs of `ASSUMED_GPU_BYTES`; ConfigError if a problem of the config prevents it."""
+        machine = Machine(facts.world_size, ASSUMED_GPU_BYTES)
+        job = cls.of(config, facts, machine)
+        if not is_admitted(config.parallel, facts.world_size, job.shape.sizes):
+            raise ConfigError("the layout has a problem of its own rule")
+        return job
+
     def having(self, settings: Settings) -> "Job":
         """Return the same job with other values of some keys."""
         config = with_settings(self.config, settings)
@@ -366,11 +380,6 @@ class Job:
     def has_reference_weights(self) -> bool:
         """Whether the reference is more than the model without adapters, so the host has all its weights."""
         return self.has_reference and (not self.config.lora.rank or self.config.model.reference is not None)
-
-    @property
-    def has_colocated_sglang(self) -> bool:
-        """Whether SGLang's servers share the trainer's GPUs."""
-        return self.config.rollout.engine == "sglang" and self.config.rollout.sglang.colocated
 
     @property
     def layout(self) -> Layout:

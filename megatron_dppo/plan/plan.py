@@ -3,15 +3,25 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from megatron_dppo.architectures.layout import is_admitted
 from megatron_dppo.checks import Facts, model_facts
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.plan.cost import StepTime, step_time
-from megatron_dppo.plan.fit import conclusion_of, fits, has_headroom, remedy_of, why_not_enough
-from megatron_dppo.plan.job import ASSUMED_GPU_BYTES, COUNTED_MODULES, Job, Machine
+from megatron_dppo.plan.job import COUNTED_MODULES, Job, Machine
 from megatron_dppo.plan.memory import Memory, memory_of
-from megatron_dppo.plan.search import SIZES, Found, Proposal, fewest_gpus, numbers_to_try, propose
+from megatron_dppo.plan.search import (
+    SIZES,
+    Found,
+    Proposal,
+    conclusion_of,
+    fewest_gpus,
+    fits,
+    has_headroom,
+    numbers_to_try,
+    propose,
+    remedy_of,
+    why_not_enough,
+)
 from megatron_dppo.plan.serving import ServerLoad, server_load
 from megatron_dppo.plan.units import Settings, format_count, in_gib, in_seconds
 
@@ -177,14 +187,10 @@ def _unneeded_offload(job: Job) -> Iterator[Advice]:
 
 def offload_remarks(config: Config, facts: Facts) -> list[str]:
     """Return a note if `optimizer.offload` costs time and is not needed on GPUs of `ASSUMED_GPU_BYTES`."""
-    num_gpus = facts.world_size
-    is_known = not isinstance(facts.sizes, Problem) and is_admitted(config.parallel, num_gpus, facts.sizes)
-    if not config.optimizer.offload or not is_known:
-        return []
     try:
-        job = Job.of(config, facts, Machine(num_gpus, ASSUMED_GPU_BYTES))
+        job = Job.assumed(config, facts)
         found = [advice.text for advice in _unneeded_offload(job)]
     except ConfigError:  # of a key that has its own rule
         return []
-    gpus = f"{format_count(num_gpus, 'GPU')} of {ASSUMED_GPU_BYTES / 1e9:g} GB"
+    gpus = job.machine.assumed_text
     return [f"{text} Assumed: {gpus}; megatron-dppo plan takes other sizes." for text in found]

@@ -9,11 +9,10 @@ from megatron_dppo.architectures.megatron_options import may_use_transformer_eng
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.plan import job as figures
 from megatron_dppo.plan.cost import StepTime
-from megatron_dppo.plan.fit import HEADROOM, cache_shortage
 from megatron_dppo.plan.gpu_rates import ASSUMED, GpuRates
 from megatron_dppo.plan.memory import COMPONENTS, MOMENTS, Memory, server_memory
 from megatron_dppo.plan.plan import Advice, Fewest, Plan
-from megatron_dppo.plan.search import NODES, Proposal
+from megatron_dppo.plan.search import HEADROOM, NODES, Proposal, cache_shortage
 from megatron_dppo.plan.serving import ServerLoad, lines_of
 from megatron_dppo.plan.units import as_overrides, format_count, in_billions, in_gib, in_seconds, layout_text
 

@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dppo.architectures.layout import is_admitted
-from megatron_dppo.architectures.parameters import ModelShape, model_shape
+from megatron_dppo.architectures.parameters import ModelShape
 from megatron_dppo.checks import Facts
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.sections import num_over_sampled
-from megatron_dppo.errors import ConfigError, Problem
-from megatron_dppo.plan.job import ASSUMED_GPU_BYTES, Machine
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.plan.job import Job, Machine
 from megatron_dppo.plan.memory import server_memory
 from megatron_dppo.plan.units import format_count, require_number
 
@@ -26,27 +25,16 @@ _CONTEXTS = 512  # requests of full length by which that default counts the cach
 
 @dataclass(frozen=True)
 class ServerLoad:
-    """Load of one SGLang server of a run.
+    """Load of one SGLang server of a run."""
 
-    Attributes:
-        cached_tokens: Number of tokens that its cache holds.
-        num_servers: Number of servers that share the rollout.
-        num_requests: Number of requests of a rollout at this server; more than run at once wait.
-        num_open: Number of requests that run at once.
-        prompt_tokens: Mean number of tokens of a prompt; assumed.
-        response_tokens: Mean number of tokens of a response.
-        is_separate: Whether the number of servers is assumed, because they have separate GPUs.
-        is_assumed: Whether `response_tokens` is assumed.
-    """
-
-    cached_tokens: int
-    num_servers: int
-    num_requests: int
-    num_open: int
-    prompt_tokens: float
-    response_tokens: float
-    is_separate: bool
-    is_assumed: bool
+    cached_tokens: int  # that its cache holds
+    num_servers: int  # that share the rollout
+    num_requests: int  # of a rollout at this server; more than run at once wait
+    num_open: int  # requests that run at once
+    prompt_tokens: float  # mean of a prompt; assumed
+    response_tokens: float  # mean of a response
+    is_separate: bool  # whether the number of servers is assumed, because they have separate GPUs
+    is_assumed: bool  # whether `response_tokens` is assumed
 
     @property
     def tokens_per_request(self) -> int:
@@ -140,18 +128,16 @@ def lines_of(load: ServerLoad) -> Iterator[str]:
 
 def load_remarks(config: Config, facts: Facts) -> list[str]:
     """Return a note with the key that helps, if the requests that run at once do not fit a server's cache."""
-    model, num_gpus = facts.model, facts.world_size
-    if isinstance(model, Problem) or not is_admitted(config.parallel, num_gpus, facts.model_sizes):
-        return []
     try:
-        load = server_load(config, model_shape(model), Machine(num_gpus, ASSUMED_GPU_BYTES))
-    except ConfigError:  # of an option of [sglang], about which a rule is
+        job = Job.assumed(config, facts)
+        load = server_load(config, job.shape, job.machine)
+    except ConfigError:  # of a key that has its own rule
         return []
     if load is None or not load.retracts:
         return []
-    gpus = f"{format_count(num_gpus, 'GPU')} of {ASSUMED_GPU_BYTES / 1e9:g} GB"
     return [
         f"SGLang may retract responses and compute them again: a server runs {load.num_open} requests at once, "
-        f"and its cache has {load.tokens_per_request} tokens for each. {load.advice} Assumed: {gpus}, "
-        f"responses of {load.response_tokens:.0f} tokens on average; plan takes both as arguments."
+        f"and its cache has {load.tokens_per_request} tokens for each. {load.advice} Assumed: "
+        f"{job.machine.assumed_text}, responses of {load.response_tokens:.0f} tokens on average; plan takes "
+        "both as arguments."
     ]

@@ -17,10 +17,10 @@ from typing import Any, Literal
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.plan import job as figures
 from megatron_dppo.plan.cost import step_time
-from megatron_dppo.plan.fit import conclusion_of, fits
 from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.memory import memory_of
 from megatron_dppo.plan.report import wrap_line
+from megatron_dppo.plan.search import conclusion_of, fits
 from megatron_dppo.plan.units import Settings, as_overrides, format_count, in_seconds, require_number
 
 WORDS: Mapping[str, str] = {

@@ -13,10 +13,9 @@ import pytest
 from megatron_dppo.checks import AT_ONCE, Facts, check, megatron_rules, model_facts
 from megatron_dppo.config import Config, load_config
 from megatron_dppo.plan import Machine, make_plan
-from megatron_dppo.plan.fit import HEADROOM
 from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.memory import memory_of
-from megatron_dppo.plan.search import propose
+from megatron_dppo.plan.search import HEADROOM, propose
 from megatron_dppo.plan.units import Settings, as_overrides
 from tests.support.plan_models import GB, QWEN3_8B, QWEN3_30B
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_dppo.architectures.parameters import padded_vocab
-from megatron_dppo.plan.fit import fits
 from megatron_dppo.plan.job import FRAGMENTATION, Job
 from megatron_dppo.plan.memory import Memory, StageMemory, memory_of
+from megatron_dppo.plan.search import fits
 from tests.support.larger_recipes import LARGER
 from tests.support.plan_models import COLOCATED, RECOMPUTED, job_of, layout_of
 from tests.support.qwen3_30b_recipes import RECIPES, Recipe

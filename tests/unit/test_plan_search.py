@@ -8,17 +8,19 @@ import pytest
 
 from megatron_dppo.architectures.layout import layers_of_stages
 from megatron_dppo.plan.cost import step_time
-from megatron_dppo.plan.fit import HEADROOM, fits, why_not_enough
 from megatron_dppo.plan.job import FULL, NETWORK_BYTES_PER_S, NVLINK_BYTES_PER_S, Job, Machine
 from megatron_dppo.plan.memory import memory_of
 from megatron_dppo.plan.plan import advise
 from megatron_dppo.plan.search import (
+    HEADROOM,
     admitted_layouts,
     divisible_layouts,
     fewest_gpus,
+    fits,
     numbers_to_try,
     propose,
     recompute_choices,
+    why_not_enough,
 )
 from tests.support.plan_models import COLOCATED, GB, QWEN3_8B, QWEN3_30B, RECOMPUTED, job_of, layout_of
 

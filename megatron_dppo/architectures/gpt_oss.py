@@ -18,52 +18,44 @@ from megatron_dppo.architectures.sizes import (
     ModelSizes,
     moe_sizes,
 )
-from megatron_dppo.architectures.weight_map import BACKBONE, MOE_MLP, OUTPUT, QKV_BIAS, WeightRule, rename
+from megatron_dppo.architectures.weight_map import (
+    BACKBONE,
+    MEGATRON_LAYER,
+    MOE_MLP,
+    OUTPUT,
+    QKV_BIAS,
+    layer_rule,
+    rename,
+)
 from megatron_dppo.errors import Problem
 
 FULL, WINDOWED = "full_attention", "sliding_attention"
 _NAMES = {".mlp.gate.": ".mlp.router."}
-_M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
-_E = _H + "mlp.experts.{expert}."
-_SINKS = WeightRule(
-    _M + "self_attention.core_attention.softmax_offset",
-    (_H + "self_attn.sinks",),
-    ("T",),
-    tensor_parallel_dim=0,
-    only_with=SINKS,
-)
+_SINKS = layer_rule("self_attention.core_attention.softmax_offset", "self_attn.sinks", "T", 0, only_with=SINKS)
 _ATTENTION_BIASES = (
     *(replace(rule, only_with=BIASED_OUTPUT) for rule in QKV_BIAS),
-    WeightRule(
-        _M + "self_attention.linear_proj.bias",
-        (_H + "self_attn.o_proj.bias",),
-        ("H",),
-        only_with=BIASED_OUTPUT,
-    ),
+    layer_rule("self_attention.linear_proj.bias", "self_attn.o_proj.bias", "H", only_with=BIASED_OUTPUT),
 )
-_ROUTER_BIAS = WeightRule(
-    _M + "mlp.router.bias", (_H + "mlp.router.bias",), ("E",), layers="sparse", only_with=BIASED_EXPERTS
-)
+_SPARSE: dict[str, Any] = {"layers": "sparse", "only_with": BIASED_EXPERTS}
+_ROUTER_BIAS = layer_rule("mlp.router.bias", "mlp.router.bias", "E", **_SPARSE)
 _EXPERTS_BIASES = (
-    WeightRule(
-        _M + "mlp.experts.fc1_bias",
-        (_E + "gate_proj.bias", _E + "up_proj.bias"),
-        ("F", "F"),
+    layer_rule(
+        "mlp.experts.fc1_bias",
+        [f"mlp.experts.{{expert}}.{name}_proj.bias" for name in ("gate", "up")],
+        "F",
+        0,
         fusion="concatenate",
-        tensor_parallel_dim=0,
-        layers="sparse",
         is_expert=True,
-        transformer_engine=_M + "mlp.experts.linear_fc1.bias{local}",
-        only_with=BIASED_EXPERTS,
+        transformer_engine=MEGATRON_LAYER + "mlp.experts.linear_fc1.bias{local}",
+        **_SPARSE,
     ),
-    WeightRule(
-        _M + "mlp.experts.fc2_bias",
-        (_E + "down_proj.bias",),
-        ("H",),
-        layers="sparse",
+    layer_rule(
+        "mlp.experts.fc2_bias",
+        "mlp.experts.{expert}.down_proj.bias",
+        "H",
         is_expert=True,
-        transformer_engine=_M + "mlp.experts.linear_fc2.bias{local}",
-        only_with=BIASED_EXPERTS,
+        transformer_engine=MEGATRON_LAYER + "mlp.experts.linear_fc2.bias{local}",
+        **_SPARSE,
     ),
 )
 

@@ -30,7 +30,8 @@ _INTERLEAVED = re.compile(rf"(.+\.mlp\.experts)\.({'|'.join(STACKS)})(_bias|_blo
 FLOAT8 = "F8_E4M3"
 MXFP4 = "U8"
 """Dtype in which safetensors hold two 4-bit floats, or a scale of MXFP4."""
-_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by their 3 bits; the fourth is the sign
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""4-bit floats by their 3 bits; the fourth is the sign."""
 _FLOAT32 = EXPERT_BIAS.hf[0].rpartition(".")[2]
 
 
@@ -231,7 +232,11 @@ def dequantized_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
         blocks: [..., out, in / 32, 16] uint8, two values in each: the first in the low four bits.
         scales: [..., out, in / 32] uint8, exponents of 2 plus 127.
     """
-    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).int()
-    table = torch.tensor(_FP4_VALUES + tuple(-value for value in _FP4_VALUES), device=blocks.device)
     exponents = (scales.int() - 127).unsqueeze(-1)
-    return torch.ldexp(table[codes], exponents).to(torch.bfloat16).flatten(-2)
+    return torch.ldexp(unpacked_fp4(blocks), exponents).to(torch.bfloat16).flatten(-2)
+
+
+def unpacked_fp4(packed: Tensor) -> Tensor:
+    """Return the values [..., 2 N] float32 of 4-bit floats [..., N] uint8: the first in the low four bits."""
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).long()
+    return torch.tensor(FP4_VALUES + tuple(-value for value in FP4_VALUES), device=packed.device)[codes]

@@ -11,9 +11,9 @@ L + L + Z, Y rows X + Z, M rows 2 N, P size of a value, W width of the convoluti
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_dppo.architectures.sizes import WIDE_NORM, ModelSizes
 
@@ -103,190 +103,142 @@ class WeightRule:
 
 
 MEGATRON_LAYER = "decoder.layers.{layer}."
-_M, _H = MEGATRON_LAYER, "model.layers.{layer}."
 
+
+def layer_rule(
+    ours: str, theirs: str | Sequence[str], shapes: str | Sequence[str], split: int | None = None, **more: Any
+) -> WeightRule:
+    """Return the rule of a layer's parameter.
+
+    Args:
+        ours: Megatron's name in the layer.
+        theirs: Checkpoint names in the layer.
+        shapes: Shape of each, in letters; one for all of them if it is a text.
+        split: `tensor_parallel_dim`.
+        more: Other fields.
+    """
+    names = (theirs,) if isinstance(theirs, str) else tuple(theirs)
+    letters = (shapes,) * len(names) if isinstance(shapes, str) else tuple(shapes)
+    hf = tuple(f"model.layers.{{layer}}.{name}" for name in names)
+    return WeightRule(MEGATRON_LAYER + ours, hf, letters, tensor_parallel_dim=split, **more)
+
+
+_VOCABULARY: dict[str, Any] = {"tensor_parallel_dim": 0, "is_vocabulary": True}
 EMBEDDING = WeightRule(
-    "embedding.word_embeddings.weight",
-    ("model.embed_tokens.weight",),
-    ("VH",),
-    tensor_parallel_dim=0,
-    is_vocabulary=True,
+    "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ("VH",), **_VOCABULARY
 )
-OUTPUT = WeightRule(
-    "output_layer.weight", ("lm_head.weight",), ("VH",), tensor_parallel_dim=0, is_vocabulary=True
-)
+OUTPUT = WeightRule("output_layer.weight", ("lm_head.weight",), ("VH",), **_VOCABULARY)
 _FINAL_NORM = WeightRule("decoder.final_layernorm.weight", ("model.norm.weight",), ("H",))
-_INPUT_NORM = WeightRule(_M + "input_layernorm.weight", (_H + "input_layernorm.weight",), ("H",))
-_MLP_NORM = WeightRule(
-    _M + "pre_mlp_layernorm.weight",
-    (_H + "post_attention_layernorm.weight",),
-    ("H",),
-    transformer_engine=_M + "mlp.linear_fc1.layer_norm_weight",  # of dense layers
+_INPUT_NORM = layer_rule("input_layernorm.weight", "input_layernorm.weight", "H")
+_MLP_NORM = layer_rule(
+    "pre_mlp_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "H",
+    transformer_engine=MEGATRON_LAYER + "mlp.linear_fc1.layer_norm_weight",  # of dense layers
 )
-_ATTENTION_OUTPUT = WeightRule(
-    _M + "self_attention.linear_proj.weight",
-    (_H + "self_attn.o_proj.weight",),
-    ("HO",),
-    tensor_parallel_dim=1,
-)
+_A = "self_attention."
+_ATTENTION_OUTPUT = layer_rule(_A + "linear_proj.weight", "self_attn.o_proj.weight", "HO", 1)
+_QKV = [f"self_attn.{x}_proj.weight" for x in "qkv"]
 BACKBONE = (
     EMBEDDING,
     _FINAL_NORM,
-    replace(_INPUT_NORM, transformer_engine=_M + "self_attention.linear_qkv.layer_norm_weight"),
+    replace(_INPUT_NORM, transformer_engine=MEGATRON_LAYER + _A + "linear_qkv.layer_norm_weight"),
     _MLP_NORM,
-    WeightRule(
-        _M + "self_attention.linear_qkv.weight",
-        tuple(_H + f"self_attn.{x}_proj.weight" for x in "qkv"),
-        ("QH", "KH", "KH"),
-        fusion="qkv",
-        tensor_parallel_dim=0,
-    ),
+    layer_rule(_A + "linear_qkv.weight", _QKV, ("QH", "KH", "KH"), 0, fusion="qkv"),
     _ATTENTION_OUTPUT,
 )
-QKV_BIAS = (
-    WeightRule(
-        _M + "self_attention.linear_qkv.bias",
-        tuple(_H + f"self_attn.{x}_proj.bias" for x in "qkv"),
-        ("Q", "K", "K"),
-        fusion="qkv",
-        tensor_parallel_dim=0,
-    ),
-)
-QK_NORM = (
-    WeightRule(_M + "self_attention.q_layernorm.weight", (_H + "self_attn.q_norm.weight",), ("D",)),
-    WeightRule(_M + "self_attention.k_layernorm.weight", (_H + "self_attn.k_norm.weight",), ("D",)),
-)
+_QKV_BIASES = [f"self_attn.{x}_proj.bias" for x in "qkv"]
+QKV_BIAS = (layer_rule(_A + "linear_qkv.bias", _QKV_BIASES, ("Q", "K", "K"), 0, fusion="qkv"),)
+QK_NORM = tuple(layer_rule(_A + f"{x}_layernorm.weight", f"self_attn.{x}_norm.weight", "D") for x in "qk")
 WIDE_QK_NORM = tuple(
     replace(rule, shapes=(shape,), tensor_parallel_dim=0, only_with=WIDE_NORM)
     for rule, shape in zip(QK_NORM, "QK", strict=True)
 )
-_A, _L = _M + "self_attention.", _H + "linear_attn."
 GATED_BACKBONE = (
     EMBEDDING,
     _FINAL_NORM,
     _INPUT_NORM,
     _MLP_NORM,
-    WeightRule(
-        _A + "linear_qkv.weight",
-        tuple(_H + f"self_attn.{x}_proj.weight" for x in "qkv"),
-        ("GH", "KH", "KH"),
-        fusion="qkv",
-        tensor_parallel_dim=0,
-        mixers="softmax",
-    ),
+    layer_rule(_A + "linear_qkv.weight", _QKV, ("GH", "KH", "KH"), 0, fusion="qkv", mixers="softmax"),
     replace(_ATTENTION_OUTPUT, mixers="softmax"),
     *(replace(rule, mixers="softmax") for rule in QK_NORM),
 )
 """Replacement of BACKBONE and QK_NORM for models with gated attention in some layers, DELTA_NET in others."""
+_L = "linear_attn."
+_HEADS: dict[str, Any] = {"fusion": "key heads", "mixers": "linear"}
+_OF_LINEAR: dict[str, Any] = {"mixers": "linear"}
 DELTA_NET = (
-    WeightRule(
-        _A + "conv_weight",
-        (_L + "conv1d.weight",),
-        ("X1W",),
-        fusion="key heads",
-        sections=("LLZ",),
-        tensor_parallel_dim=0,
-        mixers="linear",
-    ),
-    WeightRule(
-        _A + "A_log", (_L + "A_log",), ("N",), tensor_parallel_dim=0, mixers="linear", may_be_float32=True
-    ),
-    WeightRule(_A + "dt_bias", (_L + "dt_bias",), ("N",), tensor_parallel_dim=0, mixers="linear"),
-    WeightRule(_A + "norm_weight", (_L + "norm.weight",), ("P",), mixers="linear", may_be_float32=True),
-    WeightRule(
-        _A + "out_proj.weight", (_L + "out_proj.weight",), ("HZ",), tensor_parallel_dim=1, mixers="linear"
-    ),
+    layer_rule(_A + "conv_weight", _L + "conv1d.weight", "X1W", 0, sections=("LLZ",), **_HEADS),
+    layer_rule(_A + "A_log", _L + "A_log", "N", 0, may_be_float32=True, **_OF_LINEAR),
+    layer_rule(_A + "dt_bias", _L + "dt_bias", "N", 0, **_OF_LINEAR),
+    layer_rule(_A + "norm_weight", _L + "norm.weight", "P", may_be_float32=True, **_OF_LINEAR),
+    layer_rule(_A + "out_proj.weight", _L + "out_proj.weight", "HZ", 1, **_OF_LINEAR),
 )
 """Gated DeltaNet without its projections in, whose checkpoint names differ between families."""
-DELTA_NET_IN_PROJ = WeightRule(
-    _A + "in_proj.weight",
-    (_L + "in_proj_qkvz.weight", _L + "in_proj_ba.weight"),
-    ("YH", "MH"),
-    fusion="key heads",
-    tensor_parallel_dim=0,
-    mixers="linear",
+DELTA_NET_IN_PROJ = layer_rule(
+    _A + "in_proj.weight", [_L + f"in_proj_{name}.weight" for name in ("qkvz", "ba")], ("YH", "MH"), 0, **_HEADS
 )
 """Its projections in, in checkpoints that store each key head's rows together."""
-DELTA_NET_SPLIT_IN_PROJ = replace(
-    DELTA_NET_IN_PROJ,
-    hf=tuple(_L + f"in_proj_{name}.weight" for name in ("qkv", "z", "b", "a")),
-    shapes=("XH", "ZH", "NH", "NH"),
+DELTA_NET_SPLIT_IN_PROJ = layer_rule(
+    _A + "in_proj.weight",
+    [_L + f"in_proj_{name}.weight" for name in ("qkv", "z", "b", "a")],
+    ("XH", "ZH", "NH", "NH"),
+    0,
     sections=("LLZ", "Z", "N", "N"),
+    **_HEADS,
 )
 """The same in checkpoints that store queries of all heads, then keys of all heads, and so on."""
-DENSE_MLP = (
-    WeightRule(
-        _M + "mlp.linear_fc1.weight",
-        (_H + "mlp.gate_proj.weight", _H + "mlp.up_proj.weight"),
-        ("IH", "IH"),
-        fusion="concatenate",
-        tensor_parallel_dim=0,
-        layers="dense",
-    ),
-    WeightRule(
-        _M + "mlp.linear_fc2.weight",
-        (_H + "mlp.down_proj.weight",),
-        ("HI",),
-        tensor_parallel_dim=1,
-        layers="dense",
-    ),
-)
-_E = _H + "mlp.experts.{expert}."
+
+
+def _feed_forward(
+    ours: Sequence[str],
+    theirs: str,
+    letter: str,
+    layers: str,
+    engine: Sequence[str | None] = (None, None),
+    **more: Any,
+) -> tuple[WeightRule, WeightRule]:
+    """Return the rules of gate and up, and of down, of a feed-forward with the width of this letter."""
+    gate_up = [f"{theirs}{name}_proj.weight" for name in ("gate", "up")]
+    options: dict[str, Any] = {"layers": layers, **more}
+    return (
+        layer_rule(
+            ours[0], gate_up, f"{letter}H", 0, fusion="concatenate", transformer_engine=engine[0], **options
+        ),
+        layer_rule(
+            ours[1], theirs + "down_proj.weight", f"H{letter}", 1, transformer_engine=engine[1], **options
+        ),
+    )
+
+
+DENSE_MLP = _feed_forward(("mlp.linear_fc1.weight", "mlp.linear_fc2.weight"), "mlp.", "I", "dense")
 MOE_MLP = (
-    WeightRule(_M + "mlp.router.weight", (_H + "mlp.gate.weight",), ("EH",), layers="sparse"),
-    WeightRule(
-        _M + "mlp.experts.fc1_weight",
-        (_E + "gate_proj.weight", _E + "up_proj.weight"),
-        ("FH", "FH"),
-        fusion="concatenate",
-        tensor_parallel_dim=0,
-        layers="sparse",
+    layer_rule("mlp.router.weight", "mlp.gate.weight", "EH", layers="sparse"),
+    *_feed_forward(
+        ("mlp.experts.fc1_weight", "mlp.experts.fc2_weight"),
+        "mlp.experts.{expert}.",
+        "F",
+        "sparse",
+        [f"{MEGATRON_LAYER}mlp.experts.linear_{name}.weight{{local}}" for name in ("fc1", "fc2")],
         is_expert=True,
-        transformer_engine=_M + "mlp.experts.linear_fc1.weight{local}",
-    ),
-    WeightRule(
-        _M + "mlp.experts.fc2_weight",
-        (_E + "down_proj.weight",),
-        ("HF",),
-        tensor_parallel_dim=1,
-        layers="sparse",
-        is_expert=True,
-        transformer_engine=_M + "mlp.experts.linear_fc2.weight{local}",
     ),
 )
-EXPERT_BIAS = WeightRule(
-    _M + "mlp.router.expert_bias",
-    (_H + "mlp.gate.e_score_correction_bias",),
-    ("E",),
-    layers="sparse",
-    is_buffer=True,
+EXPERT_BIAS = layer_rule(
+    "mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "E", layers="sparse", is_buffer=True
 )
 """Bias added to a sigmoid router's selection scores, but not to the experts' weights."""
 SHARED_EXPERTS = "shared experts"
-_S = _H + "mlp.shared_experts."
-SHARED_MLP = (
-    WeightRule(
-        _M + "mlp.shared_experts.linear_fc1.weight",
-        (_S + "gate_proj.weight", _S + "up_proj.weight"),
-        ("SH", "SH"),
-        fusion="concatenate",
-        tensor_parallel_dim=0,
-        layers="sparse",
-        only_with=SHARED_EXPERTS,
-    ),
-    WeightRule(
-        _M + "mlp.shared_experts.linear_fc2.weight",
-        (_S + "down_proj.weight",),
-        ("HS",),
-        tensor_parallel_dim=1,
-        layers="sparse",
-        only_with=SHARED_EXPERTS,
-    ),
+SHARED_MLP = _feed_forward(
+    ("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc2.weight"),
+    "mlp.shared_experts.",
+    "S",
+    "sparse",
+    only_with=SHARED_EXPERTS,
 )
-SHARED_GATE = WeightRule(
-    _M + "mlp.shared_experts.gate_weight",
-    (_H + "mlp.shared_expert_gate.weight",),
-    ("1H",),
+SHARED_GATE = layer_rule(
+    "mlp.shared_experts.gate_weight",
+    "mlp.shared_expert_gate.weight",
+    "1H",
     layers="sparse",
     only_with=SHARED_EXPERTS,
 )
@@ -297,11 +249,11 @@ QUERY_RANK, NO_QUERY_RANK = "query rank", "no query rank"
 def _latent(ours: str, theirs: str, shape: str, only_with: str | None = None) -> WeightRule:
     """Return the rule of a projection: down to a latent (replicated), or up to the heads (split)."""
     is_down = ours.endswith("down_proj")
-    return WeightRule(
-        _M + f"self_attention.linear_{ours}.weight",
-        (_H + f"self_attn.{theirs}.weight",),
-        (shape,),
-        tensor_parallel_dim=None if is_down else 0,
+    return layer_rule(
+        f"{_A}linear_{ours}.weight",
+        f"self_attn.{theirs}.weight",
+        shape,
+        None if is_down else 0,
         only_with=only_with,
         travels_with="latents" if is_down else None,
     )
@@ -315,18 +267,18 @@ LATENT_BACKBONE = (
     _latent("q_proj", "q_proj", "QH", NO_QUERY_RANK),
     _latent("q_down_proj", "q_a_proj", "AH", QUERY_RANK),
     _latent("kv_down_proj", "kv_a_proj_with_mqa", "BH"),
-    WeightRule(
-        _M + "self_attention.q_layernorm.weight",
-        (_H + "self_attn.q_a_layernorm.weight",),
-        ("A",),
-        transformer_engine=_M + "self_attention.linear_q_up_proj.layer_norm_weight",
+    layer_rule(
+        _A + "q_layernorm.weight",
+        "self_attn.q_a_layernorm.weight",
+        "A",
+        transformer_engine=MEGATRON_LAYER + _A + "linear_q_up_proj.layer_norm_weight",
         only_with=QUERY_RANK,
     ),
-    WeightRule(
-        _M + "self_attention.kv_layernorm.weight",
-        (_H + "self_attn.kv_a_layernorm.weight",),
-        ("C",),
-        transformer_engine=_M + "self_attention.linear_kv_up_proj.layer_norm_weight",
+    layer_rule(
+        _A + "kv_layernorm.weight",
+        "self_attn.kv_a_layernorm.weight",
+        "C",
+        transformer_engine=MEGATRON_LAYER + _A + "linear_kv_up_proj.layer_norm_weight",
     ),
     _latent("q_up_proj", "q_b_proj", "QA", QUERY_RANK),
     _latent("kv_up_proj", "kv_b_proj", "UC"),

@@ -21,20 +21,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.sizes import HFConfig
-from megatron_dppo.architectures.weight_map import is_adapter, is_weight_buffer
-from megatron_dppo.checkpoints.checkpoint_folder import (
-    WEIGHTS,
-    is_megatron_checkpoint,
-    require_megatron_checkpoint,
-)
-from megatron_dppo.checkpoints.hf_folder import HFWeights, whole_folder
-from megatron_dppo.checkpoints.megatron_save import save_sharded
+from megatron_dppo.architectures.weight_map import is_adapter
+from megatron_dppo.checkpoints.checkpoint_folder import WEIGHTS, is_megatron_checkpoint
+from megatron_dppo.checkpoints.convert.stored_tensors import StoredTensors
+from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.checkpoints.megatron_weights import load_hf_weights
-from megatron_dppo.checkpoints.model_files import copy_model_files
 from megatron_dppo.checkpoints.untrusted import refuse_code
 from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.mcore.fixes import forget_stored_strides, refuse_newer
+from megatron_dppo.mcore.fixes import refuse_newer
 from megatron_dppo.runtime.files import ABSENT, unreadable
 
 logger = logging.getLogger(__name__)
@@ -87,17 +82,6 @@ def _key(chunk: int) -> str:
     return "model" if chunk == 0 else f"model{chunk}"
 
 
-def save_weights(chunks: Sequence[GPTModel], out: Path, template: Path) -> None:
-    """Write a Megatron checkpoint of only weights, completely or not at all, from one process.
-
-    Config and tokenizer are copied from `template`, a Hugging Face folder, into `hf/`.
-    """
-    with whole_folder(out) as unfinished:
-        (unfinished / WEIGHTS).mkdir()
-        copy_model_files(template, unfinished / HF)
-        save_sharded(model_states(chunks), unfinished / WEIGHTS)
-
-
 def load_sharded(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Run Megatron's distributed load, and raise its many errors as CheckpointError.
 
@@ -142,39 +126,18 @@ def _error_of_system(error: BaseException | None) -> OSError | None:
 
 
 def stored_lora(folder: Path) -> LoraConfig | None:
-    """Return the `[lora]` that a Megatron checkpoint was trained with; None if it has no adapters.
-
-    Every rank calls this together.
-    """
-    tensors = _stored_tensors(folder)
-    stored = {k: tensor for k, tensor in tensors.items() if is_adapter(k) and not k.startswith("optimizer.")}
-    if not stored:
+    """Return the `[lora]` that a Megatron checkpoint was trained with; None if it has no adapters."""
+    stored = StoredTensors(folder / WEIGHTS)
+    shapes = {k: v for k, v in stored.shapes.items() if is_adapter(k) and not k.startswith("optimizer.")}
+    if not shapes:
         return None
-    one = next(tensor for key, tensor in stored.items() if key.endswith(".alpha"))
-    alpha = load_sharded({"alpha": one.without_data()}, folder / WEIGHTS)["alpha"]
-    factors = {key: tensor.global_shape for key, tensor in stored.items() if key.endswith(".lora_A")}
+    one = next(key for key in shapes if key.endswith(".alpha"))
+    alpha = stored.region(one, (0,) * len(shapes[one]), shapes[one])
+    factors = {key: shape for key, shape in shapes.items() if key.endswith(".lora_A")}
     ranks, found = {shape[-2] for shape in factors.values()}, {key.split(".")[-2] for key in factors}
     assert len(ranks) == 1, "all adapters of a run have one rank"
     targets = tuple(name for name in LoraConfig().targets if name in found)
     return LoraConfig(rank=ranks.pop(), alpha=int(alpha.flatten()[0]), targets=targets)
-
-
-def stored_dtype(folder: Path) -> torch.dtype:
-    """Return the dtype of the weights in a Megatron checkpoint, ignoring its float32 buffers."""
-    require_megatron_checkpoint(folder)
-    own = ((key, tensor) for key, tensor in _stored_tensors(folder).items() if not key.startswith("optimizer."))
-    weights = (tensor for key, tensor in own if not is_weight_buffer(key))
-    dtypes = {tensor.dtype for tensor in weights if tensor.dtype.is_floating_point}
-    if len(dtypes) != 1:
-        raise CheckpointError(f"{folder}: weights of types {sorted(map(str, dtypes))}; expected one.")
-    return dtypes.pop()
-
-
-def _stored_tensors(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's tensors without data: Megatron's `ShardedTensor`s by name."""
-    refuse_code(folder / WEIGHTS)
-    forget_stored_strides()
-    return dict(dist_checkpointing.load_tensors_metadata(str(folder / WEIGHTS)))
 
 
 def is_resharded(content: dict[str, Any], layout: Layout) -> bool:

@@ -67,13 +67,6 @@ class PendingSave:
         _finish_save(self._request)
 
 
-def save_sharded(state: dict[str, Any], folder: Path) -> None:
-    """Save into an existing empty folder from a single process; return when the bytes are on disk."""
-    save = PendingSave(state, folder, is_copied=False)
-    save.write()
-    save.finish()
-
-
 def bytes_to_write(state: Any) -> int:
     """Return the bytes of a sharded state's tensors that this rank writes."""
     sharded, _ = extract_sharded_tensors_and_factories(state)

@@ -10,7 +10,8 @@ torch writes `.metadata`.
 import io
 import pickle
 from dataclasses import fields
-from typing import Any, NoReturn
+from types import UnionType
+from typing import Any, NoReturn, get_args, get_origin
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
@@ -28,7 +29,7 @@ class NewerTorchError(Exception):
 
 
 class _Record:
-    """Replaces a dataclass; the annotations of a subclass are the fields it may have."""
+    """Replaces a dataclass; the annotations of a subclass are the fields it may have, and their types."""
 
     def __new__(cls, *arguments: Any) -> Any:
         if arguments:
@@ -42,7 +43,10 @@ class _Record:
         if len(state) != 1 or vars(self):
             raise ForbiddenError("a change to what is made already")
         vars(self).update(self.fields_of(state[0]))
-        self.check()
+        for name, annotation in type(self).__annotations__.items():
+            found = type(vars(self).get(name))  # a missing field is None
+            if annotation is not Any and found not in _types_of(annotation):
+                raise ForbiddenError(f"a {found.__name__} as {type(self).__name__}.{name}")
 
     @property
     def is_filled(self) -> bool:
@@ -55,15 +59,12 @@ class _Record:
             raise ForbiddenError(f"unknown fields of {type(self).__name__}")
         return state
 
-    def check(self) -> None:
-        """Check the fields, once they are set."""
 
-    def require(self, **types: type | tuple[type, ...]) -> None:
-        """Require each named field to have exactly one of the types; a missing field is None."""
-        for name, allowed in types.items():
-            found = type(vars(self).get(name))
-            if found not in (allowed if isinstance(allowed, tuple) else (allowed,)):
-                raise ForbiddenError(f"a {found.__name__} as {type(self).__name__}.{name}")
+def _types_of(annotation: Any) -> tuple[type, ...]:
+    """Return the types that a field may have exactly, without types of items."""
+    if isinstance(annotation, UnionType):
+        return get_args(annotation)
+    return (type(None) if annotation is None else get_origin(annotation) or annotation,)
 
 
 class _Value:
@@ -140,10 +141,6 @@ class TensorKey(_Record):
     offset: Size | None
     index: int | None
 
-    def check(self) -> None:
-        """Check the types of the fields."""
-        self.require(fqn=str, offset=(Size, type(None)), index=(int, type(None)))
-
     def __hash__(self) -> int:
         return hash((self.fqn, vars(self).get("offset")))
 
@@ -161,9 +158,8 @@ class StoredPlace(_Record):
     length: int
     transform_descriptors: None
 
-    def check(self) -> None:
-        """Check the types of the fields."""
-        self.require(relative_path=str, offset=int, length=int, transform_descriptors=type(None))
+    def __setstate__(self, *state: Any) -> None:
+        super().__setstate__(*state)
         if min(self.offset, self.length) < 0 or max(self.offset, self.length) > _MAX_INT:
             raise ForbiddenError("a place outside of any file")
 
@@ -175,10 +171,6 @@ class TensorEntry(_Record):
     size: Size
     chunks: list[Any]
 
-    def check(self) -> None:
-        """Check the types of the fields."""
-        self.require(properties=_TensorProperties, size=Size, chunks=list)
-
 
 class StoredBytes(_Record):
     """Replaces BytesStorageMetadata: a pickled object."""
@@ -188,15 +180,12 @@ class _Chunk(_Record):
     offsets: Size
     sizes: Size
 
-    def check(self) -> None:
-        self.require(offsets=Size, sizes=Size)
-
 
 class _StorageMeta(_Record):
-    checkpoint_id: str | None
-    save_id: str | None
-    load_id: str | None
-    modules: list[str]
+    checkpoint_id: Any
+    save_id: Any
+    load_id: Any
+    modules: Any
 
 
 class _SavePlan(_Record):
@@ -228,10 +217,6 @@ class StoredMetadata(_Record):
     storage_meta: _StorageMeta | None
     version: Any
     all_local_plans: Any
-
-    def check(self) -> None:
-        """Check the types of the fields."""
-        self.require(state_dict_metadata=dict, storage_data=dict, storage_meta=(_StorageMeta, type(None)))
 
 
 _TORCH = "torch.distributed.checkpoint"

@@ -23,14 +23,12 @@ from megatron_dppo.architectures.registry import (
     FAMILIES,
     QUANTIZED,
     family_of,
-    is_dequantized,
     of_dequantized,
-    readable_format,
-    variant_problems,
+    read_hf_config,
 )
-from megatron_dppo.architectures.sizes import architecture_of, config_file, read_model_config, text_model
+from megatron_dppo.architectures.sizes import architecture_of, config_file, text_model
 from megatron_dppo.checkpoints.checkpoint_folder import is_megatron_checkpoint
-from megatron_dppo.errors import ConfigError, ConversionError, Problem
+from megatron_dppo.errors import ConversionError, Problem
 
 logger = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
@@ -239,17 +237,9 @@ def main_dtype(num_elements: Iterable[tuple[str, torch.dtype, int]]) -> torch.dt
 
 
 def read_convertible_config(folder: Path) -> dict[str, Any]:
-    """Read config.json of a folder to convert, adjusted to the converted weights.
-
-    The entry for block-wise 8-bit weights or MXFP4 is left out, because these weights become bfloat16 when they
-    are read.
-    """
-    path, content = read_model_config(folder)
-    hf = _of_dequantized(content, path)
+    """Read config.json of a folder to convert, like `read_hf_config`; a family must implement it."""
+    hf = read_hf_config(folder)
     family_of(hf)
-    problems = list(variant_problems(hf))
-    if problems:
-        raise ConfigError(problems)
     return hf
 
 
@@ -281,18 +271,6 @@ def write_description(template: Path, out: Path, dtype: torch.dtype | None = Non
     path = out / "config.json"
     content = json.loads(path.read_text())
     if QUANTIZED in content:
-        path.write_text(json.dumps(_of_dequantized(content, path), indent=2) + "\n")
+        path.write_text(json.dumps(of_dequantized(content), indent=2) + "\n")
     if dtype is not None:
         name_dtype(path, dtype)
-
-
-def _of_dequantized(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    quantized = content.get(QUANTIZED)
-    if quantized is not None and not is_dequantized(content):
-        table: Mapping[str, Any] = quantized if isinstance(quantized, Mapping) else {}
-        found = (table.get("quant_method"), table.get("weight_block_size"))
-        raise ConversionError(
-            f"{path}: {QUANTIZED} with quant_method {found[0]!r} and weight_block_size {found[1]!r}. Expected "
-            f"{readable_format(content)}, or unquantised weights: convert the model's bfloat16 checkpoint."
-        )
-    return of_dequantized(content)

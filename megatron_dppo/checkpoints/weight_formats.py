@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_dppo.architectures.published_names import FP4_VALUES, unpacked_fp4
 from megatron_dppo.architectures.registry import QUANTIZED
 from megatron_dppo.architectures.sizes import read_model_config
 from megatron_dppo.errors import ConversionError
@@ -27,7 +28,6 @@ BLOCK = 16
 """Values along the input that share one of NVFP4's inner scales."""
 _FP8_MAX = float(torch.finfo(torch.float8_e4m3fn).max)
 _FP8_SMALLEST = 2.0**-9
-_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by their 3 bits; the fourth is the sign
 _FP4_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # halfway between neighbours
 _LEAST = 1e-12  # smallest scale: a weight of zeros must not divide by 0
 _LINEAR = re.compile(r"(.+\.)(q|k|v|o|gate|up|down)_proj\.weight")
@@ -36,7 +36,7 @@ _FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"
 
 def scale_for(weight_format: WeightFormat, largest: Tensor) -> Tensor:
     """Return the float32 scale `[]` for a largest absolute value of `largest`; for NVFP4, the outer scale."""
-    most = _FP8_MAX if weight_format == "fp8" else _FP4_VALUES[-1] * _FP8_MAX
+    most = _FP8_MAX if weight_format == "fp8" else FP4_VALUES[-1] * _FP8_MAX
     return largest.float().clamp_min(_LEAST) / most
 
 
@@ -66,7 +66,7 @@ def quantize_nvfp4(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         uint8 `[..., in / 2]`, an even place in the low four bits, and float8_e4m3fn `[..., in / BLOCK]`.
     """
     blocks = values.float().unflatten(-1, (-1, BLOCK))
-    block_scales = blocks.abs().amax(-1) / (_FP4_VALUES[-1] * scale)
+    block_scales = blocks.abs().amax(-1) / (FP4_VALUES[-1] * scale)
     block_scales = torch.where(block_scales == 0, 1.0, block_scales)  # a block of zeros
     block_scales = block_scales.clamp(_FP8_SMALLEST, _FP8_MAX).to(torch.float8_e4m3fn)
     codes = _fp4_codes(blocks / (block_scales.float() * scale).unsqueeze(-1)).flatten(-2)
@@ -84,10 +84,8 @@ def _fp4_codes(values: Tensor) -> Tensor:
 
 def dequantize_nvfp4(packed: Tensor, block_scales: Tensor, scale: Tensor) -> Tensor:
     """Dequantise NVFP4 values `[..., in]` to float32."""
-    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).long()
-    table = torch.tensor(_FP4_VALUES + tuple(-value for value in _FP4_VALUES), device=packed.device)
     scales = block_scales.float() * scale.float()
-    return (table[codes].unflatten(-1, (-1, BLOCK)) * scales.unsqueeze(-1)).flatten(-2)
+    return (unpacked_fp4(packed).unflatten(-1, (-1, BLOCK)) * scales.unsqueeze(-1)).flatten(-2)
 
 
 def round_values(values: Tensor, weight_format: WeightFormat, scale: Tensor) -> Tensor:

@@ -77,10 +77,11 @@ def written(runtime: Runtime, folder: str, names: list[str]) -> dict[str, dict[s
 
     from megatron_dppo.architectures.layout import Layout
     from megatron_dppo.architectures.registry import read_hf_config
-    from megatron_dppo.checkpoints.megatron_folder import WEIGHTS, load_weights, save_weights
+    from megatron_dppo.checkpoints.megatron_folder import WEIGHTS, load_weights
     from megatron_dppo.mcore import cpu, fixes
     from megatron_dppo.mcore.groups import initialize_groups, megatron_sizes
     from megatron_dppo.models.build import build_model, transformer_config
+    from tests.support.saving import save_weights
 
     cpu.install()
     fixes.apply()

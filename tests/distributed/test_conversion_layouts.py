@@ -67,13 +67,13 @@ def save_again(runtime: Runtime, folder: str, layout: str, names: list[str]) -> 
     from megatron_dppo.architectures.registry import read_hf_config
     from megatron_dppo.checkpoints.hf_folder import write_hf_checkpoint
     from megatron_dppo.checkpoints.megatron_folder import HF, WEIGHTS, load_weights, model_states
-    from megatron_dppo.checkpoints.megatron_save import save_sharded
     from megatron_dppo.checkpoints.megatron_weights import export_hf_weights, weight_buffers
     from megatron_dppo.checkpoints.model_files import copy_model_files
     from megatron_dppo.config.schema import ParallelConfig
     from megatron_dppo.mcore import cpu, fixes
     from megatron_dppo.mcore.groups import initialize_groups, megatron_sizes
     from megatron_dppo.models.build import build_model, transformer_config
+    from tests.support.saving import save_sharded
 
     cpu.install()
     fixes.apply()

@@ -103,10 +103,11 @@ def _checkpoints(runtime: Runtime, folder: Path) -> dict[str, Any]:
     from megatron_dppo.architectures.layout import Layout
     from megatron_dppo.architectures.registry import family_of, read_hf_config
     from megatron_dppo.checkpoints.hf_folder import HFWeights
-    from megatron_dppo.checkpoints.megatron_folder import WEIGHTS, load_weights, save_weights
+    from megatron_dppo.checkpoints.megatron_folder import WEIGHTS, load_weights
     from megatron_dppo.checkpoints.megatron_weights import export_hf_weights
     from megatron_dppo.mcore.groups import megatron_sizes
     from megatron_dppo.models.build import build_model, transformer_config
+    from tests.support.saving import save_weights
 
     hf, sizes, original = read_hf_config(folder), megatron_sizes(Layout(world_size=1)), HFWeights(folder)
     stored, changed = {}, {}

@@ -26,9 +26,9 @@ def measure(runtime: Runtime, folder: str) -> dict[str, dict[str, dict[str, Tens
     """Biases before and after a gradient step, and of an actor that loads what was saved then."""
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.checkpoints.megatron_folder import load_model_states, load_sharded, model_states
-    from megatron_dppo.checkpoints.megatron_save import save_sharded
     from megatron_dppo.config.schema import Config
     from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
+    from tests.support.saving import save_sharded
 
     found: dict[str, dict[str, dict[str, Tensor]]] = {}
     for name, megatron in RATES.items():

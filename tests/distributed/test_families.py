@@ -129,8 +129,9 @@ def _losses_and_gradients(
 def _changed_by_conversion(actor: Any, folder: Path) -> list[str]:
     """What is not bitwise the same after Hugging Face -> Megatron -> its checkpoint -> Hugging Face."""
     from megatron_dppo.checkpoints.hf_folder import HFWeights
-    from megatron_dppo.checkpoints.megatron_folder import load_weights, save_weights
+    from megatron_dppo.checkpoints.megatron_folder import load_weights
     from megatron_dppo.checkpoints.megatron_weights import export_hf_weights, weight_buffers
+    from tests.support.saving import save_weights
 
     out = folder.with_name(f"{folder.name} as megatron")
     save_weights(actor.chunks, out, folder)

@@ -51,7 +51,7 @@ def measure(
 ) -> dict[str, dict[str, Tensor]]:
     """Two gradient steps; every tensor whole, on every rank. A seed moves the last bits of the weights."""
     from megatron_dppo.actor.actor import Actor
-    from megatron_dppo.checkpoints.convert.to_adapter import adapter_tensors
+    from tests.support.adapter_tensors import adapter_tensors
 
     is_overlapped = "overlap_grad_reduce" in parallel
     optimizer = SMOOTH | {"distributed": is_overlapped}

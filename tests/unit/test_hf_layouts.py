@@ -110,7 +110,7 @@ def test_the_description_of_dequantised_weights_calls_them_bfloat16(tmp_path: Pa
 def test_other_quantised_formats_are_refused(tmp_path: Path, change: dict[str, object]) -> None:
     content = {"architectures": ["Qwen3ForCausalLM"], "quantization_config": FP8 | change}
     (tmp_path / "config.json").write_text(json.dumps(content))
-    with pytest.raises(ConversionError, match=r"config.json: quantization_config with .* Expected 'fp8'"):
+    with pytest.raises(ConfigError, match=r"quantization_config with .* in config.json; expected .*'fp8'"):
         read_convertible_config(tmp_path)
 
 

@@ -22,7 +22,7 @@ from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.checkpoints.model_files import read_convertible_config
 from megatron_dppo.checkpoints.weight_formats import QuantizedFolder, WeightFormat, is_linear, round_linears
 from megatron_dppo.cli import app
-from megatron_dppo.errors import ConversionError
+from megatron_dppo.errors import ConfigError, ConversionError
 from megatron_dppo.runtime.files import write_jsonl
 from tests.support.tiny_families import write_family
 from tests.support.word_tokenizers import TOKENIZER
@@ -324,7 +324,7 @@ def test_without_modelopt_the_extra_is_named(
 
 
 def test_a_quantised_folder_is_not_converted(written: Any) -> None:
-    with pytest.raises(ConversionError, match=r"'modelopt'.*convert the model's bfloat16 checkpoint"):
+    with pytest.raises(ConfigError, match=r"'modelopt'.*Name the original model, in bfloat16"):
         read_convertible_config(written[2])
 
 

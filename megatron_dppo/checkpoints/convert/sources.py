@@ -153,17 +153,25 @@ class MegatronSource:
         """Yield views of a block that is read once."""
         piece = self._piece_of[names[0]]
         block = self.stored.region(piece.key, piece.offset, piece.shape)
-        wanted, adapters = set(names), dict[str, _Adapter | None]()
-        for index, (name, tensor) in enumerate(zip(piece.hf, piece.unfuse(block, self._table), strict=True)):
-            if name not in wanted:
-                continue
-            linear = name.split(".")[-2]
-            if linear not in adapters:
-                adapters[linear] = self._adapter(piece, linear)
-            adapter = adapters[linear]
-            yield name, tensor if adapter is None else adapter.merge(tensor, index)
+        wanted, adapters = set(names), dict(self._adapters(piece, names))
+        for name, tensor in zip(piece.hf, piece.unfuse(block, self._table), strict=True):
+            if name in wanted:
+                yield name, adapters[name].merge(tensor) if name in adapters else tensor
 
-    def _adapter(self, piece: Piece, linear: str) -> "_Adapter | None":
+    def adapters(self) -> "Iterator[tuple[str, Adapter]]":
+        """Yield the LoRA adapters of the checkpoint by the Hugging Face names of their weights."""
+        for piece in self._pieces:
+            yield from self._adapters(piece, piece.hf)
+
+    def _adapters(self, piece: Piece, names: Sequence[str]) -> "Iterator[tuple[str, Adapter]]":
+        """Yield the adapters of these weights of a piece."""
+        linear_of = {name: name.split(".")[-2] for name in names}
+        found = {linear: self._adapter(piece, linear) for linear in dict.fromkeys(linear_of.values())}
+        for index, name in enumerate(piece.hf):
+            if name in linear_of and (adapter := found[linear_of[name]]) is not None:
+                yield name, adapter.of_expert(index)
+
+    def _adapter(self, piece: Piece, linear: str) -> "Adapter | None":
         """Return the LoRA factors of a linear of the piece's layer; None if it has no adapter."""
         if piece.layer is None:
             return None
@@ -175,7 +183,7 @@ class MegatronSource:
             return None
         alpha = int(self._of_layer(f"{module}.alpha", piece).flatten()[0])
         factors = [self._of_layer(f"{module}.{linear}.{name}", piece) for name in ("lora_A", "lora_B")]
-        return _Adapter(alpha, factors[0], factors[1])
+        return Adapter(alpha, factors[0], factors[1])
 
     def _of_layer(self, key: str, piece: Piece) -> Tensor:
         shape = self.stored.shapes[key]
@@ -277,17 +285,22 @@ def base_of(megatron: Path, like: WeightSource) -> WeightSource | None:
 
 
 @dataclass(frozen=True)
-class _Adapter:
+class Adapter:
     """LoRA factors of a linear, or of one linear of all experts."""
 
     alpha: int
     lora_a: Tensor  # [(experts,) rank, in]
     lora_b: Tensor  # [(experts,) out, rank]
 
-    def merge(self, weight: Tensor, index: int) -> Tensor:
-        """Return the weight plus its update, added in float32; with experts, of the `index`th expert."""
-        lora_a, lora_b = (x[index] if x.dim() > 2 else x for x in (self.lora_a, self.lora_b))
-        update = self.alpha / lora_a.shape[0] * (lora_b.float() @ lora_a.float())
+    def of_expert(self, index: int) -> "Adapter":
+        """Return the factors of the `index`th expert; of a linear without experts, this."""
+        if self.lora_a.dim() == 2:
+            return self
+        return Adapter(self.alpha, self.lora_a[index], self.lora_b[index])
+
+    def merge(self, weight: Tensor) -> Tensor:
+        """Return the weight plus its update, added in float32; the factors are of one linear."""
+        update = self.alpha / self.lora_a.shape[0] * (self.lora_b.float() @ self.lora_a.float())
         return (weight.float() + update).to(weight.dtype)
 
 

@@ -6,6 +6,7 @@
 import asyncio
 import hashlib
 import hmac
+import inspect
 import json
 import secrets
 import shutil
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from aiohttp import web
 
@@ -129,7 +130,7 @@ class AgentServer:
         """Start an episode's clock, or only show that the server is there."""
         if "Authorization" in request.headers:
             episode = self._episode(request)
-            await _in_loop_of(episode, _begin(episode))
+            await _in_loop_of(episode, episode.begin)
         return web.Response()
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -141,18 +142,19 @@ class AgentServer:
     async def _sample(self, protocol: _Protocol, request: web.Request) -> web.Response:
         episode, body = self._episode(request), await request.read()
         chat, is_retry = protocol.read(body), request.headers.get("x-stainless-retry-count", "0") != "0"
-        reply = await _in_loop_of(episode, episode.call(chat, body, is_retry=is_retry))
+        reply = await _in_loop_of(episode, lambda: episode.call(chat, body, is_retry=is_retry))
         response = web.Response(body=protocol.body(reply, chat), content_type="application/json")
         if chat.is_stream:
             response = web.Response(body=protocol.events(reply, chat), content_type="text/event-stream")
         is_read = await _is_written(response, request)
         with suppress(RefusedError):  # the episode ended meanwhile
-            await _in_loop_of(episode, _note(episode, reply.node, is_read=is_read))
+            await _in_loop_of(episode, lambda: episode.note(reply.node, is_read=is_read))
         return response
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         episode, body = self._episode(request), await request.read()
-        count = await _in_loop_of(episode, _count(episode, messages.read_messages(body)))
+        chat = messages.read_messages(body)
+        count = await _in_loop_of(episode, lambda: episode.count(chat))
         return web.json_response({"input_tokens": count})
 
     async def _reward(self, request: web.Request) -> web.Response:
@@ -162,7 +164,7 @@ class AgentServer:
             outcome = checked_outcome(AgentOutcome(fields["reward"], fields.get("info") or {}))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RefusedError(400, f"{error}; expected {{reward: number, info: numbers by name}}") from error
-        await _in_loop_of(episode, _post(episode, outcome))
+        await _in_loop_of(episode, lambda: episode.post(outcome))
         return web.json_response({})
 
 
@@ -178,33 +180,22 @@ async def _is_written(response: web.Response, request: web.Request) -> bool:
     return True
 
 
-async def _note(episode: Episode, node: int, *, is_read: bool) -> None:
-    episode.note(node, is_read=is_read)
-
-
-async def _begin(episode: Episode) -> None:
-    episode.begin()
-
-
-async def _count(episode: Episode, chat: Chat) -> int:
-    return episode.count(chat)
-
-
-async def _post(episode: Episode, outcome: AgentOutcome) -> None:
-    episode.require_open()
-    episode.posted = outcome
-
-
-async def _in_loop_of(episode: Episode, work: Coroutine[Any, Any, T]) -> T:
+async def _in_loop_of(episode: Episode, work: Callable[[], Coroutine[Any, Any, T] | T]) -> T:
     """Run work in the event loop that samples the episode."""
+
+    async def run() -> T:
+        found = work()
+        return await found if inspect.iscoroutine(found) else cast(T, found)
+
+    running = run()
     try:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, episode.loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(running, episode.loop))
     except asyncio.CancelledError:
         if not episode.is_sealed:
             raise
         raise RefusedError(409, "this episode is over", "episode_over") from None
     except RuntimeError as error:
-        work.close()
+        running.close()
         raise RefusedError(409, "this episode is over", "episode_over") from error
 
 

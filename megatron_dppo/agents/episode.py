@@ -12,12 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_dppo.agents.chat import (
-    Chat,
-    RefusedError,
-    Reply,
-    parse_response,
-)
+from megatron_dppo.agents.chat import Chat, RefusedError, Reply, parse_response
 from megatron_dppo.agents.harness import AgentOutcome
 from megatron_dppo.agents.rendering import Rendering
 from megatron_dppo.agents.tree import Node, Said, Trees, conversation, leaves_of, num_forks_of, with_call_ids
@@ -79,10 +74,7 @@ class Episode:
         self._calls = dict[bytes, asyncio.Task[Reply]]()  # the latest call with each body
         self._tasks = set[asyncio.Task[Reply]]()
         self._turn = asyncio.Lock()  # the engine samples one call of an episode at a time
-        self._read, self._unread = (
-            set[int](),
-            set[int](),
-        )  # nodes whose replies were sent, or had no client left
+        self._read, self._unread = set[int](), set[int]()  # nodes whose replies were sent, or had no client
         self._is_cut, self._num_calling = False, 0
         self._idle_s = 0.0
         self._idle_since: float | None = None  # None before the harness runs, and while it calls
@@ -132,6 +124,11 @@ class Episode:
     def note(self, node: int, *, is_read: bool) -> None:
         """Note whether a reply reached its client; one that never did does not train."""
         (self._read if is_read else self._unread).add(node)
+
+    def post(self, outcome: AgentOutcome) -> None:
+        """Keep an outcome that the harness posts; RefusedError after the end."""
+        self.require_open()
+        self.posted = outcome
 
     def seal(self) -> None:
         """End the episode: nothing that comes later changes it."""

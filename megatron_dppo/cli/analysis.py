@@ -231,7 +231,7 @@ def measure_mismatch(
     engine does not serve these weights, because they differ as much as two models.
     """
     with user_errors():
-        from megatron_dppo.analysis.mismatch.settings import measurement_config, require_possible, with_servers
+        from megatron_dppo.analysis.mismatch.results import measurement_config, require_possible, with_servers
 
         config = measurement_config(configs, overrides or (), engine, prompts)
         folder = out or config.run.folder / "mismatch"

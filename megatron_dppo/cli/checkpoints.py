@@ -17,7 +17,6 @@ from megatron_dppo.cli.options import user_errors
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.plan.units import parse_bytes
 from megatron_dppo.runtime import process as runtime
-from megatron_dppo.runtime.tables import show_table
 
 if TYPE_CHECKING:  # so that --help loads none of it
     from megatron_dppo.checkpoints.convert.output import WriteOptions
@@ -62,14 +61,12 @@ def to_megatron(
     hf: HuggingFace, out: Out, dtype: Dtype = None, shard_size: ShardSize = "4GiB", writers: Writers = 2
 ) -> None:
     """Hugging Face -> Megatron. Any parallel layout loads the result."""
-    with _process() as this:
-        from megatron_dppo.checkpoints.convert.output import refuse_existing
+    with _writing(out) as this:
         from megatron_dppo.checkpoints.convert.sources import HuggingFaceSource
         from megatron_dppo.checkpoints.convert.to_megatron import write_megatron
         from megatron_dppo.checkpoints.hf_folder import HFWeights
         from megatron_dppo.checkpoints.model_files import read_convertible_config
 
-        refuse_existing(out)
         with _named("--hf"):
             config = read_convertible_config(hf)
         source = HuggingFaceSource(HFWeights(hf, 2 * writers))
@@ -83,7 +80,6 @@ def to_megatron(
             )
         with _options(source, this, dtype, shard_size, writers) as options:
             write_megatron(source, config, out, options, this)
-        logger.info("wrote %s", out)
 
 
 @convert.command()
@@ -101,20 +97,17 @@ def to_hf(
     writers: Writers = 1,
 ) -> None:
     """Megatron -> Hugging Face, with published names, as transformers and SGLang read it; LoRA is merged."""
-    with _process() as this:
-        from megatron_dppo.checkpoints.convert.output import refuse_existing
+    with _writing(out) as this:
         from megatron_dppo.checkpoints.convert.sources import MegatronSource, base_of
         from megatron_dppo.checkpoints.convert.to_hf import model_card, write_hf
         from megatron_dppo.checkpoints.model_files import description_of
 
-        refuse_existing(out)
         with _named("--megatron" if hf_template is None else "--hf-template"):
             hf, template = description_of(hf_template or megatron)
         source = MegatronSource(megatron, hf)
         base = base_of(megatron, source) if dtype is not None else None
         with _options(source, this, dtype, shard_size, writers, base) as options:
             write_hf(source, template, out, options, this, model_card(megatron, out.name))
-        logger.info("wrote %s", out)
 
 
 @convert.command()
@@ -129,13 +122,10 @@ def to_adapter(
     ] = "",
 ) -> None:
     """LoRA's adapters of a Megatron checkpoint -> a folder that peft, SGLang and vLLM read."""
-    with _process():
-        from megatron_dppo.checkpoints.convert.output import refuse_existing
-        from megatron_dppo.checkpoints.convert.to_adapter import write_peft_adapter
+    with _writing(out):
+        from megatron_dppo.checkpoints.convert.peft_adapter import write_peft_adapter
 
-        refuse_existing(out)
         write_peft_adapter(megatron, out, base)
-        logger.info("wrote %s", out)
 
 
 @convert.command()
@@ -148,20 +138,17 @@ def merge_adapter(
     writers: Writers = 1,
 ) -> None:
     """Hugging Face + a peft LoRA adapter -> Hugging Face, with the sums that peft's own merge gives."""
-    with _process() as this:
-        from megatron_dppo.checkpoints.convert.output import refuse_existing
+    with _writing(out) as this:
         from megatron_dppo.checkpoints.convert.peft_adapter import MergedSource
         from megatron_dppo.checkpoints.convert.to_hf import write_hf
         from megatron_dppo.checkpoints.hf_folder import HFWeights
         from megatron_dppo.checkpoints.model_files import read_convertible_config
 
-        refuse_existing(out)
         with _named("--hf"):
             read_convertible_config(hf)
         source = MergedSource(HFWeights(hf, 2 * writers), adapter)
         with _options(source, this, dtype, shard_size, writers) as options:
             write_hf(source, hf, out, options, this)
-        logger.info("wrote %s", out)
 
 
 @convert.command()
@@ -194,15 +181,13 @@ def upcycle(
     again, which pays in long training and harms the model until then (Drop-Upcycling, arXiv 2502.19261).
     Memory: --shard-size per writer. The output is about --experts times as large as the input.
     """
-    with _process() as this:
+    with _writing(out) as this:
         import json
 
         from megatron_dppo.checkpoints.convert import upcycle as upcycling
-        from megatron_dppo.checkpoints.convert.output import refuse_existing
         from megatron_dppo.checkpoints.convert.to_hf import write_hf
         from megatron_dppo.checkpoints.hf_folder import HFWeights
 
-        refuse_existing(out)
         how = upcycling.Upcycling(experts, top_k, noise, reinit, seed)
         with _named("--hf"):
             dense = upcycling.read_dense_config(hf)
@@ -212,7 +197,6 @@ def upcycle(
         texts = {"config.json": json.dumps(config, indent=2) + "\n", "README.md": card}
         with _options(source, this, None, shard_size, writers) as options:
             write_hf(source, hf, out, options, this, texts)
-        logger.info("wrote %s", out)
 
 
 @convert.command()
@@ -333,6 +317,8 @@ _ROWS: Sequence[tuple[str, str, str]] = (
 
 
 def _show_mismatch(found: Mapping[str, float], num_responses: int) -> None:
+    from megatron_dppo.analysis.pages import show_table
+
     layers = [name for name in found if name.startswith("agreement_layer_")]
     rows = [*_ROWS, *((f"experts agreed on, layer {n.rpartition('_')[2]}", n, "{:.4%}") for n in layers)]
     title = f"quantised against original: {int(found['num_tokens']):,} tokens of {num_responses} responses"
@@ -349,6 +335,17 @@ def _process() -> Iterator[runtime.Runtime]:
             yield this
         finally:
             runtime.stop()
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[runtime.Runtime]:
+    """Refuse an output that exists, start this process, and log that the body wrote it."""
+    with _process() as this:
+        from megatron_dppo.checkpoints.convert.output import refuse_existing
+
+        refuse_existing(out)
+        yield this
+        logger.info("wrote %s", out)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_dppo.runtime.addresses import is_loopback
+from megatron_dppo.runtime.addresses import id_of_namespace, is_loopback
 from megatron_dppo.runtime.framing import FrameReader, json_frame
 
 _NETWORK_ERRORS = (
@@ -170,11 +170,7 @@ def close_in_children(connection: socket.socket) -> None:
 
 def this_machine() -> str:
     """Return an id shared by processes that can signal each other; empty if it is unknown."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return ""
+    return id_of_namespace("pid")
 
 
 def watch_thread(serve: Callable[[], None]) -> threading.Thread:

@@ -151,11 +151,6 @@ def _without_prefix(name: str) -> tuple[str, str]:
     return prefix, name.removeprefix(prefix)
 
 
-def function_path(name: str) -> str:
-    """Return a reward's name without the prefix that selects its signature."""
-    return _without_prefix(name)[1]
-
-
 def scores_groups(name: str) -> bool:
     """Whether a reward gets all responses to a prompt at once."""
     return _without_prefix(name)[0] in _batch_adapters

@@ -97,6 +97,15 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def id_of_namespace(kind: str) -> str:
+    """Return an id shared by processes of one boot in one namespace ("net", "pid"); empty if it is unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path(f'/proc/self/ns/{kind}').readlink()}"
+    except OSError:
+        return ""
+
+
 def _addresses_of(interface: str) -> list[str]:
     """Return the IPv4 address of an interface, then its IPv6 addresses, with link-local ones last."""
     addresses: list[str] = []

@@ -9,14 +9,19 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TypeVar
 
 from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from megatron_dppo.errors import LaunchError
-from megatron_dppo.runtime.addresses import GlooAddress, gloo_address, is_loopback, network_interfaces
+from megatron_dppo.runtime.addresses import (
+    GlooAddress,
+    gloo_address,
+    id_of_namespace,
+    is_loopback,
+    network_interfaces,
+)
 
 T = TypeVar("T")
 _FAREWELL_S = 3.0, 30.0  # the store's host waits so long for the other ranks to read an error
@@ -310,11 +315,7 @@ def _choose_interface(host: str, interfaces: str) -> str:
 
 def _network() -> str:
     """Return an id shared by processes with one loopback interface; empty if it is unknown."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/net').readlink()}"
-    except OSError:
-        return ""
+    return id_of_namespace("net")
 
 
 def _listed(items: Iterable[object]) -> str:

@@ -80,7 +80,7 @@ def measure(runtime: Runtime, folder: Path, case: dict[str, Any]) -> dict[str, A
     from transformers import AutoModelForCausalLM
 
     from megatron_dppo.actor.actor import Actor
-    from megatron_dppo.checkpoints.convert.to_adapter import write_adapter
+    from megatron_dppo.checkpoints.convert.peft_adapter import write_adapter
     from tests.support.adapter_tensors import adapter_tensors
 
     config = config_of(folder, case)

@@ -30,7 +30,7 @@ def measure_layouts(
 ) -> dict[str, dict[str, Any]]:
     """By layout: the statistics of both ways of forwarding, and the rows of tokens.jsonl."""
     from megatron_dppo.analysis.mismatch.measure import measure
-    from megatron_dppo.analysis.mismatch.settings import measurement_config
+    from megatron_dppo.analysis.mismatch.results import measurement_config
     from megatron_dppo.metrics.engine_comparison import token_rows
 
     results: dict[str, dict[str, Any]] = {}

@@ -20,7 +20,6 @@ from megatron_dppo.rewards import (
     RewardResult,
     problem_with,
 )
-from megatron_dppo.rewards.base import function_path
 from megatron_dppo.types import Prompt
 
 METADATA = {"difficulty": 3, "tags": ["a", "b"], "nested": {"unit": None}}
@@ -220,9 +219,6 @@ def test_a_path_behind_a_prefix_is_checked(name: str) -> None:
     problem = problem_with(name)
     assert problem is not None and problem.where == "data.reward"
     assert problem_with("verl:rewards_of_users:compute_score") is None
-    assert (
-        function_path("verl-batch:a.b:c") == function_path("batch:a.b:c") == function_path("a.b:c") == "a.b:c"
-    )
 
 
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -38,6 +38,7 @@ import numpy as np
 import torch
 import typer
 
+from megatron_dppo.analysis.pages import show_table
 from megatron_dppo.architectures.megatron_options import LayerSpecName
 from megatron_dppo.checks import model_facts
 from megatron_dppo.config.schema import Config
@@ -47,7 +48,6 @@ from megatron_dppo.plan.gpu_rates import RATES_FILE, GpuRates, write_rates
 from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.memory import memory_of
 from megatron_dppo.runtime.process import Runtime, gpu_libraries, quiet_library_warnings, start, stop
-from megatron_dppo.runtime.tables import show_table
 from tools.benchmarks.benchmarking import OUT, ROOT, Out, cli, write_json
 from tools.benchmarks.jobs import batch_of, build_actor, step_seconds, write_model
 

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from megatron_dppo.runtime.tables import show_table
+from megatron_dppo.analysis.pages import show_table
 from tools.benchmarks.benchmarking import OUT, ROOT, OtherPrograms, Out, cli, warn_if_busy, write_json
 from tools.benchmarks.jobs import layouts_seconds, write_model
 

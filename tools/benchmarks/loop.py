@@ -30,10 +30,10 @@ import typer
 from torch.utils.benchmark import Timer
 from tqdm import tqdm
 
+from megatron_dppo.analysis.pages import show_table
 from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.data.batches.balance import SampleCost
 from megatron_dppo.run_folder.reader import Run, read_run
-from megatron_dppo.runtime.tables import show_table
 from tools.benchmarks import benchmarking as bench
 
 MODEL = Path("runs/quickstart/model")

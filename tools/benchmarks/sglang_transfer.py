@@ -29,10 +29,10 @@ import torch
 import typer
 from torch import Tensor
 
+from megatron_dppo.analysis.pages import show_table
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.base import Completion, Request, SamplingParams
 from megatron_dppo.runtime.process import Runtime, quiet_library_warnings, start, stop
-from megatron_dppo.runtime.tables import show_table
 from tools.benchmarks import benchmarking as bench
 
 RESPONSE = 48  # tokens

@@ -26,9 +26,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from megatron_dppo.analysis.pages import show_table
 from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches
 from megatron_dppo.runtime.process import Runtime
-from megatron_dppo.runtime.tables import show_table
 from megatron_dppo.types import Sample
 from tools.benchmarks.benchmarking import OUT, ROOT, OtherPrograms, Out, cli, warn_if_busy, write_json
 from tools.benchmarks.gpu_step import QWEN3_30B_A3B

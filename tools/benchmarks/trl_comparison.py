@@ -26,10 +26,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from megatron_dppo.analysis.pages import show_table
 from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.run_folder.reader import read_run
-from megatron_dppo.runtime.tables import show_table
 from tools.benchmarks.benchmarking import OUT, ROOT, cli, spread, torchrun, warn_if_busy, write_json
 from tools.benchmarks.loop import QUICKSTART_TASK, SMOLLM2_TASK, Task, Variant, Watched, train, watch
 

@@ -100,17 +100,7 @@ def question_of(
 ) -> tuple[Config, Question]:
     """Return the config to build the actor from, and the question; makes the output folder.
 
-    Args:
-        run: Run folder with `batches/`.
-        out: Output folder.
-        world_size: Processes; with one, the run's layout is left aside.
-        checkpoint: Weights to evaluate; None means the newest checkpoint.
-        before: Weights that the rollouts were sampled with.
-        rollouts: Saved rollouts, counted from 1, or "all"; the default is the last one.
-        presets: Variants besides the run's own; by default that one is swept.
-        is_all: Whether to add all presets with saved inputs.
-        sweeps: "field=value,value" each.
-        overrides: "section.key=value" each, on top of the run's config.
+    The arguments are the options of the command. With a `world_size` of 1 the run's layout is left aside.
     """
     if not (run / "config.toml").is_file():
         action = "Name the run.folder of the run."

@@ -116,15 +116,8 @@ def cache_folder() -> Path:
 
 def write_json(path: Path, content: Any) -> None:
     """Write `content` to the cache, completely or not at all; a failure to write is ignored."""
-    # A random name: processes of several hosts share the cache, and may have the same process id.
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(content), encoding="utf-8")
-        temporary.replace(path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    with suppress(OSError):
+        write_whole(path, [json.dumps(content)])
 
 
 @contextmanager

@@ -1,19 +1,23 @@
-"""The config and the results of a mismatch measurement: files, the terminal's table, the plot of pi against mu."""
+"""Config and results of a mismatch measurement: files, the terminal's table, the plot of pi against mu."""
 
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import plotly.io
 import torch
 import typer
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
 from torch import Tensor
 
 from megatron_dppo.analysis.contrasts import PooledChange, pooled_change
+from megatron_dppo.analysis.figures.canvas import Drawing, build, render
 from megatron_dppo.analysis.pages import show_table
 from megatron_dppo.architectures.registry import read_model_sizes
 from megatron_dppo.checks import RULES, check
@@ -50,10 +54,9 @@ _ROWS: Sequence[tuple[str, str, str]] = (
     ("experts agreed on, all layers", "agreement_mean", "{:.4%}"),
 )
 NUM_BINS = 100  # along each axis
-_GAP = 0.12  # of the width, between two panels
 _TITLES: Mapping[Routes, str] = {
-    "live": "Routes of the trainer's own routers",
-    "replayed": "Routes replayed from the rollout (R3)",
+    "live": "live routes, of the trainer's routers",
+    "replayed": "replayed routes, of the rollout (R3)",
 }
 
 
@@ -190,39 +193,28 @@ def in_words(statistics: Mapping[Any, Mapping[str, float]], change: PooledChange
 
 
 def write_plot(file: Path, responses: Sequence[MeasuredResponse], kinds: Sequence[Routes], title: str) -> None:
-    """Write the page: one panel for each way the tokens were forwarded."""
-    html = plotly.io.to_html(figure(responses, kinds, title), include_plotlyjs=True, full_html=True)
-    file.write_text(html, encoding="utf-8")
+    """Write a page that opens without a network: one panel for each way the tokens were forwarded."""
+    counts = [token_counts(*pairs(responses, routes)) for routes in kinds]
+    norm = LogNorm(1, max(10.0, *(float(values.max()) for values in counts)))
+    panels = [
+        partial(_draw_counts, counts=values, norm=norm, title=_TITLES[routes])
+        for routes, values in zip(kinds, counts, strict=True)
+    ]
+    drawing = Drawing("mismatch", "", title, panels, (), columns=2, panel_height=3.0)
+    svg = render(build(drawing), "svg").decode()
+    head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>\n'
+    file.write_text(f"{head}{svg[svg.index('<svg') :]}\n</html>\n", encoding="utf-8")
 
 
-def figure(responses: Sequence[MeasuredResponse], kinds: Sequence[Routes], title: str) -> dict[str, Any]:
-    """Return the page's plotly figure."""
-    counts = {routes: token_counts(*pairs(responses, routes)) for routes in kinds}
-    most = max((float(values.max()) for values in counts.values()), default=0.0)
-    data: list[dict[str, Any]] = []
-    layout: dict[str, Any] = {
-        "title": {"text": title},
-        "template": "plotly_white",
-        "width": 80 + 480 * len(kinds),
-        "height": 560,
-        "showlegend": False,
-        "annotations": [],
-    }
-    width = (1 - _GAP * (len(kinds) - 1)) / len(kinds)
-    for index, routes in enumerate(kinds):
-        axis, left = "" if index == 0 else str(index + 1), index * (width + _GAP)
-        data += _panel(counts[routes], axis, most, has_scale=index == len(kinds) - 1)
-        layout[f"xaxis{axis}"] = _axis("μ, probability of the token in the rollout", [left, left + width])
-        layout[f"yaxis{axis}"] = _axis("π, in the trainer", [0, 1]) | {"anchor": f"x{axis}"}
-        heading = {
-            "text": _TITLES[routes],
-            "x": left + width / 2,
-            "y": 1,
-            "xanchor": "center",
-            "yanchor": "bottom",
-        }
-        layout["annotations"].append({"xref": "paper", "yref": "paper", "showarrow": False} | heading)
-    return {"data": data, "layout": layout}
+def _draw_counts(axes: Axes, counts: np.ndarray, norm: LogNorm, title: str) -> None:
+    """Draw the number of tokens in each bin, and a line where pi = mu."""
+    shown = np.ma.masked_less(counts, 1)
+    image = axes.imshow(shown, norm=norm, origin="lower", extent=(0.0, 1.0, 0.0, 1.0), aspect="auto")
+    axes.figure.colorbar(image, ax=axes, label="tokens", format="{x:g}")
+    axes.plot([0, 1], [0, 1], color="#c82828", linewidth=0.8)
+    axes.set_title(title)
+    axes.set_xlabel("μ, probability in the rollout")
+    axes.set_ylabel("π, in the trainer")
 
 
 def token_counts(log_pi: Tensor, log_mu: Tensor) -> np.ndarray:
@@ -230,34 +222,3 @@ def token_counts(log_pi: Tensor, log_mu: Tensor) -> np.ndarray:
     pi, mu = (log_probs.exp().clamp(max=1).numpy() for log_probs in (log_pi, log_mu))
     is_number = ~(np.isnan(pi) | np.isnan(mu))
     return np.histogram2d(pi[is_number], mu[is_number], bins=NUM_BINS, range=[[0, 1], [0, 1]])[0]
-
-
-def _panel(counts: np.ndarray, axis: str, most: float, *, has_scale: bool) -> list[dict[str, Any]]:
-    middles = ((np.arange(NUM_BINS) + 0.5) / NUM_BINS).tolist()
-    place = {"xaxis": f"x{axis}", "yaxis": f"y{axis}"}
-    ticks = [10**exponent for exponent in range(int(np.log10(max(most, 1))) + 1)]
-    shown = [[float(np.log10(n)) if n else None for n in row] for row in counts]
-    heatmap = {
-        "type": "heatmap",
-        "x": middles,
-        "y": middles,
-        "z": shown,
-        "zmin": 0,
-        "zmax": max(float(np.log10(max(most, 1))), 1.0),
-        "colorscale": "Viridis",
-        "showscale": has_scale,
-        "colorbar": {
-            "title": {"text": "tokens"},
-            "tickvals": [float(np.log10(tick)) for tick in ticks],
-            "ticktext": [f"{tick:,}" for tick in ticks],
-        },
-        "customdata": counts.tolist(),
-        "hovertemplate": "μ %{x:.3f}, π %{y:.3f}: %{customdata} tokens<extra></extra>",
-    }
-    line = {"color": "rgba(200, 40, 40, 0.6)", "width": 1}
-    diagonal = {"type": "scatter", "mode": "lines", "x": [0, 1], "y": [0, 1], "line": line, "hoverinfo": "skip"}
-    return [heatmap | place, diagonal | place]
-
-
-def _axis(title: str, domain: list[float]) -> dict[str, Any]:
-    return {"title": {"text": title}, "domain": domain, "range": [0, 1], "constrain": "domain"}

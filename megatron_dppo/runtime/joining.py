@@ -50,7 +50,7 @@ def join(create_groups: Callable[[Store], T], rank: int, world_size: int, timeou
     try:
         address = gloo_address()
         with address.listen() as listener:
-            places = meeting.gather("arrived", _Place.of(address, listener).to_json())
+            places = meeting.gather("arrived", json.dumps(vars(_Place.of(address, listener))))
             others = [_Place(**json.loads(place)) for place in places]
             _require_shared_addresses(others)
             meeting.connect_hosts(others)
@@ -91,10 +91,6 @@ class _Place:
         host = socket.gethostname()
         port: int = listener.getsockname()[1]
         return cls(host, _network() or host, address.ip, address.origin, ", ".join(network_interfaces()), port)
-
-    def to_json(self) -> str:
-        """Return the message to the other ranks."""
-        return json.dumps(vars(self))
 
     def __str__(self) -> str:
         return f"{self.address}, from {self.origin}"

@@ -6,8 +6,8 @@ import pickle
 import resource
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -327,33 +327,20 @@ class Stopwatch:
         phases = {phase: elapsed for phase, elapsed in seconds.items() if phase != "total"}
         return cls(runtime, phases, time.perf_counter() - seconds.get("total", 0.0))
 
-    def time(self, phase: str) -> "_Phase":
-        """Context manager: add its body's time to `phase`."""
-        return _Phase(self, phase)
+    @contextmanager
+    def time(self, phase: str) -> Iterator[None]:
+        """Add the body's time to `phase`."""
+        progress = self.runtime.progress
+        outer, progress.phase = progress.phase, phase
+        self.runtime.synchronize()
+        started = time.perf_counter()
+        try:
+            yield
+            self.runtime.synchronize()  # after an error the device may never finish,
+            progress.phase = outer  # and the error's report must name this phase
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
 
     def stop(self) -> dict[str, float]:
         """Return the seconds of each phase, and "total" since the stopwatch was made."""
         return {**self.seconds, "total": time.perf_counter() - self.started}
-
-
-@dataclass
-class _Phase:
-    watch: Stopwatch
-    phase: str
-    started: float = 0.0
-    outer: str = ""
-
-    def __enter__(self) -> None:
-        progress = self.watch.runtime.progress
-        self.outer, progress.phase = progress.phase, self.phase
-        self.watch.runtime.synchronize()
-        self.started = time.perf_counter()
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if (
-            error is None
-        ):  # after an error the device may never finish, and the error's report must name this phase
-            self.watch.runtime.synchronize()
-            self.watch.runtime.progress.phase = self.outer
-        elapsed = time.perf_counter() - self.started
-        self.watch.seconds[self.phase] = self.watch.seconds.get(self.phase, 0.0) + elapsed

@@ -288,14 +288,9 @@ training on different tokens. Noise and re-initialisation start them different, 
 
 ## Literature
 
-- Copies of the feed-forward and new routers: Komatsuzaki et al., *Sparse Upcycling: Training Mixture-of-Experts
-  from Dense Checkpoints*, 2022, [arXiv:2212.05055](https://arxiv.org/abs/2212.05055).
-- Re-initialised features (there with a fraction of 0.5 for long training): Nakamura et al., *Drop-Upcycling:
-  Training Sparse Mixture of Experts with Partial Re-initialization*, 2025,
-  [arXiv:2502.19261](https://arxiv.org/abs/2502.19261).
-- Narrower experts, and a softmax before the choice, which do not keep the function in this form: He et al.,
-  *Upcycling Large Language Models into Mixture of Experts*, 2024,
-  [arXiv:2410.07524](https://arxiv.org/abs/2410.07524).
-- A published model with experts made from a dense one, and a shared expert: *Qwen2 Technical Report*, 2024,
-  [arXiv:2407.10671](https://arxiv.org/abs/2407.10671).
+Copies of the feed-forward and new routers: sparse upcycling, [2212.05055](https://arxiv.org/abs/2212.05055).
+Re-initialised features (there with a fraction of 0.5 for long training): Drop-Upcycling,
+[2502.19261](https://arxiv.org/abs/2502.19261). Narrower experts, and a softmax before the choice, which do not
+keep the function in this form: [2410.07524](https://arxiv.org/abs/2410.07524). A published model with experts
+made from a dense one, and a shared expert: Qwen2, [2407.10671](https://arxiv.org/abs/2407.10671).
 """

@@ -51,14 +51,6 @@ def refused(found: str, expected: str, action: str = OTHER_VARIANT) -> Problem:
     return Problem("model.load", f"{found} in config.json", expected, action)
 
 
-def _nothing_more(hf: HFConfig, sizes: ModelSizes) -> Mapping[str, Any]:
-    return {}
-
-
-def _no_problems(hf: HFConfig) -> Iterator[Problem]:
-    yield from ()
-
-
 @dataclass(frozen=True)
 class SglangFacts:
     """Facts of SGLang's model class of an architecture.
@@ -124,13 +116,13 @@ class ModelFamily:
     variants: Variants
     defaults: Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
     spellings: Mapping[str, str] = field(default_factory=dict[str, str])
-    problems: Callable[[HFConfig], Iterator[Problem]] = _no_problems
+    problems: Callable[[HFConfig], Iterator[Problem]] = lambda hf: iter(())
     layer_types: tuple[str, ...] = ("full_attention",)
     rope_types: tuple[str, ...] = ("default", "llama3")
     partial_rotary: float | None = None
     has_interleaved_stacks: bool = False
     sizes: Callable[[HFConfig], ModelSizes] = dense_sizes
-    transformer_config: Callable[[HFConfig, ModelSizes], Mapping[str, Any]] = _nothing_more
+    transformer_config: Callable[[HFConfig, ModelSizes], Mapping[str, Any]] = lambda hf, sizes: {}
     module_names: Mapping[str, str] = field(default_factory=dict[str, str])
     sglang: SglangFacts = field(default_factory=SglangFacts)
 

@@ -11,20 +11,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from megatron_dppo.checks import (
-    doubts,
-    folder_remarks,
-    gather_facts,
-    idle_remarks,
-    not_checked,
-    period_remarks,
-    problems_of,
-    remarks,
-    require_evaluable,
-    require_valid,
-    stop_remarks,
-    version_notes,
-)
+from megatron_dppo import checks
+from megatron_dppo import plan as planning
 from megatron_dppo.checks.notes import lines_of, summary
 from megatron_dppo.cli.options import (
     AcceptChanges,
@@ -43,21 +31,6 @@ from megatron_dppo.cli.options import (
 )
 from megatron_dppo.config.load import dump_config, load_config
 from megatron_dppo.errors import ConfigError, Problem
-from megatron_dppo.plan import (
-    Machine,
-    as_json,
-    as_text,
-    divide,
-    load_remarks,
-    make_plan,
-    measured_machine,
-    offload_remarks,
-    parse_assumptions,
-    parse_bytes,
-    read_rates,
-    split_as_json,
-    split_as_text,
-)
 from megatron_dppo.runtime.process import gpu_libraries, quiet_library_warnings, world_size_from_launcher
 
 app = typer.Typer()
@@ -99,7 +72,7 @@ def train(
         if rollout_only is not None and train_only is not None:
             action = "Run the command twice."
             raise ConfigError(Problem("--rollout-only", "--train-only too", "one of them", action))
-        require_valid(config, world_size_from_launcher(), accepts_changes=accepts_changes)
+        checks.require_valid(config, world_size_from_launcher(), accepts_changes=accepts_changes)
         quiet_library_warnings()
         gpu_libraries()
         if rollout_only is not None:
@@ -146,17 +119,28 @@ def check(
         _exit_with_problems(error.problems)
     if is_verbose:
         typer.echo(dump_config(config))
-    facts = gather_facts(config, world_size or world_size_from_launcher(), accepts_changes=accepts_changes)
-    problems = problems_of(config, facts)
+    facts = checks.gather_facts(
+        config, world_size or world_size_from_launcher(), accepts_changes=accepts_changes
+    )
+    problems = checks.problems_of(config, facts)
     typer.echo(summary(config, facts))
-    notes = not_checked(config)
+    notes = checks.not_checked(config)
     for note in notes:
         typer.echo(f"not checked: {note}", err=True)
-    for note in version_notes(config):
+    for note in checks.version_notes(config):
         typer.echo(f"untested version: {note}", err=True)
-    noted = [*remarks(config), *idle_remarks(config), *period_remarks(config), *doubts(config, facts)]
-    noted += [*folder_remarks(config), *stop_remarks(config, facts), *offload_remarks(config, facts)]
-    noted += load_remarks(config, facts)
+    noted = [
+        *checks.remarks(config),
+        *checks.idle_remarks(config),
+        *checks.period_remarks(config),
+        *checks.doubts(config, facts),
+    ]
+    noted += [
+        *checks.folder_remarks(config),
+        *checks.stop_remarks(config, facts),
+        *planning.offload_remarks(config, facts),
+    ]
+    noted += planning.load_remarks(config, facts)
     for remark in noted:
         typer.echo(f"note: {remark}", err=True)
     if problems:
@@ -207,19 +191,22 @@ def plan(
     """
     with user_errors():
         config = load_config(configs, overrides or ())
-        host_bytes = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
-        gpu_bytes = parse_bytes(gpu_memory, "--gpu-memory")
-        machine = Machine(gpus, gpu_bytes, host_bytes, gpus_per_node, read_rates(rates))
+        host_bytes = None if host_memory is None else planning.parse_bytes(host_memory, "--host-memory")
+        gpu_bytes = planning.parse_bytes(gpu_memory, "--gpu-memory")
+        machine = planning.Machine(gpus, gpu_bytes, host_bytes, gpus_per_node, planning.read_rates(rates))
         if measured is not None:
-            machine = measured_machine(machine, measured)
-        given = parse_assumptions(assume or ())
+            machine = planning.measured_machine(machine, measured)
+        given = planning.parse_assumptions(assume or ())
         if split is None and set(given) - {"response_tokens"}:
             raise ConfigError(Problem("--assume", "no --split", "one", "Add --split 32, the number of GPUs."))
-        made = make_plan(config, machine, given.get("response_tokens"))
-        shown, text = as_json(made, proposals), as_text(made, proposals)
+        made = planning.make_plan(config, machine, given.get("response_tokens"))
+        shown, text = planning.as_json(made, proposals), planning.as_text(made, proposals)
         if split is not None:
-            found = divide(made.job, split, given)
-            shown, text = shown | {"split": split_as_json(found)}, f"{text}\n{split_as_text(found)}"
+            found = planning.divide(made.job, split, given)
+            shown, text = (
+                shown | {"split": planning.split_as_json(found)},
+                f"{text}\n{planning.split_as_text(found)}",
+            )
     typer.echo(json.dumps(shown, indent=2) if is_json else text, nl=is_json)
     if not made.fits:
         raise typer.Exit(1)
@@ -290,7 +277,7 @@ def evaluate(
         load = [] if folder is None else [f"model.load={json.dumps(str(folder))}"]
         # 0 turns off the evaluation of training; this command always evaluates.
         config = load_config(configs, [*(overrides or ()), *load, "evaluation.every=1"])
-        require_evaluable(config, world_size_from_launcher())
+        checks.require_evaluable(config, world_size_from_launcher())
         quiet_library_warnings()
         gpu_libraries()
         from megatron_dppo.evaluate import as_table, finished_rollouts

@@ -1,13 +1,7 @@
 """Ends the whole job when one rank dies, raises or hangs, and logs that rank's error last.
 
-A collective reports that another rank is gone, but not which one, nor why. So each rank keeps a TCP connection
-to rank 0, in addition to the process group. A dead process is detected by its closed socket. A host that is off
-or cut off acknowledges nothing, which the kernel detects within `run.peer_timeout_s`, whatever was sent. A
-process that is stopped, or whose host hangs, sends no heartbeat for that time. A process that hangs while its
-threads run is detected by the timeout of the collective that others wait in.
-
-A busy rank is mistaken for a silent one only if a single call holds Python's lock for `run.peer_timeout_s`. The
-time in which the listening rank itself did not run does not count, so a job may be suspended and continued.
+A collective reports that another rank is gone, but not which one, nor why. README.md says how each kind of
+failure is noticed, and what each module does.
 
 torchrun and the process groups' time-outs do a part of this without this package. With two ranks under torchrun
 and a time-out of 6 s, faults of tests/faults ended the job after these times, with this package and without it:
@@ -20,9 +14,6 @@ and a time-out of 6 s, faults of tests/faults ended the job after these times, w
 Without this package, torchrun reports the waiting rank as the root cause of a hang, and shows no stack of the
 hung rank. A second torchrun, as on another node, still kept its hung rank 26 s after the first torchrun had
 ended.
-
-`report` describes the failure of a rank, and finds the report of the first cause. `watch` has both sides of the
-connections. `link` is a connection, lets in ranks only, and ends the process.
 """
 
 import contextlib

@@ -9,7 +9,7 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -240,7 +240,8 @@ def write_quantized(
     found = None
     if measure is not None:
         found = measure(hf, output.folder, tokens, max_tokens, device)
-        _write_figures(output, found, len(tokens), max_tokens)
+        counts = {"prompts": len(tokens), "max_response_tokens": max_tokens}
+        output.write_json(MISMATCH, {**counts, "statistics": json_values(found), "versions": versions()})
     output.publish()
     return found
 
@@ -343,15 +344,3 @@ def _write_blocks(hf: Path, output: UnfinishedOutput, form: BlockFP8, device: to
             file.rename(output.file(file.name))
         written.rmdir()
     output.write_json("config.json", {**config, QUANTIZED: form.described()}, indent=2)
-
-
-def _write_figures(
-    output: UnfinishedOutput, found: Mapping[str, float], num_prompts: int, max_tokens: int
-) -> None:
-    content = {
-        "prompts": num_prompts,
-        "max_response_tokens": max_tokens,
-        "statistics": json_values(found),
-        "versions": versions(),
-    }
-    output.write(MISMATCH, lambda path: path.write_text(json.dumps(content, indent=1) + "\n"))

@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import inspect
 import json
+import math
 import secrets
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -23,13 +24,20 @@ from aiohttp import web
 from megatron_dppo.agents import messages, responses
 from megatron_dppo.agents.chat import Chat, RefusedError, Reply, read_chat
 from megatron_dppo.agents.episode import Episode, EpisodeLimits
-from megatron_dppo.agents.harness import AgentOutcome, EpisodeTask, HarnessPool, checked_outcome
+from megatron_dppo.agents.harness import (
+    SERVICE,
+    AgentOutcome,
+    EpisodeTask,
+    checked_outcome,
+    most_open_episodes,
+)
 from megatron_dppo.agents.rendering import LibraryRendering, Rendering
 from megatron_dppo.config.schema import AgentConfig, RolloutConfig
 from megatron_dppo.config.sections import DataConfig
 from megatron_dppo.engines.base import Ask, Completion, Request, SamplingParams
 from megatron_dppo.runtime.concurrency import LoopThread
 from megatron_dppo.runtime.user_code import digest_of
+from megatron_dppo.workers.pool import WorkerPool
 from megatron_dppo.workers.service import FileDigests, WorkerFault
 
 T = TypeVar("T")
@@ -209,11 +217,20 @@ def _refusing(handler: _Handler, body_of: Callable[[RefusedError], Any] = _CHAT.
     return handle
 
 
+HarnessPool = WorkerPool[EpisodeTask, AgentOutcome]
+
+
 def harness_pool(options: RolloutConfig, data: DataConfig) -> HarnessPool:
-    """Return workers for the harness of [rollout.agent]; starts none."""
+    """Return workers for the harness of [rollout.agent], one for each open episode; starts none.
+
+    The caller limits their time.
+    """
+    harness, command = options.agent.harness, options.agent.command
     return HarnessPool(
-        options.agent.harness,
-        options.agent.command,
+        SERVICE,
+        harness if harness is not None else json.dumps(list(command)),
+        num_workers=most_open_episodes(),
+        timeout_s=math.inf,
         memory_mb=data.reward_memory_mb,
         environment=data.worker_environment,
     )

@@ -39,8 +39,11 @@ T = TypeVar("T")
 @torch.no_grad()
 def load_hf_weights(chunks: Sequence[GPTModel], weights: HFWeights, hf: HFConfig) -> None:
     """Load this rank's parameters, cast to each parameter's dtype."""
-    table = family_of(hf).weight_table(hf)
-    _require_fit(weights, hf)
+    family, shapes = family_of(hf), weights.shapes()
+    table = family.weight_table(hf)
+    if family.sizes_of(hf).is_tied:
+        shapes.pop(OUTPUT.hf[0], None)
+    family.require_shapes(hf, shapes, weights.folder, weights.file_of)
     if weights.left_out and dist.get_rank() == 0:
         names = len(weights.left_out), min(weights.left_out)
         logger.info("left out: %d tensors, of vision or of further tokens' layers (first: %s)", *names)
@@ -112,13 +115,6 @@ def _parameters(
 def weight_buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers that checkpoints contain, with their names; float32 whatever the model's dtype is."""
     yield from (pair for pair in chunk.named_buffers() if is_weight_buffer(pair[0]))
-
-
-def _require_fit(weights: HFWeights, hf: HFConfig) -> None:
-    family, found = family_of(hf), weights.shapes()
-    if family.sizes_of(hf).is_tied:
-        found.pop(OUTPUT.hf[0], None)
-    family.require_shapes(hf, found, weights.folder, weights.file_of)
 
 
 def gather_stages(value: T) -> list[T]:

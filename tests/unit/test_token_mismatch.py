@@ -230,12 +230,12 @@ def test_rows_are_json_with_every_digit() -> None:
     }
 
 
-def test_plot_counts_each_token_in_its_bin(tmp_path: Any) -> None:
-    log_pi, log_mu = (torch.tensor(values).double().log() for values in ([0.999, 0.0, 1.0], [0.005, 1.0, 1.0]))
-    counts = token_counts(log_pi, log_mu)
+def test_the_plot_counts_every_token_where_it_stands(tmp_path: Any) -> None:
+    pi, mu = [0.999, 0.995, 0.0, 1.0], [0.005, 0.002, 1.0, 1.0]
+    counts = token_counts(*(torch.tensor(values).double().log() for values in (pi, mu)))
     last = NUM_BINS - 1
-    assert counts.sum() == 3
-    assert (counts[last, 0], counts[0, last], counts[last, last]) == (1, 1, 1)
+    assert counts.sum() == 4
+    assert (counts[last, 0], counts[0, last], counts[last, last]) == (2, 1, 1), "rows are pi, columns mu"
     assert np.count_nonzero(token_counts(torch.tensor([math.nan]), torch.tensor([0.0]))) == 0
     write_plot(tmp_path / "plot.html", [_response([0.5], [0.25])], ["live", "replayed"], "a <title>")
     page = (tmp_path / "plot.html").read_text()

@@ -47,6 +47,10 @@ class _Record:
             found = type(vars(self).get(name))  # a missing field is None
             if annotation is not Any and found not in _types_of(annotation):
                 raise ForbiddenError(f"a {found.__name__} as {type(self).__name__}.{name}")
+        self.check()
+
+    def check(self) -> None:
+        """Check the values of the fields, once they are set."""
 
     @property
     def is_filled(self) -> bool:
@@ -158,8 +162,8 @@ class StoredPlace(_Record):
     length: int
     transform_descriptors: None
 
-    def __setstate__(self, *state: Any) -> None:
-        super().__setstate__(*state)
+    def check(self) -> None:
+        """Check that the place is in a file."""
         if min(self.offset, self.length) < 0 or max(self.offset, self.length) > _MAX_INT:
             raise ForbiddenError("a place outside of any file")
 

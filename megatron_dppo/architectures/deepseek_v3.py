@@ -1,7 +1,6 @@
-"""Sigmoid routers, with latent attention: DeepSeek-V3 and R1, Moonlight, Kimi-K2; GLM-4.7-Flash; or without.
+"""Latent attention and sigmoid routers: DeepSeek-V3 and R1, Moonlight, Kimi-K2; GLM-4.7-Flash.
 
-The router has sigmoid scores, a bias used only for selection, and groups of experts. GLM-4.5 and GLM-4.6, with
-and without "Air", have it with grouped-query attention, which rotates half of each head.
+The router has sigmoid scores, a bias used only for selection, and groups of experts. GLM-4.5 has it too.
 
 transformers normalises the latents with an epsilon of 1e-6, whatever `rms_norm_eps` is in config.json. SGLang,
 which samples, uses `rms_norm_eps`, and so does this package. DeepSeek-V3, R1 and Kimi-K2 have 1e-6, so there is
@@ -14,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_dppo.architectures.family import (
-    AS_PUBLISHED,
     DEFAULTS,
     FURTHER_LAYERS,
     SHARED_EXPERTS_APART,
@@ -22,7 +20,6 @@ from megatron_dppo.architectures.family import (
     ModelFamily,
     SglangFacts,
     Variants,
-    refused,
 )
 from megatron_dppo.architectures.sizes import (
     HFConfig,
@@ -30,19 +27,15 @@ from megatron_dppo.architectures.sizes import (
     ModelSizes,
     moe_sizes,
     rope_table,
-    rotary_part,
     yarn_table,
 )
 from megatron_dppo.architectures.weight_map import (
-    BACKBONE,
     DENSE_MLP,
     EXPERT_BIAS,
     LATENT_BACKBONE,
     MOE_MLP,
     NO_QUERY_RANK,
     OUTPUT,
-    QK_NORM,
-    QKV_BIAS,
     QUERY_RANK,
     SHARED_EXPERTS,
     SHARED_MLP,
@@ -114,14 +107,16 @@ def router_problems(hf: HFConfig) -> Iterator[Problem]:
     """Yield the problems of a completed config.json: values that Megatron's router treats differently."""
     groups, best = int(hf["n_group"]), int(hf["topk_group"])
     top_k = int(hf["num_experts_per_tok"])
+    action = "Use a model of the supported variant; another one would be trained wrongly."
     if top_k == 1:
-        yield refused("num_experts_per_tok = 1", "at least 2: Megatron does not normalise a single weight")
+        found = "num_experts_per_tok = 1 in config.json"
+        yield Problem("model.load", found, "at least 2: Megatron does not normalise a single weight", action)
     if best < groups and top_k // best != 2:
-        yield refused(
-            f"topk_group = {best} of n_group = {groups} with num_experts_per_tok = {top_k}",
-            "twice as many experts as groups: Megatron ranks a group by its top_k // topk_group best experts, "
-            "transformers by two",
+        found = f"topk_group = {best} of n_group = {groups} with num_experts_per_tok = {top_k} in config.json"
+        expected = (
+            "twice as many experts as groups: Megatron ranks a group by its top_k // topk_group best experts,"
         )
+        yield Problem("model.load", found, f"{expected} transformers by two", action)
 
 
 def shared_width(hf: HFConfig) -> int:
@@ -187,12 +182,15 @@ def _problems(hf: HFConfig) -> Iterator[Problem]:
     yield from router_problems(hf)
     truncate = rope_table(hf).get("truncate", True)
     if truncate is not True:
-        expected = "True: Megatron's latent attention has no option for it"
-        yield refused(f"YaRN with truncate = {truncate!r}", expected, "Use another model.")
+        found, action = f"YaRN with truncate = {truncate!r} in config.json", "Use another model."
+        yield Problem("model.load", found, "True: Megatron's latent attention has no option for it", action)
     heads, of_keys = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
     if of_keys is not None and of_keys != heads:
-        expected = f"{heads}, num_attention_heads: latents give each head its own"
-        yield refused(f"num_key_value_heads = {of_keys}", expected, AS_PUBLISHED)
+        action = "Use a config.json as its publisher wrote it."
+        found = f"num_key_value_heads = {of_keys} in config.json"
+        yield Problem(
+            "model.load", found, f"{heads}, num_attention_heads: latents give each head its own", action
+        )
 
 
 def _family(architecture: str, defaults: Mapping[str, Any], sglang: SglangFacts) -> ModelFamily:
@@ -234,43 +232,4 @@ GLM4_MOE_LITE = _family(
         "num_key_value_heads": None,
     },
     replace(_SGLANG, has_own_output=True),
-)
-_GLM_BIAS, _GLM_NORM = "attention_bias", "use_qk_norm"
-_HALF = 0.5
-
-
-def _glm_sizes(hf: HFConfig) -> ModelSizes:
-    width, shared = int(hf["moe_intermediate_size"]), shared_width(hf)
-    sizes = moe_sizes(hf, int(hf["n_routed_experts"]), width, sparse_layers(hf), shared_width=shared)
-    options = {key for key in (_GLM_BIAS, _GLM_NORM) if hf[key]} | ({SHARED_EXPERTS} if shared else set[str]())
-    return replace(sizes, rotary_percent=rotary_part(hf, _HALF), options=frozenset(options))
-
-
-GLM4_MOE = ModelFamily(
-    architecture="Glm4MoeForCausalLM",
-    sizes=_glm_sizes,
-    rules=(
-        *BACKBONE,
-        OUTPUT,
-        *(replace(rule, only_with=_GLM_BIAS) for rule in QKV_BIAS),
-        *(replace(rule, only_with=_GLM_NORM) for rule in QK_NORM),
-        *DENSE_MLP,
-        *MOE_MLP,
-        EXPERT_BIAS,
-        *SHARED_MLP,
-    ),
-    variants={**SILU_ONLY, **SIGMOID_VARIANTS},
-    defaults={
-        **SIGMOID_DEFAULTS,
-        "rms_norm_eps": 1e-5,
-        "num_key_value_heads": 8,
-        _GLM_BIAS: False,
-        _GLM_NORM: False,
-    },
-    spellings=SIGMOID_SPELLINGS,
-    problems=router_problems,
-    rope_types=("default",),
-    partial_rotary=_HALF,
-    transformer_config=lambda hf, sizes: sigmoid_router(hf),
-    sglang=SglangFacts(has_dense_layers=True, has_own_output=True, arguments=SHARED_EXPERTS_APART),
 )

@@ -51,6 +51,14 @@ def refused(found: str, expected: str, action: str = OTHER_VARIANT) -> Problem:
     return Problem("model.load", f"{found} in config.json", expected, action)
 
 
+def _nothing_more(hf: HFConfig, sizes: ModelSizes) -> Mapping[str, Any]:
+    return {}
+
+
+def _no_problems(hf: HFConfig) -> Iterator[Problem]:
+    yield from ()
+
+
 @dataclass(frozen=True)
 class SglangFacts:
     """Facts of SGLang's model class of an architecture.
@@ -144,10 +152,11 @@ class ModelFamily:
 
     def key_problems(self, hf: HFConfig) -> Iterator[Problem]:
         """Yield the keys of a config.json that are null, though transformers has another value for them."""
+        action = "Use a config.json as its publisher wrote it."
         for key, default in self.defaults.items():
             if default is not None and key in hf and hf[key] is None and key not in _MAY_BE_NULL:
                 expected = f"a value such as {default!r}, which transformers takes if the key is left out"
-                yield refused(f"{key} = null", expected, AS_PUBLISHED)
+                yield Problem("model.load", f"{key} = null in config.json", expected, action)
 
     def has_qk_norm(self, sizes: ModelSizes) -> bool:
         """Return whether the heads of queries and keys are normalised."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_dppo.architectures.family import DEFAULTS, ROPE, SILU_ONLY, ModelFamily, SglangFacts, refused
+from megatron_dppo.architectures.family import DEFAULTS, ROPE, SILU_ONLY, ModelFamily, SglangFacts
 from megatron_dppo.architectures.sizes import (
     BIASED_EXPERTS,
     BIASED_OUTPUT,
@@ -84,14 +84,17 @@ def _transformer_config(hf: HFConfig, sizes: ModelSizes) -> Mapping[str, Any]:
 
 
 def _problems(hf: HFConfig) -> Iterator[Problem]:
+    action = "Use a model of the supported variant; another one would be trained wrongly."
     if int(hf["num_experts_per_tok"]) == 1:
-        yield refused("num_experts_per_tok = 1", "at least 2: a softmax over one logit is 1")
+        found = "num_experts_per_tok = 1 in config.json"
+        yield Problem("model.load", found, "at least 2: a softmax over one logit is 1", action)
     kinds, num_layers = hf["layer_types"], hf.get("num_hidden_layers")
     if kinds and num_layers is not None and len(kinds) < num_layers:
-        yield refused(f"layer_types of {len(kinds)} layers", f"at least num_hidden_layers, {num_layers}")
+        found = f"layer_types of {len(kinds)} layers in config.json"
+        yield Problem("model.load", found, f"at least num_hidden_layers, {num_layers}", action)
     for key in ("sliding_window", "swiglu_limit"):
         if not hf[key] > 0:
-            yield refused(f"{key} = {hf[key]!r}", "a number above 0")
+            yield Problem("model.load", f"{key} = {hf[key]!r} in config.json", "a number above 0", action)
 
 
 GPT_OSS = ModelFamily(

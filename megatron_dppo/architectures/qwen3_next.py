@@ -1,26 +1,22 @@
-"""Qwen3-Next, Qwen3.5 and 3.6: Gated DeltaNet in most layers, gated attention in the others.
+"""Qwen3-Next: Gated DeltaNet in most layers, gated attention in the others, experts in every layer.
 
-A shared expert has a gate, norms multiply by 1 + weight, and a quarter of each head is rotated. Qwen3-Next has
-experts in every layer. Qwen3.5 and 3.6, dense or with experts, have four projections into linear attention.
-Published models of these have vision. Their text model is trained and written; vision is left out.
+A shared expert has a gate, norms multiply by 1 + weight, and a quarter of each head is rotated.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_dppo.architectures.families import QWEN2_NAMES, SPARSE_LAYERS, sparse_layers
 from megatron_dppo.architectures.family import (
-    AS_PUBLISHED,
     DEFAULTS,
-    FURTHER_LAYERS,
     SHARED_EXPERTS_APART,
     SILU_ONLY,
     ModelFamily,
     SglangFacts,
     Variants,
-    refused,
 )
+from megatron_dppo.architectures.qwen2 import QWEN2_NAMES
+from megatron_dppo.architectures.qwen3 import SPARSE_LAYERS, sparse_layers
 from megatron_dppo.architectures.sizes import (
     OUTPUT_GATE,
     ZERO_CENTRED,
@@ -34,7 +30,6 @@ from megatron_dppo.architectures.sizes import (
 from megatron_dppo.architectures.weight_map import (
     DELTA_NET,
     DELTA_NET_IN_PROJ,
-    DELTA_NET_SPLIT_IN_PROJ,
     DENSE_MLP,
     GATED_BACKBONE,
     MOE_MLP,
@@ -105,21 +100,22 @@ def hybrid_config(hf: HFConfig, sizes: ModelSizes) -> Mapping[str, Any]:
 def hybrid_problems(hf: HFConfig) -> Iterator[Problem]:
     """Yield the problems of the layers' kinds and of the heads of linear attention."""
     keys, values = hf["linear_num_key_heads"], hf["linear_num_value_heads"]
+    action = "Use a config.json as its publisher wrote it."
     if values % keys:
-        found = f"linear_num_value_heads = {values} with linear_num_key_heads = {keys}"
-        yield refused(found, "a multiple of the key heads", AS_PUBLISHED)
+        found = f"linear_num_value_heads = {values} with linear_num_key_heads = {keys} in config.json"
+        yield Problem("model.load", found, "a multiple of the key heads", action)
     if hf.get("output_gate_type") not in (None, "silu", "swish"):
-        yield refused(f"output_gate_type = {hf['output_gate_type']!r}", "'silu'")
+        found = f"output_gate_type = {hf['output_gate_type']!r} in config.json"
+        yield Problem("model.load", found, "'silu'", "Use a model of the supported variant.")
     if "num_hidden_layers" not in hf:  # which reading the sizes reports
         return
     kinds, num_layers = layer_kinds(hf), hf["num_hidden_layers"]
     if len(kinds) < num_layers:
-        yield refused(
-            f"layer_types of {len(kinds)} layers", f"one for each of {num_layers} layers", AS_PUBLISHED
-        )
+        found = f"layer_types of {len(kinds)} layers in config.json"
+        yield Problem("model.load", found, f"one for each of {num_layers} layers", action)
     elif len(set(kinds)) == 1:
-        expected = f"{LINEAR} in some layers and {SOFTMAX} in others"
-        yield refused(f"{kinds[0]} in all {num_layers} layers", expected, AS_PUBLISHED)
+        found = f"{kinds[0]} in all {num_layers} layers"
+        yield Problem("model.load", found, f"{LINEAR} in some layers and {SOFTMAX} in others", action)
 
 
 def _sizes(hf: HFConfig) -> ModelSizes:
@@ -144,33 +140,4 @@ QWEN3_NEXT = ModelFamily(
     partial_rotary=QUARTER,
     transformer_config=hybrid_config,
     sglang=SglangFacts(arguments=SHARED_EXPERTS_APART, has_own_output=True),
-)
-_QWEN3_5_RULES = (*GATED_BACKBONE, OUTPUT, DELTA_NET_SPLIT_IN_PROJ, *DELTA_NET)
-
-
-def _qwen3_5_sizes(hf: HFConfig) -> ModelSizes:
-    return with_linear_attention(hf, dense_sizes(hf))
-
-
-def _qwen3_5_moe_sizes(hf: HFConfig) -> ModelSizes:
-    shared, width = int(hf["shared_expert_intermediate_size"]), int(hf["moe_intermediate_size"])
-    return with_linear_attention(hf, moe_sizes(hf, int(hf["num_experts"]), width, shared_width=shared))
-
-
-QWEN3_5 = replace(
-    QWEN3_NEXT,
-    architecture="Qwen3_5ForCausalLM",
-    sizes=_qwen3_5_sizes,
-    rules=(*_QWEN3_5_RULES, *DENSE_MLP),
-    variants={**HYBRID_VARIANTS, "attn_output_gate": (True, True)},
-    defaults={**HYBRID_DEFAULTS, "num_key_value_heads": 4, FURTHER_LAYERS: 0},
-    spellings={"mtp_num_hidden_layers": FURTHER_LAYERS},
-    module_names={"model.language_model.": "model."},
-)
-QWEN3_5_MOE: ModelFamily = replace(
-    QWEN3_5,
-    architecture="Qwen3_5MoeForCausalLM",
-    sizes=_qwen3_5_moe_sizes,
-    rules=(*_QWEN3_5_RULES, *SHARED_GATED_EXPERTS),
-    defaults={**QWEN3_5.defaults, "num_key_value_heads": 2, "num_experts_per_tok": 8},
 )

@@ -6,12 +6,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron_dppo.architectures.deepseek_v3 import DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE
-from megatron_dppo.architectures.families import LLAMA, MINIMAX_M2, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from megatron_dppo.architectures.family import ModelFamily, refused
+from megatron_dppo.architectures.deepseek_v3 import DEEPSEEK_V3, GLM4_MOE_LITE
+from megatron_dppo.architectures.family import ModelFamily
+from megatron_dppo.architectures.glm4_moe import GLM4_MOE
 from megatron_dppo.architectures.gpt_oss import GPT_OSS
+from megatron_dppo.architectures.llama import LLAMA
+from megatron_dppo.architectures.minimax_m2 import MINIMAX_M2
+from megatron_dppo.architectures.mixtral import MIXTRAL
 from megatron_dppo.architectures.published_names import BLOCK
-from megatron_dppo.architectures.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from megatron_dppo.architectures.qwen2 import QWEN2, QWEN2_MOE
+from megatron_dppo.architectures.qwen3 import QWEN3, QWEN3_MOE
+from megatron_dppo.architectures.qwen3_5 import QWEN3_5, QWEN3_5_MOE
+from megatron_dppo.architectures.qwen3_next import QWEN3_NEXT
 from megatron_dppo.architectures.sizes import (
     HFConfig,
     ModelSizes,
@@ -101,6 +107,7 @@ QUANTIZED = "quantization_config"
 
 _LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 """Constants that Megatron hard-codes for llama3 frequencies; only `factor` can be chosen."""
+_ACTION = "Use a model of the supported variant; another one would be trained wrongly."
 
 
 def value_problems(hf: Mapping[str, Any], variants: Mapping[str, tuple[Any, Any]]) -> Iterator[Problem]:
@@ -108,7 +115,7 @@ def value_problems(hf: Mapping[str, Any], variants: Mapping[str, tuple[Any, Any]
     for key, (default, supported) in variants.items():
         found = hf.get(key, default)
         if found != supported:
-            yield refused(f"{key} = {found!r}", repr(supported))
+            yield _problem(f"{key} = {found!r}", repr(supported))
 
 
 def common_problems(hf: Mapping[str, Any], family: ModelFamily) -> Iterator[Problem]:
@@ -116,15 +123,14 @@ def common_problems(hf: Mapping[str, Any], family: ModelFamily) -> Iterator[Prob
     quantized = hf.get(QUANTIZED)
     if quantized is not None and not is_dequantized(hf):
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
-        yield refused(
-            f"{QUANTIZED} with quant_method {method!r}",
-            f"weights that are not quantised, or {readable_format(hf)}",
-            "Name the original model, in bfloat16: quantised weights are for rollouts.",
-        )
+        action = "Name the original model, in bfloat16: quantised weights are for rollouts."
+        found = f"{QUANTIZED} with quant_method {method!r} in config.json"
+        expected = f"weights that are not quantised, or {readable_format(hf)}"
+        yield Problem("model.load", found, expected, action)
     others = sorted(set(map(str, hf.get("layer_types") or ())) - set(family.layer_types))
     if others:
         expected = f"{' or '.join(family.layer_types)} in every layer"
-        yield refused(f"layer_types with {', '.join(others)}", expected)
+        yield _problem(f"layer_types with {', '.join(others)}", expected)
     yield from _rope_problems(hf, family.rope_types, family.partial_rotary)
 
 
@@ -168,7 +174,7 @@ def of_dequantized(hf: Mapping[str, Any]) -> dict[str, Any]:
 def architecture_problem(architecture: str, families: Iterable[str]) -> Problem:
     """Return the problem of an unsupported architecture."""
     action = "Use a model of one of these, or add its family: megatron_dppo/architectures/README.md."
-    return refused(architecture, " or ".join(families), action)
+    return Problem("model.load", f"{architecture} in config.json", " or ".join(families), action)
 
 
 def _rope_problems(
@@ -176,19 +182,19 @@ def _rope_problems(
 ) -> Iterator[Problem]:
     tables = [hf[key] for key in ("rope_scaling", "rope_parameters") if hf.get(key)]
     if not all(isinstance(table, Mapping) for table in tables):
-        yield refused(f"a rope of {tables!r}", "a table with rope_type")
+        yield _problem(f"a rope of {tables!r}", "a table with rope_type")
         return
     rope = rope_table(hf)
     thetas = {table["rope_theta"] for table in (hf, *tables) if table.get("rope_theta") is not None}
     if len(thetas) > 1:
-        yield refused(f"rope_theta of {sorted(thetas)}", "the same rope_theta in all places")
+        yield _problem(f"rope_theta of {sorted(thetas)}", "the same rope_theta in all places")
     if len(tables) > 1 and tables[0] != tables[1]:
-        yield refused("rope_scaling and another rope_parameters", "one of them")
+        yield _problem("rope_scaling and another rope_parameters", "one of them")
     if partial_rotary is None and rotary_part(hf) != 1:
-        yield refused(f"partial_rotary_factor = {rotary_part(hf)!r}", "1.0")
+        yield _problem(f"partial_rotary_factor = {rotary_part(hf)!r}", "1.0")
     rope_type = rope_kind(hf)
     if rope_type not in rope_types:
-        yield refused(f"rope_type = {rope_type!r}", " or ".join(map(repr, rope_types)))
+        yield _problem(f"rope_type = {rope_type!r}", " or ".join(map(repr, rope_types)))
     elif rope_type == "llama3":
         yield from _llama3_problems(hf, rope)
     elif rope_type == "yarn":
@@ -198,20 +204,24 @@ def _rope_problems(
 def _yarn_problems(rope: Mapping[str, Any]) -> Iterator[Problem]:
     for key in ("factor", "original_max_position_embeddings"):
         if not isinstance(rope.get(key), int | float) or rope[key] < 1:
-            yield refused(f"rope_type = 'yarn' with {key} = {rope.get(key)!r}", "a number of at least 1")
+            yield _problem(f"rope_type = 'yarn' with {key} = {rope.get(key)!r}", "a number of at least 1")
     if rope.get("attention_factor") is not None:  # Megatron derives it from the factor
-        yield refused(f"rope_type = 'yarn' with attention_factor = {rope['attention_factor']!r}", "None")
+        yield _problem(f"rope_type = 'yarn' with attention_factor = {rope['attention_factor']!r}", "None")
     if rope.get("mscale_all_dim") and not rope.get("mscale"):
-        yield refused("rope_type = 'yarn' with mscale_all_dim and no mscale", "both or none of them")
+        yield _problem("rope_type = 'yarn' with mscale_all_dim and no mscale", "both or none of them")
 
 
 def _llama3_problems(hf: Mapping[str, Any], rope: Mapping[str, Any]) -> Iterator[Problem]:
     factor, length = rope.get("factor"), "original_max_position_embeddings"
     if not isinstance(factor, int | float) or factor < 1:
-        yield refused(f"rope_type = 'llama3' with factor = {factor!r}", "a number of at least 1")
+        yield _problem(f"rope_type = 'llama3' with factor = {factor!r}", "a number of at least 1")
     found = {**rope, length: hf.get(length, rope.get(length, hf.get("max_position_embeddings")))}
     for key, supported in _LLAMA3_ROPE.items():
         if found.get(key) != supported:
-            yield refused(
+            yield _problem(
                 f"rope_type = 'llama3' with {key} = {found.get(key)!r}", f"{supported}, as Megatron has"
             )
+
+
+def _problem(found: str, expected: str) -> Problem:
+    return Problem("model.load", f"{found} in config.json", expected, _ACTION)

@@ -12,10 +12,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from examples.make_tiny import OWN_SIZES
 from megatron_dppo.architectures.deepseek_v3 import DEEPSEEK_V3
-from megatron_dppo.architectures.families import QWEN3
 from megatron_dppo.architectures.gpt_oss import GPT_OSS
 from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.architectures.published_names import stays_float32
+from megatron_dppo.architectures.qwen3 import QWEN3
 from megatron_dppo.architectures.registry import (
     FAMILIES,
     family_of,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from megatron_dppo.architectures.families import QWEN3_MOE
+from megatron_dppo.architectures.qwen3 import QWEN3_MOE
 from megatron_dppo.architectures.weight_map import BACKBONE, DENSE_MLP
 from megatron_dppo.architectures.weight_table import WeightTable
 from megatron_dppo.checkpoints.hf_folder import INDEX, HFWeights, write_hf_checkpoint

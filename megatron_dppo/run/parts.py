@@ -127,7 +127,7 @@ class Sampling:
             Metrics of the push.
         """
         parts = self._parts
-        num_left = parts.config.run.num_rollouts - parts.state.rollout - num_finished
+        num_left = parts.config.run.num_rollouts - parts.state.run_state.rollout - num_finished
         with self.rollouts.pause(version, num_left) as held:
             metrics = parts.turns.to_engine(version)
         parts.logger.add_to_rollout(held)

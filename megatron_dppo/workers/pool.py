@@ -248,7 +248,7 @@ class WorkerPool(Generic[Q, A]):
             nonlocal is_slow
             if len(line) > 1 and monotonic() - asked_at > _PATIENCE_S:
                 is_slow = True
-                self._hand_over(line)
+                self._requeue_later_calls(line)
             return call.is_over()
 
         try:
@@ -263,7 +263,7 @@ class WorkerPool(Generic[Q, A]):
         request = self._service.describe_request(call.request)
         return WorkerFault(kind, f"{request}: {found}. {self._action(kind)}{printed}"), True
 
-    def _hand_over(self, line: "deque[_Call[Q, A]]") -> None:
+    def _requeue_later_calls(self, line: "deque[_Call[Q, A]]") -> None:
         """Move all calls of a line except the oldest back to the front of the queue."""
         with self._lock:
             while len(line) > 1:

@@ -163,7 +163,7 @@ class Watch:
     def next_step(self, lock: Lock, entry: Entry) -> Step:
         """Return the step after a look at the lock and its entry; raise if the owner keeps the folder.
 
-        A job that SLURM has started again waits where another one is refused.
+        A job that SLURM has started again is never refused: it waits.
         """
         now = time.monotonic()
         if lock == "missing" and self.entry is None:

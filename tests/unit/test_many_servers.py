@@ -33,7 +33,8 @@ class Faulty(Scoring):
 
     state: str = ""
     num_calls: int = 0
-    meeting: threading.Barrier | None = None  # of the servers, none of which replies before
+    facts: dict[str, object] = field(default_factory=dict[str, object])  # in its report, besides the usual ones
+    meeting: threading.Barrier | None = None  # of the servers, each of which answers nothing before
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def respond(self, path: str, body: dict[str, Any], is_gone: Callable[[], bool]) -> tuple[int, Any]:
@@ -65,7 +66,8 @@ class Faulty(Scoring):
                 pass
         if "memory_occupation" in path:
             return 200, {"success": True}
-        return super().respond(path, body, is_gone)
+        status, content = super().respond(path, body, is_gone)
+        return status, {**content, **self.facts} if path == "/server_info" else content
 
 
 def members(servers: list[Faulty]) -> list[Member]:
@@ -82,7 +84,8 @@ def told(servers: list[Faulty], folder: Path) -> Found:
 def described(servers: list[Faulty], folder: Path) -> Found:
     owner = run_servers([record_of(server) for server in servers], folder)
     fleet, absent = owner.fleet()
-    return {member.url for member in fleet.members}, absent
+    fleet.tell(lambda member: member.calls.pause)  # a push begins with both; one may die between them
+    return {member.url for member in fleet.members}, absent | fleet.failures
 
 
 def compared(servers: list[Faulty], folder: Path) -> Found:
@@ -139,6 +142,28 @@ def test_a_faulty_server_is_left_out_by_its_address(
     left, faults = function(four, tmp_path)
     assert left == {server.url for server in four if server is not faulty}
     assert set(faults) == {faulty.url} and faulty.url in faults[faulty.url]
+
+
+@pytest.mark.parametrize("tp_size", [None, "2", 0])
+def test_a_server_that_reports_no_number_of_processes_is_left_out(
+    tp_size: object, four: list[Faulty], tmp_path: Path
+) -> None:
+    """Process groups and handles are counted by it."""
+    four[1].facts = {"tp_size": tp_size}
+    left, faults = described(four, tmp_path)
+    assert left == {four[n].url for n in (0, 2, 3)} and "tp_size" in faults[four[1].url]
+
+
+def test_a_server_with_refused_settings_gets_weights_and_no_requests(
+    four: list[Faulty], tmp_path: Path
+) -> None:
+    """Its settings are a matter of the session that samples, which drains it, and of the probe."""
+    four[3].facts = {"preferred_sampling_params": {"top_k": 3}}
+    assert described(four, tmp_path) == ({server.url for server in four}, {})
+    sound = {server.url for server in four[:3]}
+    for function in (compared, connected):
+        left, faults = function(four, tmp_path)
+        assert left == sound and "preferred_sampling_params" in faults[four[3].url]
 
 
 @pytest.mark.parametrize("function", [told, described, compared, connected])

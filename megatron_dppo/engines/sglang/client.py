@@ -111,11 +111,16 @@ class SglangClient:
         await self._http.close()
         self._http = None
 
-    async def connect(self) -> tuple[Generation, ServerFacts]:
-        """Return the adapter for this server's version, and the facts that the server reports."""
+    async def server_info(self) -> Mapping[str, Any]:
+        """Return what the server reports of its version and arguments."""
         info = _json_object(_json(await self._call("GET", "/server_info")))
         if info is None:
             raise ServerError(f"{self.url}/server_info: found no JSON object; expected an SGLang server there.")
+        return info
+
+    async def connect(self) -> tuple[Generation, ServerFacts]:
+        """Return the adapter for this server's version, and the facts that the server reports."""
+        info = await self.server_info()
         model_info = _json_object(_json(await self._call("GET", "/model_info")))
         try:
             generation = generation_of(info.get("version"))

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_dppo.engines.sglang.client import Call, SglangClient, ask_each
 from megatron_dppo.engines.sglang.records import ServerRecord, differences
-from megatron_dppo.errors import MegatronDppoError, ServerError, WeightSyncError
+from megatron_dppo.errors import MegatronDppoError, ReplyError, ServerError, WeightSyncError
 from megatron_dppo.runtime.files import write_whole
 from megatron_dppo.runtime.process import Runtime
 
@@ -214,10 +214,13 @@ class Fleet:
 
 
 async def describe(client: SglangClient, record: ServerRecord) -> Member:
-    """Describe a member from its server's replies."""
-    _, facts = await client.connect()
-    update_calls_of(facts.version)
-    return Member(client.url, record.pid, facts.num_ranks, facts.version, record.since)
+    """Describe a member from what its server reports; settings of sampling are a matter of sessions."""
+    info = await client.server_info()
+    version, num_ranks = str(info.get("version")), info.get("tp_size")
+    update_calls_of(version)
+    if not isinstance(num_ranks, int) or num_ranks < 1:
+        raise ReplyError(f"/server_info: found {num_ranks!r} as tp_size; expected a number of processes")
+    return Member(client.url, record.pid, num_ranks, version, record.since)
 
 
 class RunServers:

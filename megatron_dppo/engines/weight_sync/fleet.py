@@ -200,12 +200,9 @@ class Fleet:
         self, calls: Mapping[str, Call], has_failed: threading.Event
     ) -> dict[str, MegatronDppoError]:
         """Make a call to each server, and return the errors of those that failed."""
-
-        def command(call: Call) -> Callable[[SglangClient], Awaitable[object]]:
-            return lambda client: client.command(call, self._timeout_s)
-
+        command = partial(SglangClient.command, timeout_s=self._timeout_s)
         found = await ask_each(
-            {url: command(call) for url, call in calls.items()},
+            {url: partial(command, call=call) for url, call in calls.items()},
             timeout_s=self._timeout_s + _CONNECT_S,
             api_key=self._api_key,
             on_failure=has_failed.set,

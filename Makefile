@@ -52,6 +52,7 @@ run lint-imports $(VENV)/bin/lint-imports; \
 run shellcheck $(VENV)/bin/shellcheck -x $$(git ls-files '*.sh' '*.sbatch' .ci/run); \
 run hadolint $(VENV)/bin/hadolint $$(git ls-files '*.Dockerfile'); \
 run size_limits $(RUN) tests/lint/size_limits.py; \
+run setting_places $(RUN) tests/lint/setting_places.py; \
 run prose $(RUN) tests/lint/prose.py
 endef
 
@@ -69,7 +70,7 @@ help:
 	@echo "make test        lint, then unit, distributed and fault tests, in about half an hour"
 	@echo "make docs        a site of all pages, with search: build/site/docs/index.html (own environment)"
 	@echo; echo "More tests"
-	@echo "make lint        ruff, pyright, import-linter, shellcheck, hadolint, size limits"
+	@echo "make lint        ruff, pyright, import-linter, shellcheck, hadolint, size limits, places of settings"
 	@echo "make test-recipes  every algorithm of every experiment in examples/, trained for real on a tiny model"
 	@echo "make test-slow   what takes longer: layouts of eight processes, all checkpoints between layouts, adapters, each failing call"
 	@echo "make layouts     compare every layout with one process; writes the table in megatron_dppo/actor/LAYOUTS.md"

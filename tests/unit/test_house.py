@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.lint.setting_places import keys_in
+
 TESTS = Path(__file__).resolve().parents[1]
 
 
@@ -239,3 +241,26 @@ def test_prose_counts_docstrings_comments_and_markdown(tmp_path: Path) -> None:
         "a.md:1: says: The server says so and goes on.",
     ]
     assert "4 habits in 4 lines" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("source", "is_place"),
+    [
+        ("config.rollout.top_p", True),
+        ("x = self._config.rollout\nx.top_p", True),
+        ("def f(x: RolloutConfig): return x.top_p", True),
+        ("RolloutConfig(top_p=0.5)", True),
+        ("class RolloutConfig:\n    top_p: float = 1.0", True),
+        ("x = {'rollout': X | {'lag': 1, 'top_p': 0.5}}", True),
+        ("make(rollout=dict(lag=1, **{'top_p': 0.5}))", True),
+        ("config.rollout.model_copy(update={'top_p': 0.5})", True),
+        ("x = 'Set rollout.top_p = 1.'", True),
+        ("x = '[data]\\nshuffle = true\\n[rollout]\\nlag = 1\\ntop_p = 0.5'", True),
+        ("'rollout.top_p'  # rollout.top_p", False),
+        ("top_p = sample(top_p=1.0, lag=x.top_p)", False),
+        ("config.evaluation.top_p, config.rollout.lag", False),
+        ("x = '[rollout]\\nlag = 1\\n[evaluation]\\ntop_p = 0.5'", False),
+    ],
+)
+def test_a_key_is_counted_with_its_section(source: str, is_place: bool) -> None:
+    assert ("rollout.top_p" in keys_in(source)) == is_place

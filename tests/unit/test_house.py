@@ -14,39 +14,29 @@ from tests.lint.setting_places import keys_in
 TESTS = Path(__file__).resolve().parents[1]
 
 
-def _pytest(folder: Path, test_file: str, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _pytest(folder: Path, files: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "conftest.py").write_text((TESTS / "conftest.py").read_text())
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: needs a GPU\n    slow: slow\n")
-    path = folder / test_file
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(f"import pytest\n{text}\n")
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(f"import pytest\n{text}\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, str(folder)]
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["alone", "xdist"])
-def test_a_skip_fails(tmp_path: Path, workers: tuple[str, ...]) -> None:
-    result = _pytest(tmp_path, "test_a.py", "def test_a(): pytest.skip('no reason')", *workers)
+def test_a_skip_fails_unless_it_needs_a_gpu(tmp_path: Path, workers: tuple[str, ...]) -> None:
+    files = {
+        "test_a.py": "def test_body(): pytest.skip('why')\n@pytest.mark.skip\ndef test_mark(): ...\n"
+        "@pytest.mark.gpu\ndef test_gpu(): pytest.skip('why')\ndef test_passes(): ...",
+        "test_b.py": "pytest.importorskip('no_such_module')",
+        "gpu/test_c.py": "pytest.skip('why', allow_module_level=True)",
+    }
+    result = _pytest(tmp_path, files, "-rA", "--continue-on-collection-errors", *workers)
     assert result.returncode == 1
-    assert "skipped without the gpu marker" in result.stdout
-    assert "no reason" in result.stdout
-
-
-def test_a_skipping_decorator_fails(tmp_path: Path) -> None:
-    assert _pytest(tmp_path, "test_a.py", "@pytest.mark.skip\ndef test_a(): ...").returncode == 1
-
-
-def test_a_file_that_skips_itself_fails(tmp_path: Path) -> None:
-    result = _pytest(tmp_path, "test_a.py", "pytest.importorskip('no_such_module')")
-    assert result.returncode != 0
-    assert "skipped as a whole" in result.stdout
-
-
-def test_a_gpu_test_may_skip(tmp_path: Path) -> None:
-    text = "@pytest.mark.gpu\ndef test_a(): pytest.skip('no GPU')\ndef test_b(): ..."
-    assert _pytest(tmp_path, "test_a.py", text).returncode == 0
-    whole_file = "pytest.skip('no GPU', allow_module_level=True)"
-    assert _pytest(tmp_path, "gpu/test_gpu.py", whole_file).returncode == 0
+    found = set(re.findall(r"^(PASSED|FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE))
+    names = {("FAILED", "test_a.py::test_body"), ("ERROR", "test_a.py::test_mark"), ("ERROR", "test_b.py")}
+    assert found == {*names, ("PASSED", "test_a.py::test_passes")}
 
 
 def test_every_test_has_a_time_limit(pytestconfig: pytest.Config) -> None:
@@ -59,10 +49,9 @@ def test_every_test_has_a_time_limit(pytestconfig: pytest.Config) -> None:
 @pytest.mark.parametrize("marks", ["", "@pytest.mark.slow\n"])
 def test_a_hanging_test_fails(tmp_path: Path, marks: str) -> None:
     """A test marked slow gets the longer limit of the conftest."""
-    body = "def test_a():\n    import time\n    time.sleep(3)"
-    result = _pytest(tmp_path, "test_a.py", marks + body, "-o", "timeout=1", "-o", "timeout_method=thread")
+    files = {"test_a.py": marks + "def test_a():\n    import time\n    time.sleep(3)"}
+    result = _pytest(tmp_path, files, "-o", "timeout=1", "-o", "timeout_method=thread")
     assert (result.returncode == 0) == bool(marks)
-    assert ("Timeout" in result.stdout + result.stderr) != bool(marks)
 
 
 def test_make_runs_all_suites_and_names_those_that_failed(tmp_path: Path) -> None:
@@ -82,42 +71,29 @@ def test_make_runs_all_suites_and_names_those_that_failed(tmp_path: Path) -> Non
     assert (tmp_path / "a b").exists()
 
 
-def _size_limits(root: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(TESTS / "lint" / "size_limits.py"), str(root)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.parametrize(
-    ("name", "text", "fault"),
+    ("name", "text", "place"),
     [
-        ("a.py", "x = 1\n" * 401, "401 lines, limit 400"),
-        ("a.py", "def f():\n" + "    x = 1\n" * 80, "a.py:1 f: 81 lines, limit 80"),
-        ("train.py", "x = 1\n" * 121, "121 lines, limit 120"),
-        ("a.py", "import torch\ntorch.cuda.synchronize()\n", "a.py:2: torch.cuda outside"),
-        ("a.py", "from torch import cuda\n", "a.py:1: torch.cuda outside"),
-        ("a.py", "from torch.cuda import Event\n", "a.py:1: torch.cuda outside"),
-        ("a.py", "import torch.cuda\n", "a.py:1: torch.cuda outside"),
-        ("a.py", "print(1)\n", "a.py:1: print"),
+        ("a.py", "x = 1\n" * 401, "a.py"),
+        ("a.py", "def f():\n" + "    x = 1\n" * 80, "a.py:1 f"),
+        ("train.py", "x = 1\n" * 121, "train.py"),
+        ("a.py", "import torch\ntorch.cuda.synchronize()\n", "a.py:2"),
+        ("a.py", "from torch import cuda\n", "a.py:1"),
+        ("a.py", "from torch.cuda import Event\n", "a.py:1"),
+        ("a.py", "import torch.cuda\n", "a.py:1"),
+        ("a.py", "print(1)\n", "a.py:1"),
+        ("a.py", '"""Not torch.cuda, not print(1)."""\n' + "x = 1\n" * 399, ""),
+        ("runtime/process.py", "import torch\ntorch.cuda.synchronize()\n", ""),
     ],
 )
-def test_a_broken_limit_is_reported(tmp_path: Path, name: str, text: str, fault: str) -> None:
-    package = tmp_path / "megatron_dppo"
-    package.mkdir()
-    (package / name).write_text(text)
-    result = _size_limits(tmp_path)
-    assert result.returncode == 1
-    assert fault in result.stdout
-
-
-def test_code_within_the_limits_passes(tmp_path: Path) -> None:
-    package = tmp_path / "megatron_dppo"
-    package.mkdir()
-    (package / "a.py").write_text('"""Not torch.cuda, not print(1)."""\n' + "x = 1\n" * 399)
-    (package / "runtime").mkdir()
-    (package / "runtime" / "process.py").write_text("import torch\ntorch.cuda.synchronize()\n")
-    result = _size_limits(tmp_path)
-    assert result.returncode == 0
-    assert "files:     2, median" in result.stdout
+def test_a_broken_limit_is_reported(tmp_path: Path, name: str, text: str, place: str) -> None:
+    file = tmp_path / "megatron_dppo" / name
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    command = [sys.executable, str(TESTS / "lint" / "size_limits.py"), str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == bool(place)
+    assert re.findall(r"^megatron_dppo/(.+?): ", result.stdout, re.MULTILINE) == [place] * bool(place)
 
 
 _PICKLE_MODULES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
@@ -186,61 +162,34 @@ def test_no_module_loads_code_from_files() -> None:
     assert found == set()
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "pickle.load(f)",
-        "pickle.loads(b)",
-        "pickle.Unpickler(f).load()",
-        "class A(pickle.Unpickler): ...",
-        "load = pickle.load",
-        "from pickle import loads",
-        "import pickle as p",
-        "import joblib",
-        "torch.load(f)",
-        "torch.load(f, weights_only=False)",
-        "torch.load(f, weights_only=flag)",
-        "from torch import load",
-        "torch.jit.load(f)",
-        "dist_checkpointing.load({}, f)",
-        "np.load(f, allow_pickle=True)",
-        "A.from_pretrained(x, trust_remote_code=True)",
-        "A.from_pretrained(x, trust_remote_code=flag)",
-        "AutoTokenizer.from_pretrained(x)",
-        "transformers.AutoModel.from_config(x)",
-    ],
-)
-def test_the_guard_against_loading_code_bites(source: str) -> None:
-    assert _unsafe(source)
+_UNSAFE = """
+pickle.load(f)
+pickle.Unpickler(f).load()
+load = pickle.load
+from pickle import loads
+import pickle as p
+import joblib
+torch.load(f)
+torch.load(f, weights_only=flag)
+from torch import load
+torch.jit.load(f)
+dist_checkpointing.load({}, f)
+np.load(f, allow_pickle=True)
+A.from_pretrained(x, trust_remote_code=flag)
+AutoTokenizer.from_pretrained(x)
+transformers.AutoModel.from_config(x)
+"""
+_SAFE = """
+from pickle import UnpicklingError
+torch.load(f, weights_only=True)
+A.from_pretrained(x, trust_remote_code=False)
+Qwen3MoeForCausalLM.from_pretrained(x)
+"""
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from pickle import UnpicklingError",
-        "torch.load(f, weights_only=True)",
-        "A.from_pretrained(x, trust_remote_code=False)",
-        "Qwen3MoeForCausalLM.from_pretrained(x)",
-    ],
-)
-def test_the_guard_lets_plain_loading_pass(source: str) -> None:
-    assert not _unsafe(source)
-
-
-def test_prose_counts_docstrings_comments_and_markdown(tmp_path: Path) -> None:
-    python, page = tmp_path / "a.py", tmp_path / "a.md"
-    python.write_text('"""Return those of the group."""\n\nx = 1  # the share where there is one\ntold = 2\n')
-    page.write_text("The server says so and goes on.\nA plain short sentence.\n")
-    command = [sys.executable, str(TESTS / "lint" / "prose.py"), str(python), str(page)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = [line.removeprefix(f"{tmp_path}/").split("  ")[0] for line in result.stdout.splitlines()]
-    assert found[:4] == [
-        "a.py:1: those of: Return those of the group.",
-        "a.py:3: where: the share where there is one",
-        "a.md:1: told, asked: The server says so and goes on.",
-        "a.md:1: says: The server says so and goes on.",
-    ]
-    assert "4 habits in 4 lines" in result.stdout
+def test_the_guard_against_loading_code_knows_its_forms() -> None:
+    assert [source for source in _UNSAFE.split("\n")[1:-1] if not _unsafe(source)] == []
+    assert [source for source in _SAFE.split("\n")[1:-1] if _unsafe(source)] == []
 
 
 @pytest.mark.parametrize(

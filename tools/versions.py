@@ -61,9 +61,7 @@ def counts(files: Iterable[Sequence[int]]) -> list[int]:
 
 def libraries_table() -> str:
     """Return the table of optional libraries, in addition to Megatron-Core."""
-    rows = [
-        [each.name, each.used_for, each.since, each.installed_by, each.without] for each in OPTIONAL_LIBRARIES
-    ]
+    rows = ([of.name, of.used_for, of.since, of.installed_by, of.without] for of in OPTIONAL_LIBRARIES)
     return _markdown([["library", "used for", "from", "on a GPU machine", "without it"], *rows])
 
 
@@ -77,13 +75,10 @@ def versions_tables(root: Path) -> str:
             trainers.setdefault(tuple(str(each["versions"][name]) for name in TESTED), []).append(each)
             continue
         pins = gpu_pins(each["versions"]["sglang"])
-        names = [
-            pins["sglang"],
-            *(pins[name] for name in _INSTALLED.values()),
-            each["versions"]["server torch"],
-        ]
+        names = [pins["sglang"], *(pins[name] for name in _INSTALLED.values())]
         features = [_feature(each["files"], files) for files in FEATURES.values()]
-        second.append([*names, *features, _outcome(root, each), each["date"]])
+        tested = each["versions"]["server torch"]
+        second.append([*names, tested, *features, _outcome(root, each), each["date"]])
     for found, of_them in trainers.items():
         passed = "; ".join(f"{each['suite']}: {_outcome(root, each)}" for each in of_them)
         first.append([*found, passed, min(each["date"] for each in of_them)])
@@ -96,12 +91,8 @@ def _outcome(root: Path, each: Record) -> str:
     passed, failed, left_out = counts(each["files"].values())
     there = {path.name for path in (root / "tests" / each["suite"]).glob("test_*.py")}
     missing = len(there - each["files"].keys())
-    return (
-        f"{passed:,}"
-        + (f", {failed} failed" if failed else "")
-        + (f", {left_out:,} left out" if left_out else "")
-        + (f", {missing} of {len(there)} files not run" if missing else "")
-    )
+    rest = {"failed": failed, "left out": left_out, f"of {len(there)} files not run": missing}
+    return ", ".join([f"{passed:,}", *(f"{number:,} {what}" for what, number in rest.items() if number)])
 
 
 def _feature(files: Mapping[str, Sequence[int]], names: Sequence[str]) -> str:

@@ -43,20 +43,6 @@ def gpu_steps(runtime: Runtime, model: str) -> list[dict[str, Any]]:
     return [asdict(row) for row in rows]
 
 
-def shared_prefixes(runtime: Runtime, model: str) -> dict[str, dict[str, Any]]:
-    """On one process: what the benchmark of shared prefixes measures, of a tiny model and two small groups."""
-    from tools.benchmarks.shared_prefixes import measure
-
-    return measure(runtime, model, 1, {"small": (2, [(20, 10), (20, 15), (18, 12)])})
-
-
-def test_the_benchmark_of_shared_prefixes_runs(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model", num_hidden_layers=1)
-    row = run_ranks(shared_prefixes, 1, tmp_path, str(model))[0]["small"]
-    assert (row["num_tokens"], row["num_forwarded"]) == (116, 2 * (20 + 5 + 6))
-    assert min(*row["alone_s"], *row["shared_s"]) > 0
-
-
 def gpu_steps_of_config(runtime: Runtime, folder: str, hf: dict[str, Any]) -> list[dict[str, Any]]:
     """On one process: the same of the first two layers of a config.json."""
     from tools.benchmarks.gpu_step import with_layers

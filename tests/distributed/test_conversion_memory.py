@@ -12,7 +12,7 @@ import torch
 from megatron_dppo.architectures.registry import family_of
 from megatron_dppo.checkpoints.hf_folder import write_hf_checkpoint
 from tests.support.converting import converted
-from tools.benchmarks.benchmarking import peak_memory
+from tests.support.peak_memory import peak_memory
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

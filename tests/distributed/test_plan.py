@@ -501,7 +501,7 @@ def saves(
     from megatron_dppo.run.checkpoints import Checkpoints
     from megatron_dppo.run.state import RunPoint
     from megatron_dppo.types import RunState
-    from tools.benchmarks.benchmarking import peak_memory
+    from tests.support.peak_memory import peak_memory
 
     tables = {"model": {"load": model, "dtype": "float32"}, "data": {"reward": "math"}, **changes}
     config = Config.model_validate(tables)

@@ -1,14 +1,13 @@
-"""Parts of the benchmarks: rounds, detection of disturbing programs, memory, JSON files, the command line."""
+"""Parts of the benchmarks: rounds, detection of disturbing programs, JSON files, the command line."""
 
 import json
 import os
 import platform
 import statistics
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,33 +62,6 @@ def warn_if_busy(title: str, other_cores: float) -> None:
             f"warning: during '{title}' other programs used {other_cores:.1f} of {os.cpu_count()} cores; "
             "expected an idle machine. Stop them and measure again."
         )
-
-
-@contextmanager
-def peak_memory(*, is_anonymous: bool = False) -> Iterator[list[int]]:
-    """Yield a list with one number: the largest increase of this process's memory in the block, in bytes.
-
-    `is_anonymous` leaves out mapped files.
-    """
-    process = psutil.Process()
-
-    def resident_bytes() -> int:
-        memory = process.memory_info()
-        return memory.rss - (memory.shared if is_anonymous else 0)
-
-    ended, above, before = threading.Event(), [0], resident_bytes()
-
-    def watch() -> None:
-        while not ended.wait(0.005):
-            above[0] = max(above[0], resident_bytes() - before)
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield above
-    finally:
-        ended.set()
-        thread.join()
 
 
 def torchrun(python: str, num_processes: int) -> list[str]:

@@ -6,10 +6,9 @@
     python -m tools.benchmarks.gpu_step --config models/Qwen3.5-35B-A3B/config.json --layers 4
 
 The models have one and three layers by default and random bfloat16 weights; --config takes another model's
-sizes. They run with our torch spec and,
-if it is usable, with Transformer Engine's spec. The real actor takes the steps: forward, loss, backward and
-update, on packed sequences in one micro-batch. With so few layers, the output layer and the loss are most of
-the work.
+sizes. They run with our torch spec and, if it is usable, with Transformer Engine's spec. The real actor takes
+the steps: forward, loss, backward and update, on packed sequences in one micro-batch. With so few layers, the
+output layer and the loss are most of the work.
 
 The steps of the torch spec give the rates of layers, output layer and update, by least squares. With the speed
 of copies from page-locked memory they go to --rates, from where `megatron-dppo plan` takes them.
@@ -153,14 +152,11 @@ def main(
 
 def with_layers(hf: dict[str, Any], num_layers: int) -> dict[str, Any]:
     """Return a config.json with only the first layers, and with weights that are not quantised."""
-    whole = hf.get("num_hidden_layers")
-    cut = {
-        key: value[:num_layers] if isinstance(value, list) and len(value) == whole else value
-        for key, value in hf.items()
-    }
-    return {key: value for key, value in cut.items() if key != "quantization_config"} | {
-        "num_hidden_layers": num_layers
-    }
+    whole, found = hf.get("num_hidden_layers"), dict[str, Any]()
+    for key in hf.keys() - {"quantization_config"}:
+        is_of_layers = isinstance(hf[key], list) and len(hf[key]) == whole
+        found[key] = hf[key][:num_layers] if is_of_layers else hf[key]
+    return found | {"num_hidden_layers": num_layers}
 
 
 def fitted_rates(samples: Sequence[tuple[Job, float]]) -> dict[str, float]:
@@ -243,10 +239,8 @@ def planned_bytes(model: str, lengths: Sequence[int], top_k: int, layer_spec: La
     """Return the peak bytes that `plan` predicts for a step on one micro-batch of equally long sequences."""
     job = planned_job(model, lengths, top_k, layer_spec)
     moments = memory_of(job, job.layout).worst.moments
-    return max(
-        sum(size for name, size in moments[moment].items() if name != "reserve")
-        for moment in ("loss", "backward", "step")
-    )
+    parts = (moments[moment].items() for moment in ("loss", "backward", "step"))
+    return max(sum(size for name, size in sizes if name != "reserve") for sizes in parts)
 
 
 def planned_job(model: str, lengths: Sequence[int], top_k: int, layer_spec: LayerSpecName = "torch") -> Job:
@@ -279,13 +273,6 @@ def show(rows: Sequence[Measured], device: str, peak: float | None, sequence_len
     title = f"training step, some layers of {model}, sequences of {sequence_length} tokens"
     names = ("layer spec", "objective", "layers", "tokens", "ms", "tokens/s", "MFU", "peak GiB", "planned")
     show_table(title, names, cells)
-    pairs = zip(rows, cells, strict=True)
-    done = [(row.tokens_per_s, row.peak_bytes, cell) for row, cell in pairs if row.seconds]
-    if done:
-        spec, objective, _, tokens, milliseconds, speed, mfu, *_ = max(done)[2]
-        most = max(peak_bytes for _, peak_bytes, _ in done) / 2**30
-        best = f"{tokens} tokens in {milliseconds} ms, {speed} tokens/s, MFU {mfu} ({spec}, {objective})"
-        typer.echo(f"\nbest: {best}; at most {most:.1f} GiB in any step")
 
 
 if __name__ == "__main__":

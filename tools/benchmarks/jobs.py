@@ -1,7 +1,6 @@
 """Gradient steps of the real actor on random samples, for the benchmarks that time them."""
 
 import gc
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +14,6 @@ from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import RolloutTopK, Sample, TrainBatch
 
-sys.path.append(str(Path(__file__).parents[2] / "tests" / "distributed"))
-
 PROMPT_TOKENS = 8
 
 
@@ -24,7 +21,7 @@ def write_model(runtime: Runtime, folder: str, sizes: dict[str, Any]) -> None:
     """Write a random model as a Hugging Face folder: that of a config.json, or a Qwen3-MoE of these sizes."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tests.support.tiny import write_model as write_qwen3_moe  # of tests/distributed
+    from tests.support.tiny import write_model as write_qwen3_moe
 
     def write() -> None:
         if "model_type" not in sizes:

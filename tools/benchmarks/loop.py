@@ -1,18 +1,14 @@
-"""Measures the loop's speed and the time of each phase of `megatron-dppo train`, on two examples.
+"""Measures the loop's speed and the time of each phase of `megatron-dppo train`, on the quickstart.
 
     make bench
     python -m tools.benchmarks.loop --rollouts 20
-    python -m tools.benchmarks.loop --workload smollm2 --rollouts 5     # after make smollm2 SHORT=1
 
-The variants run one after another. The quickstart has four: 1 process, and 2 processes with the experts split
-between them, each without and with routing replay (R3), one thread per process. SmolLM2 has two: 1 process of
-two threads, and 2 data-parallel processes. Speeds and shares are medians over rollouts without the first two.
-Tokens are response tokens. "other" is the time of a rollout outside all phases. The floor is the time of the
-rollout's matrix products at the speed of a single product of the model's sizes, on the cores that are used.
-Figures and run folders go to runs/bench/. Other busy programs distort the figures; the tool warns of them.
+The four variants run one after another: 1 process, and 2 processes with the experts split between them, each
+without and with routing replay (R3), one thread per process. Speeds and shares are medians over rollouts
+without the first two. Tokens are response tokens. "other" is the time of a rollout outside all phases. Figures
+and run folders go to runs/bench/. Other busy programs distort the figures; the tool warns of them.
 """
 
-import json
 import os
 import re
 import shutil
@@ -23,43 +19,21 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import typer
-from torch.utils.benchmark import Timer
 from tqdm import tqdm
 
-from megatron_dppo.analysis.pages import show_table
-from megatron_dppo.architectures.parameters import model_shape
-from megatron_dppo.data.batches.balance import SampleCost
 from megatron_dppo.run_folder.reader import Run, read_run
 from tools.benchmarks import benchmarking as bench
 
-MODEL = Path("runs/quickstart/model")
 QUICKSTART = Path("examples/quickstart")
+CONFIG, MODEL = QUICKSTART / "base.toml", Path("runs/quickstart/model")
+PROMPTS = MODEL / "prompts.jsonl"
 PHASES = ("rollout", "batch", "train", "sync")
 SKIPPED = 2
 ROLLOUT_DONE = re.compile(r"\brollout +\d+/\d+ ")
-
-
-@dataclass(frozen=True)
-class Task:
-    """A config of examples/ with its model and prompts."""
-
-    config: Path
-    model: Path
-    prompts: Path
-
-    def prepare(self) -> None:
-        """Make the quickstart's model if it is missing or outdated; refuse another one that is missing."""
-        bench.OUT.mkdir(parents=True, exist_ok=True)
-        if self.model == MODEL:
-            subprocess.run([sys.executable, QUICKSTART / "make_model.py", "--out", MODEL], check=True)
-        for path in (self.model, self.prompts):
-            if not path.exists():
-                typer.echo(f"found no {path}; expected it. Run `make smollm2 SHORT=1`.", err=True)
-                raise typer.Exit(2)
 
 
 @dataclass(frozen=True)
@@ -71,23 +45,12 @@ class Variant:
     settings: tuple[str, ...] = ()
 
 
-QUICKSTART_TASK = Task(QUICKSTART / "base.toml", MODEL, MODEL / "prompts.jsonl")
-_SMOLLM2 = Path("runs/smollm2")
-SMOLLM2_TASK = Task(
-    Path("examples/smollm2/base.toml"), _SMOLLM2 / "model", _SMOLLM2 / "short_transformers" / "prompts.jsonl"
-)
 _OFF, _REPLAY = "rollout.routing_replay='off'", "rollout.routing_replay='replay'"
-WORKLOADS = {
-    "quickstart": (
-        QUICKSTART_TASK,
-        {
-            "1 process": Variant(1, 1, (_OFF, "parallel.expert=1")),
-            "1 process, R3": Variant(1, 1, (_REPLAY, "parallel.expert=1")),
-            "expert 2": Variant(2, 1, (_OFF, "parallel.expert=2")),
-            "expert 2, R3": Variant(2, 1, (_REPLAY, "parallel.expert=2")),
-        },
-    ),
-    "smollm2": (SMOLLM2_TASK, {"1 process": Variant(1, 2), "data 2": Variant(2, 1)}),
+VARIANTS = {
+    "1 process": Variant(1, 1, (_OFF, "parallel.expert=1")),
+    "1 process, R3": Variant(1, 1, (_REPLAY, "parallel.expert=1")),
+    "expert 2": Variant(2, 1, (_OFF, "parallel.expert=2")),
+    "expert 2, R3": Variant(2, 1, (_REPLAY, "parallel.expert=2")),
 }
 
 
@@ -102,17 +65,15 @@ class Watched:
 
 
 def main(
-    workload: Annotated[Literal["quickstart", "smollm2"], typer.Option(help="What is trained.")] = "quickstart",
     rollouts: Annotated[int, typer.Option(min=3, help="Rollouts per variant, 2 of them to warm up.")] = 12,
 ) -> None:
     """Measure tokens/s of rollout and training, and the share of each phase."""
     os.chdir(bench.ROOT)
-    task, variants = WORKLOADS[workload]
-    task.prepare()
+    prepare()
     num_devices = torch.accelerator.device_count()  # 0 on a CPU: processes then share the cores
     speeds: dict[str, dict[str, Any]] = {}
     versions: Mapping[str, Any] = {}
-    for title, variant in variants.items():
+    for title, variant in VARIANTS.items():
         num_processes = variant.num_processes
         if 0 < num_devices < num_processes:
             typer.echo(f"{title}: left out, it needs {num_processes} devices and found {num_devices}")
@@ -121,25 +82,28 @@ def main(
             *("tracking.paired_routing_every=0", "tracking.samples_every=0", "checkpoint.every=0"),
             *("evaluation.every=0", "optimizer.warmup_steps=4"),
         ]
-        folder = bench.OUT / f"{workload}_{title.replace(', R3', '_replay').replace(' ', '_')}"
-        flops_per_s = product_speed(task.model, num_processes * variant.num_threads)
-        watched = train(task, variant, folder, overrides, rollouts, title)
+        folder = bench.OUT / f"quickstart_{title.replace(', R3', '_replay').replace(' ', '_')}"
+        watched = train(variant, folder, overrides, rollouts, title)
         run = read_run(folder)
-        speeds[title], versions = measure(run, task.model, watched.other_cores, flops_per_s), run.versions
+        speeds[title], versions = measure(run, watched.other_cores), run.versions
     show(speeds)
-    bench.write_json(bench.OUT / f"loop_{workload}.json", {"versions": versions, "variants": speeds})
+    bench.write_json(bench.OUT / "loop_quickstart.json", {"versions": versions, "variants": speeds})
 
 
-def train(
-    task: Task, variant: Variant, folder: Path, overrides: Sequence[str], num_rollouts: int, title: str
-) -> Watched:
+def prepare() -> None:
+    """Make the quickstart's model, if it is missing or outdated."""
+    bench.OUT.mkdir(parents=True, exist_ok=True)
+    subprocess.run([sys.executable, QUICKSTART / "make_model.py", "--out", MODEL], check=True)
+
+
+def train(variant: Variant, folder: Path, overrides: Sequence[str], num_rollouts: int, title: str) -> Watched:
     """Run `megatron-dppo train` under torchrun in a new folder, and record the line at each rollout's end."""
     shutil.rmtree(folder, ignore_errors=True)
-    sets = [f"run.folder={str(folder)!r}", f"model.load={str(task.model)!r}"]
-    sets += [f"data.prompts={str(task.prompts)!r}", f"run.num_threads={variant.num_threads}"]
+    sets = [f"run.folder={str(folder)!r}", f"model.load={str(MODEL)!r}"]
+    sets += [f"data.prompts={str(PROMPTS)!r}", f"run.num_threads={variant.num_threads}"]
     sets += [f"run.num_rollouts={num_rollouts}", *variant.settings, *overrides]
     command = [*bench.torchrun(sys.executable, variant.num_processes), "-m", "megatron_dppo", "train"]
-    command += [str(task.config), *(part for item in sets for part in ("--set", item))]
+    command += [str(CONFIG), *(part for item in sets for part in ("--set", item))]
     return watch(command, folder.with_suffix(".log"), variant.num_threads, ROLLOUT_DONE, num_rollouts, title)
 
 
@@ -178,26 +142,8 @@ def watch(
     return Watched(started, set_up, lines, others.cores())
 
 
-def product_speed(model: Path, num_cores: int) -> float:
-    """Measure the FLOP/s of float32 products of a feed-forward or expert on one core, times the cores used."""
-    hf = json.loads((model / "config.json").read_text())
-    tokens = torch.randn(2048, hf["hidden_size"])
-    weight = torch.randn(hf["hidden_size"], 2 * hf.get("moe_intermediate_size", hf["intermediate_size"]))
-    timer = Timer("torch.mm(a, b)", globals={"torch": torch, "a": tokens, "b": weight}, num_threads=1)
-    flops_per_s = 2 * tokens.numel() * weight.shape[1] / min(timer.blocked_autorange().times)
-    return flops_per_s * min(num_cores, os.cpu_count() or 1)
-
-
-def rollout_flops(cost: SampleCost, num_samples: int, row: Mapping[str, float]) -> float:
-    """Return the FLOPs of a rollout's matrix products, without repeated prefixes and cached prompts."""
-    prompt_length = row["engine/prompt_tokens"] / num_samples
-    training = num_samples * cost.of(round(prompt_length + row["rollout/response_length_mean"]))
-    sampling = (training - cost.linear * row["engine/cached_tokens"]) / 3
-    return training * row["batch/forwarded_fraction"] + sampling
-
-
-def measure(run: Run, model: Path, other_cores: float, flops_per_s: float) -> dict[str, Any]:
-    """Return medians over a run's rollouts without the first ones, and the floor at this speed of products."""
+def measure(run: Run, other_cores: float) -> dict[str, Any]:
+    """Return medians over a run's rollouts without the first ones."""
     rows = [row.values for row in run.rollouts[SKIPPED:]]
 
     def median(name: str) -> float:
@@ -207,7 +153,6 @@ def measure(run: Run, model: Path, other_cores: float, flops_per_s: float) -> di
     phase_s = {phase: median(f"time/{phase}_s") for phase in PHASES}
     phase_s["other"] = total_s - sum(phase_s.values())
     num_samples = run.option("rollout.prompts_per_rollout") * run.option("rollout.samples_per_prompt")
-    cost = SampleCost.of_model(model_shape(json.loads((model / "config.json").read_text())))
     return {
         "rollout_tokens_per_s": tokens / phase_s["rollout"],
         "train_tokens_per_s": tokens / phase_s["train"],
@@ -218,8 +163,6 @@ def measure(run: Run, model: Path, other_cores: float, flops_per_s: float) -> di
         "phase_share": {phase: seconds / total_s for phase, seconds in phase_s.items()},
         "num_rollouts": len(rows),
         "other_cores": other_cores,
-        # Seconds of the matrix products of a rollout.
-        "floor_s": statistics.median(rollout_flops(cost, num_samples, row) for row in rows) / flops_per_s,
     }
 
 
@@ -231,9 +174,8 @@ def show(speeds: Mapping[str, Mapping[str, Any]]) -> None:
     rows.clear()
     for title, speed in speeds.items():
         shares = (f"{speed['phase_s'][name]:.3f} {share:>4.0%}" for name, share in speed["phase_share"].items())
-        floor, total = speed["floor_s"], speed["total_s"]
-        rows.append([title, f"{floor:.3f}", f"{floor / total:.0%}", f"{total:.3f}", *shares])
-    show_table("seconds of a rollout", ("", "floor", "of total", "total", *PHASES, "other"), rows)
+        rows.append([title, f"{speed['total_s']:.3f}", *shares])
+    show_table("seconds of a rollout", ("", "total", *PHASES, "other"), rows)
     title, best = max(speeds.items(), key=lambda item: item[1]["tokens_per_s"])
     phase, share = max(best["phase_share"].items(), key=lambda item: item[1])
     fastest = f"{title}, {best['tokens_per_s']:,.0f} tokens/s; the {phase} phase takes {share:.0%} of it"

@@ -2,7 +2,6 @@
 
     make bench-loss
     python -m tools.benchmarks.loss --shape tp1 --shape tp8
-    python -m tools.benchmarks.loss --json >figures.json
     python -m tools.benchmarks.loss --tokens 4096 --quick
 
 On a GPU: 16384 tokens, the vocabulary of Qwen3 (151936), hidden size 2048, bfloat16. --shape tp2, tp4 or tp8
@@ -15,25 +14,24 @@ states and weight, forward and backward; and its log-probs without gradient. All
 turns, once per round, on the same tensors. Restoring the tensors is not timed. Milliseconds are medians (p50).
 "x ours" is the time divided by the time of our slowest loss of that form. "extra MB" is the peak memory that
 PyTorch allocated besides the inputs, including results. In a dead row the advantage is 0, and so is the
-gradient. Contenders do not know the dead rows in advance, unless the remark mentions it. "loss" and "gradient"
-are relative errors of a first run. A library that is missing, fails or is inexact is listed with the reason.
+gradient. Contenders do not know the dead rows in advance. "loss" and "gradient" are relative errors of a first
+run. A library that is missing, fails or is inexact is listed with the reason.
 
 The byte floor is one read of all logits in forward, and one read of live rows and one write of all rows in
 backward, at the speed of a copy in the same run. The floor of the linear form is its three matrix products in
 cuBLAS, one of all rows and two of the live rows, with bfloat16 results.
 
-Libraries on PyPI: liger-kernel, cut-cross-entropy, quack-kernels, verl. Figures are written to
-runs/bench/loss.json, or with --json printed to standard output without any other output.
+Libraries on PyPI: liger-kernel, cut-cross-entropy, verl. Figures are written to
+runs/bench/loss.json.
 """
 
-import json
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +40,8 @@ from torch._C._distributed_c10d import HashStore
 
 from megatron_dppo.analysis.pages import show_table
 from megatron_dppo.runtime.process import quiet_library_warnings
-from tools.benchmarks.benchmarking import OUT, ROOT, Out, cli, in_turn, machine, write_json
+from megatron_dppo.runtime.tables import show_table
+from tools.benchmarks.benchmarking import OUT, ROOT, Out, cli, in_turn, write_json
 from tools.benchmarks.loss_cases import SHARDS, Case, Shape
 from tools.benchmarks.loss_contenders import Contender, Function, UnavailableError, check, contenders, run
 
@@ -57,44 +56,26 @@ OURS = "ours, dppo_topk_kl"  # the most expensive objective
 Row = dict[str, Any]  # an entry of loss.json's rows
 
 
-class Goal(NamedTuple):
-    """A limit of our time divided by another's, of how many times as fast ours is, or of our memory in MB."""
-
-    form: str
-    ours: str
-    bound: Literal["at most", "at least"]
-    limit: float
-    against: str  # a contender, FLOOR, or "memory"
-
-    @property
-    def words(self) -> str:
-        """The goal as text, without the figure."""
-        kind = "times the time of" if self.bound == "at most" else "times as fast as"
-        what = "MB besides its inputs" if self.against == "memory" else f"{kind} {self.against}"
-        return f"{self.form}: {self.ours}, {self.bound} {self.limit:g} {what}"
-
-
-GOALS = (
-    Goal("logits", OURS, "at most", 1.15, FLOOR),
-    Goal("logits", OURS, "at most", 50, "memory"),
-    Goal("logits", OURS, "at least", 3.5, "Megatron fused CE"),
-    Goal("logits", OURS, "at least", 3.0, "Liger vocab-parallel CE"),
-    Goal("logits", OURS, "at least", 2.0, "log_softmax + gather"),
-    Goal("logits", "ours, dppo_binary_tv", "at least", 1.0, "Liger GRPO"),
-    Goal("linear", OURS, "at most", 1.25, "three matrix products"),
-    Goal("linear", OURS, "at least", 1.15, "Liger fused linear CE, TP"),
-    Goal("linear", OURS, "at least", 1.8, "verl linear_cross_entropy"),
-    Goal("linear", OURS, "at least", 1.2, "cut-cross-entropy, exact"),
-    Goal("linear", OURS, "at least", 0.95, "QuACK chunked"),
-    Goal("log_probs", "ours", "at least", 1.0, "Liger fused linear CE, TP"),
-)
+# Largest ratio of the time of ours to the other's, or most extra MB for "memory": (form, ours, other).
+GOALS = {
+    ("logits", OURS, FLOOR): 1.15,
+    ("logits", OURS, "memory"): 50,
+    ("logits", OURS, "Megatron fused CE"): 1 / 3.5,
+    ("logits", OURS, "Liger vocab-parallel CE"): 1 / 3,
+    ("logits", OURS, "log_softmax + gather"): 1 / 2,
+    ("logits", "ours, dppo_binary_tv", "Liger GRPO"): 1,
+    ("linear", OURS, "three matrix products"): 1.25,
+    ("linear", OURS, "Liger fused linear CE, TP"): 1 / 1.15,
+    ("linear", OURS, "verl linear_cross_entropy"): 1 / 1.8,
+    ("linear", OURS, "cut-cross-entropy, exact"): 1 / 1.2,
+    ("log_probs", "ours", "Liger fused linear CE, TP"): 1,
+}
 
 
 def main(
     shape: Annotated[list[str], typer.Option(help="tp1, tp2, tp4 or tp8 (repeatable).")] = list(SHARDS),  # noqa: B006
     tokens: Annotated[int, typer.Option(min=0, help="Number of tokens. [0: 16384, without a GPU 512]")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Run 5 rounds instead of 25.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print only the figures, as JSON.")] = False,
     out: Out = OUT / "loss.json",
 ) -> None:
     """Print a table for each form of each case, and the goals."""
@@ -110,21 +91,16 @@ def main(
     warm_up, rounds = (5, 25) if is_gpu and not quick else (1, 5)
     kinds = {"kernels": "CUDA" if is_gpu else "PyTorch reference", "is_gpu": is_gpu}
     device = torch.cuda.get_device_name() if is_gpu else "CPU"
-    content = {"machine": machine(), "device": device, **kinds}
-    content |= {"effort": {"warm_up": warm_up, "rounds": rounds}, "cases": []}
-    if not as_json:
-        typer.echo(f"{device}; our kernels: {kinds['kernels']}; {rounds} rounds")
+    effort = {"warm_up": warm_up, "rounds": rounds}
+    content: dict[str, Any] = {"device": device, **kinds, "effort": effort, "cases": []}
+    typer.echo(f"{device}; our kernels: {kinds['kernels']}; {rounds} rounds")
     with group_of_one(is_gpu):
         for name in dict.fromkeys(shape):
             one = Shape.of(name, tokens or (16384 if is_gpu else 512), is_small=not is_gpu)
             for dead_share in DEAD_SHARES:
                 content["cases"].append(benchmark(one, dead_share, warm_up, rounds))
-                if not as_json:
-                    show(content["cases"][-1])
-    if as_json:
-        typer.echo(json.dumps(content, indent=1))
-    else:
-        write_json(ROOT / out, content)
+                show(content["cases"][-1])
+    write_json(ROOT / out, content)
     if any(row["is_ours"] and row["fault"] for case in content["cases"] for row in case["rows"]):
         typer.echo("one of our losses is wrong; see the table", err=True)
         raise typer.Exit(1)
@@ -165,13 +141,8 @@ def benchmark(shape: Shape, dead_share: float, warm_up: int, rounds: int) -> dic
     medians = {(row["form"], row["name"]): row["median_s"] for row in rows if row["seconds"]}
     extra = {(row["form"], row["name"]): row["extra_bytes"] for row in rows if row["extra_bytes"] is not None}
     goals = goal_results(medians | {("logits", FLOOR): floor_s} if case.pristine.is_cuda else {}, extra)
-    found = {
-        "shape": asdict(shape),
-        "dead_share": dead_share,
-        "copy_bytes_per_s": speed,
-        "byte_floor_s": floor_s,
-    }
-    return found | {"rows": rows, "goals": goals}
+    found = {"shape": asdict(shape), "dead_share": dead_share, "rows": rows, "goals": goals}
+    return found | {"copy_bytes_per_s": speed, "byte_floor_s": floor_s}
 
 
 def prepare(contender: Contender, case: Case) -> tuple[Row, Function | None]:
@@ -229,18 +200,16 @@ def goal_results(
         extra_bytes: Peak bytes besides the inputs of each (form, name).
     """
     results: list[dict[str, Any]] = []
-    for goal in GOALS:
-        ours, other, figure = (goal.form, goal.ours), (goal.form, goal.against), None
-        if goal.against == "memory" and ours in extra_bytes:
-            figure = extra_bytes[ours] / 1e6
-        elif ours in seconds and other in seconds:
-            pair = (seconds[ours], seconds[other])
-            figure = pair[0] / pair[1] if goal.bound == "at most" else pair[1] / pair[0]
-        outcome = "not measured"
-        if figure is not None:
-            is_met = figure <= goal.limit if goal.bound == "at most" else figure >= goal.limit
-            outcome = "met" if is_met else "missed"
-        results.append({"goal": goal.words, "figure": figure, "outcome": outcome})
+    for (form, ours, other), limit in GOALS.items():
+        figure, names = None, ((form, ours), (form, other))
+        if other == "memory" and names[0] in extra_bytes:
+            figure = extra_bytes[names[0]] / 1e6
+        elif all(name in seconds for name in names):
+            figure = seconds[names[0]] / seconds[names[1]]
+        outcome = "not measured" if figure is None else "met" if figure <= limit else "missed"
+        kind = "MB besides its inputs" if other == "memory" else f"times the time of {other}"
+        goal = f"{form}: {ours}, at most {limit:.3g} {kind}"
+        results.append({"goal": goal, "figure": figure, "outcome": outcome})
     return results
 
 

@@ -1,7 +1,7 @@
 """Inputs of loss.py: shapes, their tensors, and exact gradients for comparison."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -54,7 +54,6 @@ class Case:
     advantages: Tensor  # [N] float32
     topk_ids: Tensor  # [N, K] int32
     topk_rollout_log_probs: Tensor  # [N, K] float32
-    _exact: dict[bool, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @classmethod
     def make(cls, shape: Shape, dead_share: float, device: torch.device) -> "Case":
@@ -85,52 +84,41 @@ class Case:
         """[N] ratio * advantage: factor of each token's gradient of -log pi."""
         return (self.log_probs - self.rollout_log_probs).exp() * self.advantages
 
-    @cached_property
-    def is_live(self) -> Tensor:
-        """[N] bool: rows with a gradient."""
-        return self.advantages != 0
-
     @property
     def num_live(self) -> int:
         """Number of rows with a gradient."""
         return self.shape.num_tokens - round(self.dead_share * self.shape.num_tokens)
 
-    def weights(self, *, is_plain: bool) -> Tensor:
-        """Return the weights [N] of the tokens' -log-probs: coefficients, or 1 for live rows if `is_plain`."""
-        return self.is_live.float() if is_plain else self.coefficients
-
     def restored(self) -> Tensor:
         """Copy the logits into `working` again, and return it."""
         return self.working.copy_(self.pristine)
 
-    def logits_gradients(self, *, is_plain: bool) -> Iterator[tuple[slice, Tensor]]:
+    def logits_gradients(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield the exact gradient of the logits in chunks of rows: [rows, V] float32."""
-        weights = self.weights(is_plain=is_plain)
         for start in range(0, self.shape.num_tokens, REFERENCE_ROWS):
             rows = slice(start, min(start + REFERENCE_ROWS, self.shape.num_tokens))
             gradient = self.pristine[rows].float().softmax(-1)
             gradient.scatter_add_(1, self.targets[rows, None], -gradient.new_ones(gradient.shape[0], 1))
-            yield rows, gradient * weights[rows, None]
+            yield rows, gradient * self.coefficients[rows, None]
 
-    def linear_gradients(self, *, is_plain: bool) -> tuple[Tensor, Tensor]:
-        """Return the float32 gradients of hidden states [N, H] and weight [V, H]."""
-        if is_plain not in self._exact:
-            weight = self.weight.float()
-            by_hidden, by_weight = torch.empty_like(self.hidden).float(), torch.zeros_like(weight)
-            for rows, gradient in self.logits_gradients(is_plain=is_plain):
-                by_hidden[rows] = gradient @ weight
-                by_weight.addmm_(gradient.t(), self.hidden[rows].float())
-            self._exact[is_plain] = by_hidden, by_weight
-        return self._exact[is_plain]
+    @cached_property
+    def linear_gradients(self) -> tuple[Tensor, Tensor]:
+        """Float32 gradients of hidden states [N, H] and weight [V, H]."""
+        weight = self.weight.float()
+        by_hidden, by_weight = torch.empty_like(self.hidden).float(), torch.zeros_like(weight)
+        for rows, gradient in self.logits_gradients():
+            by_hidden[rows] = gradient @ weight
+            by_weight.addmm_(gradient.t(), self.hidden[rows].float())
+        return by_hidden, by_weight
 
-    def gradient_error(self, gradients: tuple[Tensor, ...], *, is_plain: bool) -> float:
+    def gradient_error(self, gradients: tuple[Tensor, ...]) -> float:
         """Return the norm of the difference divided by the norm; the larger one for two gradients."""
         if len(gradients) == 2:
-            pairs = zip(gradients, self.linear_gradients(is_plain=is_plain), strict=True)
+            pairs = zip(gradients, self.linear_gradients, strict=True)
             return max(float((found - known).norm() / known.norm()) for found, known in pairs)
         found = gradients[0].detach().reshape(-1, self.shape.num_columns)
         difference, norm = 0.0, 0.0
-        for rows, known in self.logits_gradients(is_plain=is_plain):
+        for rows, known in self.logits_gradients():
             difference += float((found[rows] - known).square().sum())
             norm += float(known.square().sum())
         return (difference / norm) ** 0.5

@@ -2,8 +2,8 @@
 
 Each library is imported on demand, or reported as missing. All losses get inputs that make their gradient equal
 to ours: each token's cross entropy is multiplied by its coefficient. Liger's GRPO loss is the ratio times the
-advantage without clipping, which has the same gradient. QuACK's loss takes no weights: it is the plain sum,
-with dead rows as ignored targets. The other losses do not know the dead rows.
+advantage without clipping, which has the same gradient. The other libraries' losses do not know
+the dead rows.
 """
 
 import importlib
@@ -23,16 +23,14 @@ from megatron_dppo.kernels.output_layer import OutputLayer
 from megatron_dppo.kernels.shards import VocabShard
 from tools.benchmarks.loss_cases import TOP_K, Case
 
-Value = Literal["loss", "surrogate", "plain_loss", "log_probs", "nothing"]
+Value = Literal["loss", "surrogate", "log_probs", "nothing"]
 Tensors = tuple[Tensor, ...]
 Function = Callable[..., Any]  # takes a case and the tensors of `Contender.inputs`
 # Largest relative errors that rounding to bfloat16 explains.
 LOSS_LIMIT, GRADIENT_LIMIT = 1e-2, 3e-2
 IGNORED = -100  # target that these libraries ignore
 NEVER_CLIPS = 1e6
-QUACK_CHUNK = 4096
 COMPILED = "float32; torch.compile on a GPU"
-KNOWS = "unweighted; knows the dead rows"
 TWO_LIVE = "the floor: two of the three without dead rows"
 
 
@@ -80,16 +78,14 @@ def check(
     contender: Contender, case: Case, value: Tensor | None, gradients: Tensors
 ) -> tuple[float | None, float | None, str]:
     """Return the relative errors of value and gradients (`None` without a value), and the faults as text."""
-    is_plain = contender.value == "plain_loss"
     value_error = gradient_error = None
     if value is not None and contender.value == "log_probs":
         value_error = float((value - case.log_probs).norm() / case.log_probs.norm())
     elif value is not None:
-        weights = case.weights(is_plain=is_plain)
-        parts = -weights if contender.value == "surrogate" else -weights * case.log_probs
+        parts = -case.coefficients * (1 if contender.value == "surrogate" else case.log_probs)
         value_error = float((value - parts.sum()).abs() / parts.abs().sum())
     if gradients and contender.is_differentiated:
-        gradient_error = case.gradient_error(gradients, is_plain=is_plain)
+        gradient_error = case.gradient_error(gradients)
     named = (("value", value_error, LOSS_LIMIT), ("gradient", gradient_error, GRADIENT_LIMIT))
     faults = [
         f"{name} off by {error:.1e}, at most {limit:.0e} is rounding"
@@ -199,14 +195,6 @@ def _load_cut_cross_entropy() -> Function:
     return lambda case, hidden, weight: function(hidden, weight, case.targets, **exact)
 
 
-def _load_quack() -> Function:
-    function = from_library("quack-kernels", "quack.linear_cross_entropy", "chunked_linear_cross_entropy")
-    options = dict(chunk_size=QUACK_CHUNK, ignore_index=IGNORED, reduction="sum")
-    return lambda case, hidden, weight: function(
-        hidden, weight, torch.where(case.is_live, case.targets, IGNORED), **options
-    )
-
-
 def _weighted(entropies: Function) -> Function:
     """Return the loss of a function that returns the tokens' cross entropies [N]."""
     return lambda case, *inputs: (case.coefficients * entropies(case, *inputs)).sum()
@@ -245,6 +233,4 @@ def contenders() -> list[Contender]:
     for name, load in LINEAR.items():
         found.append(on_gpu(name, "linear", lambda load=load: _weighted(load())))
         found.append(on_gpu(name, "log_probs", lambda load=load: _negated(load()), "log_probs"))
-    for form in ("linear", "log_probs"):
-        found.append(on_gpu("QuACK chunked", form, _load_quack, "plain_loss", remark=KNOWS))
     return found

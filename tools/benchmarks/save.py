@@ -5,9 +5,7 @@
     torchrun --nproc-per-node 2 -m tools.benchmarks.save --expert 1    without expert parallelism
 
 The real actor trains on random samples. Saves of both kinds alternate. A pause is the extra time of a gradient
-step with a save. For an asynchronous save, the time to turn the written files into a checkpoint is added. The
-floor of an asynchronous pause is a copy of the bytes of the rank that writes most. Resident memory is the
-increase during the save, on the rank with the largest increase.
+step with a save. For an asynchronous save, the time to turn the written files into a checkpoint is added.
 """
 
 import statistics
@@ -16,14 +14,13 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from megatron_dppo.config.schema import CheckpointConfig
 from megatron_dppo.run.state import RunPoint
 from megatron_dppo.runtime.process import Runtime, quiet_library_warnings, start, stop, world_size_from_launcher
 from megatron_dppo.types import RunState
-from tools.benchmarks.benchmarking import cli, peak_memory
+from tools.benchmarks.benchmarking import cli
 from tools.benchmarks.jobs import batch_of, build_actor, write_model
 
 KINDS: tuple[str, ...] = ("synchronous", "asynchronous")
@@ -60,7 +57,7 @@ def measure(folder: Path, runtime: Runtime, hidden: int, num_saves: int, expert:
         runtime.on_main((folder / kind).mkdir)
         kinds[kind] = Checkpoints(folder / kind, options, folder / "model", runtime)
     seconds: dict[str, list[float]] = {name: [] for name in ("plain", *KINDS, "during")}
-    writing_s, memory = 0.0, dict.fromkeys(KINDS, 0)
+    writing_s = 0.0
 
     def step(checkpoints: Checkpoints | None = None, number: int = 0) -> float:
         began = time.perf_counter()
@@ -75,34 +72,26 @@ def measure(folder: Path, runtime: Runtime, hidden: int, num_saves: int, expert:
     for number in range(num_saves + 1):  # the first of each kind warms up
         for kind, checkpoints in kinds.items():
             plain, during = [step() for _ in range(3)], list[float]()
-            with peak_memory() as above:
-                saved = step(checkpoints, number)
-                began = time.perf_counter()
-                while checkpoints.is_writing:
-                    during.append(step())
-                    polled = time.perf_counter()
-                    checkpoints.poll()
-                    saved += time.perf_counter() - polled
+            saved = step(checkpoints, number)
+            began = time.perf_counter()
+            while checkpoints.is_writing:
+                during.append(step())
+                polled = time.perf_counter()
+                checkpoints.poll()
+                saved += time.perf_counter() - polled
             writing_s += (time.perf_counter() - began) / (num_saves + 1)
-            memory[kind] = max(memory[kind], *runtime.all_gather(above[0]))
             if number > 0:
                 for name, values in (("plain", plain), (kind, [saved]), ("during", during)):
                     seconds[name] += values
     newest = folder / KINDS[0] / (folder / KINDS[0] / "latest").read_text().strip()
-    own_bytes = sum(file.stat().st_size for file in newest.glob(f"megatron/__{runtime.rank}_*.distcp"))
-    source = torch.ones(max(own_bytes, 1), dtype=torch.uint8)
-    began = time.perf_counter()
-    source.clone()
-    copy_s = max(runtime.all_gather(time.perf_counter() - began))
     if runtime.is_main:
         num_parameters = sum(p.numel() for chunk in actor.chunks for p in chunk.parameters())
         size = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
         print(f"{num_parameters / 1e6:.1f} M parameters on rank 0; a checkpoint holds {size / 1e6:.0f} MB")
-        print(f"copy of the bytes of one rank     {copy_s:8.3f} s  (the rank that writes most)")
-        report(seconds, writing_s, memory)
+        report(seconds, writing_s)
 
 
-def report(seconds: dict[str, list[float]], writing_s: float, memory: dict[str, int]) -> None:
+def report(seconds: dict[str, list[float]], writing_s: float) -> None:
     """Print medians over the saves."""
     median = {name: statistics.median(values) for name, values in seconds.items() if values}
     print(f"gradient step without a save      {median['plain']:8.3f} s  (median of {len(seconds['plain'])})")
@@ -115,8 +104,6 @@ def report(seconds: dict[str, list[float]], writing_s: float, memory: dict[str, 
         print(f"gradient step during the writing  {median['during']:8.3f} s  {slower}")
     ratio = pause["asynchronous"] / pause["synchronous"]
     print(f"the asynchronous pause is {ratio:.2f} of the synchronous one")
-    for kind, above in memory.items():
-        print(f"resident memory, {kind:<12}     {above / (1 << 30):8.2f} GiB more than before the save")
 
 
 if __name__ == "__main__":

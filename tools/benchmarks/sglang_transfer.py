@@ -8,7 +8,7 @@ The benchmark starts its own server. (a) Each way of pushing weights in turn, co
 bytes in memory. On a GPU, server and trainer share it, and "distributed" is left out, because NCCL does not
 support this. (b) The same requests through our engine, which checks and decodes every response, and through
 plain HTTP, which discards them. Responses have only tokens and log-probs, or also the top 20 and the routes of
-R3. (c) The bytes of a token on the wire and in the trainer's memory.
+R3.
 """
 
 import asyncio
@@ -27,7 +27,6 @@ from typing import Annotated, Any
 import httpx2
 import torch
 import typer
-from torch import Tensor
 
 from megatron_dppo.analysis.pages import show_table
 from megatron_dppo.config.schema import Config
@@ -121,7 +120,7 @@ def seconds_of(runtime: Runtime, work: Callable[[], object]) -> float:
 
 
 def measure_rollouts(config: Config, runtime: Runtime, rounds: int, num_requests: int) -> dict[str, Any]:
-    """Measure the same requests through the engine and through plain HTTP, in turn, and the bytes per token."""
+    """Measure the same requests through the engine and through plain HTTP, in turn."""
     from megatron_dppo.engines.sglang.engine import SglangEngine
     from megatron_dppo.engines.sglang.model import served_model
     from megatron_dppo.engines.sglang.protocol import generation_of
@@ -141,15 +140,11 @@ def measure_rollouts(config: Config, runtime: Runtime, rounds: int, num_requests
         asked, done = requests(), list[Completion]()
         seconds = seconds_of(runtime, lambda: done.extend(engine.generate(asked, PARAMS[kind])))
         found[kind]["tokens"] = sum(each.tokens.numel() for each in done)
-        found[kind]["memory_bytes"] = sum(map(bytes_of, done)) / found[kind]["tokens"]
         return seconds
 
     def through_http(kind: str) -> float:
         bodies = [generation.generate_body(request, PARAMS[kind], model) for request in requests()]
-        sizes = list[int]()
-        seconds = seconds_of(runtime, lambda: sizes.extend(asyncio.run(post(record.url, key, bodies))))
-        found[kind]["wire_bytes"] = sum(sizes) / found[kind]["tokens"]
-        return seconds
+        return seconds_of(runtime, lambda: asyncio.run(post(record.url, key, bodies)))
 
     ways = {"engine": through_engine, "http": through_http}
     measures = {(kind, name): partial(way, kind) for kind in PARAMS for name, way in ways.items()}
@@ -158,23 +153,15 @@ def measure_rollouts(config: Config, runtime: Runtime, rounds: int, num_requests
     return found
 
 
-async def post(url: str, key: str | None, bodies: Sequence[dict[str, Any]]) -> list[int]:
-    """Post the requests, and return the size of each response in bytes without reading it."""
+async def post(url: str, key: str | None, bodies: Sequence[dict[str, Any]]) -> None:
+    """Post the requests, and do not read the responses."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with httpx2.AsyncClient(base_url=url, headers=headers, timeout=600, trust_env=False) as http:
 
-        async def one(body: dict[str, Any]) -> int:
-            response = await http.post("/generate", json=body)
-            response.raise_for_status()
-            return len(response.content)
+        async def one(body: dict[str, Any]) -> None:
+            (await http.post("/generate", json=body)).raise_for_status()
 
-        return list(await asyncio.gather(*map(one, bodies)))
-
-
-def bytes_of(completion: Completion) -> int:
-    """Return the size of a response's tensors in bytes."""
-    holders = filter(None, (completion, completion.topk, completion.routed_experts))
-    return sum(part.nbytes for each in holders for part in vars(each).values() if isinstance(part, Tensor))
+        await asyncio.gather(*map(one, bodies))
 
 
 def show(pushes: dict[str, Any], rollouts: dict[str, Any]) -> None:
@@ -192,11 +179,8 @@ def show(pushes: dict[str, Any], rollouts: dict[str, Any]) -> None:
         engine, plain = statistics.median(found["engine"]), statistics.median(found["http"])
         tokens = found["tokens"]
         ratios.append(f"{engine / plain:.2f} with {kind}")
-        speeds = [f"{tokens / plain:,.0f}", f"{tokens / engine:,.0f}", f"{engine / plain:.2f}"]
-        more = [f"{(engine - plain) / tokens * 1e6:.0f}"]
-        rows.append([kind, *speeds, *more, f"{found['wire_bytes']:,.0f}", f"{found['memory_bytes']:,.0f}"])
-    header = ["requested", "server tokens/s", "engine tokens/s", "ratio", "us/token more"]
-    show_table("(b, c) responses", [*header, "wire B/token", "memory B/token"], rows)
+        rows.append([kind, f"{tokens / plain:,.0f}", f"{tokens / engine:,.0f}", f"{engine / plain:.2f}"])
+    show_table("(b) responses", ["requested", "server tokens/s", "engine tokens/s", "ratio"], rows)
     del medians["copy"]
     way = min(medians, key=lambda name: medians[name])
     took = f"{medians[way]:.3f} s, {medians[way] / copy_s:.1f} times a copy"

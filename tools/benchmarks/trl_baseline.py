@@ -10,7 +10,6 @@ environment has only TRL's dependencies, so this program does not import megatro
 import argparse
 import json
 import os
-import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ def main() -> None:
     parser.add_argument(
         "--prompts", type=Path, required=True, help="rows with prompt (text or messages) and answer"
     )
-    parser.add_argument("--reward", choices=list(SCORES), default="arithmetic", help="our name of the reward")
     parser.add_argument("--settings", type=Path, required=True, help="JSON object: arguments of GRPOConfig")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of each process (default: 2)")
     options = parser.parse_args()
@@ -50,12 +48,11 @@ def main() -> None:
     data = Dataset.from_dict({"prompt": [r["prompt"] for r in rows], "answer": [r["answer"] for r in rows]})
     settings = json.loads(options.settings.read_text())
     watch = Watch(settings["steps_per_generation"] // settings["gradient_accumulation_steps"])
-    score = SCORES[options.reward]
 
     def reward(completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
         texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         has_ended = [tokenizer.eos_token_id in ids for ids in completion_ids]
-        rewards = list(map(score, texts, has_ended, answer))
+        rewards = list(map(arithmetic, texts, has_ended, answer))
         watch.totals = torch.tensor([sum(rewards), len(rewards), sum(map(len, completion_ids))])
         return rewards
 
@@ -73,14 +70,6 @@ def arithmetic(text: str, has_ended: bool, answer: str) -> float:
     digits = words[words.index("#") + 1 :] if "#" in words else []
     has_answer = bool(digits) and DIGITS.issuperset(digits) and has_ended
     return float(has_answer and "".join(reversed(digits)).lstrip("0") == answer.lstrip("0"))
-
-
-def ends_with_answer(text: str, has_ended: bool, answer: str) -> float:
-    """Return 1 for a complete response whose last number is right. Copies examples/smollm2/word_problems.py."""
-    return float(has_ended and re.findall(r"\d+", text)[-1:] == [answer])
-
-
-SCORES = {"arithmetic": arithmetic, "ends_with_answer": ends_with_answer}
 
 
 class Watch(TrainerCallback):

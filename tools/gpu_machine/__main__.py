@@ -49,16 +49,13 @@ def main(
     os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), *toolkits])
     steps = (sglang_steps if sglang else gpu_steps)(folder, is_rehearsal=rehearse)
     known = [step.name for step in steps]
-    for name in only or ():
-        if name not in known:
-            typer.echo(f"--only: found {name!r}; expected one of {', '.join(known)}", err=True)
-            raise typer.Exit(2)
+    if unknown := set(only or ()) - set(known):
+        typer.echo(f"--only: found {unknown.pop()!r}; expected one of {', '.join(known)}", err=True)
+        raise typer.Exit(2)
     steps = [step for step in steps if not only or step.name in only]
     if dry_run:
         for step in steps:
-            why = f"  (left out: {step.left_out})" if step.left_out else ""
-            typer.echo(f"{step.name:<16}{step.limit_s:>6.0f} s  {' '.join(step.words)}{why}")
-        typer.echo(f"{len(steps)} steps, at most {sum(step.limit_s for step in steps) / 60:.0f} minutes")
+            typer.echo(f"{step.name:<16}{step.limit_s:>6.0f} s  {step.left_out or ' '.join(step.words)}")
         return
     if not rehearse and not torch.cuda.is_available():
         typer.echo("found no GPU for torch; expected one. --rehearse tries the commands on a CPU", err=True)
@@ -118,12 +115,8 @@ def show(results: Sequence[Result], bad: Sequence[str], folder: Path, *, is_rehe
         last = result.found[-1] if result.found else ""
         times = f"{result.seconds:>8.0f}{result.limit_s:>7.0f}"
         typer.echo(f"{result.name:<16}{times}  {ended:<11}{last[:100]}")
-    num_left_out = sum(result.outcome == "left out" for result in results)
-    text = f"No step failed: {len(results) - num_left_out} of {len(results)} passed"
-    if bad:
-        text = f"{len(bad)} of {len(results)} steps failed or were stopped ({', '.join(bad)})"
-    apart = f", {num_left_out} left out" if num_left_out else ""
-    typer.echo(f"\n{text}{apart}. Logs, figures and results.jsonl are in {folder}.")
+    num_left_out, failed = sum(result.outcome == "left out" for result in results), ", ".join(bad) or "none"
+    typer.echo(f"\n{len(results)} steps; left out: {num_left_out}; failed or stopped: {failed}. See {folder}.")
     if is_rehearsal:
         typer.echo(REHEARSAL)
 

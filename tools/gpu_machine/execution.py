@@ -7,7 +7,7 @@ import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 
@@ -41,18 +41,9 @@ def run_step(
     with log.open("w", encoding="utf-8") as file:
         file.write(f"$ {' '.join(step.words)}\n")
         file.flush()
-        try:
-            process = subprocess.Popen(
-                step.words,
-                cwd=root,
-                env=environment | step.environment | {MARK: mark},
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except OSError as error:
-            return Result(step.name, "failed", 0.0, step.limit_s, None, (f"does not start: {error}",))
+        environment = environment | step.environment | {MARK: mark}
+        output: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(step.words, cwd=root, env=environment, start_new_session=True, **output)
         try:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(step.limit_s)
@@ -75,7 +66,7 @@ def run_step(
     return Result(step.name, outcome, seconds, step.limit_s, status, tuple(found))
 
 
-def _stop(process: subprocess.Popen[bytes], mark: str, grace_s: float) -> int:
+def _stop(process: subprocess.Popen[Any], mark: str, grace_s: float) -> int:
     """Terminate, then kill all processes with the mark in their environment. Return how many were alive."""
     alive = _alive(process, mark)
     num_alive, deadline = len(alive), time.monotonic() + grace_s
@@ -92,11 +83,8 @@ def _stop(process: subprocess.Popen[bytes], mark: str, grace_s: float) -> int:
     return num_alive
 
 
-def _alive(process: subprocess.Popen[bytes], mark: str) -> list[psutil.Process]:
+def _alive(process: subprocess.Popen[Any], mark: str) -> list[psutil.Process]:
     process.poll()
-    found = psutil.process_iter(["environ", "status"])
-    return [
-        one
-        for one in found
-        if (one.info["environ"] or {}).get(MARK) == mark and one.info["status"] != psutil.STATUS_ZOMBIE
-    ]
+    everyone = psutil.process_iter(["environ", "status"])
+    marked = (one for one in everyone if (one.info["environ"] or {}).get(MARK) == mark)
+    return [one for one in marked if one.info["status"] != psutil.STATUS_ZOMBIE]

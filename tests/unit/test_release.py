@@ -23,35 +23,35 @@ def _tree(root: Path, version: str = "1.2.0", heading: str = "1.2.0, 2026-12-01"
     return root
 
 
+def places(root: Path) -> list[str]:
+    """Return the files of the problems, or "git"."""
+    return [each.partition(":")[0] for each in problems(root)]
+
+
 def test_a_tree_that_is_ready_has_no_problem(tmp_path: Path) -> None:
-    assert list(problems(_tree(tmp_path))) == []
+    assert places(_tree(tmp_path)) == []
 
 
 @pytest.mark.parametrize(
-    ("version", "heading", "expected"),
+    ("version", "heading", "place"),
     [
-        ("1.2.0.dev0", "1.2.0.dev0, 2026-12-01", ["found version 1.2.0.dev0"]),
-        ("1.2.0", "Unreleased", ["found 'Unreleased' as the first heading"]),
-        ("1.2.0", "1.2.0", ["found '1.2.0' as the first heading"]),
-        ("1.3.0", "1.2.0, 2026-12-01", ["found '1.2.0, 2026-12-01' as the first heading"]),
+        ("1.2.0.dev0", "1.2.0.dev0, 2026-12-01", "megatron_dppo/__init__.py"),
+        ("1.2.0", "Unreleased", "CHANGELOG.md"),
+        ("1.2.0", "1.2.0", "CHANGELOG.md"),
+        ("1.3.0", "1.2.0, 2026-12-01", "CHANGELOG.md"),
     ],
 )
 def test_a_version_that_means_nothing_is_refused(
-    tmp_path: Path, version: str, heading: str, expected: list[str]
+    tmp_path: Path, version: str, heading: str, place: str
 ) -> None:
-    found = list(problems(_tree(tmp_path, version, heading)))
-    assert len(found) == len(expected) and all(part in each for part, each in zip(expected, found, strict=True))
+    assert places(_tree(tmp_path, version, heading)) == [place]
 
 
 def test_a_changed_file_and_a_tag_are_named(tmp_path: Path) -> None:
     root = _tree(tmp_path)
     _git(root, "tag", "v1.2.0")
     (root / "new.txt").write_text("")
-    found = list(problems(root))
-    assert [each.partition(";")[0] for each in found] == [
-        "git: found 1 changed files",
-        "git: found the tag v1.2.0",
-    ]
+    assert places(root) == ["git", "git"]
 
 
 def test_changes_of_a_version_in_development_are_under_unreleased() -> None:

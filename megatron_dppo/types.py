@@ -113,6 +113,45 @@ class WeightVersionSpan:
     version: int
 
 
+CallKind = Literal["first", "continues", "branch", "repeats", "tools", "template", "edited", "another"]
+"""How a call of an agent relates to the earlier ones; `agents/README.md` explains each."""
+
+
+@dataclass(frozen=True)
+class AgentCall:
+    """One call of an agent in an episode: a node of the tree."""
+
+    kind: CallKind
+    parent: int | None  # number of the call, from 0, whose conversation it continues; None: a new conversation
+    num_prompt_tokens: int  # before its response, all conversation
+    num_tokens: int  # sampled
+    is_trained: bool  # whether a conversation that was chosen has it; a fault may still leave that one out
+    response: str
+
+
+@dataclass(frozen=True)
+class Episode:
+    """The outcome of a trajectory. If `reward` is None, `data.reward` scores `response`.
+
+    The counts are of an agent's complete episode, whose calls may be more than the trajectory's turns.
+    """
+
+    response: str  # the last response
+    num_turns: int = 1
+    reward: float | None = None
+    info: Mapping[str, float] = field(default_factory=dict[str, float])
+    fault: str | None = None  # message of a fault of what `failed` names
+    failed: Literal["environment", "harness"] = "environment"
+    calls: tuple[AgentCall, ...] = ()
+    num_forks: int = 0  # responses that continue no earlier one, or one that has a continuation
+    num_untrained_tokens: int = 0  # sampled, and in no sample
+
+    @property
+    def num_calls(self) -> int:
+        """Number of responses of an agent's episode."""
+        return len(self.calls)
+
+
 @dataclass(frozen=True)
 class Sample:
     """One scored response of the rollout engine to one prompt."""
@@ -143,22 +182,6 @@ class Sample:
     def response_length(self) -> int:
         """R, the number of response tokens, end-of-sequence included."""
         return self.tokens.numel() - self.prompt_length
-
-
-CallKind = Literal["first", "continues", "branch", "repeats", "tools", "template", "edited", "another"]
-"""How a call of an agent relates to the earlier ones; `agents/README.md` explains each."""
-
-
-@dataclass(frozen=True)
-class AgentCall:
-    """One call of an agent in an episode: a node of the tree."""
-
-    kind: CallKind
-    parent: int | None  # number of the call, from 0, whose conversation it continues; None: a new conversation
-    num_prompt_tokens: int  # before its response, all conversation
-    num_tokens: int  # sampled
-    is_trained: bool  # whether a conversation that was chosen has it; a fault may still leave that one out
-    response: str
 
 
 @dataclass(frozen=True)

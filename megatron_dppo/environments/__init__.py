@@ -5,7 +5,6 @@ from megatron_dppo.environments.base import (
     Environment,
     EnvironmentFault,
     Environments,
-    Episode,
     Observation,
     Response,
     Trajectory,
@@ -16,6 +15,7 @@ from megatron_dppo.environments.base import (
 )
 from megatron_dppo.environments.built_in import SingleTurn, Sudoku, gem_task
 from megatron_dppo.environments.pool import EnvironmentPool, Host, InProcess
+from megatron_dppo.types import Episode
 
 __all__ = [
     "ENVIRONMENTS",

@@ -4,11 +4,11 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.runtime.user_code import import_named, problem_with_path
-from megatron_dppo.types import AgentCall, FinishReason, Message, Prompt
+from megatron_dppo.types import FinishReason, Message, Prompt
 
 _KEY = "rollout.environment"
 
@@ -110,29 +110,6 @@ class Environments(Protocol):
     async def answer(self, trajectory: Trajectory) -> Turn | EnvironmentFault:
         """Return the environment's turn after a trajectory's last response; several calls may run at once."""
         ...
-
-
-@dataclass(frozen=True)
-class Episode:
-    """The outcome of a trajectory. If `reward` is None, `data.reward` scores `response`.
-
-    The counts are of an agent's complete episode, whose calls may be more than the trajectory's turns.
-    """
-
-    response: str  # the last response
-    num_turns: int = 1
-    reward: float | None = None
-    info: Mapping[str, float] = field(default_factory=dict[str, float])
-    fault: str | None = None  # message of a fault of what `failed` names
-    failed: Literal["environment", "harness"] = "environment"
-    calls: tuple[AgentCall, ...] = ()
-    num_forks: int = 0  # responses that continue no earlier one, or one that has a continuation
-    num_untrained_tokens: int = 0  # sampled, and in no sample
-
-    @property
-    def num_calls(self) -> int:
-        """Number of responses of an agent's episode."""
-        return len(self.calls)
 
 
 def append_to_prompt(prompt: Prompt, observation: str) -> Observation:

@@ -154,13 +154,17 @@ class Episode:
 
 @dataclass(frozen=True)
 class Sample:
-    """One scored response of the rollout engine to one prompt."""
+    """One response of the rollout engine to one prompt: the same record from the engine to the mini-batch.
+
+    An engine returns the response alone. When it is complete, `engines.base.with_prompt` puts the prompt before
+    it; scoring adds the reward, and the mini-batch the advantage and the weights.
+    """
 
     id: str
     group_id: str
     tokens: Int64[Tensor, " L"]  # prompt, then response
-    prompt_length: int
-    loss_mask: Bool[Tensor, " R"]  # response tokens in the loss
+    prompt_length: int  # 0 of a response alone
+    loss_mask: Bool[Tensor, " R"]  # response tokens in the loss: the sampled ones
     rollout_log_probs: Float32[Tensor, " R"]  # log mu of the sampling distribution
     finish_reason: FinishReason
     topk: RolloutTopK | None = None
@@ -172,6 +176,12 @@ class Sample:
     advantage: float | None = None
     token_weights: Float32[Tensor, " R"] | None = None  # of each response token in the loss; set before packing
     branch: int = 0  # number of a further sample of one agent's episode; 0: the first sample, or the only one
+    num_moves: int = 0  # times that its request moved to another server after a failure
+    num_cached_tokens: int = 0  # input tokens in its requests that the engine found in its cache
+    routes_fault: str | None = None  # why the requested routes are missing
+    prompt_tokens: tuple[int, ...] | None = None  # of a response alone, if they differ from its request's
+    episode: Episode | None = None  # result from its environment or agent; None without one
+    branches: tuple[Sample, ...] = ()  # further samples of its episode
 
     @property
     def rollout_id(self) -> str:
@@ -182,6 +192,29 @@ class Sample:
     def response_length(self) -> int:
         """R, the number of response tokens, end-of-sequence included."""
         return self.tokens.numel() - self.prompt_length
+
+    def wrong_rows(self, *, has_topk: bool) -> dict[str, int]:
+        """Return the numbers of rows by field if one of them is not R; an empty table if all are."""
+        num_rows = {"log_probs": self.rollout_log_probs.numel(), "loss_mask": self.loss_mask.numel()}
+        if has_topk:
+            num_rows["topk"] = self.topk.ids.shape[0] if self.topk is not None else 0
+        return num_rows if set(num_rows.values()) != {self.response_length} else {}
+
+    @property
+    def has_usable_log_probs(self) -> bool:
+        """Whether mu of all tokens in the loss is finite; -inf is allowed among the Top-K."""
+        is_finite = math.isfinite(self.rollout_log_probs[self.loss_mask].double().sum())
+        return is_finite and (self.topk is None or bool((self.topk.log_probs < math.inf).all()))
+
+    @property
+    def request_id(self) -> str:
+        """`id`, by the name that functions of `rollout.generate` may use."""
+        return self.id
+
+    @property
+    def log_probs(self) -> Float32[Tensor, " R"]:
+        """`rollout_log_probs`, by the name that functions of `rollout.generate` may use."""
+        return self.rollout_log_probs
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,14 @@ from megatron_dppo.agents.harness import (
 from megatron_dppo.agents.rendering import LibraryRendering, Rendering
 from megatron_dppo.config.schema import AgentConfig, RolloutConfig
 from megatron_dppo.config.sections import DataConfig
-from megatron_dppo.engines.base import Ask, Completion, Request, SamplingParams
+from megatron_dppo.engines.base import (
+    Ask,
+    Request,
+    SamplingParams,
+)
 from megatron_dppo.runtime.concurrency import LoopThread
 from megatron_dppo.runtime.user_code import digest_of
-from megatron_dppo.workers.pool import WorkerPool
+from megatron_dppo.types import Sample
 from megatron_dppo.workers.service import FileDigests, WorkerFault
 
 T = TypeVar("T")
@@ -46,7 +50,7 @@ _BACKLOG = 1024  # connections of agents that start together; the kernel drops f
 _LARGEST_BODY = 64 << 20  # bytes
 _START_S, _END_S = 60.0, 10.0
 _NAME_BYTES = 8  # of a key; the rest authenticates them
-Converse = Callable[[Request, SamplingParams, Ask], Awaitable[Completion]]
+Converse = Callable[[Request, SamplingParams, Ask], Awaitable[Sample]]
 
 
 @dataclass(frozen=True)
@@ -278,9 +282,7 @@ class Agents:
         """Return a function that runs one episode; it needs its own tokenizer in each thread."""
         return partial(self._run, rendering_of(tokenizer, self._agent))
 
-    async def _run(
-        self, rendering: Rendering, request: Request, params: SamplingParams, ask: Ask
-    ) -> Completion:
+    async def _run(self, rendering: Rendering, request: Request, params: SamplingParams, ask: Ask) -> Sample:
         """Run one episode, and return the conversation to train on, with its `episode`.
 
         A harness that raises, dies or takes too long costs its own sample. An aborted response ends the episode

@@ -19,12 +19,10 @@ from megatron_dppo.agents.tree import Node, Said, Trees, conversation, leaves_of
 from megatron_dppo.engines.base import (
     KEYS_APART,
     Ask,
-    Completion,
     Request,
     SamplingParams,
     give_up,
     input_tokens,
-    mask_of,
     num_tokens_before,
     shortened,
     with_observation,
@@ -32,7 +30,7 @@ from megatron_dppo.engines.base import (
 from megatron_dppo.engines.growth import TokenIds
 from megatron_dppo.environments import Episode as EpisodeResult
 from megatron_dppo.errors import DataError
-from megatron_dppo.types import CallKind
+from megatron_dppo.types import CallKind, Sample
 
 _WHILE_CALLING_S = 1.0  # between two looks at the clock while a call is sampled
 
@@ -67,7 +65,7 @@ class Episode:
 
     def __post_init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[Completion] = self.loop.create_future()
+        self.ended: asyncio.Future[Sample] = self.loop.create_future()
         self._nodes, self._root = list[Node](), Said()
         self._tools = list[tuple[Mapping[str, Any], ...]]()  # different ones
         self._native_ids = dict[str, str]()  # of tool calls, by the ids that clients have
@@ -287,7 +285,7 @@ class Episode:
         kind: CallKind,
         parent: Node | None,
         request: Request,
-        completion: Completion,
+        completion: Sample,
         start: int,
     ) -> Reply:
         """Add the response, which ends with the client's first stop string, and return what the client sees."""
@@ -337,7 +335,7 @@ class Episode:
                 continued |= {node.parent.number} if node.parent is not None else set()
         return heard[::-1]
 
-    def result(self, outcome: AgentOutcome | str) -> Completion:
+    def result(self, outcome: AgentOutcome | str) -> Sample:
         """Return the conversation that trains, with the episode's result and the further ones that train.
 
         It is the path of a chosen tree with the most sampled tokens. Each other leaf is one more conversation.
@@ -346,7 +344,7 @@ class Episode:
             outcome: What the harness returned, or why it failed.
         """
         if self.ended.done():
-            return replace(self.ended.result(), request_id=self.request.id)
+            return replace(self.ended.result(), id=self.request.id)
         leaves = leaves_of(self._heard(), self.limits.train)
         trained = max(leaves, key=lambda leaf: (leaf.num_sampled, -leaf.number), default=None)
         if trained is None:
@@ -357,7 +355,7 @@ class Episode:
         done = set[int]()
         order = [trained, *(leaf for leaf in leaves if leaf is not trained)]
         completion, *branches = [conversation(leaf, done) for leaf in order]
-        num_trained = sum(int(mask_of(each).sum()) for each in (completion, *branches))
+        num_trained = sum(int(each.loss_mask.sum()) for each in (completion, *branches))
         result = EpisodeResult(
             trained.text,
             len(trained.path),

@@ -13,8 +13,8 @@ from typing import Any, Literal, cast
 import torch
 
 from megatron_dppo.agents.chat import ChatMessage
-from megatron_dppo.engines.base import Completion, Request, mask_of, sharing_rows
-from megatron_dppo.types import AgentCall, CallKind
+from megatron_dppo.engines.base import Request
+from megatron_dppo.types import AgentCall, CallKind, RolloutTopK, Sample
 
 Trees = Literal["main", "tools", "all"]
 """Which trees of an episode train."""
@@ -117,7 +117,7 @@ class Node:
     kind: CallKind
     parent: "Node | None"
     request: Request  # with the root's prompt
-    completion: Completion  # of the path, whose rows it shares with its parent and children
+    completion: Sample  # of the path, whose rows it shares with its parent and children
     said: Said  # the response as a message
     tools: tuple[Mapping[str, Any], ...]
     text: str  # of the response
@@ -141,7 +141,7 @@ class Node:
     @property
     def num_sampled(self) -> int:
         """Number of sampled tokens of the path."""
-        return int(mask_of(self.completion).sum())
+        return int(self.completion.loss_mask.sum())
 
     def share_rows(self) -> None:
         """Free the memory of this path's earlier nodes whose rows this one has too."""
@@ -170,13 +170,31 @@ class Node:
         )
 
 
-def _memory_of(completion: Completion) -> tuple[int, ...]:
+def _memory_of(completion: Sample) -> tuple[int, ...]:
     """Return the addresses of the memory of a completion's rows."""
     topk, routes = completion.topk, completion.routed_experts
-    rows = [completion.tokens, completion.log_probs]
+    rows = [completion.tokens, completion.rollout_log_probs]
     rows += [] if topk is None else [topk.ids, topk.log_probs]
     rows += [] if routes is None else [routes.indices]
     return tuple(each.untyped_storage().data_ptr() for each in rows)
+
+
+def sharing_rows(response: Sample, longer: Sample) -> Sample:
+    """Return a response with the memory of a longer one that begins with it, so that its own can be freed."""
+    topk, routes, num_tokens = response.topk, response.routed_experts, response.tokens.numel()
+    if topk is not None and longer.topk is not None:
+        topk = RolloutTopK(longer.topk.ids[:num_tokens], longer.topk.log_probs[:num_tokens])
+    if routes is not None and longer.routed_experts is not None:
+        indices = longer.routed_experts.indices[: routes.indices.shape[0]]
+        routes = replace(routes, indices=indices)
+    return replace(
+        response,
+        tokens=longer.tokens[:num_tokens],
+        rollout_log_probs=longer.rollout_log_probs[:num_tokens],
+        topk=topk,
+        routed_experts=routes,
+        loss_mask=longer.loss_mask[:num_tokens],
+    )
 
 
 def leaves_of(nodes: Sequence[Node], train: Trees) -> list[Node]:
@@ -195,17 +213,14 @@ def leaves_of(nodes: Sequence[Node], train: Trees) -> list[Node]:
     return [node for tree in chosen for node in tree if node.number not in inner]
 
 
-def conversation(leaf: Node, done: set[int]) -> Completion:
+def conversation(leaf: Node, done: set[int]) -> Sample:
     """Return the path to a leaf, in which responses that are `done` are context; adds the others to it."""
     mask = torch.zeros(leaf.completion.tokens.numel(), dtype=torch.bool)
     for node in leaf.path:
         if node.number not in done:
             mask[node.start : node.start + node.num_own] = True
     done.update(node.number for node in leaf.path)
-    is_whole = torch.equal(mask, mask_of(leaf.completion))
-    loss_mask = leaf.completion.loss_mask if is_whole else mask
-    prompt = leaf.request.prompt_tokens
-    return replace(leaf.completion, prompt_tokens=prompt, loss_mask=loss_mask)
+    return replace(leaf.completion, prompt_tokens=leaf.request.prompt_tokens, loss_mask=mask)
 
 
 def num_forks_of(nodes: Sequence[Node]) -> int:

@@ -10,15 +10,22 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import asdict, astuple, dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_dppo.engines.growth import TokenIds, cut, joined
-from megatron_dppo.environments import Episode
 from megatron_dppo.errors import RolloutError
-from megatron_dppo.types import FinishReason, Message, Prompt, RolloutTopK, RoutedExperts, WeightVersionSpan
+from megatron_dppo.types import (
+    FinishReason,
+    Message,
+    Prompt,
+    RolloutTopK,
+    RoutedExperts,
+    Sample,
+    WeightVersionSpan,
+)
 
 
 @dataclass(frozen=True)
@@ -34,42 +41,21 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
-class Completion:
-    """One sampled response of R tokens."""
-
-    request_id: str
-    tokens: Tensor  # [R] int64, end-of-sequence included
-    log_probs: Tensor  # [R] float32, of the sampling distribution
-    finish_reason: FinishReason
-    topk: RolloutTopK | None
-    routed_experts: RoutedExperts | None  # rows for prompt and response, the last token left out
-    weight_versions: tuple[WeightVersionSpan, ...]
-    num_moves: int = 0  # times that its request moved to another server after a failure
-    num_retractions: int = 0  # times that the engine dropped its cache and recomputed it and its routes
-    num_cached_tokens: int = 0  # input tokens in its requests that the engine found in its cache
-    routes_fault: str | None = None  # why the requested routes are missing
-    loss_mask: Tensor | None = None  # [R] bool: True for sampled tokens; None means that all were sampled
-    episode: Episode | None = None  # result from its environment or agent; None without one
-    prompt_tokens: tuple[int, ...] | None = None  # if they differ from the request's
-    branches: tuple["Completion", ...] = ()  # further conversations of an episode that train
-
-
-@dataclass(frozen=True)
 class Request:
     """Request for one response to a prompt."""
 
     id: str
     prompt_tokens: tuple[int, ...]
     noise_key: tuple[int, int, int]  # (seed, rollout, sample); with the position it determines the noise
-    partial: Completion | None = None  # tokens sampled so far; sampling resumes after them
+    partial: Sample | None = None  # tokens sampled so far; sampling resumes after them
     # Engines do not read these three; environments do:
     prompt: Prompt | None = None  # the prompt of the conversation
     is_chat: bool = False  # whether the prompt is a list of messages; later turns are messages then too
     messages: tuple[Message, ...] | None = None  # that open it
 
-    def prompt_of(self, completion: Completion) -> tuple[int, ...]:
-        """Return the prompt that a completion follows: an agent writes its own."""
-        return self.prompt_tokens if completion.prompt_tokens is None else completion.prompt_tokens
+    def prompt_of(self, response: Sample) -> tuple[int, ...]:
+        """Return the prompt that a response follows: an agent writes its own."""
+        return self.prompt_tokens if response.prompt_tokens is None else response.prompt_tokens
 
 
 @dataclass(frozen=True)
@@ -102,8 +88,8 @@ class EngineCounts:
         return {f"engine/{name.removeprefix('num_')}": float(value) for name, value in asdict(self).items()}
 
 
-Ask = Callable[[Request, SamplingParams], Awaitable[Completion]]
-"""Samples the response of one turn; returns an aborted completion if there is no response."""
+Ask = Callable[[Request, SamplingParams], Awaitable[Sample]]
+"""Samples the response of one turn; returns an aborted one if there is no response."""
 KEYS_APART = 1 << 40
 """Distance of the noise keys of an episode's conversations: above the number of any sample of a rollout."""
 
@@ -129,7 +115,7 @@ class RolloutEngine(Protocol):
         """Number of responses that were refused since the engine was built, by server's URL."""
         ...
 
-    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Sample]:
         """Sample one response per request, in order; blocks until the last one ends."""
         ...
 
@@ -174,7 +160,7 @@ class Session(Protocol):
         """
         return nullcontext()
 
-    async def ask(self, request: Request, params: SamplingParams) -> Completion:
+    async def ask(self, request: Request, params: SamplingParams) -> Sample:
         """Sample one response. May be called at any time, also while other responses are sampled.
 
         Returns:
@@ -209,24 +195,24 @@ def num_tokens_left(request: Request, params: SamplingParams) -> int:
 
 
 def resume_request(
-    request: Request, completion: Completion, params: SamplingParams
+    request: Request, response: Sample, params: SamplingParams
 ) -> tuple[Request, SamplingParams] | None:
     """Return the request for the rest of an interrupted turn, or None if the turn may have no more tokens.
 
     `params.max_turn_tokens` limits the complete turn, so the tokens sampled so far are subtracted from it. The
-    completion of the returned request is the complete turn, and may be resumed in the same way.
+    response to the returned request is the complete turn, and may be resumed in the same way.
 
     Args:
         request: Request for the turn, or for the rest of it.
-        completion: Its tokens so far; they begin with `request.partial`.
+        response: Its tokens so far; they begin with `request.partial`.
         params: Sampling parameters of `request`.
     """
-    num_new = completion.tokens.numel() - num_tokens_before(request)
+    num_new = response.tokens.numel() - num_tokens_before(request)
     if num_new == 0:
         return request, params
     if params.max_turn_tokens is not None:
         params = dataclasses.replace(params, max_turn_tokens=params.max_turn_tokens - num_new)
-    request = dataclasses.replace(request, partial=completion)
+    request = dataclasses.replace(request, partial=response)
     return (request, params) if num_tokens_left(request, params) > 0 else None
 
 
@@ -238,89 +224,119 @@ def first_route_row(request: Request) -> int:
     return len(input_tokens(request)) - 1 if routes is None else routes.indices.shape[0]
 
 
-def give_up(request: Request) -> Completion:
-    """Return the completion of a request without a response: its earlier tokens, if any, and "abort"."""
+def response_alone(
+    request_id: str,
+    tokens: Tensor,
+    rollout_log_probs: Tensor,
+    finish_reason: FinishReason,
+    topk: RolloutTopK | None = None,
+    routed_experts: RoutedExperts | None = None,
+    weight_versions: tuple[WeightVersionSpan, ...] = (),
+    *,
+    loss_mask: Tensor | None = None,
+    **more: Any,
+) -> Sample:
+    """Return a response without its prompt, as engines do.
+
+    Args:
+        request_id: Id of its request.
+        tokens: [R] int64, end-of-sequence included.
+        rollout_log_probs: [R] float32, of the sampling distribution.
+        finish_reason: Why it ended.
+        topk: Top-K of its tokens.
+        routed_experts: Rows for prompt and response, without the last token.
+        weight_versions: Versions of the weights that sampled it.
+        loss_mask: [R] bool: True for sampled tokens; None means that all were sampled.
+        more: Other fields of `Sample`.
+    """
+    mask = torch.ones(tokens.numel(), dtype=torch.bool) if loss_mask is None else loss_mask
+    of_response: Any = {"topk": topk, "routed_experts": routed_experts, "weight_versions": weight_versions}
+    return Sample(request_id, "", tokens, 0, mask, rollout_log_probs, finish_reason, **of_response, **more)
+
+
+def with_prompt(response: Sample, request: Request) -> Sample:
+    """Return a complete response with its prompt, and its branches with theirs, numbered from 1."""
+
+    def whole(each: Sample, branch: int) -> Sample:
+        prompt = torch.tensor(request.prompt_of(each), dtype=torch.int64)
+        return dataclasses.replace(
+            each,
+            id=f"{request.id}#{branch}" if branch else request.id,
+            branch=branch,
+            group_id=request.id.rpartition("+")[0],
+            tokens=torch.cat([prompt, each.tokens]),
+            prompt_length=len(prompt),
+            prompt_tokens=None,
+            branches=tuple(whole(other, number) for number, other in enumerate(each.branches, start=1)),
+        )
+
+    return whole(response, 0)
+
+
+def give_up(request: Request) -> Sample:
+    """Return the response of a request without one: its earlier tokens, if any, and "abort"."""
     if request.partial is not None:
         return request.partial
     nothing = torch.zeros(0)
-    return Completion(request.id, nothing.long(), nothing, "abort", None, None, ())
+    return response_alone(request.id, nothing.long(), nothing, "abort")
 
 
-def with_observation(completion: Completion, tokens: Tensor) -> Completion:
-    """Append an environment's observation `[N]` int64 to a completion, for the request of the next turn.
+def with_observation(response: Sample, tokens: Tensor) -> Sample:
+    """Append an environment's observation `[N]` int64 to a response, for the request of the next turn.
 
     Observation tokens are not trained on: their `loss_mask` is False, their log-probs are zeros that nothing
     reads, and their top-K is padding. Their routes come with the next turn.
     """
-    topk, nothing = completion.topk, torch.zeros(tokens.numel())
+    topk, nothing = response.topk, torch.zeros(tokens.numel())
     if topk is not None:
         num_columns = topk.ids.shape[1]
         padding = topk.ids.new_full((tokens.numel(), num_columns), -1)
         improbable = topk.log_probs.new_full(padding.shape, -torch.inf)
         topk = RolloutTopK(joined(topk.ids, padding), joined(topk.log_probs, improbable))
     return dataclasses.replace(
-        completion,
-        tokens=joined(completion.tokens, tokens),
-        log_probs=joined(completion.log_probs, nothing),
-        loss_mask=joined(mask_of(completion), nothing.bool()),
+        response,
+        tokens=joined(response.tokens, tokens),
+        rollout_log_probs=joined(response.rollout_log_probs, nothing),
+        loss_mask=joined(response.loss_mask, nothing.bool()),
         topk=topk,
         finish_reason="abort",
     )
 
 
-def shortened(completion: Completion, num_tokens: int) -> Completion:
-    """Return a completion's first `num_tokens` tokens, with their log-probs, top-K, routes and versions.
+def shortened(response: Sample, num_tokens: int) -> Sample:
+    """Return a response's first `num_tokens` tokens, with their log-probs, top-K, routes and versions.
 
-    The completion itself must not be used any more: what is appended to the result may overwrite the rest.
+    The response itself must not be used any more: what is appended to the result may overwrite the rest.
     """
-    topk, routes = completion.topk, completion.routed_experts
+    topk, routes = response.topk, response.routed_experts
     if topk is not None:
         topk = RolloutTopK(cut(topk.ids, num_tokens), cut(topk.log_probs, num_tokens))
     if routes is not None:
-        num_rows = routes.indices.shape[0] - (completion.tokens.numel() - num_tokens)
+        num_rows = routes.indices.shape[0] - (response.tokens.numel() - num_tokens)
         routes = dataclasses.replace(routes, indices=cut(routes.indices, num_rows))
     return dataclasses.replace(
-        completion,
-        tokens=cut(completion.tokens, num_tokens),
-        log_probs=cut(completion.log_probs, num_tokens),
+        response,
+        tokens=cut(response.tokens, num_tokens),
+        rollout_log_probs=cut(response.rollout_log_probs, num_tokens),
         topk=topk,
         routed_experts=routes,
-        loss_mask=None if completion.loss_mask is None else cut(completion.loss_mask, num_tokens),
+        loss_mask=cut(response.loss_mask, num_tokens),
         weight_versions=tuple(
             dataclasses.replace(span, stop=min(span.stop, num_tokens))
-            for span in completion.weight_versions
+            for span in response.weight_versions
             if span.start < num_tokens
         ),
     )
 
 
-def sharing_rows(completion: Completion, longer: Completion) -> Completion:
-    """Return a completion with the memory of a longer one that begins with it, so that its own can be freed."""
-    topk, routes, num_tokens = completion.topk, completion.routed_experts, completion.tokens.numel()
-    if topk is not None and longer.topk is not None:
-        topk = RolloutTopK(longer.topk.ids[:num_tokens], longer.topk.log_probs[:num_tokens])
-    if routes is not None and longer.routed_experts is not None:
-        indices = longer.routed_experts.indices[: routes.indices.shape[0]]
-        routes = dataclasses.replace(routes, indices=indices)
-    return dataclasses.replace(
-        completion,
-        tokens=longer.tokens[:num_tokens],
-        log_probs=longer.log_probs[:num_tokens],
-        topk=topk,
-        routed_experts=routes,
-        loss_mask=None if completion.loss_mask is None else mask_of(longer)[:num_tokens],
-    )
-
-
-def join_parts(partial: Completion, rest: Completion) -> Completion:
-    """Join the tokens of `partial` and `rest` into one completion, with the finish reason of `rest`.
+def join_parts(partial: Sample, rest: Sample) -> Sample:
+    """Join the tokens of `partial` and `rest` into one response, with the finish reason of `rest`.
 
     If one of them lacks the top-K or the routes, so does the result. The routes of `rest` begin with the first
     row that `partial` lacks. Moves, retractions and cached tokens are summed: a response that was retracted
     once still counts as retracted after it is resumed.
     """
     topk = routes = None
-    has_mask = partial.loss_mask is not None or rest.loss_mask is not None
     if partial.topk is not None and rest.topk is not None:
         topk = RolloutTopK(
             joined(partial.topk.ids, rest.topk.ids),
@@ -332,25 +348,23 @@ def join_parts(partial: Completion, rest: Completion) -> Completion:
     return dataclasses.replace(
         rest,
         tokens=joined(partial.tokens, rest.tokens),
-        log_probs=joined(partial.log_probs, rest.log_probs),
+        rollout_log_probs=joined(partial.rollout_log_probs, rest.rollout_log_probs),
+        loss_mask=joined(partial.loss_mask, rest.loss_mask),
         topk=topk,
         routed_experts=routes,
         weight_versions=_joined_spans(partial, rest),
         num_moves=partial.num_moves + rest.num_moves,
         num_retractions=partial.num_retractions + rest.num_retractions,
         num_cached_tokens=partial.num_cached_tokens + rest.num_cached_tokens,
-        loss_mask=joined(mask_of(partial), mask_of(rest)) if has_mask else None,
     )
 
 
-def mask_of(completion: Completion) -> Tensor:
-    """Return a completion's loss mask, `[R]` bool: True for sampled tokens."""
-    if completion.loss_mask is not None:
-        return completion.loss_mask
-    return torch.ones(completion.tokens.numel(), dtype=torch.bool)
+def mask_of(response: Sample) -> Tensor:
+    """Return a response's `loss_mask`, by the name that functions of `rollout.generate` may use."""
+    return response.loss_mask
 
 
-def _joined_spans(partial: Completion, rest: Completion) -> tuple[WeightVersionSpan, ...]:
+def _joined_spans(partial: Sample, rest: Sample) -> tuple[WeightVersionSpan, ...]:
     offset, spans = partial.tokens.numel(), list(partial.weight_versions)
     for span in rest.weight_versions:
         start, stop = span.start + offset, span.stop + offset
@@ -358,3 +372,16 @@ def _joined_spans(partial: Completion, rest: Completion) -> tuple[WeightVersionS
             start = spans.pop().start
         spans.append(WeightVersionSpan(start, stop, span.version))
     return tuple(spans)
+
+
+class _AnySample(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, Sample)
+
+
+class Completion(metaclass=_AnySample):
+    """Older name of a response alone, for functions of `rollout.generate`: calling it makes a `Sample`."""
+
+    def __new__(cls, request_id: str, tokens: Tensor, log_probs: Tensor, *rest: Any, **more: Any) -> Sample:
+        """Take the arguments of `response_alone`, of which the third one is `log_probs` here."""
+        return response_alone(request_id, tokens, log_probs, *rest, **more)

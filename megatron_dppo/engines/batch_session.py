@@ -5,10 +5,16 @@ from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from megatron_dppo.engines.base import Completion, Request, SamplingParams, Session, give_up
+from megatron_dppo.engines.base import (
+    Request,
+    SamplingParams,
+    Session,
+    give_up,
+)
 from megatron_dppo.errors import RolloutError
+from megatron_dppo.types import Sample
 
-Generate = Callable[[Sequence[Request], SamplingParams], Sequence[Completion]]
+Generate = Callable[[Sequence[Request], SamplingParams], Sequence[Sample]]
 """Returns a completion for each request, in order; blocks until all of them have ended."""
 
 
@@ -18,7 +24,7 @@ class _Waiting:
 
     request: Request
     params: SamplingParams
-    answer: asyncio.Future[Completion]
+    answer: asyncio.Future[Sample]
 
 
 class BatchSession(Session):
@@ -46,7 +52,7 @@ class BatchSession(Session):
             self._open.pop(request_id, None)
             self._sample_soon()
 
-    async def ask(self, request: Request, params: SamplingParams) -> Completion:
+    async def ask(self, request: Request, params: SamplingParams) -> Sample:
         """See `Session.ask`; every request of a batch raises the error of the batch."""
         if self.is_held:
             return give_up(request)

@@ -17,7 +17,6 @@ from megatron_dppo.agents.rendering import Rendering, Thinking
 from megatron_dppo.engines.base import (
     KEYS_APART,
     Ask,
-    Completion,
     Request,
     SamplingParams,
     num_tokens_before,
@@ -26,7 +25,7 @@ from megatron_dppo.engines.base import (
 from megatron_dppo.environments import EnvironmentFault, Environments, Episode, Response, Trajectory, Turn
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.rollout.scoring import Tokenizer, as_text, ids_of
-from megatron_dppo.types import FinishReason
+from megatron_dppo.types import FinishReason, Sample
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Conversations:
         self._environments, self._limits = environments, limits
         self._tokenizer, self._turn_tokenizer = tokenizer, TurnTokenizer(tokenizer)
 
-    async def run(self, request: Request, params: SamplingParams, ask: Ask) -> Completion:
+    async def run(self, request: Request, params: SamplingParams, ask: Ask) -> Sample:
         """Sample one trajectory, and return it with its `episode`.
 
         With `TurnLimits.thinking` "template" it may be several conversations. The last one is returned, with
@@ -77,7 +76,7 @@ class Conversations:
             state.add(self._turn_tokenizer.text(response), completion.finish_reason)
             turn = await self._environments.answer(state.trajectory)
             after = self._after(state, request, completion, turn, params, response)
-            if isinstance(after, Completion):
+            if isinstance(after, Sample):
                 return after
             request, start = after, num_tokens_before(after)
             params = replace(params, max_response_tokens=most - state.num_added(request.prompt_tokens))
@@ -88,11 +87,11 @@ class Conversations:
         self,
         state: "_TrajectoryState",
         request: Request,
-        completion: Completion,
+        completion: Sample,
         turn: Turn | EnvironmentFault,
         params: SamplingParams,
         response: Sequence[int],
-    ) -> Completion | Request:
+    ) -> Sample | Request:
         """Return the request for the next response after a turn, or the completion if the turn is the last.
 
         `response` has the token ids of the response before the turn.
@@ -139,7 +138,7 @@ class _TrajectoryState:
     first: Request
     reward: float | None = None
     info: dict[str, float] = field(default_factory=dict[str, float])
-    done: list[Completion] = field(default_factory=list[Completion])  # conversations before the present one
+    done: list[Sample] = field(default_factory=list[Sample])  # conversations before the present one
 
     def __post_init__(self) -> None:
         self.messages: list[ChatMessage] = [cast(ChatMessage, each) for each in self.first.messages or ()]
@@ -148,14 +147,14 @@ class _TrajectoryState:
         """Return how many tokens a conversation's prompt has more than the first one's."""
         return len(prompt) - len(self.first.prompt_tokens)
 
-    def begin_again(self, completion: Completion, prompt: tuple[int, ...]) -> Request:
+    def begin_again(self, completion: Sample, prompt: tuple[int, ...]) -> Request:
         """Return the request of a new conversation, after the one that ends with `completion`."""
         self.done.append(replace(completion, branches=()))
         seed, rollout, sample = self.first.noise_key
         key = seed, rollout, sample + KEYS_APART * len(self.done)
         return replace(self.first, prompt_tokens=prompt, noise_key=key, partial=None)
 
-    def whole(self, completion: Completion, request: Request) -> Completion:
+    def whole(self, completion: Sample, request: Request) -> Sample:
         """Return the completion of a request with its prompt, and the conversations before it."""
         prompt = request.prompt_tokens if self.done else None
         return replace(completion, prompt_tokens=prompt, branches=tuple(self.done))

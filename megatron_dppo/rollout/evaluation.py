@@ -176,21 +176,21 @@ def _part(responses: Path, share: tuple[int, int]) -> Path:
 def _rows(groups: Sequence[PromptGroup], tokenizer: Tokenizer) -> Iterable[dict[str, object]]:
     """Yield a row for every response: its text, and its reward or the reason why it has none."""
     for group in groups:
-        pairs = zip(group.answers, group.scored, strict=True)
-        for number, ((request, completion), scored) in enumerate(pairs):
+        for number, (sample, scored) in enumerate(zip(group.sampled, group.responses, strict=True)):
             assert scored is not None, "every response is scored"
-            is_dropped = isinstance(scored, Fault)
+            tokens = ids_of(sample.tokens)
+            question, response = tokens[: sample.prompt_length], tokens[sample.prompt_length :]
             yield {
                 "index": group.index,
                 "prompt_id": group.drawn.prompt.id,
                 "sample": number,
-                "prompt": as_text(tokenizer, request.prompt_of(completion), has_special_tokens=True),
-                "response": as_text(tokenizer, ids_of(completion.tokens), has_special_tokens=True),
+                "prompt": as_text(tokenizer, question, has_special_tokens=True),
+                "response": as_text(tokenizer, response, has_special_tokens=True),
                 "answer": group.drawn.prompt.answer,
-                "reward": None if is_dropped else scored.reward,
-                "reward_info": {} if is_dropped else dict(scored.reward_info),
-                "dropped": scored.reason if is_dropped else None,
-                "finish_reason": completion.finish_reason,
-                "prompt_length": len(request.prompt_of(completion)),
-                "response_length": completion.tokens.numel(),
+                "reward": None if isinstance(scored, Fault) else scored.reward,
+                "reward_info": {} if isinstance(scored, Fault) else dict(scored.reward_info),
+                "dropped": scored.reason if isinstance(scored, Fault) else None,
+                "finish_reason": sample.finish_reason,
+                "prompt_length": sample.prompt_length,
+                "response_length": sample.response_length,
             }

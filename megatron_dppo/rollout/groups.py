@@ -8,17 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-import torch
-
 from megatron_dppo.algorithms import have_equal_rewards
 from megatron_dppo.data.prompts.prompts import Drawn
 from megatron_dppo.data.prompts.templates import prompt_tokens
-from megatron_dppo.engines.base import (
-    Completion,
-    Request,
-    give_up,
-    mask_of,
-)
+from megatron_dppo.engines.base import Request, give_up, with_prompt
 from megatron_dppo.environments import (
     EnvironmentFault,
     Environments,
@@ -41,56 +34,67 @@ class PromptGroup:
     drawn: Drawn
     index: int  # the prompt's index, over all ranks, in the rollout that began it or trains on it
     requests: list[Request]
-    completions: list[Completion | None]  # one per request; None until it is sampled
-    scored: list[Sample | Fault | None]  # one per request: the sample, or why it cannot be trained on
-    branches: dict[str, list[Sample]] = field(default_factory=dict[str, list[Sample]])  # further ones, by id
+    responses: list[Sample | Fault | None]
+    # one per request: None until it is sampled; a sample, without a reward until it is scored; or its fault
+    left_out: list[Sample] = field(default_factory=list[Sample])  # faulty further samples of sound episodes
     born: int | None = None  # version of the weights that may sample its first token; None before
     has_tokens: bool = False  # while it has no tokens and is not whole, a push resets `born`
     is_being_scored: bool = False  # whether a reward of whole groups has got the responses
     interrupted: set[str] = field(default_factory=set[str])  # ids of requests that a hold left with tokens
 
+    def keep(self, index: int, scored: Sample | Fault, branches: Sequence[Sample] = ()) -> None:
+        """Replace a response by its scored sample with the branches that can be trained on, or by its fault."""
+        sample = self.responses[index]
+        assert isinstance(sample, Sample), "a response is sampled before it is scored"
+        if isinstance(scored, Fault):
+            self.responses[index] = replace(scored, sample=sample)
+            return
+        kept = {each.id for each in branches}
+        self.left_out += [each for each in sample.branches if each.id not in kept]
+        self.responses[index] = replace(scored, branches=tuple(branches))
+
     @property
     def is_sampled(self) -> bool:
         """Whether every response is sampled or given up."""
-        return None not in self.completions
+        return None not in self.responses
 
     @property
     def is_whole(self) -> bool:
         """Whether every response is sampled or given up, and scored."""
-        return None not in self.scored
+        return len(self.samples) + len(self.faults) == len(self.responses)
 
     @property
-    def answers(self) -> list[tuple[Request, Completion]]:
-        """Requests whose responses are sampled, with their completions."""
-        pairs = zip(self.requests, self.completions, strict=True)
-        return [(request, completion) for request, completion in pairs if completion is not None]
+    def sampled(self) -> list[Sample]:
+        """Responses so far, the first sample of each, with those that have a fault."""
+        found = [each.sample if isinstance(each, Fault) else each for each in self.responses]
+        return [each for each in found if each is not None]
+
+    @property
+    def all_sampled(self) -> list[Sample]:
+        """Responses so far, with the further samples of agents' episodes."""
+        return [part for each in self.sampled for part in (each, *each.branches)] + self.left_out
 
     @property
     def samples(self) -> tuple[Sample, ...]:
         """Samples that can be trained on, the first one of each request."""
-        return tuple(each for each in self.scored if isinstance(each, Sample))
+        return tuple(each for each in self.responses if isinstance(each, Sample) and each.reward is not None)
 
     @property
     def all_samples(self) -> tuple[Sample, ...]:
-        """Samples that can be trained on, with the further ones of agents' episodes."""
-        return tuple(part for each in self.samples for part in (each, *self.branches.get(each.id, ())))
-
-    @property
-    def sampled(self) -> list[Completion]:
-        """Completions of all samples, with the further ones of agents' episodes."""
-        return [part for _, completion in self.answers for part in (completion, *completion.branches)]
+        """Samples that can be trained on, with the further ones of agents' episodes, as a batch takes them."""
+        parts = (part for each in self.samples for part in (each, *each.branches))
+        return tuple(replace(part, branches=(), episode=None) for part in parts)
 
     @property
     def calls(self) -> dict[str, tuple[AgentCall, ...]]:
         """Calls of the episodes that can be trained on, by the first sample's id."""
-        pairs = zip(self.answers, self.scored, strict=True)
-        episodes = {first.id: answer[1].episode for answer, first in pairs if isinstance(first, Sample)}
+        episodes = {each.id: each.episode for each in self.samples}
         return {name: episode.calls for name, episode in episodes.items() if episode and episode.calls}
 
     @property
     def faults(self) -> list[Fault]:
         """Faults of the samples that cannot be trained on."""
-        return [each for each in self.scored if isinstance(each, Fault)]
+        return [each for each in self.responses if isinstance(each, Fault)]
 
     @property
     def has_zero_variance(self) -> bool:
@@ -133,8 +137,8 @@ class GroupMaker:
             first_key = (self.seed, rollout or 0, start)
             requests = _requests(name, drawn.prompt, tokens, first_key, self.samples_per_prompt, messages)
             fault = opening if isinstance(opening, EnvironmentFault) else None
-            completions = [_lost(request, fault) if fault else None for request in requests]
-            groups.append(PromptGroup(drawn, index, requests, completions, [None] * len(requests)))
+            responses = [_lost(request, fault) if fault else None for request in requests]
+            groups.append(PromptGroup(drawn, index, requests, [*responses]))
         return groups
 
     def _tokens(self, prompt: Prompt, opening: Observation | EnvironmentFault) -> tuple[int, ...]:
@@ -142,25 +146,6 @@ class GroupMaker:
             return ()
         options = (prompt.tools, prompt.template_arguments)
         return prompt_tokens(self.tokenizer, opening.text, opening.messages, *options)
-
-
-def sample_of(request: Request, completion: Completion, branch: int = 0) -> Sample:
-    """Return the sample of a response or of an episode's further conversation, without a reward."""
-    prompt = torch.tensor(request.prompt_of(completion), dtype=torch.int64)
-    return Sample(
-        id=f"{request.id}#{branch}" if branch else request.id,
-        branch=branch,
-        group_id=request.id.rpartition("+")[0],
-        tokens=torch.cat([prompt, completion.tokens]),
-        prompt_length=len(prompt),
-        loss_mask=mask_of(completion),
-        rollout_log_probs=completion.log_probs,
-        finish_reason=completion.finish_reason,
-        topk=completion.topk,
-        routed_experts=completion.routed_experts,
-        weight_versions=completion.weight_versions,
-        num_retractions=completion.num_retractions,
-    )
 
 
 def write_samples(path: Path, groups: Sequence[SampleGroup], tokenizer: Tokenizer) -> None:
@@ -195,30 +180,30 @@ def usable_groups(
     """
     kept = [group for group in scored if len(group.samples) >= smallest_group]
     everything = [*scored, *replaced]
-    answers = [answer for group in everything for answer in group.answers]
-    sampled = [completion for group in everything for completion in group.sampled]
+    responses = [each for group in everything for each in group.sampled]
+    sampled = [each for group in everything for each in group.all_sampled]
     faults = [fault for group in everything for fault in group.faults]
-    episodes = [completion.episode for _, completion in answers if completion.episode is not None]
+    episodes = [each.episode for each in responses if each.episode is not None]
     counts = RolloutCounts(
         num_prompts=len(everything) + num_too_long,
         num_prompts_too_long=num_too_long,
-        num_samples=len(answers),
-        num_truncated=sum(completion.finish_reason == "length" for _, completion in answers),
-        num_turns=sum(completion.episode.num_turns if completion.episode else 1 for _, completion in answers),
-        num_response_tokens=sum(completion.tokens.numel() for completion in sampled),
-        num_old_tokens=sum(_num_old_tokens(completion, weight_version) for completion in sampled),
-        num_requeued=sum(completion.num_moves for _, completion in answers),
-        num_retractions=sum(completion.num_retractions for _, completion in answers),
+        num_samples=len(responses),
+        num_truncated=sum(each.finish_reason == "length" for each in responses),
+        num_turns=sum(each.episode.num_turns if each.episode else 1 for each in responses),
+        num_response_tokens=sum(each.response_length for each in sampled),
+        num_old_tokens=sum(_num_old_tokens(each, weight_version) for each in sampled),
+        num_requeued=sum(each.num_moves for each in responses),
+        num_retractions=sum(each.num_retractions for each in responses),
         num_recomputed_routes=sum(
             sample.num_retractions > 0 and sample.routed_experts is not None
             for group in everything
             for sample in group.samples
         ),
-        num_continued=sum(len({span.version for span in c.weight_versions}) > 1 for c in sampled),
+        num_continued=sum(len({span.version for span in each.weight_versions}) > 1 for each in sampled),
         num_discarded_partials=sum(
-            request.id in group.interrupted and completion is None
+            request.id in group.interrupted and response is None
             for group in rest
-            for request, completion in zip(group.requests, group.completions, strict=True)
+            for request, response in zip(group.requests, group.responses, strict=True)
         ),
         num_replaced_groups=len(replaced),
         num_dropped_groups=len(scored) - len(kept),
@@ -227,7 +212,7 @@ def usable_groups(
         num_agent_forks=sum(episode.num_forks for episode in episodes),
         num_agent_branches=sum(len(group.all_samples) - len(group.samples) for group in everything),
         num_untrained_tokens=sum(episode.num_untrained_tokens for episode in episodes)
-        + sum(_num_tokens_left_out(group) for group in everything),
+        + sum(int(each.loss_mask.sum()) for group in everything for each in group.left_out),
         num_dropped={reason: sum(fault.reason == reason for fault in faults) for reason in DROP_REASONS},
         example=str(faults[0]) if faults else None,
     )
@@ -236,19 +221,8 @@ def usable_groups(
     ], counts
 
 
-def _num_tokens_left_out(group: PromptGroup) -> int:
-    """Return the sampled tokens of further samples that have a fault, in episodes that are trained on."""
-    num_left_out = 0
-    for (_, completion), first in zip(group.answers, group.scored, strict=True):
-        if completion.branches and isinstance(first, Sample):
-            kept = group.branches.get(first.id, ())
-            num_left_out += sum(int(mask_of(each).sum()) for each in completion.branches)
-            num_left_out -= sum(int(each.loss_mask.sum()) for each in kept)
-    return num_left_out
-
-
-def _num_old_tokens(completion: Completion, weight_version: int) -> int:
-    return sum(span.stop - span.start for span in completion.weight_versions if span.version != weight_version)
+def _num_old_tokens(sample: Sample, weight_version: int) -> int:
+    return sum(span.stop - span.start for span in sample.weight_versions if span.version != weight_version)
 
 
 def _readable(prompt: Prompt, sample: Sample, tokenizer: Tokenizer) -> dict[str, object]:
@@ -269,8 +243,8 @@ def _readable(prompt: Prompt, sample: Sample, tokenizer: Tokenizer) -> dict[str,
     }
 
 
-def _lost(request: Request, fault: EnvironmentFault) -> Completion:
-    return replace(give_up(request), episode=Episode("", 0, fault=fault.message))
+def _lost(request: Request, fault: EnvironmentFault) -> Sample:
+    return replace(with_prompt(give_up(request), request), episode=Episode("", 0, fault=fault.message))
 
 
 def _requests(

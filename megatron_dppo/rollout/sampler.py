@@ -16,17 +16,17 @@ from typing import Any
 
 from megatron_dppo.engines.base import (
     Ask,
-    Completion,
     Request,
     SamplingParams,
     Session,
     input_tokens,
     num_tokens_before,
     resume_request,
+    with_prompt,
 )
 from megatron_dppo.errors import RolloutError, ServerError
-from megatron_dppo.rollout.groups import PromptGroup, sample_of
-from megatron_dppo.rollout.scoring import Scorer
+from megatron_dppo.rollout.groups import PromptGroup
+from megatron_dppo.rollout.scoring import Fault, Scorer
 from megatron_dppo.runtime.concurrency import run_loop
 from megatron_dppo.types import Sample
 
@@ -37,7 +37,7 @@ PROGRESS_S = 30.0
 OpenSession = Callable[..., AbstractAsyncContextManager[Session]]
 """Opens a session; see `RolloutEngine.session`."""
 
-Converse = Callable[[Request, SamplingParams, Ask], Awaitable[Completion]]
+Converse = Callable[[Request, SamplingParams, Ask], Awaitable[Sample]]
 """Samples one trajectory with a function that samples its turns; see `Conversations.run`."""
 
 
@@ -201,39 +201,37 @@ class GroupSampler:
 
     async def _respond(self, group: PromptGroup, index: int, on_whole: Callable[[PromptGroup], None]) -> None:
         """Sample one response, unless it was given up before, and score it, or the group if it is the last."""
-        request, completion = group.requests[index], group.completions[index]
+        request, sample = group.requests[index], group.responses[index]
         assert request.prompt is not None, "requests of groups name their prompts"
-        if completion is None:
+        if sample is None:
             async with self._places:  # before the conversation is announced: engines wait for announced ones
                 with (await self._on_session(group.drawn.place)).conversation(request.id):
                     found = await self.converse(request, self.params, partial(self._ask, group))
             for each in (found, *found.branches):
                 _check(request, each, self.params)
-            completion = group.completions[index] = found
+            sample = group.responses[index] = with_prompt(found, request)
         self._num_ended += 1
         if self.scorer.scores_groups:
-            if group.is_sampled and not group.is_being_scored:
-                group.is_being_scored = True
-                answers = [(sample_of(*answer), answer[1].episode) for answer in group.answers]
-                group.scored[:] = await self.scorer.score_group(request.prompt, answers)
-                self._add_branches(group)
-                on_whole(group)
-            return
-        sample = sample_of(request, completion)
-        group.scored[index] = await self.scorer.score(request.prompt, sample, completion.episode)
+            if not group.is_sampled or group.is_being_scored:
+                return
+            group.is_being_scored = True
+            answers = [(each, each.episode) for each in group.sampled]
+            for number, scored in enumerate(await self.scorer.score_group(request.prompt, answers)):
+                self._keep(group, number, scored)
+        else:
+            assert isinstance(sample, Sample), "a response is scored once"
+            self._keep(group, index, await self.scorer.score(request.prompt, sample, sample.episode))
         if group.is_whole:
-            self._add_branches(group)
             on_whole(group)
 
-    def _add_branches(self, group: PromptGroup) -> None:
-        """Give the further samples of agents' episodes the rewards of the first ones; leave out faulty ones."""
-        for (request, completion), first in zip(group.answers, group.scored, strict=True):
-            if completion.branches and isinstance(first, Sample):
-                branches = enumerate(completion.branches, start=1)
-                found = (sample_of(request, branch, number) for number, branch in branches)
-                group.branches[first.id] = self.scorer.like(first, found)
+    def _keep(self, group: PromptGroup, index: int, scored: Sample | Fault) -> None:
+        """Keep a scored response; sound further samples of an agent's episode get the first one's reward."""
+        branches = list[Sample]()
+        if isinstance(scored, Sample) and scored.branches:
+            branches = self.scorer.like(scored, scored.branches)
+        group.keep(index, scored, branches)
 
-    async def _ask(self, group: PromptGroup, request: Request, params: SamplingParams) -> Completion:
+    async def _ask(self, group: PromptGroup, request: Request, params: SamplingParams) -> Sample:
         """Sample one turn; a hold interrupts it and it resumes."""
         is_continued = False
         while True:
@@ -274,19 +272,15 @@ class GroupSampler:
         self._num_flying += change
 
 
-def _check(request: Request, completion: Completion, params: SamplingParams) -> None:
+def _check(request: Request, completion: Sample, params: SamplingParams) -> None:
     """Raise unless a completion fits the request, with one log-prob per token."""
-    if completion.request_id != request.id:
+    if completion.id != request.id:
         raise RolloutError(
-            f"engine's completions: found {completion.request_id!r} in place of {request.id!r}; expected one "
+            f"engine's completions: found {completion.id!r} in place of {request.id!r}; expected one "
             "for each request, in order. This is a fault of the engine: report it."
         )
-    num_tokens = completion.tokens.numel()
-    num_rows = {"log_probs": completion.log_probs.numel()}
-    if params.num_topk_log_probs:
-        num_rows["topk"] = completion.topk.ids.shape[0] if completion.topk is not None else 0
-    if any(count != num_tokens for count in num_rows.values()):
+    if wrong := completion.wrong_rows(has_topk=params.num_topk_log_probs > 0):
         raise RolloutError(
-            f"completion {completion.request_id}: found rows {num_rows}; expected {num_tokens}, one per "
+            f"completion {completion.id}: found rows {wrong}; expected {completion.tokens.numel()}, one per "
             "token. This is a fault of the engine: report it."
         )

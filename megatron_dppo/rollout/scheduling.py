@@ -232,11 +232,11 @@ class Scheduler:
     def _refuse_stale(self, groups: Sequence[PromptGroup], version: int) -> None:
         """Raise if a sample is older than the rules allow, which only a fault of the scheduler can cause."""
         for group in groups:
-            for completion in group.sampled:
-                oldest = min((span.version for span in completion.weight_versions), default=version)
+            for sample in group.all_sampled:
+                oldest = min((span.version for span in sample.weight_versions), default=version)
                 if not 0 <= version - oldest <= self.bound.max_staleness:
                     raise RolloutError(
-                        f"sample {completion.request_id}: found tokens of weights {oldest}, to be trained on "
+                        f"sample {sample.id}: found tokens of weights {oldest}, to be trained on "
                         f"by weights {version}; expected at most rollout.max_staleness = "
                         f"{self.bound.max_staleness} versions between them. This is a fault of the scheduler: "
                         "report it."

@@ -45,15 +45,15 @@ def score_of(group: PromptGroup) -> PromptScore:
     """Return the score of one prompt's responses."""
     rewards = [float(sample.reward or 0.0) for sample in group.samples]
     faults = group.faults
-    completions = [completion for _, completion in group.answers]
+    sampled = group.sampled
     return PromptScore(
         index=group.index,
-        num_samples=len(completions),
-        num_generated=len(completions),
+        num_samples=len(sampled),
+        num_generated=len(sampled),
         num_dropped=len(faults),
         num_correct=sum(map(is_correct, rewards)),
-        num_truncated=sum(completion.finish_reason == "length" for completion in completions),
-        num_tokens=sum(completion.tokens.numel() for completion in completions),
+        num_truncated=sum(each.finish_reason == "length" for each in sampled),
+        num_tokens=sum(each.response_length for each in sampled),
         total_reward=sum(rewards),
         lowest_reward=min(rewards, default=inf),
         num_faults=Counter(fault.reason for fault in faults),

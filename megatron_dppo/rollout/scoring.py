@@ -4,12 +4,10 @@ A faulty sample is dropped with a reason, and never repaired.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-import torch
 from torch import Tensor
 
 from megatron_dppo.algorithms.advantages import LARGEST_REWARD
@@ -59,6 +57,7 @@ class Fault:
     reason: DropReason
     sample_id: str
     found: str
+    sample: Sample | None = dataclasses.field(default=None, compare=False, repr=False)  # of a group's response
 
     def __str__(self) -> str:
         return f"{self.reason}, sample {self.sample_id}: {self.found}"
@@ -184,7 +183,7 @@ class Scorer:
             return Fault("aborted", sample.id, f"the engine gave up after {sample.response_length} tokens")
         if _is_empty(sample):
             return Fault("empty_response", sample.id, f"finish_reason {sample.finish_reason!r}")
-        if not _has_usable_log_probs(sample):
+        if not sample.has_usable_log_probs:
             return Fault("non_finite_log_probs", sample.id, "NaN or infinity among the rollout's log-probs")
         if self.needs_routes and sample.routed_experts is None and sample.num_retractions:
             return Fault("retracted", sample.id, _retraction_fault(sample.num_retractions))
@@ -224,12 +223,6 @@ def _is_empty(sample: Sample) -> bool:
     """Return whether the policy sampled no token of a response; tokens of observations do not count."""
     was_sampled = any(span.stop > span.start for span in sample.weight_versions)
     return sample.response_length == 0 or (not was_sampled and not bool(sample.loss_mask.any()))
-
-
-def _has_usable_log_probs(sample: Sample) -> bool:
-    """Return whether the log-probs of all trained tokens are finite; -inf is allowed among the top-K."""
-    is_finite = math.isfinite(sample.rollout_log_probs[sample.loss_mask].sum(dtype=torch.float64))
-    return is_finite and (sample.topk is None or bool((sample.topk.log_probs < math.inf).all()))
 
 
 def training_reward(config: Config) -> str:

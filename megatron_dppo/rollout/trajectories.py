@@ -13,7 +13,13 @@ from megatron_dppo.agents.harness import most_open_episodes
 from megatron_dppo.architectures.sizes import read_model_config
 from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.config.sections import DataConfig
-from megatron_dppo.engines.base import Ask, Completion, Request, RolloutEngine, SamplingParams, Session
+from megatron_dppo.engines.base import (
+    Ask,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    Session,
+)
 from megatron_dppo.engines.batch_session import batch_session
 from megatron_dppo.environments import (
     EnvironmentFault,
@@ -29,10 +35,10 @@ from megatron_dppo.rollout.conversations import Conversations, TurnLimits
 from megatron_dppo.rollout.sampler import GroupSampler
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.runtime.user_code import describe_error, digest_of, import_named, module_files
-from megatron_dppo.types import FinishReason, Prompt
+from megatron_dppo.types import FinishReason, Prompt, Sample
 from megatron_dppo.workers.service import FileDigests
 
-Generate = Callable[[RolloutEngine, Sequence[Request], SamplingParams], Sequence[Completion]]
+Generate = Callable[[RolloutEngine, Sequence[Request], SamplingParams], Sequence[Sample]]
 """Returns a completion for each request, in order; may call the engine any number of times.
 
 Use `engines.base.with_observation` and `Request.partial` to continue a conversation. Tokens that the engine did
@@ -57,7 +63,7 @@ class UserGenerate:
         self._engine = engine
         self._name, self._function, self._vocab_size = name, function, vocab_size
 
-    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Sample]:
         """Return a completion of the function for each request, after checking them."""
         try:
             found: Any = self._function(self._engine, requests, params)
@@ -76,26 +82,21 @@ class UserGenerate:
         """See `RolloutEngine.session`; one call of the function gets all requests."""
         return batch_session(self.generate)
 
-    def _check(self, request: Request, completion: Any, params: SamplingParams) -> Completion:
-        if not isinstance(completion, Completion) or completion.request_id != request.id:
-            found = (
-                f"{getattr(completion, 'request_id', type(completion).__name__)!r} in place of {request.id!r}"
-            )
-            raise self._wrong("", found, "a Completion for each request, in order")
+    def _check(self, request: Request, completion: Any, params: SamplingParams) -> Sample:
+        if not isinstance(completion, Sample) or completion.id != request.id:
+            found = f"{getattr(completion, 'id', type(completion).__name__)!r} in place of {request.id!r}"
+            raise self._wrong("", found, "a Sample for each request, in order")
         if completion.finish_reason == "abort":
             return completion
         tokens, count = completion.tokens, completion.tokens.numel()
-        mask = torch.ones(count, dtype=torch.bool) if completion.loss_mask is None else completion.loss_mask
-        rows = {"log_probs": completion.log_probs.numel(), "loss_mask": mask.numel()}
-        if params.num_topk_log_probs:
-            rows["topk"] = 0 if completion.topk is None else completion.topk.ids.shape[0]
+        mask, rows = completion.loss_mask, completion.wrong_rows(has_topk=params.num_topk_log_probs > 0)
         is_in_range = count == 0 or (int(tokens.min()) >= 0 and int(tokens.max()) < self._vocab_size)
         most, reasons = params.max_response_tokens, get_args(FinishReason)
         faults = [
             (tokens.dtype != torch.int64, f"tokens of {tokens.dtype}", "int64"),
             (count > most, f"{count} tokens", f"at most {most}"),
             (not is_in_range, "token ids beyond the vocabulary", f"0 to {self._vocab_size - 1}"),
-            (any(n != count for n in rows.values()), f"rows {rows}", f"{count}, one per token"),
+            (bool(rows), f"rows {rows}", f"{count}, one per token"),
             (mask.dtype != torch.bool, f"loss_mask of {mask.dtype}", "bool"),
             (
                 completion.finish_reason not in reasons,
@@ -106,7 +107,7 @@ class UserGenerate:
         for is_there, found, expected in faults:
             if is_there:
                 raise self._wrong(request.id, found, expected)
-        return replace(completion, log_probs=completion.log_probs.detach().float())
+        return replace(completion, rollout_log_probs=completion.rollout_log_probs.detach().float())
 
     def _wrong(self, request_id: str, found: str, expected: str) -> RolloutError:
         where = f"rollout.generate: {self._name!r}" + (f", request {request_id}" if request_id else "")
@@ -176,7 +177,7 @@ class TrajectorySampler:
             self._pool.close()
 
 
-async def _ask_once(request: Request, params: SamplingParams, ask: Ask) -> Completion:
+async def _ask_once(request: Request, params: SamplingParams, ask: Ask) -> Sample:
     """Sample a trajectory of one response: without an environment, or with the user's function."""
     return await ask(request, params)
 

@@ -62,7 +62,8 @@ class Numbered(Played):
         self.inputs.append(input_tokens(request).tolist())
         if self.gate is not None:
             await self.gate.wait()
-        return replace(completion, log_probs=torch.cat([completion.log_probs[:start], -numbers.float()]))
+        log_probs = torch.cat([completion.log_probs[:start], -numbers.float()])
+        return replace(completion, rollout_log_probs=log_probs)
 
     def account(self, outcome: AgentOutcome | None = None) -> list[Completion]:
         """Return the samples of the episode; what trains and what does not is all that was sampled."""

@@ -186,7 +186,7 @@ def test_tokens_of_a_further_sample_with_a_fault_are_counted(
         async def broken(*arguments: Any) -> Completion:
             completion = await run(*arguments)
             first, *others = completion.branches
-            first = replace(first, log_probs=first.log_probs * float("nan"))
+            first = replace(first, rollout_log_probs=first.log_probs * float("nan"))
             return replace(completion, branches=(first, *others))
 
         return broken

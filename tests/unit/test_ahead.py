@@ -305,7 +305,7 @@ def test_an_open_group_is_as_old_as_its_oldest_token() -> None:
         with rank.ahead.pause(version, 9):
             for group in rank.producer.state.groups:
                 found = rank.producer._open[group.place].group  # pyright: ignore[reportPrivateUsage]
-                sampled = [] if found is None else [each for each in found.completions if each is not None]
+                sampled = [] if found is None else found.sampled
                 oldest = min((span.version for each in sampled for span in each.weight_versions), default=None)
                 if oldest is not None:
                     assert group.born is not None and group.born <= oldest

@@ -143,9 +143,16 @@ def test_prompts_that_are_too_long_are_counted_and_stop_a_run_that_has_no_others
     ("fault", "reason"),
     [
         ({"finish_reason": "abort"}, "aborted"),
-        ({"tokens": torch.zeros(0, dtype=torch.int64), "log_probs": torch.zeros(0)}, "empty_response"),
-        ({"log_probs": torch.full((17,), math.nan)}, "non_finite_log_probs"),
-        ({"log_probs": torch.full((17,), -math.inf)}, "non_finite_log_probs"),
+        (
+            {
+                "tokens": torch.zeros(0, dtype=torch.int64),
+                "rollout_log_probs": torch.zeros(0),
+                "loss_mask": torch.zeros(0, dtype=torch.bool),
+            },
+            "empty_response",
+        ),
+        ({"rollout_log_probs": torch.full((17,), math.nan)}, "non_finite_log_probs"),
+        ({"rollout_log_probs": torch.full((17,), -math.inf)}, "non_finite_log_probs"),
     ],
 )
 def test_a_faulty_sample_leaves_its_group(fault: dict[str, Any], reason: DropReason) -> None:
@@ -298,8 +305,8 @@ def test_error_of_a_flaky_reward_names_reward_retries() -> None:
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        (lambda i, r: complete(r, RIGHT, request_id="x"), "'x' in place of 'rollout2/a/0\\+0'"),
-        (lambda i, r: complete(r, RIGHT, log_probs=torch.zeros(3)), "'log_probs': 3.*expected 17"),
+        (lambda i, r: complete(r, RIGHT, id="x"), "'x' in place of 'rollout2/a/0\\+0'"),
+        (lambda i, r: complete(r, RIGHT, rollout_log_probs=torch.zeros(3)), "'log_probs': 3.*expected 17"),
     ],
 )
 def test_completions_that_do_not_fit(script: Callable[[int, Request], Completion], message: str) -> None:

@@ -75,7 +75,7 @@ def assert_same_conversation(one: Completion, other: Completion) -> None:
     assert one.topk is not None and other.topk is not None
     assert torch.equal(one.topk.ids, other.topk.ids)
     nothing = torch.zeros(0)
-    one, other = (dataclasses.replace(each, log_probs=nothing, topk=None) for each in (one, other))
+    one, other = (dataclasses.replace(each, rollout_log_probs=nothing, topk=None) for each in (one, other))
     assert_same(one, other)
 
 

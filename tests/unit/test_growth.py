@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.agents.tree import Node, Said
+from megatron_dppo.agents.tree import Node, Said, sharing_rows
 from megatron_dppo.engines.base import (
     Completion,
     Request,
     join_parts,
-    sharing_rows,
     shortened,
     with_observation,
 )
@@ -83,22 +82,20 @@ def part(num_tokens: int, num_rows: int, version: int, generator: torch.Generato
 def copied(completion: Completion) -> Completion:
     """A copy with separate memory."""
     assert completion.topk is not None and completion.routed_experts is not None
-    mask = completion.loss_mask
     return replace(
         completion,
         tokens=completion.tokens.clone(),
-        log_probs=completion.log_probs.clone(),
+        rollout_log_probs=completion.log_probs.clone(),
         topk=RolloutTopK(completion.topk.ids.clone(), completion.topk.log_probs.clone()),
         routed_experts=replace(completion.routed_experts, indices=completion.routed_experts.indices.clone()),
-        loss_mask=None if mask is None else mask.clone(),
+        loss_mask=completion.loss_mask.clone(),
     )
 
 
 def rows_of(completion: Completion) -> list[Tensor]:
     assert completion.topk is not None and completion.routed_experts is not None
-    masks = [] if completion.loss_mask is None else [completion.loss_mask]
     topk, indices = completion.topk, completion.routed_experts.indices
-    return [completion.tokens, completion.log_probs, topk.ids, topk.log_probs, indices, *masks]
+    return [completion.tokens, completion.log_probs, topk.ids, topk.log_probs, indices, completion.loss_mask]
 
 
 def played(

@@ -15,12 +15,12 @@ from megatron_dppo.engines.base import (
     SamplingParams,
     give_up,
     with_observation,
+    with_prompt,
 )
 from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.protocol import GENERATIONS, NEWEST
 from megatron_dppo.rewards import RewardResult
-from megatron_dppo.rollout.groups import sample_of
 from megatron_dppo.rollout.scoring import Fault, Scorer
 from megatron_dppo.routing_replay.routes import validate_routes
 from tests.support.collecting import Collected, collect
@@ -69,7 +69,7 @@ def test_a_sample_without_routes_is_dropped(num_retractions: int, reason: str) -
     rewards = InProcessScorer(lambda prompt, response, finish_reason: RewardResult(1.0))
     scorer = Scorer(TOKENIZER, rewards, needs_routes=True, validate_routes=None)
     completion = replace(_read(FRESH), routed_experts=None, num_retractions=num_retractions)
-    fault = asyncio.run(scorer.score(PROMPTS[0], sample_of(FRESH, completion), None))
+    fault = asyncio.run(scorer.score(PROMPTS[0], with_prompt(completion, FRESH), None))
     assert isinstance(fault, Fault) and fault.reason == reason
     assert ("sglang.max_running_requests" in str(fault)) == (reason == "retracted")
 

@@ -98,7 +98,7 @@ def _in_session(engine: RolloutEngine, work: Callable[[Any], Awaitable[None]]) -
 
 def _requests(name: str, count: int, partial: Completion | None = None) -> list[Request]:
     requests = [Request(f"{name}{k}+0", (1, 2), (0, 0, k)) for k in range(count)]
-    return [replace(each, partial=partial and replace(partial, request_id=each.id)) for each in requests]
+    return [replace(each, partial=partial and replace(partial, id=each.id)) for each in requests]
 
 
 def _ask(session: Session, requests: Sequence[Request]) -> list[asyncio.Task[Completion]]:

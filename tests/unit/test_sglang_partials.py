@@ -100,23 +100,23 @@ def test_an_observation_is_of_no_version() -> None:
 
 
 MASKS = [torch.tensor([True, False, True]), torch.tensor([False, True])]
+ALL = [torch.ones_like(mask) for mask in MASKS]
 
 
 @pytest.mark.parametrize(
     ("of_old", "of_new", "expected"),
     [
-        (None, None, None),
-        (MASKS[0], None, [True, False, True, True, True]),
-        (None, MASKS[1], [True, True, True, False, True]),
+        (ALL[0], ALL[1], [True] * 5),
+        (MASKS[0], ALL[1], [True, False, True, True, True]),
+        (ALL[0], MASKS[1], [True, True, True, False, True]),
         (MASKS[0], MASKS[1], [True, False, True, False, True]),
     ],
 )
 def test_tokens_that_either_part_does_not_train_on_the_whole_does_not(
-    of_old: torch.Tensor | None, of_new: torch.Tensor | None, expected: list[bool] | None
+    of_old: torch.Tensor, of_new: torch.Tensor, expected: list[bool]
 ) -> None:
     old, new = dataclasses.replace(OLD, loss_mask=of_old), dataclasses.replace(NEW, loss_mask=of_new)
-    found = join_parts(old, new).loss_mask
-    assert (None if found is None else found.tolist()) == expected
+    assert join_parts(old, new).loss_mask.tolist() == expected
 
 
 def test_the_beginning_of_a_response_has_what_its_tokens_have() -> None:

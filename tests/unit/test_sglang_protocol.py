@@ -64,7 +64,7 @@ def _read_body(body: object, request: Request, params: SamplingParams, version: 
         raise here
     assert isinstance(there, Completion)
     of_here, of_there = (dataclasses.asdict(each) for each in (here, there))
-    for name in ("tokens", "log_probs", "topk", "routed_experts"):
+    for name in ("tokens", "loss_mask", "rollout_log_probs", "topk", "routed_experts"):
         one, other = of_here.pop(name), of_there.pop(name)
         torch.testing.assert_close(other, one, rtol=0, atol=0, equal_nan=True)
     assert of_there == of_here

@@ -91,8 +91,8 @@ def test_without_an_episode_the_response_is_scored(model: Any) -> None:
 
 def test_masked_tokens_need_no_log_prob(model: Any) -> None:
     nan = torch.full((8,), torch.nan)
-    assert collected(model, changed(log_probs=nan)).counts.num_dropped["non_finite_log_probs"] == 1
-    batch = collected(model, changed(log_probs=nan, loss_mask=torch.zeros(8, dtype=torch.bool)))
+    assert collected(model, changed(rollout_log_probs=nan)).counts.num_dropped["non_finite_log_probs"] == 1
+    batch = collected(model, changed(rollout_log_probs=nan, loss_mask=torch.zeros(8, dtype=torch.bool)))
     assert batch.counts.num_dropped_samples == 0
 
 
@@ -110,7 +110,7 @@ def broken(*arguments: Any) -> Any:
         (broken, r"'own:function' raised KeyError: 'lost'"),
         (lambda engine, requests, params: [], "found 0 completions; expected one for each of 4"),
         (lambda engine, requests, params: [None] * 4, "found 'NoneType' in place of"),
-        (changed(request_id="other"), "found 'other' in place of"),
+        (changed(id="other"), "found 'other' in place of"),
         (changed(tokens=lambda c: c.tokens[:-1]), r"'log_probs': 8.*expected 7, one per token"),
         (changed(tokens=lambda c: c.tokens + VOCAB), "expected 0 to 39"),
         (changed(tokens=lambda c: c.tokens.float()), "tokens of torch.float32; expected int64"),

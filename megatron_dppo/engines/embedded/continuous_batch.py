@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.engines.base import (
-    Completion,
     Request,
     SamplingParams,
     first_route_row,
     input_tokens,
     join_parts,
     num_tokens_left,
+    response_alone,
 )
 from megatron_dppo.engines.embedded.sampling import draw, most_probable, sampling_log_probs, sampling_noise
 from megatron_dppo.engines.embedded.slot_decoder import SlotDecoder
 from megatron_dppo.routing_replay.routes import index_dtype
-from megatron_dppo.types import RolloutTopK, RoutedExperts, WeightVersionSpan
+from megatron_dppo.types import RolloutTopK, RoutedExperts, Sample, WeightVersionSpan
 
 
 @dataclass
@@ -186,13 +186,13 @@ class ContinuousBatch:
         """Number of input tokens that another request's prefill computed."""
         return sum(self._num_cached)
 
-    def completions(self, version: int) -> list[Completion]:
+    def completions(self, version: int) -> list[Sample]:
         """Return one completion per request, in order."""
         sampled = _by_request(self._sampled, len(self._requests))
         routed = _by_request(self._routed, len(self._requests)) if self._routed else []
         dtype = index_dtype(self._decoder.num_experts)
         eos = set(cast(list[int], self._eos.tolist()))  # pyright: ignore[reportUnknownMemberType]
-        completions: list[Completion] = []
+        completions: list[Sample] = []
         for index, request in enumerate(self._requests):
             tokens, log_probs, *topk = sampled[index]
             experts = None
@@ -202,11 +202,11 @@ class ContinuousBatch:
                 assert indices.shape[0] == forwarded, "one row of routes for each token forwarded"
                 indices = indices[first_route_row(request) :]
                 experts = RoutedExperts(indices, self._decoder.moe_layers, self._decoder.num_experts)
-            completion = Completion(
-                request_id=request.id,
-                tokens=tokens,
-                log_probs=log_probs,
-                finish_reason="stop" if int(tokens[-1]) in eos else "length",
+            completion = response_alone(
+                request.id,
+                tokens,
+                log_probs,
+                "stop" if int(tokens[-1]) in eos else "length",
                 topk=RolloutTopK(ids=topk[0], log_probs=topk[1]) if topk else None,
                 routed_experts=experts,
                 weight_versions=(WeightVersionSpan(0, tokens.numel(), version),),

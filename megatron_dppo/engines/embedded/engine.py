@@ -15,7 +15,6 @@ from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.checkpoints.weight_formats import BLOCK, WeightFormat, is_linear, round_linears
 from megatron_dppo.config.schema import EnginePrecision
 from megatron_dppo.engines.base import (
-    Completion,
     EngineCounts,
     Request,
     SamplingParams,
@@ -27,6 +26,7 @@ from megatron_dppo.engines.batch_session import batch_session
 from megatron_dppo.engines.embedded.continuous_batch import ContinuousBatch
 from megatron_dppo.engines.embedded.slot_decoder import SlotDecoder
 from megatron_dppo.errors import RolloutError, WeightSyncError
+from megatron_dppo.types import Sample
 
 _FORMATS: dict[str, WeightFormat] = {"modelopt_fp8": "fp8", "modelopt_nvfp4": "nvfp4"}
 _BLOCK = 2**14  # words of 4 bytes; a block and its products fit into a core's cache
@@ -190,7 +190,7 @@ class TransformersEngine:
         self._released.clear()
 
     @torch.no_grad()  # not inference_mode: tensors made in it cannot enter the loss
-    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Sample]:
         """Sample one response per request, in their order; see `RolloutEngine`.
 
         At temperature 0, log-probs and top-K are computed at temperature 1.

@@ -6,10 +6,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NoReturn
 
-from megatron_dppo.engines.base import Completion, EngineCounts, Request, SamplingParams, give_up, input_tokens
+from megatron_dppo.engines.base import (
+    EngineCounts,
+    Request,
+    SamplingParams,
+    give_up,
+    input_tokens,
+)
 from megatron_dppo.engines.sglang.client import new_rid
 from megatron_dppo.engines.sglang.protocol import ServedModel, ServerFacts
 from megatron_dppo.errors import ReplyError, RolloutError
+from megatron_dppo.types import Sample
 
 State = Literal["waiting", "sent", "answered", "dropped", "given up", "failed"]
 """State of a request: in the queue, at a server, or ended: with a response, with an error that is counted, with
@@ -45,13 +52,12 @@ class Asked:
 
     request: Request
     params: SamplingParams
-    completion: asyncio.Future[Completion]
-    state: State = "waiting"
+    completion: asyncio.Future[Sample]
     num_moves: int = 0
     refused_by: set[str] = field(default_factory=set[str])  # URLs of servers whose responses were refused
-    refusal: RolloutError | Completion | None = None  # why the last one was, or the response itself
+    refusal: RolloutError | Sample | None = None  # why the last one was, or the response itself
 
-    def complete(self, completion: Completion) -> None:
+    def complete(self, completion: Sample) -> None:
         """Set the completion, and add the request's moves."""
         if not self.completion.done():  # else no caller waits for it any more
             self.completion.set_result(replace(completion, num_moves=completion.num_moves + self.num_moves))
@@ -82,7 +88,7 @@ class AtFaultError(Exception):
 class NotFiniteError(ReplyError):
     """The response has log-probs that are not finite, which a server with broken weights or kernels returns."""
 
-    def __init__(self, url: str, completion: Completion) -> None:
+    def __init__(self, url: str, completion: Sample) -> None:
         self.completion = completion
         super().__init__(f"{url}: found log-probs that are not finite; expected finite ones. Look at its log.")
 
@@ -251,7 +257,7 @@ def refuse_requests(
             _refuse_partial(request.id, request.partial, params)
 
 
-def _refuse_partial(request_id: str, partial: Completion, params: SamplingParams) -> None:
+def _refuse_partial(request_id: str, partial: Sample, params: SamplingParams) -> None:
     num_tokens, num_topk = partial.tokens.numel(), partial.topk.ids.shape[1] if partial.topk else 0
     if not 1 <= num_tokens < params.max_response_tokens or num_topk != params.num_topk_log_probs:
         _refuse(
@@ -265,7 +271,7 @@ def _refuse(found: str, expected: str, action: str) -> NoReturn:
     raise RolloutError(f"{found}; expected {expected}. {action}")
 
 
-def count_result(request: Request, answer: Completion | RolloutError) -> EngineCounts:
+def count_result(request: Request, answer: Sample | RolloutError) -> EngineCounts:
     """Return the counts of one result; tokens sampled in earlier requests were counted then."""
     if isinstance(answer, RolloutError):
         is_reply = isinstance(answer, ReplyError)

@@ -9,11 +9,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_dppo.engines.base import Completion, EngineCounts, Request, SamplingParams
+from megatron_dppo.engines.base import (
+    EngineCounts,
+    Request,
+    SamplingParams,
+)
 from megatron_dppo.engines.sglang.client import Patience, SglangClient, connect
 from megatron_dppo.engines.sglang.protocol import ServedModel, ServerFacts
 from megatron_dppo.engines.sglang.session import ServerSession
 from megatron_dppo.errors import ReplyError, RolloutError, ServerError, WeightSyncError
+from megatron_dppo.types import Sample
 
 _NO_VERSION = -2  # -1 means that weights were never loaded
 
@@ -103,7 +108,7 @@ class SglangEngine:
             "expected a push by weight_sync, and then admit. This is a fault of the caller: report it."
         )
 
-    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Sample]:
         """Sample one response per request, in their order; see `RolloutEngine`.
 
         A request without a usable response returns an aborted, empty completion, and is counted in `counts`.
@@ -136,7 +141,7 @@ class SglangEngine:
             raise next(each for each in found if isinstance(each, RolloutError))
         return facts
 
-    async def _generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+    async def _generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Sample]:
         async with self._session(may_be_held=False) as session:
             session.refuse(requests, params)
             completions = await asyncio.gather(*(session.ask(request, params) for request in requests))

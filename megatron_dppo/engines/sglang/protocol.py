@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.engines.base import (
-    Completion,
     Request,
     SamplingParams,
     first_route_row,
@@ -25,6 +24,7 @@ from megatron_dppo.engines.base import (
     input_tokens,
     join_parts,
     num_tokens_left,
+    response_alone,
 )
 from megatron_dppo.engines.sglang.decoding_process import DecodingProcess
 from megatron_dppo.engines.sglang.replies import (
@@ -42,7 +42,7 @@ from megatron_dppo.engines.sglang.sampling_settings import (
     seed_of,
 )
 from megatron_dppo.errors import ReplyError, ServerError
-from megatron_dppo.types import ModelRouting, RolloutTopK, RoutedExperts
+from megatron_dppo.types import ModelRouting, RolloutTopK, RoutedExperts, Sample
 
 _BEYOND_LONGEST_PROMPT = 4  # SGLang silently truncates responses further beyond max_req_input_len
 _MOST_BYTES = 1 << 22  # of a response without tokens
@@ -106,7 +106,7 @@ class Generation:
 
     async def read_reply(
         self, content: bytes, request: Request, params: SamplingParams, model: ServedModel
-    ) -> Completion:
+    ) -> Sample:
         """Parse the body of a 200 from /generate, and append its tokens to the request's earlier tokens."""
         assert model.routing is not None or not params.capture_routes, "only models with experts return routes"
         partial = request.partial
@@ -230,11 +230,11 @@ def generation_of(version: object) -> Generation:
     return generation
 
 
-def _completion(request_id: str, reply: Reply, routing: ModelRouting | None) -> Completion:
+def _completion(request_id: str, reply: Reply, routing: ModelRouting | None) -> Sample:
     topk = None
     if reply.topk_ids is not None and reply.topk_log_probs is not None:
         topk = RolloutTopK(torch.from_numpy(reply.topk_ids), torch.from_numpy(reply.topk_log_probs))
-    return Completion(
+    return response_alone(
         request_id,
         torch.from_numpy(reply.tokens),
         torch.from_numpy(reply.log_probs),

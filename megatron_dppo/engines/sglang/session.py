@@ -8,7 +8,13 @@ from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 
-from megatron_dppo.engines.base import Completion, EngineCounts, Request, SamplingParams, Session, give_up
+from megatron_dppo.engines.base import (
+    EngineCounts,
+    Request,
+    SamplingParams,
+    Session,
+    give_up,
+)
 from megatron_dppo.engines.sglang.client import Link, SlowServerError, other_weights
 from megatron_dppo.engines.sglang.dispatch import (
     NEXT,
@@ -28,6 +34,7 @@ from megatron_dppo.engines.sglang.protocol import ServedModel
 from megatron_dppo.errors import ReplyError, RolloutError, ServerError
 from megatron_dppo.runtime.concurrency import end
 from megatron_dppo.runtime.process import num_files_left
+from megatron_dppo.types import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +45,7 @@ _LONGEST_PAUSE_S = 1.0
 _HELD = ServerError("the session is held")
 _OTHER_FILES = 64  # open files that are kept free of connections: aborts, checkpoints, workers
 
-_Task = asyncio.Task[Completion]
+_Task = asyncio.Task[Sample]
 
 
 class ServerSession(Session):
@@ -115,7 +122,7 @@ class ServerSession(Session):
         for facts in self._all_facts:
             refuse_requests(requests, params, self._model, facts, is_aborted=is_aborted)
 
-    async def ask(self, request: Request, params: SamplingParams) -> Completion:
+    async def ask(self, request: Request, params: SamplingParams) -> Sample:
         """Sample one response; see `Session.ask`."""
         if self.is_held:
             return give_up(request)
@@ -173,7 +180,7 @@ class ServerSession(Session):
             self._in_flight[task] = sent
             task.add_done_callback(self._on_end)
 
-    async def _call(self, sent: InFlight) -> Completion:
+    async def _call(self, sent: InFlight) -> Sample:
         """Send a request to its server, and check the response."""
         asked, url, link = sent.asked, sent.url, self._links[sent.url]
         request = replace(asked.request, id=sent.rid)
@@ -190,8 +197,8 @@ class ServerSession(Session):
         versions = {span.version for span in completion.weight_versions if span.stop > num_old}
         if others := sorted(versions - {self._version}):
             raise AtFaultError(other_weights(url, others[0], self._version))
-        completion = replace(completion, request_id=asked.request.id)
-        if not bool(completion.log_probs.isfinite().all()):
+        completion = replace(completion, id=asked.request.id)
+        if not bool(completion.rollout_log_probs.isfinite().all()):
             raise NotFiniteError(url, completion)
         return completion
 
@@ -242,37 +249,9 @@ class ServerSession(Session):
             found = f"found {self.refusals[url]} responses that are refused while another server's are not"
             self._remove(url, ServerError(f"{url}: {found}; expected sound ones. The last: {last}"))
 
-    def _move(self, asked: Asked, event: Event, reason: Completion | RolloutError) -> None:
-        """Bring a request into its next state after an event; a waiting one is at the head of the queue."""
-        state = NEXT[event, self._situation(asked, event)]
-        if state != "waiting":
-            self._end(asked, state, reason)
-            return
-        asked.state = state
-        asked.num_moves += 1
-        self._counts += EngineCounts(num_requeued=1)
-        self._waiting.appendleft(asked)
-
-    def _situation(self, asked: Asked, event: Event) -> Situation:
-        if self.is_held:
-            return "held"
-        if self._fault is not None:
-            return "no server"
-        is_last = asked.num_moves == _MAX_SERVERS - 1 or (event == "refused" and self._is_refused_by_all(asked))
-        return "last try" if is_last else "open"
-
-    def _is_refused_by_all(self, asked: Asked) -> bool:
-        return asked.refused_by.issuperset(self._load_balancer.serving)
-
-    def _end(self, asked: Asked, state: State, content: Completion | RolloutError) -> None:
-        """End a request: count its result and complete it, with an aborted completion for an error."""
-        asked.state, request = state, asked.request
-        if state == "given up":
-            asked.complete(give_up(request))
-            return
-        if state == "failed":
-            asked.fail(ServerError(str(self._fault)))
-            return
+    def _finish(self, asked: Asked, content: Sample | RolloutError) -> None:
+        """Count a result and complete the request; an error becomes an aborted completion."""
+        request = asked.request
         self._counts += count_result(request, content)
         if isinstance(content, RolloutError):
             logger.warning("request %s is dropped: %s", request.id, content)

@@ -12,10 +12,10 @@ from megatron_dppo.agents.agents import Agents
 from megatron_dppo.agents.tree import Trees
 from megatron_dppo.config.schema import AgentConfig, RolloutConfig
 from megatron_dppo.config.sections import DataConfig
-from megatron_dppo.engines.base import Completion, Request, SamplingParams, mask_of
+from megatron_dppo.engines.base import Request, SamplingParams, mask_of
 from megatron_dppo.environments import Episode
 from megatron_dppo.runtime.concurrency import run_loop
-from megatron_dppo.types import CallKind, Prompt
+from megatron_dppo.types import CallKind, Prompt, Sample
 from tests.support.byte_tokenizers import tools_tokenizer
 from tests.support.scripted_policy import ScriptedPolicy
 
@@ -76,7 +76,7 @@ class Harness:
 class Policy(ScriptedPolicy):
     """Answers by script if a chat has tools, else with `WITHOUT_TOOLS`."""
 
-    async def ask(self, request: Request, params: SamplingParams) -> Completion:
+    async def ask(self, request: Request, params: SamplingParams) -> Sample:
         if not self.tokenizer.decode(request.prompt_tokens).startswith("<|im_start|>tool"):
             self.texts.insert(0, WITHOUT_TOOLS)
         return await super().ask(request, params)
@@ -115,7 +115,7 @@ def check_episode(harness: Harness, command: tuple[str, ...], pins: Mapping[str,
     return episode
 
 
-def episode_of(harness: Harness, command: tuple[str, ...], policy: ScriptedPolicy) -> Completion:
+def episode_of(harness: Harness, command: tuple[str, ...], policy: ScriptedPolicy) -> Sample:
     """Play one episode."""
     agent = AgentConfig(command=command, call_timeout_s=300.0, train=harness.train)
     prompt = Prompt(harness.prompt_id, "5", "test", messages=({"role": "user", "content": "What is 2 + 3?"},))

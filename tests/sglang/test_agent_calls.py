@@ -10,12 +10,12 @@ import torch
 from megatron_dppo.agents.agents import Agents
 from megatron_dppo.config.schema import AgentConfig, RolloutConfig
 from megatron_dppo.config.sections import DataConfig
-from megatron_dppo.engines.base import Completion, SamplingParams
+from megatron_dppo.engines.base import SamplingParams
 from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.environments import InProcess, Observation, Turn
 from megatron_dppo.rollout.conversations import TurnLimits
-from megatron_dppo.types import FinishReason, Prompt
+from megatron_dppo.types import FinishReason, Prompt, Sample
 from tests.sglang.fault_proxy import Body, FaultProxy
 from tests.support.collecting import MultiTurn
 from tests.support.comparing import PARITY, ChatLetters, compare, requests_of
@@ -78,7 +78,7 @@ def test_calls_continue_what_the_server_sampled_as_an_environment_does(
             require_same(completion, other)
 
 
-def context_between(completion: Completion) -> list[int]:
+def context_between(completion: Sample) -> list[int]:
     """Return what the template writes between responses: one that sampled the ";" gets no second one."""
     assert completion.loss_mask is not None
     is_last = completion.loss_mask[:-1] & ~completion.loss_mask[1:]
@@ -89,7 +89,7 @@ def context_between(completion: Completion) -> list[int]:
     return context
 
 
-def require_recorded(completion: Completion, passed: Sequence[tuple[Body, Body]]) -> None:
+def require_recorded(completion: Sample, passed: Sequence[tuple[Body, Body]]) -> None:
     """Each token that trains is one that the server returned, after the tokens that it was sent."""
     assert completion.loss_mask is not None
     tokens = [*(completion.prompt_tokens or ()), *completion.tokens.tolist()]
@@ -101,7 +101,7 @@ def require_recorded(completion: Completion, passed: Sequence[tuple[Body, Body]]
     assert is_sampled[-len(completion.tokens) :] == completion.loss_mask.tolist()
 
 
-def require_same(completion: Completion, other: Completion) -> None:
+def require_same(completion: Sample, other: Sample) -> None:
     """Also the log-probs, up to what other requests of the server's batch change."""
     assert completion.loss_mask is not None and other.loss_mask is not None
     assert completion.topk is not None and other.topk is not None

@@ -19,7 +19,7 @@ from megatron_dppo.agents.agents import Agents, Converse
 from megatron_dppo.config.schema import AgentConfig, RolloutConfig
 from megatron_dppo.config.sections import DataConfig
 from megatron_dppo.data.prompts.prompts import PromptStream
-from megatron_dppo.engines.base import Ask, Completion, Request, SamplingParams
+from megatron_dppo.engines.base import Ask, Request, SamplingParams
 from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
@@ -71,7 +71,7 @@ class Curious:
 class LongTail(Conversations):
     """Most responses are short, and some nearly as long as they may be."""
 
-    async def run(self, request: Request, params: SamplingParams, ask: Ask) -> Completion:
+    async def run(self, request: Request, params: SamplingParams, ask: Ask) -> Sample:
         length = min(LONGEST, 24 + int(random.Random(request.id).lognormvariate(4.2, 1.1)))
         return await super().run(request, replace(params, max_response_tokens=length), ask)
 

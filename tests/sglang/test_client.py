@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.engines.base import Completion, Request, SamplingParams
+from megatron_dppo.engines.base import Request, SamplingParams
 from megatron_dppo.engines.sglang.client import Patience, SglangClient
 from megatron_dppo.engines.sglang.protocol import Generation, ServerFacts
 from megatron_dppo.errors import ServerError
+from megatron_dppo.types import Sample
 from tests.support.serving import KEY, MAX_TOKENS, MODEL, VERSION, Served
 
 PROMPT = (5, 6, 7, 8, 40, 41)
@@ -28,7 +29,7 @@ def _run(served: Served, use: Use) -> Any:
 
 async def _sample(
     client: SglangClient, generation: Generation, request: Request, params: SamplingParams
-) -> Completion:
+) -> Sample:
     content = await client.generate(generation.generate_body(request, params, MODEL))
     return await generation.read_reply(content, request, params, MODEL)
 
@@ -66,7 +67,7 @@ def test_limits_equal_the_servers_limits(served: Served) -> None:
 def test_an_aborted_request_keeps_what_it_has(served: Served) -> None:
     params = SamplingParams(400, num_topk_log_probs=5, capture_routes=True)
 
-    async def use(client: SglangClient, generation: Generation, facts: ServerFacts) -> list[Completion]:
+    async def use(client: SglangClient, generation: Generation, facts: ServerFacts) -> list[Sample]:
         requests = [Request(f"abort/{i}", PROMPT, (0, 0, i)) for i in range(8)]
         tasks = [asyncio.create_task(_sample(client, generation, request, params)) for request in requests]
         await asyncio.sleep(0.08)
@@ -74,7 +75,7 @@ def test_an_aborted_request_keeps_what_it_has(served: Served) -> None:
             await client.abort(request.id)
         return await asyncio.gather(*tasks)
 
-    completions: list[Completion] = _run(served, use)
+    completions: list[Sample] = _run(served, use)
     aborted = [completion for completion in completions if completion.finish_reason == "abort"]
     assert aborted  # whichever did not end by itself before
     for completion in aborted:
@@ -87,11 +88,11 @@ def test_an_aborted_request_keeps_what_it_has(served: Served) -> None:
 def test_many_requests_at_once(served: Served) -> None:
     params = SamplingParams(8, num_topk_log_probs=20, capture_routes=True)
 
-    async def use(client: SglangClient, generation: Generation, facts: ServerFacts) -> list[Completion]:
+    async def use(client: SglangClient, generation: Generation, facts: ServerFacts) -> list[Sample]:
         requests = [Request(f"many/{i}", (5 + i, *PROMPT), (0, 0, i)) for i in range(64)]
         return await asyncio.gather(*(_sample(client, generation, request, params) for request in requests))
 
-    completions: list[Completion] = _run(served, use)
+    completions: list[Sample] = _run(served, use)
     assert [completion.request_id for completion in completions] == [f"many/{i}" for i in range(64)]
     assert all(completion.routes_fault is None for completion in completions)
 

@@ -7,11 +7,11 @@ import httpx2
 import pytest
 import torch
 
-from megatron_dppo.engines.base import Completion, Request, SamplingParams
+from megatron_dppo.engines.base import Request, SamplingParams
 from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.errors import RolloutError
-from megatron_dppo.types import WeightVersionSpan
+from megatron_dppo.types import Sample, WeightVersionSpan
 from tests.support.collecting import sample_until
 from tests.support.comparing import PARITY, compare, requests_of
 from tests.support.serving import KEY, MAX_TOKENS, MODEL, Served
@@ -25,11 +25,11 @@ def engine(served: Served) -> SglangEngine:
     return SglangEngine(served.url, MODEL, PATIENCE, api_key=KEY, max_concurrent_requests=48)
 
 
-def _after(count: int) -> Callable[[Completion], bool]:
+def _after(count: int) -> Callable[[Sample], bool]:
     """Whether so many responses are there."""
-    seen: list[Completion] = []
+    seen: list[Sample] = []
 
-    def is_enough(completion: Completion) -> bool:
+    def is_enough(completion: Sample) -> bool:
         assert completion.finish_reason != "abort"
         seen.append(completion)
         return len(seen) >= count
@@ -37,7 +37,7 @@ def _after(count: int) -> Callable[[Completion], bool]:
     return is_enough
 
 
-def _begun(requests: Sequence[Request], completions: Sequence[Completion]) -> list[Request]:
+def _begun(requests: Sequence[Request], completions: Sequence[Sample]) -> list[Request]:
     """The requests that were aborted after some tokens, to go on with."""
     pairs = zip(requests, completions, strict=True)
     return [
@@ -49,7 +49,7 @@ def _begun(requests: Sequence[Request], completions: Sequence[Completion]) -> li
 
 def _half_done(
     engine: SglangEngine, name: str, count: int, num_prompts: int = 4
-) -> tuple[list[Completion], list[Request]]:
+) -> tuple[list[Sample], list[Request]]:
     """Completions when `count` responses had ended, and the requests of those that were half done.
 
     On a busy machine all that run may end before the rest is aborted. Then it sends others.

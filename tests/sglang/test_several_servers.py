@@ -13,12 +13,13 @@ import httpx2
 import pytest
 import torch
 
-from megatron_dppo.engines.base import Completion, Request, SamplingParams
+from megatron_dppo.engines.base import Request, SamplingParams
 from megatron_dppo.engines.sglang.client import Patience, SglangClient
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.server import Server
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.rollouts import build_engine
+from megatron_dppo.types import Sample
 from tests.support.serving import KEY, MODEL, Served, served_config, server_of
 
 # A server that hangs is drained after 20 s, long before a response is late.
@@ -56,7 +57,7 @@ def _engine(served: Served, other: Other, **options: Any) -> SglangEngine:
     return SglangEngine([served.url, other.url], MODEL, PATIENCE, api_key=KEY, **options)
 
 
-def _is_whole(requests: Sequence[Request], completions: Sequence[Completion]) -> bool:
+def _is_whole(requests: Sequence[Request], completions: Sequence[Sample]) -> bool:
     """Whether each request was answered, once, in order."""
     ids = [completion.request_id for completion in completions]
     return ids == [request.id for request in requests] and all(c.tokens.numel() for c in completions)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from megatron_dppo.agents.agents import Converse
 from megatron_dppo.data.prompts.prompts import Drawn
-from megatron_dppo.engines.base import Ask, Completion, Request, RolloutEngine, SamplingParams, Session
+from megatron_dppo.engines.base import Ask, Request, RolloutEngine, SamplingParams, Session
 from megatron_dppo.engines.batch_session import batch_session
 from megatron_dppo.environments import Environments, InProcess, SingleTurn
 from megatron_dppo.rollout.conversations import Conversations, TurnLimits
@@ -36,7 +36,7 @@ class InBatches:
     def session(self, *, may_be_held: bool = True) -> AbstractAsyncContextManager[Session]:
         return batch_session(lambda requests, params: self.generate(requests, params))
 
-    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Sample]:
         raise NotImplementedError
 
     def load_weights(self, weights: Any, version: int) -> str:
@@ -47,14 +47,14 @@ def sample_until(
     engine: RolloutEngine,
     requests: Sequence[Request],
     params: SamplingParams,
-    is_enough: Callable[[Completion], bool],
-) -> list[Completion]:
+    is_enough: Callable[[Sample], bool],
+) -> list[Sample]:
     """A completion for each request of a session that is held once it is enough."""
 
-    async def sample() -> list[Completion]:
+    async def sample() -> list[Sample]:
         async with engine.session() as session:
 
-            async def run(request: Request) -> Completion:
+            async def run(request: Request) -> Sample:
                 completion = await session.ask(request, params)
                 if not session.is_held and is_enough(completion):
                     await session.hold()
@@ -65,7 +65,7 @@ def sample_until(
     return run_loop(sample())
 
 
-async def ask_once(request: Request, params: SamplingParams, ask: Ask) -> Completion:
+async def ask_once(request: Request, params: SamplingParams, ask: Ask) -> Sample:
     """A response without a conversation around it."""
     return await ask(request, params)
 
@@ -79,13 +79,13 @@ class MultiTurn:
         self.engine, self.weight_version = engine, engine.weight_version
         self.converse: Converse = Conversations(environments, tokenizer, limits).run
 
-    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Sample]:
         """One conversation for each request, in one session."""
 
-        async def sample() -> list[Completion]:
+        async def sample() -> list[Sample]:
             async with self.engine.session(may_be_held=False) as session:
 
-                async def run(request: Request) -> Completion:
+                async def run(request: Request) -> Sample:
                     with session.conversation(request.id):
                         return await self.converse(request, params, session.ask)
 

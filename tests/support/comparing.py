@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_dppo.engines.base import Completion, Request, SamplingParams
+from megatron_dppo.engines.base import Request, SamplingParams, response_alone
 from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
 from megatron_dppo.types import Sample
 from tests.support.serving import Served
@@ -31,7 +31,7 @@ def requests_of(name: str, num_prompts: int, samples: int, length: int = 40) -> 
 
 @torch.no_grad()
 def compare(
-    served: Served, requests: Sequence[Request], completions: Sequence[Completion], params: SamplingParams
+    served: Served, requests: Sequence[Request], completions: Sequence[Sample], params: SamplingParams
 ) -> tuple[float, float]:
     """Largest differences of log-probs and of the top-K of what was sampled; all routes must be equal.
 
@@ -67,14 +67,14 @@ def compare(
     return worst, worst_topk
 
 
-def as_answered(samples: Sequence[Sample]) -> tuple[list[Request], list[Completion]]:
+def as_answered(samples: Sequence[Sample]) -> tuple[list[Request], list[Sample]]:
     """Samples as the requests and completions that they were made of."""
     split = [sample.tokens.tensor_split([sample.prompt_length]) for sample in samples]
     requests = [
         Request(s.id, tuple(prompt.tolist()), (0, 0, 0)) for s, (prompt, _) in zip(samples, split, strict=True)
     ]
     completions = [
-        Completion(s.id, response, s.rollout_log_probs, s.finish_reason, s.topk, s.routed_experts, ())
+        response_alone(s.id, response, s.rollout_log_probs, s.finish_reason, s.topk, s.routed_experts, ())
         for s, (_, response) in zip(samples, split, strict=True)
     ]
     return requests, completions

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from megatron_dppo.engines.base import (
-    Completion,
     EngineCounts,
     Request,
     SamplingParams,
@@ -25,17 +24,18 @@ from megatron_dppo.engines.base import (
     give_up,
     join_parts,
     num_tokens_before,
+    response_alone,
 )
 from megatron_dppo.engines.embedded.engine import TransformersEngine
 from megatron_dppo.errors import RolloutError
-from megatron_dppo.types import FinishReason, WeightVersionSpan
+from megatron_dppo.types import FinishReason, Sample, WeightVersionSpan
 
 
 class InSessions:
     """Base of an engine that is used through sessions only."""
 
-    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        raise AssertionError("responses are requested one by one")
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Sample]:
+        raise AssertionError("responses are asked for one by one")
 
     def load_weights(self, weights: Iterable[Any], version: int) -> str:
         raise AssertionError("tests set the version")
@@ -59,7 +59,7 @@ class OneByOne(InSessions, Session):
         self.is_held = False
         yield self
 
-    async def ask(self, request: Request, params: SamplingParams) -> Completion:
+    async def ask(self, request: Request, params: SamplingParams) -> Sample:
         self.asked.append(request.id)
         await asyncio.sleep(0)
         return give_up(request) if self.is_held else self.engine.generate([request], params)[0]
@@ -105,7 +105,7 @@ class SteppedSession(Session):
         self.is_held, self.num_flying, self.num_tokens = False, 0, 0
         self.asked = list[str]()
 
-    async def ask(self, request: Request, params: SamplingParams) -> Completion:
+    async def ask(self, request: Request, params: SamplingParams) -> Sample:
         if self.is_held:
             return give_up(request)
         if self._engine.fails(request.id):
@@ -126,7 +126,7 @@ class SteppedSession(Session):
         reason: FinishReason = "stop" if len(said) == num_left else "abort"
         spans = (WeightVersionSpan(0, len(said), self.version),) if said else ()
         tokens = torch.tensor(said, dtype=torch.int64)
-        rest = Completion(request.id, tokens, -tokens.float(), reason, None, None, spans)
+        rest = response_alone(request.id, tokens, -tokens.float(), reason, None, None, spans)
         return rest if request.partial is None else join_parts(request.partial, rest)
 
     async def hold(self) -> None:
@@ -174,6 +174,6 @@ class SteppedEngine(InSessions):
         await asyncio.sleep(2 * mean_s * self._chance.random())
 
 
-def interrupted(completion: Completion) -> Completion:
-    """The part of a response that a hold interrupts."""
+def interrupted(completion: Sample) -> Sample:
+    """What is there of a response when a hold comes before its end."""
     return dataclasses.replace(completion, finish_reason="abort")

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from megatron_dppo.engines.base import Completion, Request, SamplingParams, input_tokens, join_parts
-from megatron_dppo.types import FinishReason, WeightVersionSpan
+from megatron_dppo.engines.base import Request, SamplingParams, input_tokens, join_parts, response_alone
+from megatron_dppo.types import FinishReason, Sample, WeightVersionSpan
 
 
 class ScriptedPolicy:
@@ -18,12 +18,12 @@ class ScriptedPolicy:
         self.tokenizer, self.texts, self.asked = tokenizer, list(texts), list[Request]()
         self.finish_reason: FinishReason = finish_reason
 
-    async def ask(self, request: Request, params: SamplingParams) -> Completion:
+    async def ask(self, request: Request, params: SamplingParams) -> Sample:
         self.asked.append(request)
         await asyncio.sleep(0)
         ids = torch.tensor(self.ids(f"{self.texts.pop(0)}{self.end}"))
         spans = (WeightVersionSpan(0, len(ids), 7),)
-        new = Completion(request.id, ids, ids / -100, self.finish_reason, None, None, spans)
+        new = response_alone(request.id, ids, ids / -100, self.finish_reason, None, None, spans)
         return join_parts(request.partial, new) if request.partial is not None else new
 
     def ids(self, text: str) -> list[int]:

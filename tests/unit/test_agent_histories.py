@@ -23,15 +23,9 @@ from megatron_dppo.agents.agents import AgentServer
 from megatron_dppo.agents.chat import RefusedError, read_chat
 from megatron_dppo.agents.harness import AgentOutcome
 from megatron_dppo.agents.tree import Trees
-from megatron_dppo.engines.base import (
-    Completion,
-    Request,
-    SamplingParams,
-    input_tokens,
-    mask_of,
-    num_tokens_before,
-)
+from megatron_dppo.engines.base import Request, SamplingParams, input_tokens, mask_of, num_tokens_before
 from megatron_dppo.runtime.concurrency import run_loop
+from megatron_dppo.types import Sample
 from tests.support.byte_tokenizers import byte_tokenizer
 from tests.unit.test_episodes import ASKS, CALL, THINKING_TEMPLATE, TOOLS, Played
 
@@ -54,7 +48,7 @@ class Numbered(Played):
         super().__init__(*texts, **options)
         self.sampled, self.inputs = list[tuple[int, int, int]](), list[list[int]]()
 
-    async def ask(self, request: Request, params: SamplingParams) -> Completion:
+    async def ask(self, request: Request, params: SamplingParams) -> Sample:
         completion, start = await super().ask(request, params), num_tokens_before(request)
         new = completion.tokens[start:].tolist()
         numbers = torch.arange(len(self.sampled), len(self.sampled) + len(new))
@@ -65,7 +59,7 @@ class Numbered(Played):
         log_probs = torch.cat([completion.log_probs[:start], -numbers.float()])
         return replace(completion, rollout_log_probs=log_probs)
 
-    def account(self, outcome: AgentOutcome | None = None) -> list[Completion]:
+    def account(self, outcome: AgentOutcome | None = None) -> list[Sample]:
         """Return the samples of the episode; what trains and what does not is all that was sampled."""
         result = self.episode.result(outcome or AgentOutcome(1.0))
         assert result.episode is not None

@@ -21,8 +21,9 @@ from megatron_dppo.agents.harness import AgentOutcome
 from megatron_dppo.agents.messages import read_messages
 from megatron_dppo.agents.rendering import Rendering
 from megatron_dppo.agents.responses import read_responses
-from megatron_dppo.engines.base import Completion, Request, SamplingParams, mask_of
+from megatron_dppo.engines.base import Request, SamplingParams, mask_of
 from megatron_dppo.runtime.concurrency import run_loop
+from megatron_dppo.types import Sample
 from tests.support.byte_tokenizers import QWEN3_TEMPLATE, TOOLS_TEMPLATE, byte_tokenizer, tools_tokenizer
 from tests.unit.test_episodes import CALL, Played
 
@@ -470,7 +471,7 @@ def test_reply_to_a_client_that_timed_out_is_not_trained_on() -> None:
         each = Played("a long reply that nobody got", "5", "yes")
         may_answer, sample = asyncio.Event(), each.episode.ask
 
-        async def ask(request: Request, params: SamplingParams) -> Completion:
+        async def ask(request: Request, params: SamplingParams) -> Sample:
             await may_answer.wait()
             return await sample(request, params)
 

@@ -17,14 +17,7 @@ from megatron_dppo.agents.agents import Agents
 from megatron_dppo.config.schema import AgentConfig, RolloutConfig
 from megatron_dppo.config.sections import DataConfig
 from megatron_dppo.data.prompts.prompts import Drawn
-from megatron_dppo.engines.base import (
-    Completion,
-    Request,
-    SamplingParams,
-    give_up,
-    num_tokens_before,
-    num_tokens_left,
-)
+from megatron_dppo.engines.base import Request, SamplingParams, give_up, num_tokens_before, num_tokens_left
 from megatron_dppo.engines.batch_session import BatchSession
 from megatron_dppo.engines.embedded.engine import TransformersEngine
 from megatron_dppo.environments import InProcess, SingleTurn
@@ -58,7 +51,7 @@ class Keyed(Recorded):
         super().__init__(engine)
         self.keys: dict[str, set[tuple[int, int, int]]] = {}
 
-    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Sample]:
         for request in requests:
             self.keys.setdefault(request.id, set()).add(request.noise_key)
         return super().generate(requests, params)
@@ -69,9 +62,9 @@ class WithAgents(MultiTurn):
 
     def __init__(self, engine: Any, agents: Agents) -> None:
         self.engine, self.weight_version = engine, engine.weight_version
-        run, self.completions = agents.converse(TOKENIZER), list[Completion]()
+        run, self.completions = agents.converse(TOKENIZER), list[Sample]()
 
-        async def converse(*arguments: Any) -> Completion:
+        async def converse(*arguments: Any) -> Sample:
             self.completions.append(await run(*arguments))
             return self.completions[-1]
 
@@ -183,7 +176,7 @@ def test_tokens_of_a_further_sample_with_a_fault_are_counted(
     def with_a_fault(tokenizer: Any) -> Any:
         run = converse(tokenizer)
 
-        async def broken(*arguments: Any) -> Completion:
+        async def broken(*arguments: Any) -> Sample:
             completion = await run(*arguments)
             first, *others = completion.branches
             first = replace(first, rollout_log_probs=first.log_probs * float("nan"))
@@ -201,7 +194,7 @@ def test_tokens_of_a_further_sample_with_a_fault_are_counted(
     assert num_trained + metrics["agents/untrained_tokens"] == num_sampled
 
 
-def _id(completion: Completion) -> str:
+def _id(completion: Sample) -> str:
     return completion.request_id
 
 
@@ -273,7 +266,7 @@ class Halting(OneByOne):
         super().__init__(engine)
         self.stuck, self.lengths = False, iter(lengths)
 
-    async def ask(self, request: Request, params: SamplingParams) -> Completion:
+    async def ask(self, request: Request, params: SamplingParams) -> Sample:
         if self.is_held:
             return give_up(request)
         left = num_tokens_left(request, params)
@@ -290,7 +283,7 @@ class Halting(OneByOne):
 
 def with_pushes(
     agents: Agents, halting: Halting, checkpoints: Sequence[dict[str, Any]]
-) -> tuple[Sample, Completion]:
+) -> tuple[Sample, Sample]:
     """Sample one conversation, with a push of the next weights whenever a response stops."""
     conversations = WithAgents(halting, agents)
     (group,) = GroupMaker(TOKENIZER, 1, max_prompt_tokens=9, seed=1).begin(2, [(0, Drawn(0, prompt("6")))])
@@ -358,7 +351,7 @@ def test_pushes_at_random_moments_leave_each_token_with_its_weights(model: Any, 
 def test_a_call_that_is_cancelled_while_others_are_sampled_disturbs_none(model: Any) -> None:
     first, second = requests_of((3, 4))
 
-    async def sample() -> Completion:
+    async def sample() -> Sample:
         session = BatchSession(engine_of(model).generate)
         with session.conversation(first.id), session.conversation(second.id):
             leaving, staying = (asyncio.create_task(session.ask(each, PARAMS)) for each in (first, second))

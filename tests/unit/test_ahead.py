@@ -11,14 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.data.prompts.prompts import PromptStream
-from megatron_dppo.engines.base import (
-    Completion,
-    Request,
-    SamplingParams,
-    give_up,
-    input_tokens,
-    num_tokens_before,
-)
+from megatron_dppo.engines.base import Request, SamplingParams, give_up, input_tokens, num_tokens_before
 from megatron_dppo.errors import RolloutError, ServerError
 from megatron_dppo.rewards import RewardResult
 from megatron_dppo.rollout.counts import RolloutCounts
@@ -28,7 +21,7 @@ from megatron_dppo.rollout.sampler import GroupSampler
 from megatron_dppo.rollout.scheduling import Scheduler, run_to_end
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.rollout.staleness import StalenessBound
-from megatron_dppo.types import DataCursor, Prompt, SampleGroup
+from megatron_dppo.types import DataCursor, Prompt, Sample, SampleGroup
 from tests.support.collecting import ask_once
 from tests.support.concurrent_engines import Delays, SteppedEngine, SteppedSession
 from tests.support.processes import wait_until
@@ -266,7 +259,7 @@ def test_tokens_that_are_prefilled_again_are_counted_without_those_that_a_server
     expected, counted, seen = list[int](), list[int](), set[str]()
 
     class Cached(SteppedSession):
-        async def ask(self, request: Request, params: SamplingParams) -> Completion:
+        async def ask(self, request: Request, params: SamplingParams) -> Sample:
             found, before = await super().ask(request, params), num_tokens_before(request)
             if found.tokens.numel() == before:
                 return found
@@ -383,8 +376,8 @@ def test_a_producer_that_fails_ends_the_wait_of_every_rank(bound: StalenessBound
 @pytest.mark.parametrize("over_sampling", [1.0, 1.5])
 def test_rank_without_a_reachable_server_ends_all_ranks(over_sampling: float) -> None:
     class Lost(SteppedSession):
-        async def ask(self, request: Request, params: SamplingParams) -> Completion:
-            self.errors = {**self.errors, request.id: ServerError(f"no reply to {request.id}")}
+        async def ask(self, request: Request, params: SamplingParams) -> Sample:
+            self.errors = {**self.errors, request.id: ServerError(f"no answer to {request.id}")}
             return give_up(request)
 
     class Unreachable(SteppedEngine):
@@ -478,7 +471,7 @@ class Ending(SteppedSession):
         self._how = how
         self.errors = self._given_up = dict[str, RolloutError]()
 
-    async def ask(self, request: Request, params: SamplingParams) -> Completion:
+    async def ask(self, request: Request, params: SamplingParams) -> Sample:
         if self.is_held or place_of(request.id) % 4:
             return await super().ask(request, params)
         if self._how == "given up":

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.engines.base import Completion, EngineCounts, Request, SamplingParams
+from megatron_dppo.engines.base import EngineCounts, Request, SamplingParams, response_alone
 from megatron_dppo.errors import RolloutError, RoutingReplayError
 from megatron_dppo.rewards import RewardResult, arithmetic_reward
 from megatron_dppo.rollout.counts import DROP_REASONS, DropReason, refuse_if_too_many_dropped
@@ -36,11 +36,11 @@ PROMPTS = [Prompt(name, "408", "test", text="<bos> 2 1 * 4 3 =") for name in ("a
 PARAMS = SamplingParams(max_response_tokens=20)
 
 
-def complete(request: Request, text: str, **changes: Any) -> Completion:
+def complete(request: Request, text: str, **changes: Any) -> Sample:
     tokens = torch.tensor(TOKENIZER.encode(text), dtype=torch.int64)
     finish: FinishReason = "stop" if text.endswith("<eos>") else "length"
     spans = (WeightVersionSpan(0, len(tokens), 7),)
-    whole = Completion(request.id, tokens, torch.full((len(tokens),), -0.5), finish, None, None, spans)
+    whole = response_alone(request.id, tokens, torch.full((len(tokens),), -0.5), finish, None, None, spans)
     return dataclasses.replace(whole, **changes)
 
 
@@ -50,11 +50,11 @@ class ScriptedEngine(InBatches):
     weight_version, counts = 7, EngineCounts()
     refusals: Mapping[str, int] = MappingProxyType({})
 
-    def __init__(self, script: Callable[[int, Request], Completion]) -> None:
+    def __init__(self, script: Callable[[int, Request], Sample]) -> None:
         self.script = script
         self.requests: list[Request] = []
 
-    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Sample]:
         self.requests += requests
         return [self.script(i, request) for i, request in enumerate(requests)]
 
@@ -63,7 +63,7 @@ class ScriptedEngine(InBatches):
 
 
 def collect_with(
-    script: Callable[[int, Request], Completion],
+    script: Callable[[int, Request], Sample],
     prompts: Sequence[Prompt] = PROMPTS,
     params: SamplingParams = PARAMS,
     **changes: Any,
@@ -75,11 +75,11 @@ def collect_with(
     )
 
 
-def right_or_wrong(i: int, request: Request) -> Completion:
+def right_or_wrong(i: int, request: Request) -> Sample:
     return complete(request, RIGHT if i % 2 == 0 else WRONG)
 
 
-def faulty(fault_at: Sequence[int], **fault: Any) -> Callable[[int, Request], Completion]:
+def faulty(fault_at: Sequence[int], **fault: Any) -> Callable[[int, Request], Sample]:
     return lambda i, request: complete(request, RIGHT, **(fault if i in fault_at else {}))
 
 
@@ -188,7 +188,7 @@ def test_evaluation_keeps_the_sound_sample_of_a_faulty_group() -> None:
 
 
 def test_nan_among_the_top_k_is_a_fault_and_minus_infinity_is_not() -> None:
-    def script(i: int, request: Request) -> Completion:
+    def script(i: int, request: Request) -> Sample:
         log_probs = torch.full((17, 2), -math.inf if i else math.nan)
         return complete(request, RIGHT, topk=RolloutTopK(torch.zeros(17, 2, dtype=torch.int32), log_probs))
 
@@ -197,7 +197,7 @@ def test_nan_among_the_top_k_is_a_fault_and_minus_infinity_is_not() -> None:
 
 
 def test_routes_are_validated() -> None:
-    def script(i: int, request: Request) -> Completion:
+    def script(i: int, request: Request) -> Sample:
         routes = RoutedExperts(torch.zeros(23, 1, 2, dtype=torch.uint8), (0,), 8)
         return complete(request, RIGHT, routed_experts=None if i == 0 else routes)
 
@@ -309,14 +309,14 @@ def test_error_of_a_flaky_reward_names_reward_retries() -> None:
         (lambda i, r: complete(r, RIGHT, rollout_log_probs=torch.zeros(3)), "'log_probs': 3.*expected 17"),
     ],
 )
-def test_completions_that_do_not_fit(script: Callable[[int, Request], Completion], message: str) -> None:
+def test_completions_that_do_not_fit(script: Callable[[int, Request], Sample], message: str) -> None:
     with pytest.raises(RolloutError, match=message):
         collect_with(script)
 
 
 def test_completions_that_are_missing() -> None:
     class Lossy(ScriptedEngine):
-        def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+        def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Sample]:
             return super().generate(requests, params)[:-1]
 
     with pytest.raises(RolloutError, match=r"found 11 completions; expected .* 12"):

@@ -12,7 +12,7 @@ import torch
 
 from megatron_dppo.data.prompts.prompts import Drawn
 from megatron_dppo.data.prompts.templates import prompt_tokens
-from megatron_dppo.engines.base import Completion, Request, SamplingParams, give_up, mask_of, resume_request
+from megatron_dppo.engines.base import Request, SamplingParams, give_up, mask_of, resume_request
 from megatron_dppo.engines.embedded.engine import TransformersEngine
 from megatron_dppo.environments import (
     EnvironmentFault,
@@ -29,7 +29,7 @@ from megatron_dppo.rollout.conversations import Conversations, TurnLimits
 from megatron_dppo.rollout.groups import GroupMaker, PromptGroup
 from megatron_dppo.rollout.sampler import GroupSampler
 from megatron_dppo.rollout.scoring import Scorer
-from megatron_dppo.types import Message, Prompt
+from megatron_dppo.types import Message, Prompt, Sample
 from tests.support.byte_tokenizers import byte_tokenizer
 from tests.support.collecting import MultiTurn
 from tests.support.concurrent_engines import OneByOne, interrupted
@@ -66,7 +66,7 @@ class Delayed(InProcess):
         return await super().answer(trajectory)
 
 
-def assert_same_conversation(one: Completion, other: Completion) -> None:
+def assert_same_conversation(one: Sample, other: Sample) -> None:
     """Equal in all but what batches of other sizes round."""
     for name in ("log_probs", "topk"):
         a, b = getattr(one, name), getattr(other, name)
@@ -97,7 +97,7 @@ def test_turns_together_keep_their_order(ending: TransformersEngine, last: int) 
     calls, counted = list[list[str]](), dict[int, int]()
     generate = recorded.generate
 
-    def noted(batch: Sequence[Request], params: SamplingParams) -> list[Completion]:
+    def noted(batch: Sequence[Request], params: SamplingParams) -> list[Sample]:
         calls.append([request.id for request in batch])
         return generate(batch, params)
 
@@ -162,12 +162,12 @@ def test_an_environment_that_fails_ends_its_own_conversation(engine: Transformer
 
 
 def conversation(
-    ask: Callable[[Request, SamplingParams], Awaitable[Completion]],
+    ask: Callable[[Request, SamplingParams], Awaitable[Sample]],
     request: Request,
     environments: Environments | None = None,
     limits: TurnLimits = LIMITS,
     params: SamplingParams = PARAMS,
-) -> Completion:
+) -> Sample:
     conversations = Conversations(environments or InProcess(Scripted), TOKENIZER, limits)
     return asyncio.run(conversations.run(request, params, ask))
 
@@ -176,7 +176,7 @@ def conversation(
 def test_a_response_that_is_given_up_ends_its_conversation(engine: TransformersEngine, turn: int) -> None:
     num_asked = 0
 
-    async def ask(request: Request, params: SamplingParams) -> Completion:
+    async def ask(request: Request, params: SamplingParams) -> Sample:
         nonlocal num_asked
         num_asked += 1
         return give_up(request) if num_asked == turn else engine.generate([request], params)[0]
@@ -191,7 +191,7 @@ def test_interrupted_turns_equal_uninterrupted_turns(engine: TransformersEngine,
     """Every turn is held after each `num_tokens` tokens, and resumed as a producer does."""
     left: list[int | None] = []
 
-    async def ask(request: Request, params: SamplingParams) -> Completion:
+    async def ask(request: Request, params: SamplingParams) -> Sample:
         while True:
             left.append(params.max_turn_tokens)
             part = dataclasses.replace(params, max_turn_tokens=min(num_tokens, params.max_turn_tokens or 4))
@@ -321,7 +321,7 @@ def test_scoring_begins_when_a_response_ends(ending: TransformersEngine) -> None
     one_by_one, first_scored = OneByOne(ending), asyncio.Event()
     ask = one_by_one.ask
 
-    async def patient(request: Request, params: SamplingParams) -> Completion:
+    async def patient(request: Request, params: SamplingParams) -> Sample:
         if request.id.endswith("2+1"):
             await first_scored.wait()
         return await ask(request, params)
@@ -358,7 +358,7 @@ def test_resumed_group_scores_each_response_once(ending: TransformersEngine) -> 
     """Scores of responses stay with their groups; those that a hold left get theirs when they end."""
 
     class Waiting(OneByOne):
-        async def ask(self, request: Request, params: SamplingParams) -> Completion:
+        async def ask(self, request: Request, params: SamplingParams) -> Sample:
             while request.id.endswith("/4+1") and num_sessions == 1 and not self.is_held:
                 await asyncio.sleep(0)
             return await super().ask(request, params)
@@ -397,8 +397,8 @@ def test_error_in_scoring_ends_the_sampling(ending: TransformersEngine) -> None:
 
 def test_missing_responses_are_a_server_fault(ending: TransformersEngine) -> None:
     class Lost(OneByOne):
-        async def ask(self, request: Request, params: SamplingParams) -> Completion:
-            self.errors[request.id] = ServerError(f"no reply to {request.id}")
+        async def ask(self, request: Request, params: SamplingParams) -> Sample:
+            self.errors[request.id] = ServerError(f"no answer to {request.id}")
             return give_up(request)
 
     async def until(request: RewardRequest) -> None:
@@ -442,7 +442,7 @@ class Limited(ScriptedPolicy):
         super().__init__(tokenizer, *texts)
         self.limits = list[int]()
 
-    async def ask(self, request: Request, params: SamplingParams) -> Completion:
+    async def ask(self, request: Request, params: SamplingParams) -> Sample:
         self.limits.append(params.max_response_tokens)
         return await super().ask(request, params)
 
@@ -451,7 +451,7 @@ def thought(number: int) -> str:
     return f"<think>\nwell {number}\n</think>\n\n{number}."
 
 
-def played(template: str, thinking: Any, texts: Sequence[str], **limits: Any) -> tuple[Any, Completion, Any]:
+def played(template: str, thinking: Any, texts: Sequence[str], **limits: Any) -> tuple[Any, Sample, Any]:
     """Return the policy, what it sampled, and the tokenizer, after a chat of three turns."""
     tokenizer = byte_tokenizer(("<|im_start|>", "<|im_end|>"), template, eos="<|im_end|>")
     policy, prompt = Limited(tokenizer, *texts), Prompt("0", "", "test", text="1")

@@ -17,12 +17,12 @@ import psutil
 import pytest
 import torch
 
-from megatron_dppo.engines.base import Completion
 from megatron_dppo.engines.sglang import decoding_process
 from megatron_dppo.engines.sglang.decoding_process import DecodingProcess, SharedMemory
 from megatron_dppo.engines.sglang.protocol import Generation
 from megatron_dppo.engines.sglang.replies import Answer, Content, Expected
 from megatron_dppo.errors import ReplyError, RolloutError
+from megatron_dppo.types import Sample
 from tests.support.processes import hang, is_alive, wait_until
 from tests.support.samples import assert_same
 from tests.unit.test_sglang_protocol import MODEL, recorded
@@ -46,13 +46,13 @@ if sys.argv[1] == "killed":
 """
 
 
-async def _reply(decoding: DecodingProcess, name: str = "topk_and_routes", behind: bytes = b"") -> Completion:
+async def _reply(decoding: DecodingProcess, name: str = "topk_and_routes", behind: bytes = b"") -> Sample:
     request, params, body = recorded(name)
     content = json.dumps(body).encode() + behind
     return await Generation(decoding).read_reply(content, request, params, MODEL)
 
 
-def _read(decoding: DecodingProcess, behind: bytes = b"") -> Completion:
+def _read(decoding: DecodingProcess, behind: bytes = b"") -> Sample:
     return asyncio.run(_reply(decoding, behind=behind))
 
 
@@ -178,7 +178,7 @@ def test_reply_to_a_cancelled_request_is_dropped() -> None:
     _read(decoding)
     _stop(_pid(decoding))
 
-    async def read() -> Completion:
+    async def read() -> Sample:
         given_up = asyncio.create_task(_reply(decoding, "stop"))
         while not _has_unread(decoding):
             await asyncio.sleep(0.01)

@@ -14,15 +14,9 @@ from megatron_dppo.agents.episode import Episode, EpisodeLimits
 from megatron_dppo.agents.harness import AgentOutcome, checked_outcome
 from megatron_dppo.agents.rendering import Rendering, Thinking
 from megatron_dppo.agents.tree import Node, Said
-from megatron_dppo.engines.base import (
-    Completion,
-    Request,
-    SamplingParams,
-    mask_of,
-    num_tokens_before,
-)
+from megatron_dppo.engines.base import Request, SamplingParams, mask_of, num_tokens_before, response_alone
 from megatron_dppo.runtime.concurrency import run_loop
-from megatron_dppo.types import FinishReason, Prompt
+from megatron_dppo.types import FinishReason, Prompt, Sample
 from tests.support.byte_tokenizers import TOOLS_TEMPLATE, byte_tokenizer, tools_tokenizer
 from tests.support.scripted_policy import ScriptedPolicy
 
@@ -482,7 +476,7 @@ def test_each_call_records_its_match() -> None:
 
 def test_a_path_may_be_longer_than_the_recursion_limit() -> None:
     request = Request("0", (), (0, 0, 0))
-    completion = Completion("0", torch.tensor([1]), torch.zeros(1), "stop", None, None, ())
+    completion = response_alone("0", torch.tensor([1]), torch.zeros(1), "stop", None, None, ())
     node = None
     for number in range(3000):
         node = Node(number, "continues", node, request, completion, Said(), (), "", 0)
@@ -510,7 +504,7 @@ def test_every_sampled_token_trains_at_most_once() -> None:
     assert (first, second) == ("one<|im_end|>two two<|im_end|>", "three<|im_end|>"), "`one` trains once"
 
 
-def trained_text(each: Played, completion: Completion) -> str:
+def trained_text(each: Played, completion: Sample) -> str:
     """Return the text of the tokens that train."""
     return each.tokenizer.decode(completion.tokens[mask_of(completion)])
 

@@ -9,15 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.agents.tree import Node, Said, sharing_rows
-from megatron_dppo.engines.base import (
-    Completion,
-    Request,
-    join_parts,
-    shortened,
-    with_observation,
-)
+from megatron_dppo.engines.base import Request, join_parts, response_alone, shortened, with_observation
 from megatron_dppo.engines.growth import TokenIds, cut, joined
-from megatron_dppo.types import RolloutTopK, RoutedExperts, WeightVersionSpan
+from megatron_dppo.types import RolloutTopK, RoutedExperts, Sample, WeightVersionSpan
 from tests.support.samples import assert_same
 
 NUM_LAYERS, NUM_COLUMNS, NUM_PROMPT_TOKENS = 3, 5, 7
@@ -61,14 +55,14 @@ def test_token_ids_are_those_of_the_prompt_and_the_rows() -> None:
     assert list(TokenIds((5, 3))) == [5, 3] and 8 in ids and 9 not in ids
 
 
-def part(num_tokens: int, num_rows: int, version: int, generator: torch.Generator) -> Completion:
+def part(num_tokens: int, num_rows: int, version: int, generator: torch.Generator) -> Sample:
     """Sampled tokens of random numbers, with Top-K and routes."""
 
     def drawn(*shape: int) -> Tensor:
         return torch.randint(0, 100, shape, generator=generator)
 
     columns = -torch.rand(num_tokens, NUM_COLUMNS, generator=generator)
-    return Completion(
+    return response_alone(
         "0",
         drawn(num_tokens),
         -torch.rand(num_tokens, generator=generator),
@@ -79,8 +73,8 @@ def part(num_tokens: int, num_rows: int, version: int, generator: torch.Generato
     )
 
 
-def copied(completion: Completion) -> Completion:
-    """A copy with separate memory."""
+def copied(completion: Sample) -> Sample:
+    """The same numbers in memory of their own."""
     assert completion.topk is not None and completion.routed_experts is not None
     return replace(
         completion,
@@ -92,7 +86,7 @@ def copied(completion: Completion) -> Completion:
     )
 
 
-def rows_of(completion: Completion) -> list[Tensor]:
+def rows_of(completion: Sample) -> list[Tensor]:
     assert completion.topk is not None and completion.routed_experts is not None
     topk, indices = completion.topk, completion.routed_experts.indices
     return [completion.tokens, completion.log_probs, topk.ids, topk.log_probs, indices, completion.loss_mask]
@@ -100,9 +94,9 @@ def rows_of(completion: Completion) -> list[Tensor]:
 
 def played(
     num_calls: int, forks: tuple[int, ...] = (), *, has_copies: bool = True
-) -> tuple[list[Node], list[Completion]]:
+) -> tuple[list[Node], list[Sample]]:
     """Nodes of an episode, and copies. Each continues the one before, or at a fork an early one."""
-    generator, nodes, copies = torch.Generator().manual_seed(num_calls), list[Node](), list[Completion]()
+    generator, nodes, copies = torch.Generator().manual_seed(num_calls), list[Node](), list[Sample]()
     for number in range(num_calls):
         parent = nodes[number // 3 if number in forks else -1] if nodes else None
         num_tokens, num_new = 3 + number % 5, 2 + number % 3

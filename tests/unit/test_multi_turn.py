@@ -13,7 +13,7 @@ from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.config.sections import DataConfig
 from megatron_dppo.data.batches.packing import pack
 from megatron_dppo.data.prompts.prompts import Drawn
-from megatron_dppo.engines.base import Completion, Request, SamplingParams, give_up
+from megatron_dppo.engines.base import Request, SamplingParams, give_up
 from megatron_dppo.engines.batch_session import BatchSession
 from megatron_dppo.engines.embedded.engine import TransformersEngine
 from megatron_dppo.engines.embedded.sampling import draw, sampling_noise
@@ -83,7 +83,7 @@ class Recorded(InBatches):
         self.engine, self.weight_version = engine, engine.weight_version
         self.sampled: dict[str, list[list[int]]] = {}
 
-    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Sample]:
         completions = self.engine.generate(requests, params)
         for request, completion in zip(requests, completions, strict=True):
             start = request.partial.tokens.numel() if request.partial else 0
@@ -123,7 +123,7 @@ def rolled_out(
     )  # fmt: skip
 
 
-def spans_of(sample: Sample | Completion) -> list[tuple[int, int]]:
+def spans_of(sample: Sample | Sample) -> list[tuple[int, int]]:
     return [(span.start, span.stop) for span in sample.weight_versions]
 
 
@@ -301,7 +301,7 @@ class Silent(Recorded):
         super().__init__(engine)
         self.turns, self.num_turns = turns, 0
 
-    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Sample]:
         self.num_turns += 1
         if self.num_turns not in self.turns:
             return super().generate(requests, params)
@@ -437,7 +437,7 @@ def test_a_result_is_not_formatted() -> None:
 def test_a_batch_that_is_held_gives_up_what_waits() -> None:
     """And what is asked later; a batch with too few completions is the engine's fault."""
 
-    async def work() -> list[Completion]:
+    async def work() -> list[Sample]:
         session = BatchSession(lambda requests, params: [])
         with session.conversation("busy"):  # so that nothing is sampled yet
             first = asyncio.ensure_future(session.ask(asked([1])[0], PARAMS))
@@ -451,10 +451,10 @@ def test_a_batch_that_is_held_gives_up_what_waits() -> None:
 
 
 def test_a_request_cancelled_as_its_batch_is_sampled_costs_no_other_request() -> None:
-    def generate(requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+    def generate(requests: Sequence[Request], params: SamplingParams) -> list[Sample]:
         return [give_up(request) for request in requests]
 
-    async def work() -> Completion:
+    async def work() -> Sample:
         session = BatchSession(generate)
         gone, other = (asyncio.ensure_future(session.ask(request, PARAMS)) for request in asked([1, 2]))
         await asyncio.sleep(0)

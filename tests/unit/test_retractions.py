@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from megatron_dppo.engines.base import (
-    Completion,
     EngineCounts,
     Request,
     SamplingParams,
@@ -23,6 +22,7 @@ from megatron_dppo.engines.sglang.protocol import GENERATIONS, NEWEST
 from megatron_dppo.rewards import RewardResult
 from megatron_dppo.rollout.scoring import Fault, Scorer
 from megatron_dppo.routing_replay.routes import validate_routes
+from megatron_dppo.types import Sample
 from tests.support.collecting import Collected, collect
 from tests.support.samples import InProcessScorer, assert_same
 from tests.support.sglang_stand_in import MODEL, ROUTING, StandIn, answer
@@ -74,7 +74,7 @@ def test_a_sample_without_routes_is_dropped(num_retractions: int, reason: str) -
     assert ("sglang.max_running_requests" in str(fault)) == (reason == "retracted")
 
 
-def _read(request: Request, **of_answer: Any) -> Completion:
+def _read(request: Request, **of_answer: Any) -> Sample:
     generation = GENERATIONS[NEWEST]
     body = answer(generation.generate_body(request, PARAMS, MODEL), **of_answer)
     return asyncio.run(generation.read_reply(json.dumps(body).encode(), request, PARAMS, MODEL))

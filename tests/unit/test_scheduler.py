@@ -18,7 +18,7 @@ from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.data.batches.exchange import DataParallel
 from megatron_dppo.data.prompts.prompts import PromptStream
 from megatron_dppo.data.prompts.shares import Part
-from megatron_dppo.engines.base import Completion, EngineCounts, Request, SamplingParams, Session
+from megatron_dppo.engines.base import EngineCounts, Request, SamplingParams, Session
 from megatron_dppo.rewards import Reward, RewardResult
 from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.producer import Producer
@@ -27,7 +27,7 @@ from megatron_dppo.rollout.scheduling import Scheduler, run_to_end
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.rollout.staleness import StalenessBound
 from megatron_dppo.run.preemption import StopRequests
-from megatron_dppo.types import FinishReason, Prompt
+from megatron_dppo.types import FinishReason, Prompt, Sample
 from tests.support.collecting import Collected, InBatches, ask_once
 from tests.support.concurrent_engines import InSessions
 from tests.support.ranks_on_threads import on_ranks
@@ -65,7 +65,7 @@ class Halting(InSessions, Session):
         self.is_held = False
         yield self
 
-    async def ask(self, request: Request, params: SamplingParams) -> Completion:
+    async def ask(self, request: Request, params: SamplingParams) -> Sample:
         self.asked.append(request)
         while not self.is_held and not self._answers(_prompt_of(request)):
             await asyncio.sleep(0)
@@ -74,7 +74,7 @@ class Halting(InSessions, Session):
     def _answers(self, prompt: str) -> bool:
         return self.are_made() and prompt not in self.slow and (prompt != self.last or self.is_rest_whole())
 
-    def answer(self, request: Request) -> Completion:
+    def answer(self, request: Request) -> Sample:
         return complete(request, WHOLE)
 
     async def hold(self) -> None:
@@ -202,7 +202,7 @@ def test_over_sampling_ends_with_the_groups_that_are_whole_first_and_drops_the_o
 
 def test_whole_groups_beyond_what_is_wanted_are_no_partials() -> None:
     class Late(Halting):
-        async def ask(self, request: Request, params: SamplingParams) -> Completion:
+        async def ask(self, request: Request, params: SamplingParams) -> Sample:
             self.asked.append(request)
             return self.answer(request)  # all ended before they could be aborted
 
@@ -305,7 +305,7 @@ def test_groups_of_a_rollout_begin_together_in_the_turns_of_prompts_that_are_too
     batches = list[list[str]]()
 
     class Batches(InBatches, Halting):
-        def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+        def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Sample]:
             batches.append([request.id for request in requests[::2]])
             return [complete(request, WHOLE) for request in requests]
 
@@ -321,7 +321,7 @@ def test_groups_of_a_rollout_begin_together_in_the_turns_of_prompts_that_are_too
 @pytest.mark.parametrize("blocks", [True, False])
 def test_a_stop_signal_interrupts_sampling_at_once(blocks: bool) -> None:
     class Endless(Halting):
-        async def ask(self, request: Request, params: SamplingParams) -> Completion:
+        async def ask(self, request: Request, params: SamplingParams) -> Sample:
             if request.id == "rollout0/0/0+1":
                 os.kill(os.getpid(), signal.SIGTERM)
                 if blocks:
@@ -343,7 +343,7 @@ def test_old_tokens_moves_and_retractions_are_counted() -> None:
     class Moving(Halting):
         weight_version = 8
 
-        def answer(self, request: Request) -> Completion:
+        def answer(self, request: Request) -> Sample:
             return complete(request, WHOLE, num_moves=1, num_retractions=2)
 
     (batch,) = Run(engine=Moving()).next()

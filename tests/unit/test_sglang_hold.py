@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from megatron_dppo.engines.base import (
-    Completion,
     EngineCounts,
     Request,
     RolloutEngine,
     SamplingParams,
     Session,
     give_up,
+    response_alone,
 )
 from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.errors import RolloutError, ServerError
-from megatron_dppo.types import WeightVersionSpan
+from megatron_dppo.types import Sample, WeightVersionSpan
 from tests.support.collecting import sample_until
 from tests.support.loop_time import skip
 from tests.support.sglang_stand_in import LOG_PROB, MODEL, TOKEN, StandIn, answer
@@ -33,7 +33,7 @@ HOLD_S = 60.0  # for which a hold waits for the next response; tests that let it
 PATIENCE = Patience(connect_timeout_s=60, control_timeout_s=HOLD_S, max_attempts=4, first_pause_s=0.01)
 NUM_NEW = 2  # tokens of a request that is aborted
 LIMIT_S = 600  # nothing takes so long, unless it hangs
-PARTIAL = Completion(
+PARTIAL = response_alone(
     "", torch.full((3,), TOKEN), torch.full((3,), LOG_PROB), "abort", None, None, (WeightVersionSpan(0, 3, -1),)
 )
 
@@ -96,12 +96,12 @@ def _in_session(engine: RolloutEngine, work: Callable[[Any], Awaitable[None]]) -
     asyncio.run(run())
 
 
-def _requests(name: str, count: int, partial: Completion | None = None) -> list[Request]:
+def _requests(name: str, count: int, partial: Sample | None = None) -> list[Request]:
     requests = [Request(f"{name}{k}+0", (1, 2), (0, 0, k)) for k in range(count)]
     return [replace(each, partial=partial and replace(partial, id=each.id)) for each in requests]
 
 
-def _ask(session: Session, requests: Sequence[Request]) -> list[asyncio.Task[Completion]]:
+def _ask(session: Session, requests: Sequence[Request]) -> list[asyncio.Task[Sample]]:
     return [asyncio.create_task(session.ask(request, PARAMS)) for request in requests]
 
 
@@ -110,12 +110,12 @@ async def _arrived(count: int, *servers: Server) -> None:
         await asyncio.sleep(0.01)
 
 
-async def _done(count: int, asked: Sequence[asyncio.Task[Completion]]) -> None:
+async def _done(count: int, asked: Sequence[asyncio.Task[Sample]]) -> None:
     while sum(task.done() for task in asked) < count:
         await asyncio.sleep(0.01)
 
 
-def _sizes(completions: Sequence[Completion]) -> list[int]:
+def _sizes(completions: Sequence[Sample]) -> list[int]:
     return [each.tokens.numel() for each in completions]
 
 
@@ -138,7 +138,7 @@ def test_what_is_asked_late_is_answered_and_counted_when_the_session_is_left() -
 @pytest.mark.parametrize("room", [2, 4, 8])
 @pytest.mark.parametrize("partial", [None, PARTIAL], ids=["fresh", "resumed"])
 def test_a_hold_returns_what_there_is_and_leaves_nothing_at_the_server(
-    partial: Completion | None, room: int
+    partial: Sample | None, room: int
 ) -> None:
     with _running(server := Server()) as urls:
         engine = SglangEngine(urls, MODEL, PATIENCE, max_concurrent_requests=room)
@@ -377,13 +377,13 @@ def test_who_no_longer_waits_leaves_room_for_others() -> None:
 
 def test_who_leaves_the_session_ends_what_is_in_flight() -> None:
     with _running(server := Server()) as urls:
-        asked: list[asyncio.Task[Completion]] = []
+        asked: list[asyncio.Task[Sample]] = []
 
         async def work(session: Session) -> None:
             asked.extend(_ask(session, _requests("long", 3, PARTIAL)))
             await _arrived(2, server)
 
-        async def run() -> list[Completion]:
+        async def run() -> list[Sample]:
             async with asyncio.timeout(LIMIT_S):
                 async with SglangEngine.session(engine) as session:
                     await work(session)
@@ -421,7 +421,7 @@ def test_sampling_until_it_is_enough_is_a_session_that_is_held() -> None:
         requests = [*_requests("long", 2), *_requests("quick", 2), *_requests("long never", 1)]
         told = list[str]()
 
-        def is_enough(completion: Completion) -> bool:
+        def is_enough(completion: Sample) -> bool:
             told.append(completion.request_id)
             return len(told) == 2
 

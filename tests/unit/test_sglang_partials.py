@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron_dppo.engines.base import (
-    Completion,
     EngineCounts,
     Request,
     SamplingParams,
@@ -17,13 +16,14 @@ from megatron_dppo.engines.base import (
     give_up,
     join_parts,
     mask_of,
+    response_alone,
     shortened,
     with_observation,
 )
 from megatron_dppo.engines.sglang.dispatch import count_result
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.protocol import GENERATIONS, ServedModel
-from megatron_dppo.types import ModelRouting, RolloutTopK, RoutedExperts, WeightVersionSpan
+from megatron_dppo.types import ModelRouting, RolloutTopK, RoutedExperts, Sample, WeightVersionSpan
 from tests.support.sglang_stand_in import MODEL as STAND_IN_MODEL
 from tests.support.sglang_stand_in import StandIn
 
@@ -33,13 +33,13 @@ PARAMS = SamplingParams(10, num_topk_log_probs=2, capture_routes=True)
 
 def _part(
     first: int, count: int, num_rows: int, spans: tuple[WeightVersionSpan, ...], **changes: Any
-) -> Completion:
+) -> Sample:
     """Tokens `first`, `first` + 1, ..., whose log-probs, top-K and routes tell them apart."""
     tokens = torch.arange(first, first + count)
     rows = torch.arange(first, first + num_rows, dtype=torch.uint8)[:, None, None].expand(-1, 3, 2)
     topk = RolloutTopK(tokens[:, None].expand(-1, 2).int(), -tokens[:, None].expand(-1, 2).float())
     routes = RoutedExperts(rows, (0, 1, 2), 255)
-    part = Completion("g+0", tokens, -tokens.float(), "abort", topk, routes, spans)
+    part = response_alone("g+0", tokens, -tokens.float(), "abort", topk, routes, spans)
     return dataclasses.replace(part, **changes)
 
 

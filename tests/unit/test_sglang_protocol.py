@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.engines.base import Completion, Request, SamplingParams
+from megatron_dppo.engines.base import Request, SamplingParams
 from megatron_dppo.engines.sglang.decoding_process import DecodingProcess
 from megatron_dppo.engines.sglang.protocol import (
     GENERATIONS,
@@ -27,7 +27,7 @@ from megatron_dppo.engines.sglang.protocol import (
 from megatron_dppo.engines.sglang.sampling_settings import UNUSED_PARAMETERS, seed_of
 from megatron_dppo.engines.sglang.topk_and_routes import decode_routes
 from megatron_dppo.errors import ReplyError, RoutingReplayError, ServerError
-from megatron_dppo.types import ModelRouting, RoutedExperts, WeightVersionSpan
+from megatron_dppo.types import ModelRouting, RoutedExperts, Sample, WeightVersionSpan
 
 REPLIES = Path(__file__).parent / "sglang_replies"
 ROUTING = ModelRouting((0, 1, 2), 8, 2)
@@ -48,21 +48,21 @@ def recorded(name: str, version: str = NEWEST) -> tuple[Request, SamplingParams,
 
 def _outcome(
     generation: Generation, content: bytes, request: Request, params: SamplingParams
-) -> Completion | ReplyError:
+) -> Sample | ReplyError:
     try:
         return asyncio.run(generation.read_reply(content, request, params, MODEL))
     except ReplyError as error:
         return error
 
 
-def _read_body(body: object, request: Request, params: SamplingParams, version: str = NEWEST) -> Completion:
+def _read_body(body: object, request: Request, params: SamplingParams, version: str = NEWEST) -> Sample:
     """What both ways make of the answer, which must be the same to the bit, and to the letter of an error."""
     content = json.dumps(body).encode()
     here, there = (_outcome(generation, content, request, params) for generation in WAYS[version])
     if isinstance(here, ReplyError):
         assert isinstance(there, ReplyError) and str(there) == str(here)
         raise here
-    assert isinstance(there, Completion)
+    assert isinstance(there, Sample)
     of_here, of_there = (dataclasses.asdict(each) for each in (here, there))
     for name in ("tokens", "loss_mask", "rollout_log_probs", "topk", "routed_experts"):
         one, other = of_here.pop(name), of_there.pop(name)
@@ -71,7 +71,7 @@ def _read_body(body: object, request: Request, params: SamplingParams, version: 
     return here
 
 
-def _read(name: str, corrupt: Corruption = lambda body: None, version: str = NEWEST) -> Completion:
+def _read(name: str, corrupt: Corruption = lambda body: None, version: str = NEWEST) -> Sample:
     request, params, body = recorded(name, version)
     body = copy.deepcopy(body)
     corrupt(body)
@@ -118,7 +118,7 @@ def test_an_answer_without_tokens_is_an_aborted_one(generation: Generation) -> N
     request, params, _ = recorded("plain")
     meta = {"id": request.id, "finish_reason": {"type": "abort"}, "completion_tokens": 0}
     outcome = _outcome(generation, json.dumps({"output_ids": [], "meta_info": meta}).encode(), request, params)
-    assert isinstance(outcome, Completion) and (outcome.finish_reason, outcome.tokens.numel()) == ("abort", 0)
+    assert isinstance(outcome, Sample) and (outcome.finish_reason, outcome.tokens.numel()) == ("abort", 0)
 
 
 def test_an_answer_that_does_not_say_how_often_it_was_retracted_is_refused() -> None:
@@ -286,7 +286,7 @@ def test_base64_whose_slashes_json_escapes_is_read_as_the_same() -> None:
     escaped = plain.replace(b"/", rb"\/")
     assert escaped != plain
     found = [_outcome(HERE, each, request, params) for each in (plain, escaped)]
-    one, other = (dataclasses.asdict(each) for each in found if isinstance(each, Completion))
+    one, other = (dataclasses.asdict(each) for each in found if isinstance(each, Sample))
     for name in ("topk", "routed_experts"):
         torch.testing.assert_close(other[name], one[name], rtol=0, atol=0)
 

@@ -8,14 +8,14 @@ from typing import Any, cast
 import pytest
 import torch
 
-from megatron_dppo.engines.base import Completion, EngineCounts, Request, SamplingParams
+from megatron_dppo.engines.base import EngineCounts, Request, SamplingParams, response_alone
 from megatron_dppo.engines.sglang import session as sessions
 from megatron_dppo.engines.sglang.client import Link
 from megatron_dppo.engines.sglang.dispatch import NEXT, Asked, Event, InFlight, Situation, State
 from megatron_dppo.engines.sglang.protocol import ServedModel, ServerFacts
 from megatron_dppo.engines.sglang.session import ServerSession
 from megatron_dppo.errors import ReplyError, ServerError
-from megatron_dppo.types import WeightVersionSpan
+from megatron_dppo.types import Sample, WeightVersionSpan
 
 MODEL = ServedModel(97, 3, (0,), None)
 FACTS = ServerFacts("0.5.23", "model", 0, 64, 64, False, 8, 1)
@@ -61,22 +61,24 @@ class Fake:
     def generate_body(self, request: Request, *_: Any) -> dict[str, Any]:
         return {"rid": request.id}
 
-    async def read_reply(self, body: dict[str, Any], *_: Any) -> Completion:
+    async def read_reply(self, body: dict[str, Any], *_: Any) -> Sample:
         spans = (WeightVersionSpan(0, 1, body["version"]),)
-        return Completion(body["rid"], torch.ones(1).long(), torch.zeros(1), body["finish"], None, None, spans)
+        return response_alone(
+            body["rid"], torch.ones(1).long(), torch.zeros(1), body["finish"], None, None, spans
+        )
 
 
 def _ask_all(
     names: Sequence[str], answers: Mapping[str, Answer], limit: int = 2, *, is_held: bool = False
-) -> tuple[list[Completion], ServerSession, dict[str, Fake]]:
+) -> tuple[list[Sample], ServerSession, dict[str, Fake]]:
     fakes = {url: Fake(answer) for url, answer in answers.items()}
     links = {url: Link(cast(Any, fake), cast(Any, fake), FACTS) for url, fake in fakes.items()}
     requests = [Request(name, (1,), (0, 0, 0)) for name in names]
 
-    async def run() -> tuple[list[Completion], ServerSession]:
+    async def run() -> tuple[list[Sample], ServerSession]:
         async with ServerSession(links, MODEL, 0, max_in_flight=limit, hold_timeout_s=300) as used:
 
-            async def ask(request: Request) -> Completion:
+            async def ask(request: Request) -> Sample:
                 completion = await used.ask(request, SamplingParams(4))
                 if is_held and not used.is_held:
                     await used.hold()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.engines.base import Completion, Request, SamplingParams
+from megatron_dppo.engines.base import Request, SamplingParams
 from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.errors import RolloutError, ServerError
@@ -18,6 +18,7 @@ from megatron_dppo.rollout.counts import DROP_REASONS, DropReason, RolloutCounts
 from megatron_dppo.rollout.rollouts import Rollouts
 from megatron_dppo.rollout.scores import PromptScore
 from megatron_dppo.rollout.scores import refuse_if_too_many_dropped as refuse_if_too_many
+from megatron_dppo.types import Sample
 from tests.support.sglang_stand_in import LOG_PROB, MODEL, TOKEN, StandIn, answer
 
 NUM_REQUESTS, NUM_TOKENS, MOST_AT_ONCE = 40, 6, 4
@@ -73,12 +74,12 @@ def serving(servers: list[Server]) -> Iterator[SglangEngine]:
             each.__exit__(None, None, None)
 
 
-def ask(engine: SglangEngine, number: int = NUM_REQUESTS) -> list[Completion]:
+def ask(engine: SglangEngine, number: int = NUM_REQUESTS) -> list[Sample]:
     requests = [Request(f"g{n}+0", (1, 2, 3), (1, 0, n)) for n in range(number)]
     return engine.generate(requests, SamplingParams(NUM_TOKENS))
 
 
-def require_sound(found: list[Completion]) -> None:
+def require_sound(found: list[Sample]) -> None:
     assert [each.request_id for each in found] == [f"g{n}+0" for n in range(len(found))]
     for each in found:
         assert (

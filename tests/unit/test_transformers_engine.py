@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
-from megatron_dppo.engines.base import Completion, EngineCounts, Request, RolloutEngine, SamplingParams
+from megatron_dppo.engines.base import EngineCounts, Request, RolloutEngine, SamplingParams
+from megatron_dppo.engines.checksum import WeightChecksum
 from megatron_dppo.engines.embedded.continuous_batch import ContinuousBatch
 from megatron_dppo.engines.embedded.engine import (
     TransformersEngine,
@@ -20,6 +21,7 @@ from megatron_dppo.engines.embedded.engine import (
 )
 from megatron_dppo.engines.embedded.slot_decoder import FusedLinears, padded_experts_forward
 from megatron_dppo.errors import RolloutError, WeightSyncError
+from megatron_dppo.types import Sample
 from tests.support.hf_reference import Reference
 from tests.support.roundoff import COARSEST, FLOOR, OF_FLOAT64
 
@@ -94,7 +96,7 @@ def requests_of(lengths: Sequence[int], seed: int = 0) -> list[Request]:
 
 
 @torch.no_grad()
-def teacher_forced(model: Any, request: Request, completion: Completion) -> tuple[Tensor, Tensor]:
+def teacher_forced(model: Any, request: Request, completion: Sample) -> tuple[Tensor, Tensor]:
     """Logits of the response positions `[R, V]` by one full forward, and the gates' own choices."""
     tokens = torch.tensor([[*request.prompt_tokens, *completion.tokens.tolist()]])[:, :-1]
     choices: list[Tensor] = []
@@ -109,8 +111,8 @@ def teacher_forced(model: Any, request: Request, completion: Completion) -> tupl
 reference_of = functools.cache(Reference.of)
 
 
-def largest_error(model: Any, request: Request, completion: Completion) -> float:
-    """Return the largest error of its log-probs: a multiple of float32's epsilon on this machine."""
+def largest_error(model: Any, request: Request, completion: Sample) -> float:
+    """Return the largest error of its log-probs: a multiple of float32's own on this machine."""
 
     def log_probs(of: Any) -> Tensor:
         return teacher_forced(of, request, completion)[0].log_softmax(-1)

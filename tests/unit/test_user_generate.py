@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.engines.base import Completion, SamplingParams
+from megatron_dppo.engines.base import SamplingParams
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.rewards import RewardResult
 from megatron_dppo.rollout.trajectories import Generate, UserGenerate
 from megatron_dppo.runtime.user_code import import_named
-from megatron_dppo.types import Prompt
+from megatron_dppo.types import Prompt, Sample
 from tests.support.collecting import Collected, collect
 from tests.support.refusals import refused
 from tests.support.samples import InProcessScorer
@@ -76,7 +76,7 @@ def test_function_from_the_import_path(model: Any, tmp_path: Path, monkeypatch: 
 def changed(**changes: Any) -> Generate:
     """The engine's own completions, the second of them with changes that may depend on it."""
 
-    def function(engine: Any, requests: Any, params: SamplingParams) -> list[Completion]:
+    def function(engine: Any, requests: Any, params: SamplingParams) -> list[Sample]:
         first, second, *others = engine.generate(requests, params)
         values = {name: change(second) if callable(change) else change for name, change in changes.items()}
         return [first, dataclasses.replace(second, **values), *others]
@@ -96,7 +96,7 @@ def test_masked_tokens_need_no_log_prob(model: Any) -> None:
     assert batch.counts.num_dropped_samples == 0
 
 
-def longer(engine: Any, requests: Any, params: SamplingParams) -> list[Completion]:
+def longer(engine: Any, requests: Any, params: SamplingParams) -> list[Sample]:
     return engine.generate(requests, dataclasses.replace(params, max_response_tokens=9))
 
 

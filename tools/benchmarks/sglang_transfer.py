@@ -30,8 +30,10 @@ import typer
 
 from megatron_dppo.analysis.pages import show_table
 from megatron_dppo.config.schema import Config
-from megatron_dppo.engines.base import Completion, Request, SamplingParams
+from megatron_dppo.engines.base import Request, SamplingParams
 from megatron_dppo.runtime.process import Runtime, quiet_library_warnings, start, stop
+from megatron_dppo.runtime.tables import show_table
+from megatron_dppo.types import Sample
 from tools.benchmarks import benchmarking as bench
 
 RESPONSE = 48  # tokens
@@ -137,7 +139,7 @@ def measure_rollouts(config: Config, runtime: Runtime, rounds: int, num_requests
         return [Request(f"r{next(ids):06}", tuple(range(10 + i, 26 + i)), (0, 0, i)) for i in places]
 
     def through_engine(kind: str) -> float:
-        asked, done = requests(), list[Completion]()
+        asked, done = requests(), list[Sample]()
         seconds = seconds_of(runtime, lambda: done.extend(engine.generate(asked, PARAMS[kind])))
         found[kind]["tokens"] = sum(each.tokens.numel() for each in done)
         return seconds
@@ -161,7 +163,13 @@ async def post(url: str, key: str | None, bodies: Sequence[dict[str, Any]]) -> N
         async def one(body: dict[str, Any]) -> None:
             (await http.post("/generate", json=body)).raise_for_status()
 
-        await asyncio.gather(*map(one, bodies))
+        return list(await asyncio.gather(*map(one, bodies)))
+
+
+def bytes_of(completion: Sample) -> int:
+    """Return the size of a response's tensors in bytes."""
+    holders = filter(None, (completion, completion.topk, completion.routed_experts))
+    return sum(part.nbytes for each in holders for part in vars(each).values() if isinstance(part, Tensor))
 
 
 def show(pushes: dict[str, Any], rollouts: dict[str, Any]) -> None:

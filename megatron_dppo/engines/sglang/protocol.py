@@ -8,7 +8,7 @@ separate process (`decoding_process`).
 # PyTorch does not annotate from_numpy.
 # pyright: reportUnknownMemberType=false
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -24,16 +24,15 @@ from megatron_dppo.engines.base import (
     input_tokens,
     join_parts,
     num_tokens_left,
-    response_alone,
 )
 from megatron_dppo.engines.sglang.decoding_process import DecodingProcess
 from megatron_dppo.engines.sglang.replies import (
     Expected,
     PromptScores,
-    Reply,
     field,
     read_reply,
     read_scores,
+    routed_experts,
     weight_version,
 )
 from megatron_dppo.engines.sglang.sampling_settings import (
@@ -42,7 +41,7 @@ from megatron_dppo.engines.sglang.sampling_settings import (
     seed_of,
 )
 from megatron_dppo.errors import ReplyError, ServerError
-from megatron_dppo.types import ModelRouting, RolloutTopK, RoutedExperts, Sample
+from megatron_dppo.types import ModelRouting, RoutedExperts, Sample
 
 _BEYOND_LONGEST_PROMPT = 4  # SGLang silently truncates responses further beyond max_req_input_len
 _MOST_BYTES = 1 << 22  # of a response without tokens
@@ -124,11 +123,11 @@ class Generation:
             lacks_earlier_routes=partial is not None and partial.routed_experts is None,
         )
         reply = await self._decoding.read(read_reply, content, expected)
-        assert isinstance(reply, Reply), "each reader returns its own type"
-        if not reply.tokens.size:
+        assert isinstance(reply, Sample), "each reader returns its own type"
+        response: Sample = _as_tensors(reply)
+        if not response.tokens.numel():
             return give_up(request)
-        completion = _completion(request.id, reply, model.routing)
-        return join_parts(partial, completion) if partial else completion
+        return join_parts(partial, response) if partial else response
 
     def score_body(self, rid: str, tokens: Sequence[int], *, with_routes: bool) -> dict[str, Any]:
         """Return the JSON body of one POST to /generate that requests the log-probs of a prompt's tokens.
@@ -159,7 +158,7 @@ class Generation:
         )
         scores = await self._decoding.read(read_scores, content, expected)
         assert isinstance(scores, PromptScores), "each reader returns its own type"
-        return torch.from_numpy(scores.log_probs), _routed_experts(scores.routes, model.routing)
+        return _as_tensors(scores.log_probs), _as_tensors(routed_experts(scores.routes, model.routing))
 
     def read_facts(self, server_info: Mapping[str, Any], model_info: Mapping[str, Any]) -> ServerFacts:
         """Parse the responses to GET /server_info and GET /model_info."""
@@ -230,25 +229,10 @@ def generation_of(version: object) -> Generation:
     return generation
 
 
-def _completion(request_id: str, reply: Reply, routing: ModelRouting | None) -> Sample:
-    topk = None
-    if reply.topk_ids is not None and reply.topk_log_probs is not None:
-        topk = RolloutTopK(torch.from_numpy(reply.topk_ids), torch.from_numpy(reply.topk_log_probs))
-    return response_alone(
-        request_id,
-        torch.from_numpy(reply.tokens),
-        torch.from_numpy(reply.log_probs),
-        reply.finish_reason,
-        topk,
-        _routed_experts(reply.routes, routing),
-        reply.weight_versions,
-        num_retractions=reply.num_retractions,
-        num_cached_tokens=reply.num_cached_tokens,
-        routes_fault=reply.routes_fault,
-    )
-
-
-def _routed_experts(routes: np.ndarray | None, routing: ModelRouting | None) -> RoutedExperts | None:
-    if routes is None or routing is None:
-        return None
-    return RoutedExperts(torch.from_numpy(routes), routing.layer_numbers, routing.num_experts)
+def _as_tensors(value: Any) -> Any:
+    """Return an array as a tensor that shares its memory, and a record with its arrays as tensors."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{each.name: _as_tensors(getattr(value, each.name)) for each in fields(value)})
+    return value

@@ -19,7 +19,14 @@ from megatron_dppo.engines.sglang.topk_and_routes import (
     decode_routes,
 )
 from megatron_dppo.errors import ReplyError, RoutingReplayError
-from megatron_dppo.types import FinishReason, ModelRouting, WeightVersionSpan
+from megatron_dppo.types import (
+    FinishReason,
+    ModelRouting,
+    RolloutTopK,
+    RoutedExperts,
+    Sample,
+    WeightVersionSpan,
+)
 
 T = TypeVar("T")
 Content = bytes | memoryview
@@ -55,22 +62,6 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Reply:
-    """Parsed response to a request: R tokens, K top-K columns."""
-
-    finish_reason: FinishReason
-    tokens: np.ndarray  # [R] int64; if R = 0, nothing else is known
-    log_probs: np.ndarray  # [R] float32
-    topk_ids: np.ndarray | None = None  # [R, K] int32
-    topk_log_probs: np.ndarray | None = None  # [R, K] float32
-    routes: np.ndarray | None = None  # [rows, moe_layers, top_k] uint8 (int16 above 256 experts)
-    routes_fault: str | None = None  # why the requested routes are missing
-    weight_versions: tuple[WeightVersionSpan, ...] = ()
-    num_retractions: int = 0
-    num_cached_tokens: int = 0
-
-
-@dataclass(frozen=True)
 class PromptScores:
     """Log-probs of a prompt of L tokens."""
 
@@ -92,7 +83,7 @@ def read_scores(content: Content, expected: Expected) -> PromptScores:
     )
 
 
-Answer = Reply | PromptScores
+Answer = Sample | PromptScores
 Reader = Callable[[Content, Expected], Answer]
 """A function of this module that parses responses; the decoding process receives it by its name."""
 
@@ -132,8 +123,11 @@ _ANYTHING = msgspec.json.Decoder()
 _NUMBERS = msgspec.json.Decoder(list[float | None])
 
 
-def read_reply(content: Content, expected: Expected) -> Reply:
-    """Parse the body of a 200 from /generate, with top-K as flat base64 arrays."""
+def read_reply(content: Content, expected: Expected) -> Sample:
+    """Parse the body of a 200 from /generate, with top-K as flat base64 arrays.
+
+    The response has numpy arrays where a sample has tensors. Without a token, nothing else is known of it.
+    """
     where = expected.where
     ids, meta = _ids_and_meta(_SAMPLED, content, where)
     _require(meta, {"id": expected.request_id, "completion_tokens": len(ids)}, where)
@@ -141,30 +135,42 @@ def read_reply(content: Content, expected: Expected) -> Reply:
     if finish == "abort" and (not ids or "prompt_tokens" not in meta):
         # Aborted in the queue, to which a retracted request returns: such a response has few other fields, and
         # lacks its last tokens.
-        return Reply(finish, np.zeros(0, np.int64), np.zeros(0, np.float32))
+        return _response(expected, np.zeros(0, np.int64), np.zeros(0, np.float32), finish)
     _require(meta, {"prompt_tokens": expected.num_prompt_tokens}, where)
     tokens = _decode_tokens(ids, expected.vocab_size, where)
     log_probs = _decode_log_probs(_text(meta, "output_token_logprobs", where), tokens, where)
-    topk_ids = topk_log_probs = None
+    topk: tuple[Any, Any] | None = None
     if expected.num_topk:
-        topk_ids, topk_log_probs = _decode_topk(meta, tokens, log_probs, expected)
+        topk = _decode_topk(meta, tokens, log_probs, expected)
     num_retractions = field(meta, "num_retractions", int, where)
     spans = cast(list[object], field(meta, "weight_versions", list, where))
     versions = _decode_weight_versions(spans, len(ids), where)
     is_of_other_weights = num_retractions > 0 and len({span.version for span in versions}) > 1
     routes, fault = _routes(meta, len(ids), expected, is_of_other_weights=is_of_other_weights)
-    return Reply(
-        finish,
+    return _response(
+        expected,
         tokens,
         log_probs,
-        topk_ids,
-        topk_log_probs,
-        routes,
-        fault,
-        versions,
-        num_retractions,
+        finish,
+        topk=topk and RolloutTopK(*topk),
+        routed_experts=routed_experts(routes, expected.routing),
+        routes_fault=fault,
+        weight_versions=versions,
+        num_retractions=num_retractions,
         num_cached_tokens=field(meta, "cached_tokens", int, where),
     )
+
+
+def _response(expected: Expected, tokens: Any, log_probs: Any, finish: FinishReason, **more: Any) -> Sample:
+    mask: Any = np.ones(tokens.size, bool)
+    return Sample(expected.request_id, "", tokens, 0, mask, log_probs, finish, **more)
+
+
+def routed_experts(routes: Any, routing: ModelRouting | None) -> RoutedExperts | None:
+    """Return routes `[rows, moe_layers, top_k]` with the dimensions of the model's; None without routes."""
+    if routes is None or routing is None:
+        return None
+    return RoutedExperts(routes, routing.layer_numbers, routing.num_experts)
 
 
 def _ids_and_meta(

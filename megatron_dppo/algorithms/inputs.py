@@ -69,9 +69,10 @@ class PolicyLossInputs:
 
 @dataclass(frozen=True, eq=False)
 class TrustRegionTokens:
-    """Inputs of a trust-region rule, without gradient; log-probs are <= 0.
+    """Checked inputs in one dtype: of a trust-region rule, and of the loss. Log-probs are <= 0.
 
-    Rows that do not learn are neutral: log-probs and advantage 0, divergence 0.
+    Rows that do not learn are neutral: log-probs and advantage 0, divergence 0, weight 0. The divergence is 0
+    until an objective compares the policies. Only `trained` and `entropy` have a gradient.
     """
 
     log_probs: Float[Tensor, " T"]  # log pi(a)
@@ -83,6 +84,24 @@ class TrustRegionTokens:
     outcomes: tuple[Tensor, Tensor] | None = None  # log-masses of a Top-K divergence; None for others
     responses: Responses | None = None  # for rules over complete responses
     places: tuple[Tensor, Tensor] | None = None  # `positions` and `lengths`, if they are known
+    # Of the loss alone:
+    trained: Float[Tensor, " T"] | None = None  # log pi(a) with gradient, and not clamped
+    weights: Float[Tensor, " T"] | None = None  # 0 for rows that do not learn; None: 1 everywhere
+    num_clamped: Integer[Tensor, ""] | None = None  # learning tokens with a log-prob above CLAMP_COUNTED_FROM
+    ref_log_probs: Float[Tensor, " T"] | None = None
+    topk: TopKLogProbs | None = None  # the columns in use; rows that do not learn are padding
+    targets: Integer[Tensor, " T"] | None = None
+    entropy: Float[Tensor, " T"] | None = None
+
+    @property
+    def trained_log_probs(self) -> Float[Tensor, " T"]:
+        """Log pi(a) of the loss, with gradient."""
+        return self.log_probs if self.trained is None else self.trained
+
+    @property
+    def token_weights(self) -> Float[Tensor, " T"]:
+        """Weight of each token in the loss."""
+        return torch.ones_like(self.log_probs) if self.weights is None else self.weights
 
     @property
     def anchor_ratio(self) -> Float[Tensor, " T"]:
@@ -175,22 +194,6 @@ def by_sign(
     return ((advantages > 0) & of_positive) | ((advantages < 0) & of_negative)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class LearningTokens(TrustRegionTokens):
-    """Checked inputs in one dtype: what a rule reads, and what only the loss does. Rows are neutral as there.
-
-    `divergence` is 0 and `outcomes` is absent until an objective compares the policies.
-    """
-
-    trained_log_probs: Float[Tensor, " T"]  # with gradient, and not clamped; nothing else but `entropy` has one
-    token_weights: Float[Tensor, " T"]  # 0 for rows that do not learn
-    num_clamped: Integer[Tensor, ""]  # learning tokens with a log-prob above CLAMP_COUNTED_FROM
-    ref_log_probs: Float[Tensor, " T"] | None
-    topk: TopKLogProbs | None  # the columns in use; rows that do not learn are padding
-    targets: Integer[Tensor, " T"] | None
-    entropy: Float[Tensor, " T"] | None
-
-
 def place_of_tokens(
     loss_mask: Bool[Tensor, " R"],
 ) -> tuple[Int32[Tensor, " R"], Int32[Tensor, " R"]]:
@@ -244,7 +247,7 @@ def _kind(tensor: Tensor) -> str:
     return "floating" if tensor.is_floating_point() else "integer"
 
 
-def check_values(tokens: LearningTokens) -> None:
+def check_values(tokens: TrustRegionTokens) -> None:
     """Refuse values that would silently keep or spoil a learning token; synchronises with the device once.
 
     A NaN of `log_probs` passes: it makes loss_sum NaN, and the training step skips losses that are not finite.

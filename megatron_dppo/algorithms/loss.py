@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_dppo.algorithms.divergence import DIVERGENCES, TopKLogProbs, topk_partition
 from megatron_dppo.algorithms.inputs import (
     CLAMP_COUNTED_FROM,
-    LearningTokens,
     PolicyLossInputs,
+    TrustRegionTokens,
     check_shapes,
     check_values,
 )
@@ -70,6 +70,7 @@ def policy_loss(objective: Objective, inputs: PolicyLossInputs) -> PolicyLossOut
     """
     tokens = learning_tokens(objective, inputs)
     updates = token_updates(objective, tokens)
+    assert tokens.num_clamped is not None, "`learning_tokens` counts them"
     return PolicyLossOutput(
         loss_sum=_loss_sum(objective, tokens, updates),
         **vars(updates),
@@ -128,7 +129,7 @@ def _missing(objective: Objective, name: str) -> Problem:
 
 def learning_tokens(
     objective: Objective, inputs: PolicyLossInputs, *, has_known_values: bool = False
-) -> LearningTokens:
+) -> TrustRegionTokens:
     """Check the inputs that `objective` reads, and neutralise the rows that do not learn.
 
     Neutralising comes before all arithmetic, so a NaN of an ignored row reaches neither value nor gradient.
@@ -151,15 +152,15 @@ def learning_tokens(
     old = present.get("old_log_probs")
     anchor = rollout if old is None else clean(old.detach())
     ref, weights = present.get("ref_log_probs"), inputs.token_weights
-    tokens = LearningTokens(
+    tokens = TrustRegionTokens(
         loss_mask=is_learning,
-        trained_log_probs=trained,
+        trained=trained,
         log_probs=trained.detach(),
         rollout_log_probs=rollout,
         anchor_log_probs=anchor,
         ref_log_probs=None if ref is None else clean(ref.detach()),
         advantages=clean(inputs.advantages.detach()),
-        token_weights=clean(torch.ones_like(rollout) if weights is None else weights.detach()),
+        weights=clean(torch.ones_like(rollout) if weights is None else weights.detach()),
         divergence=torch.zeros_like(rollout),
         num_clamped=(torch.stack([trained.detach(), rollout, anchor]) > CLAMP_COUNTED_FROM).any(0).sum(),
         topk=_clean_topk(objective, inputs.topk, is_learning, dtype) if "topk.ids" in present else None,
@@ -180,7 +181,7 @@ def _clean_places(inputs: PolicyLossInputs, is_learning: Bool[Tensor, " T"]) -> 
 
 
 @torch.no_grad()
-def token_updates(objective: Objective, tokens: LearningTokens) -> TokenUpdates:
+def token_updates(objective: Objective, tokens: TrustRegionTokens) -> TokenUpdates:
     """How far each token's policy has moved, whether it may learn, and with which weight."""
     log_masses = compared_log_masses(objective, tokens)
     divergence = DIVERGENCES[objective.divergence].function(*log_masses)
@@ -202,7 +203,7 @@ def token_updates(objective: Objective, tokens: LearningTokens) -> TokenUpdates:
 
 def learning_weight(
     objective: Objective,
-    tokens: LearningTokens,
+    tokens: TrustRegionTokens,
     log_masses: tuple[Tensor, Tensor],
     divergence: Float[Tensor, " T"],
 ) -> Float[Tensor, " T"]:
@@ -221,15 +222,15 @@ def learning_weight(
 
 def as_a_rule_reads(
     objective: Objective,
-    tokens: LearningTokens,
+    tokens: TrustRegionTokens,
     log_masses: tuple[Tensor, Tensor],
     divergence: Float[Tensor, " T"],
-) -> LearningTokens:
+) -> TrustRegionTokens:
     """Return the tokens with the objective's divergence, and with its outcomes if it has several."""
     return replace(tokens, divergence=divergence, outcomes=log_masses if objective.needs_topk else None)
 
 
-def compared_log_masses(objective: Objective, tokens: LearningTokens) -> tuple[Tensor, Tensor]:
+def compared_log_masses(objective: Objective, tokens: TrustRegionTokens) -> tuple[Tensor, Tensor]:
     """What the objective's divergence compares, of policy and anchor: [T] log-probs, or [T, outcomes]."""
     if not objective.needs_topk:
         return tokens.log_probs, tokens.anchor_log_probs
@@ -259,7 +260,7 @@ def _clean_topk(
     return TopKLogProbs(ids, rollout_log_probs=clean(topk.rollout_log_probs), log_probs=clean(topk.log_probs))
 
 
-def _clamped(tokens: LearningTokens) -> LearningTokens:
+def _clamped(tokens: TrustRegionTokens) -> TrustRegionTokens:
     """Rounding leaves log-probs of certain tokens a little above 0; the divergences need them at most 0."""
     topk = tokens.topk
     if topk is not None:
@@ -273,7 +274,7 @@ def _clamped(tokens: LearningTokens) -> LearningTokens:
     )
 
 
-def _loss_sum(objective: Objective, tokens: LearningTokens, updates: TokenUpdates) -> Tensor:
+def _loss_sum(objective: Objective, tokens: TrustRegionTokens, updates: TokenUpdates) -> Tensor:
     """The only place with gradient. Rows of coefficient 0 leave the graph: their log pi may be -inf."""
     has_weight = tokens.token_weights != 0
     is_live = (updates.coefficient != 0) & has_weight

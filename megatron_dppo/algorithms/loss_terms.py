@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from megatron_dppo.algorithms.fields import choice, number
-from megatron_dppo.algorithms.inputs import LearningTokens
+from megatron_dppo.algorithms.inputs import TrustRegionTokens
 from megatron_dppo.types import RolloutTokens
 
 TermOfTokens: TypeAlias = tuple[Float[Tensor, " T"], Float[Tensor, " T"]]
@@ -61,7 +61,7 @@ class TermCoefficients:
 class LossTerm:
     """One term of the loss. Its functions take and return tensors with T rows."""
 
-    function: Callable[["TermCoefficients", LearningTokens, Float[Tensor, " T"]], TermOfTokens]
+    function: Callable[["TermCoefficients", TrustRegionTokens, Float[Tensor, " T"]], TermOfTokens]
     """Returns each token's loss and its gradient by log pi, times coefficient and `token_weights`, given pi/mu.
 
     Rows that do not learn have log-probs and weight 0, and must get 0.
@@ -74,7 +74,7 @@ class LossTerm:
 
 
 def log_ratio_term(
-    weights: TermCoefficients, tokens: LearningTokens, ratio: Float[Tensor, " T"]
+    weights: TermCoefficients, tokens: TrustRegionTokens, ratio: Float[Tensor, " T"]
 ) -> TermOfTokens:
     """Return the term coef (log pi/mu)^2, and its gradient."""
     scale = weights.log_ratio_coef * tokens.token_weights
@@ -82,7 +82,9 @@ def log_ratio_term(
     return scale * log_ratio.square(), 2 * scale * log_ratio
 
 
-def ref_kl_term(weights: TermCoefficients, tokens: LearningTokens, ratio: Float[Tensor, " T"]) -> TermOfTokens:
+def ref_kl_term(
+    weights: TermCoefficients, tokens: TrustRegionTokens, ratio: Float[Tensor, " T"]
+) -> TermOfTokens:
     """Return the KL from the reference policy, and its gradient.
 
     `ref_kl` chooses the estimator, with d = log ref - log pi:
@@ -136,7 +138,7 @@ def terms_in_use(coefficients: TermCoefficients) -> dict[str, LossTerm]:
 
 @torch.no_grad()
 def added_terms(
-    weights: TermCoefficients, tokens: LearningTokens, ratio: Float[Tensor, " T"]
+    weights: TermCoefficients, tokens: TrustRegionTokens, ratio: Float[Tensor, " T"]
 ) -> list[TermOfTokens]:
     """Return loss and gradient of each term in use; 0 for a token of weight 0.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.algorithms.divergence import DIVERGENCES
-from megatron_dppo.algorithms.inputs import LearningTokens, PolicyLossInputs
+from megatron_dppo.algorithms.inputs import PolicyLossInputs, TrustRegionTokens
 from megatron_dppo.algorithms.loss import (
     as_a_rule_reads,
     compared_log_masses,
@@ -94,7 +94,7 @@ class _Shared:
         if any(objective.needs_responses for objective in objectives) and not widest.needs_responses:
             widest = replace(widest, importance="response")
         widest = replace(widest, entropy_coef=0.0, **dict.fromkeys(LOSS_TERMS, 0.0))
-        self._tokens: LearningTokens = learning_tokens(widest, inputs, has_known_values=True)
+        self._tokens: TrustRegionTokens = learning_tokens(widest, inputs, has_known_values=True)
         self._log_masses: dict[Any, tuple[Tensor, Tensor]] = {}
         self._divergences: dict[Any, Tensor] = {}
 

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megatron_dppo.actor.forward import Forwarding, LossFunction, OutputHead, run_microbatches
+from megatron_dppo.actor.forward import LossFunction, OutputHead, Part, View, run_microbatches
 from megatron_dppo.actor.observation import Observer, Step
 from megatron_dppo.actor.offload import TrainerMemory
 from megatron_dppo.actor.optimizer import (
@@ -37,6 +37,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.balance import SampleCost
 from megatron_dppo.data.batches.exchange import DataParallel
 from megatron_dppo.data.batches.packing import filled_up, measured_part, microbatches_of, placeholder
+from megatron_dppo.data.batches.prefixes import RepeatedRows
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.kernels.ops import kernels_for
 from megatron_dppo.mcore import cpu, fixes
@@ -220,11 +221,12 @@ class Actor:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        def loss(output: Tensor, forwarding: Forwarding) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            microbatch = forwarding.scored
+        def loss(
+            output: Tensor, microbatch: Microbatch, rows: RepeatedRows | None
+        ) -> tuple[Tensor, Tensor, dict[str, Any]]:
             num_tokens = microbatch.loss_mask.sum().int()
             try:
-                out = self._head.policy_loss(output, microbatch, forwarding.rows)
+                out = self._head.policy_loss(output, microbatch, rows)
             except ConfigError as error:  # the config was checked: these are values that no loss may be made of
                 faults.append(str(error))
                 return self._head.nothing(output), num_tokens, {}
@@ -260,8 +262,8 @@ class Actor:
         """Return the batch with log-probs of the current weights and the routes of that forward: R2."""
         assert self.routing is not None, "the checks require experts"
         with torch.no_grad(), recording(self.chunks, self.routing) as recorded:
-            columns, own = self._forward_columns(batch.microbatches, None)
-        device, of_batch = self._runtime.device, own[: len(columns)]
+            columns, views = self._forward_columns(batch.microbatches, None)
+        device, of_batch = self._runtime.device, views[: len(columns)]
         routes = [each.recorded_routes(recorded, index, device) for index, each in enumerate(of_batch)]
         with_routes = batch.with_column("routed_experts", routes)
         return with_routes.with_column("old_log_probs", [values[:, 0] for values in columns])
@@ -333,32 +335,34 @@ class Actor:
         has_topk: bool = False,
         has_score_norms: bool = False,
         temperature: float | None = None,
-    ) -> tuple[list[Tensor], list[Forwarding]]:
+    ) -> tuple[list[Tensor], list[View]]:
         """Return the result of `token_log_probs`, of which no Top-K is K = 0, and what this rank forwarded."""
         collected: list[Tensor] = []
 
-        def keep(output: Tensor, forwarding: Forwarding) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        def keep(
+            output: Tensor, microbatch: Microbatch, rows: RepeatedRows | None
+        ) -> tuple[Tensor, Tensor, dict[str, Any]]:
             found = self._head.log_probs(
                 output,
-                forwarding.scored,
-                forwarding.rows,
+                microbatch,
+                rows,
                 has_topk=has_topk,
                 has_score_norms=has_score_norms,
                 temperature=temperature,
             )
             collected.append(found.columns)
-            return found.log_probs.sum(), forwarding.scored.loss_mask.sum().int(), {}
+            return found.log_probs.sum(), microbatch.loss_mask.sum().int(), {}
 
-        forwardings = self._run(microbatches, keep, replay, forward_only=True)
+        views = self._run(microbatches, keep, replay, forward_only=True)
         whole: list[Tensor] = []
         for index, m in enumerate(microbatches):
             num_topk = m.topk.ids.shape[1] if has_topk and m.topk is not None else 0
             values = torch.zeros((m.tokens.numel(), 1 + num_topk + has_score_norms))
             if collected:
-                values = forwardings[index].of_tokens(collected[index].cpu())
+                values = views[index].of_tokens(collected[index].cpu())
                 values[~m.loss_mask, 1 : 1 + num_topk] = -torch.inf  # rows of the loss may be missing there
             whole.append(sum_over_tokens_and_stages(values.to(self._runtime.device)).cpu())
-        return whole, forwardings
+        return whole, views
 
     def _routes(self, is_replaying: bool, is_measuring: bool) -> AbstractContextManager[Replay | None]:
         routes = replaying(self.chunks, is_replaying=is_replaying, is_measuring=is_measuring)
@@ -371,14 +375,15 @@ class Actor:
         replay: Replay | None,
         *,
         forward_only: bool = False,
-    ) -> list[Forwarding]:
+    ) -> list[View]:
         """Run the micro-batches, and return what this rank forwarded of each."""
         assert not self.memory.is_away, "the trainer computes when it is on its GPU"
 
-        def follow(chunk: int, forwarding: Forwarding) -> None:
-            self._router_losses.follow(forwarding, chunk)
+        def follow(chunk: int, part: Part) -> None:
+            self._router_losses.follow(part, chunk)
             if replay is not None:
-                routes, counted = forwarding.tokens.routed_experts, forwarding.num_learning()
+                view, tokens, scored = part
+                routes, counted = tokens.routed_experts, view.num_learning(scored)
                 assert routes is not None, "the checks require routes for replay"
                 rows = sequence_parallel_rows(counted.numel())
                 replay.follow(replace(routes, indices=routes.indices[rows]), counted[rows], chunk)
@@ -386,13 +391,13 @@ class Actor:
         # interleaving needs a multiple of the number of stages
         multiple = self.layout.pipeline if self.layout.virtual_pipeline > 1 else 1
         complete = filled_up(microbatches, multiple, self.routing, self._observer.reads_places)
-        forwardings = [Forwarding.of(m, self.shares_prefixes) for m in complete]
+        parts = [View.of(m, self.shares_prefixes) for m in complete]
         run_microbatches(
             self._ddp,
-            forwardings,
+            parts,
             loss,
             device=self._runtime.device,
             before_forward=follow,
             forward_only=forward_only,
         )
-        return forwardings
+        return [view for view, _, _ in parts]

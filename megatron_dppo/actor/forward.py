@@ -46,22 +46,20 @@ from megatron_dppo.types import Microbatch, RoutedExperts, each_token
 
 
 @dataclass(frozen=True, eq=False)
-class Forwarding:
-    """The tokens of a micro-batch that this rank forwards, and its rows of the loss.
+class View:
+    """Which tokens of a micro-batch this rank forwards, and which rows its loss has: places, without values.
 
     If prefixes are shared, only tokens in the loss have rows: a prefix would have them for each sequence.
     """
 
-    tokens: Microbatch  # what the model gets, with the `cu_seqlens` of all context-parallel ranks
-    scored: Microbatch  # the rows of the loss
-    rows: RepeatedRows | None  # forwarded token of each row; None: they are the same
-    spans: Spans  # what attends to what
     slice: TokenSlice  # this rank's part of the tokens
+    spans: Spans  # what attends to what
+    rows: RepeatedRows | None = None  # forwarded token of each row; None: they are the same
     prefixes: SharedPrefixes | None = None
     places: Int[Tensor, " rows"] | None = None  # of the rows in the complete micro-batch
 
     @classmethod
-    def of(cls, microbatch: Microbatch, shares_prefixes: bool = False) -> "Forwarding":
+    def of(cls, microbatch: Microbatch, shares_prefixes: bool = False) -> "Part":
         """Return this rank's part of a complete micro-batch, on the host.
 
         `shares_prefixes`: forward each prefix once that several sequences begin with; they must not be split
@@ -76,7 +74,7 @@ class Forwarding:
             local = own.local(microbatch)
             cu_seqlens = local.cu_seqlens.cpu()
             spans = Spans.of_pieces(cu_seqlens, rank, size) if size > 1 else Spans.of_sequences(cu_seqlens)
-            return cls(local, local, None, spans, own)
+            return cls(own, spans), local, local
         assert size == 1, "the checks refuse shared prefixes with context parallelism"
         distinct = prefixes.distinct(microbatch)
         own = token_slice(distinct, rank, size, tensor)
@@ -88,13 +86,7 @@ class Forwarding:
         keys = RepeatedRows.of(torch.cat([prefixes.keys(microbatch), padding]), num_tokens)
         places, scored = tokens_in_loss(microbatch)
         rows = RepeatedRows.of(prefixes.sources[places], num_tokens)
-        return cls(local, scored, rows, Spans(num_queries, num_keys, keys), own, prefixes, places)
-
-    def to(self, device: torch.device) -> "Forwarding":
-        """Return it with the tokens and the rows of the loss on `device`."""
-        tokens = to_device(self.tokens, device)
-        scored = tokens if self.rows is None else to_device(self.scored, device)
-        return replace(self, tokens=tokens, scored=scored, rows=to_device(self.rows, device))
+        return cls(own, Spans(num_queries, num_keys, keys), rows, prefixes, places), local, scored
 
     def of_tokens(self, values: Shaped[Tensor, "rows ..."]) -> Shaped[Tensor, "T ..."]:
         """Return values of the rows of the loss for the tokens of the complete micro-batch, 0 elsewhere."""
@@ -105,39 +97,44 @@ class Forwarding:
 
     def recorded_routes(self, recorded: Recording, index: int, device: torch.device) -> RoutedExperts:
         """Return the routes that all ranks recorded of this micro-batch, the `index`-th, on the host."""
-        num_rows = self.tokens.tokens.numel()
+        num_rows = self.slice.own.numel()
         own = self.slice.scattered(recorded.rows(index, num_rows, sequence_parallel_rows(num_rows)))
         own = own if self.prefixes is None else own[self.prefixes.sources]
         whole = sum_over_tokens_and_stages(own.to(device), over_tensor=True).cpu()
         routing, dtype = recorded.routing, index_dtype(recorded.routing.num_experts)
         return RoutedExperts(whole.to(dtype), routing.layer_numbers, routing.num_experts)
 
-    def num_learning(self) -> Integer[Tensor, " tokens"]:
+    def num_learning(self, scored: Microbatch) -> Integer[Tensor, " tokens"]:
         """Return the number of rows of the loss in which each forwarded token learns."""
-        mask = self.scored.loss_mask
+        mask = scored.loss_mask
         return mask.long() if self.rows is None else self.rows.summed(mask.float()).long()
 
 
+Part = tuple[View, Microbatch, Microbatch]
+"""A view; the tokens that the model gets (`cu_seqlens` of all context-parallel ranks); the rows of the loss."""
+
 LossFunction = Callable[
-    [Float[Tensor, "rows columns"], Forwarding], tuple[Float[Tensor, ""], Int[Tensor, ""], dict[str, Any]]
+    [Float[Tensor, "rows columns"], Microbatch, RepeatedRows | None],
+    tuple[Float[Tensor, ""], Int[Tensor, ""], dict[str, Any]],
 ]
-"""From the output of a micro-batch: (sum of the loss, number of learning tokens, what to report)."""
+"""From the output of a micro-batch, the rows of the loss and the token of each (None: row t is of token t):
+(sum of the loss, number of learning tokens, what to report)."""
 
 
 def run_microbatches(
     chunks: Sequence[torch.nn.Module],
-    forwardings: Sequence[Forwarding],
+    parts: Sequence[Part],
     loss_function: LossFunction,
     *,
     device: torch.device,
-    before_forward: Callable[[int, Forwarding], None] | None = None,
+    before_forward: Callable[[int, Part], None] | None = None,
     forward_only: bool = False,
 ) -> None:
     """Accumulate gradients over the micro-batches; Megatron divides by the global number of learning tokens.
 
     Args:
         chunks: This rank's part of the Megatron model, wrapped for data parallelism: one per virtual stage.
-        forwardings: This rank's part of each micro-batch, on the host; every rank has the same number.
+        parts: This rank's part of each micro-batch, on the host; every rank has the same number.
         loss_function: Called with the logits of each micro-batch, on the last pipeline stage.
         device: The model's.
         before_forward: Called with a chunk's index and a micro-batch before that chunk forwards it.
@@ -145,47 +142,57 @@ def run_microbatches(
     """
 
     def forward_step(
-        data: Iterator[tuple[int, Forwarding, PackedSequences]], chunk: torch.nn.Module
+        data: Iterator[tuple[int, Part, PackedSequences]], chunk: torch.nn.Module
     ) -> tuple[Tensor, Callable[..., Any]]:
-        index, forwarding, packing = next(data)
+        index, part, packing = next(data)
+        view, tokens, scored = part
         if before_forward is not None:
-            before_forward(index, forwarding)
-        output = forward_packed(chunk, forwarding.tokens, packing)
+            before_forward(index, part)
+        output = forward_packed(chunk, tokens, packing)
 
         def loss_of(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            return loss_function(output.squeeze(0), forwarding)
+            return loss_function(output.squeeze(0), scored, view.rows)
 
         return output, loss_of
 
-    moved = [(each.to(device), packing_of(each, chunks[0], device)) for each in forwardings]
+    moved = [(_moved(part, device), packing_of(part, chunks[0], device)) for part in parts]
     iterators = [iter([(index, *each) for each in moved]) for index in range(len(chunks))]
     get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
-        num_microbatches=len(forwardings),
-        seq_length=max(each.tokens.tokens.numel() for each in forwardings),
+        num_microbatches=len(parts),
+        seq_length=max(tokens.tokens.numel() for _, tokens, _ in parts),
         micro_batch_size=1,
         forward_only=forward_only,
     )
     release_last_microbatch(chunks)
 
 
-def packing_of(forwarding: Forwarding, chunk: torch.nn.Module, device: torch.device) -> PackedSequences:
+def _moved(part: Part, device: torch.device) -> Part:
+    view, tokens, scored = part
+    tokens = to_device(tokens, device)
+    scored = tokens if view.rows is None else to_device(scored, device)
+    return replace(view, rows=to_device(view.rows, device)), tokens, scored
+
+
+def packing_of(part: Part, chunk: torch.nn.Module, device: torch.device) -> PackedSequences:
     """Build the packing parameters that the layers need, on the host, and move them to `device`.
 
     Args:
-        forwarding: This rank's part of a micro-batch, on the host.
+        part: This rank's part of a micro-batch, on the host.
         chunk: Chunk of the model; its dtype and head size decide how attention is computed.
         device: The model's.
     """
     config = cast(TransformerConfig, get_model_config(chunk))
-    tokens, spans = forwarding.tokens, forwarding.spans
+    view, tokens, _ = part
     form = attention_form(device.type, config.params_dtype, head_dim_of(config))
-    longest = max(tokens.max_seqlen, int(spans.num_keys.max()))
+    longest = max(tokens.max_seqlen, int(view.spans.num_keys.max()))
     is_split = cast(int, parallel_state.get_context_parallel_world_size()) > 1
-    chunks = chunks_of(config, spans, device.type)
-    return to_device(PackedSequences.of(tokens, spans, longest, form, is_split=is_split, chunks=chunks), device)
+    chunks = chunks_of(config, view.spans, device.type)
+    return to_device(
+        PackedSequences.of(tokens, view.spans, longest, form, is_split=is_split, chunks=chunks), device
+    )
 
 
 def forward_packed(
@@ -195,7 +202,7 @@ def forward_packed(
 
     `packing` is of `packing_of`; None: complete sequences.
     """
-    packing = packing or packing_of(Forwarding.of(microbatch), chunk, microbatch.tokens.device)
+    packing = packing or packing_of(View.of(microbatch), chunk, microbatch.tokens.device)
     output: Tensor = chunk(
         microbatch.tokens[None], microbatch.position_ids[None], None, packed_seq_params=packing
     )

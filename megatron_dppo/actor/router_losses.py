@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
-from megatron_dppo.actor.forward import Forwarding
+from megatron_dppo.actor.forward import Part
 from megatron_dppo.architectures.megatron_options import RouterCoefficients
 from megatron_dppo.data.batches.prefixes import RepeatedRows
 from megatron_dppo.mcore.groups import sequence_parallel_rows
@@ -42,19 +42,20 @@ class _Tokens:
     own: slice  # this rank's tokens among them
 
     @classmethod
-    def of(cls, forwarding: Forwarding) -> "_Tokens":
+    def of(cls, part: Part) -> "_Tokens":
         """Return them for the tokens of this context-parallel rank, whose `cu_seqlens` are of all ranks'."""
-        scored, is_learning = forwarding.scored, forwarding.scored.loss_mask
+        view, tokens, scored = part
+        is_learning = scored.loss_mask
         lengths = scored.cu_seqlens.diff().long()
         num_parts = cast(int, parallel_state.get_context_parallel_world_size())
         sequence = torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(
             lengths // num_parts, output_size=is_learning.numel()
         )
-        own = sequence_parallel_rows(forwarding.tokens.tokens.numel())
-        if forwarding.rows is None:
+        own = sequence_parallel_rows(tokens.tokens.numel())
+        if view.rows is None:
             is_learning, sequence = is_learning[own], sequence[own]
-        num_learning = forwarding.num_learning()[own]
-        return cls(num_learning, is_learning, sequence, lengths.numel(), forwarding.rows, own)
+        num_learning = view.num_learning(scored)[own]
+        return cls(num_learning, is_learning, sequence, lengths.numel(), view.rows, own)
 
     def counts(self, chosen: Float[Tensor, "T experts"]) -> Float[Tensor, "S experts"]:
         """Sum over the tokens that learn in each sequence."""
@@ -162,10 +163,10 @@ class RouterLosses:
                 del tap.router.routing
             self._taps = []
 
-    def follow(self, forwarding: Forwarding, chunk: int) -> None:
+    def follow(self, part: Part, chunk: int) -> None:
         """Set the tokens of a chunk's next forward pass."""
         if self._taps:
-            tokens = _Tokens.of(forwarding)
+            tokens = _Tokens.of(part)
             for tap in self._taps[chunk]:
                 tap.tokens = tokens
 

@@ -43,7 +43,7 @@ _AS_IT_IS = {
         run.timeout_s  actor.actor:initialize_groups  timeout_s
         run.peer_timeout_s  run.session:watching  peer_timeout_s
         model.load  run.checkpoints:Checkpoints.__init__  model_folder
-        parallel.share_prefixes  actor.forward:Forwarding.of  shares_prefixes
+        parallel.share_prefixes  actor.forward:View.of  shares_prefixes
         data.{prompt_column,answer_column}  rollout.evaluation:load_prompts  *
         data.reward_if_timed_out  rollout.scoring:ScoredTimeOuts.valued  self.value
         data.worker_environment  workers.worker_process:WorkerProcess.__init__  environment

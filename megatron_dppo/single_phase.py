@@ -65,7 +65,7 @@ class RolloutOnly(Training):
         opened, runtime = self.state.open_rollout, self.parts.runtime
         assert opened is not None, "steps are written of a rollout"
         folder.mkdir(parents=True, exist_ok=True)
-        write_batches(_rank_file(folder, runtime), opened.steps)
+        write_batches(_rank_file(folder, runtime), self.state.steps[: opened.num_steps])
         metrics = self.parts.logger.rollout_metrics
         runtime.on_main(lambda: (folder / _METRICS).write_text(json.dumps(metrics)))
 

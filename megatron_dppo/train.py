@@ -97,14 +97,14 @@ class Training:
 
 def take_steps(parts: RunParts) -> None:
     """Take the remaining gradient steps of the open rollout; save between them if a checkpoint is due."""
-    while (opened := parts.state.open_rollout) is not None and opened.steps:
+    while (opened := parts.state.open_rollout) is not None and opened.num_steps:
         with parts.state.timer.time("train"):
             step = parts.actor.train_step(
-                opened.steps[0],
+                parts.state.steps[0],
                 is_first=opened.num_done == 0,
                 weight_version=parts.state.weight_version,
                 lists_clipped=parts.state.lists_clipped_tokens,
             )
         parts.finish_step(opened, step)
-        if len(opened.steps) > 1:
+        if opened.num_steps > 1:
             parts.save_if_due()

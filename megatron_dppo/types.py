@@ -320,9 +320,12 @@ class TrainBatch:
 
 @dataclass(frozen=True)
 class OpenRollout:
-    """A sampled rollout that waits for training or is being trained on; checkpoints must contain it."""
+    """A sampled rollout that waits for training or is being trained on; checkpoints must contain it.
 
-    steps: tuple[TrainBatch, ...]  # this rank's remaining gradient steps
+    Its batches are among those of `run.state.TrainingState.steps`.
+    """
+
+    num_steps: int  # number of gradient steps that remain
     num_done: int = 0  # number of gradient steps taken
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     # for the rollout's row, over all ranks: while it waits from its sampling, and in a checkpoint all so far

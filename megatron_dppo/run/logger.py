@@ -224,10 +224,10 @@ class RunLogger:
         metrics.add_max("batch/max_bytes_per_rank", report.max_bytes)
         return self._merge(metrics)
 
-    def begin_row(self, sampled: OpenRollout, weight_version: int) -> None:
+    def begin_row(self, sampled: OpenRollout, steps: Sequence[TrainBatch], weight_version: int) -> None:
         """Add the metrics measured when a rollout was sampled, and its current staleness, to the row."""
         metrics = Metrics()
-        add_staleness(metrics, sampled.steps, weight_version)
+        add_staleness(metrics, steps, weight_version)
         self._rollout_metrics |= sampled.metrics
         self.add_to_rollout(metrics)
 

@@ -44,8 +44,8 @@ class RunParts:
         """Open the oldest queued rollout, and compute log-probs of policy and reference for its steps."""
         self.turns.to_trainer()  # needed if nothing was sampled before
         sampled, state = self.state.queue[0], self.state
-        steps = list(sampled.steps)
-        self.logger.begin_row(sampled, state.weight_version)
+        steps = list(state.steps[: sampled.num_steps])
+        self.logger.begin_row(sampled, steps, state.weight_version)
         if state.is_paired_forward_due and steps:
             with state.timer.time("paired_forward"):
                 self.logger.add_to_rollout(self.actor.paired_mismatch(steps[0]))
@@ -65,7 +65,7 @@ class RunParts:
         if step.lists is not None:
             self.logger.write_token_lists(self.state.rollout, self.state.step, step.lists)
         if step.is_skipped:
-            self.bad_steps.keep(opened.steps[0], step)
+            self.bad_steps.keep(self.state.steps[0], step)
         self.state.finish_step(step.is_skipped)
 
     def finish_rollout(self, weight_version: int, sync_metrics: Mapping[str, float]) -> Alarm | None:

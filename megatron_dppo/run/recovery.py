@@ -62,7 +62,7 @@ class CheckpointPolicy:
                 "content, name or weight since the run was saved, so its place in the prompts is lost. Restore "
                 "the files, or start a new run.folder from a checkpoint's weights."
             )
-        self._state.restore(point.state, point.opened, point.queue)
+        self._state.restore(point)
         self._stop_requests.begin()
         self._logger.start_at(point.metrics_offset, point.opened)
         self._logger.write_changes(point.state.rollout, point.config)
@@ -91,7 +91,7 @@ class CheckpointPolicy:
             opened = self._logger.with_row(replace(opened, seconds=state.timer.stop()))
         offset = self._logger.offset()
         digest, settings = self._prompts_digest, self._settings
-        point = RunPoint(state.run_state, offset, digest, opened, score, settings, state.queue)
+        point = RunPoint(state.run_state, offset, digest, opened, score, settings, state.queue, state.steps)
         self._to_trainer()
         self._count(self._checkpoints.save(self._actor, point))
 
@@ -239,7 +239,7 @@ class Rollback:
             weight_version=left.weight_version + 1,
             roll_backs=left.roll_backs + 1,
         )
-        self._state.restore(restored, None)
+        self._state.restore(replace(point, state=restored, opened=None, queue=(), steps=()))
         self._checkpoints.save(point.score)  # otherwise a resume would repeat the same prompts
         if self._runtime.is_main:
             log.warning("went back to %d rollouts; the prompts continue from here", self._state.rollout)

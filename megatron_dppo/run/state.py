@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from typing import Any
 
 from megatron_dppo.architectures.layout import Layout
@@ -22,6 +21,7 @@ class TrainingState:
         run_state: Numbers of finished rollouts and gradient steps, weight version and data cursor.
         open_rollout: Rollout that is being trained on; None between two rollouts.
         queue: Sampled rollouts that wait for training, in order; `rollout.lag` rollouts while one is open.
+        steps: This rank's remaining gradient steps: the open rollout's first, then the waiting rollouts'.
         timer: Seconds of the phases of the current rollout.
     """
 
@@ -31,6 +31,7 @@ class TrainingState:
         self.run_state = RunState(0, 0, 0, {})
         self.open_rollout: OpenRollout | None = None
         self.queue: tuple[OpenRollout, ...] = ()
+        self.steps: tuple[TrainBatch, ...] = ()
         self.timer = Stopwatch(runtime)
 
     @property
@@ -80,14 +81,13 @@ class TrainingState:
         """Whether the gradient steps of this rollout list their masked tokens."""
         return is_due(self._config.tracking.clipped_tokens_every, self.rollout)
 
-    def restore(
-        self, run_state: RunState, open_rollout: OpenRollout | None, queue: Sequence[OpenRollout] = ()
-    ) -> None:
+    def restore(self, point: "RunPoint") -> None:
         """Continue from a checkpoint's state, including its open rollout's seconds."""
-        self.run_state, self.open_rollout, self.queue = run_state, open_rollout, tuple(queue)
+        self.run_state, self.open_rollout = point.state, point.opened
+        self.queue, self.steps = point.queue, point.steps
         self._update()
-        if open_rollout is not None:
-            self.timer = Stopwatch.resume(self._runtime, open_rollout.seconds)
+        if point.opened is not None:
+            self.timer = Stopwatch.resume(self._runtime, point.opened.seconds)
 
     def restart_timer(self) -> Stopwatch:
         """Start the timer of a new rollout, and return it."""
@@ -99,27 +99,29 @@ class TrainingState:
     ) -> None:
         """Queue a sampled rollout, and set the cursor for the next one."""
         self._update(data_cursor=data_cursor)
-        self.queue = (*self.queue, OpenRollout(tuple(steps), metrics=metrics))
+        self.queue = (*self.queue, OpenRollout(len(steps), metrics=metrics))
+        self.steps = (*self.steps, *steps)
 
     def begin_rollout(self, steps: Sequence[TrainBatch]) -> None:
         """Open the oldest queued rollout with the gradient steps to take on it."""
-        self.queue = self.queue[1:]
-        self.open_rollout = OpenRollout(tuple(steps))
+        num_queued = self.queue[0].num_steps if self.queue else 0
+        self.queue, self.steps = self.queue[1:], (*steps, *self.steps[num_queued:])
+        self.open_rollout = OpenRollout(len(steps))
 
     def finish_step(self, is_skipped: bool) -> None:
         """Count a gradient step of the open rollout, and drop its batch."""
-        assert self.open_rollout is not None, "steps are taken on a rollout"
+        opened = self.open_rollout
+        assert opened is not None, "steps are taken on a rollout"
         skipped = self.run_state.skipped_in_a_row + 1 if is_skipped else 0
         self._update(step=self.step + 1, skipped_in_a_row=skipped)
-        _, *rest = self.open_rollout.steps
-        self.open_rollout = replace(
-            self.open_rollout, steps=tuple(rest), num_done=self.open_rollout.num_done + 1
-        )
+        self.steps = self.steps[1:]
+        self.open_rollout = replace(opened, num_steps=opened.num_steps - 1, num_done=opened.num_done + 1)
 
     def finish_rollout(self, weight_version: int) -> None:
         """Close the open rollout; the engine has weights of this version."""
         self._update(rollout=self.rollout + 1, weight_version=weight_version)
-        self.open_rollout = None
+        num_left = 0 if self.open_rollout is None else self.open_rollout.num_steps
+        self.open_rollout, self.steps = None, self.steps[num_left:]
 
     def finish_evaluation(self) -> None:
         """Record that the current policy was evaluated."""
@@ -141,17 +143,12 @@ class RunPoint:
     score: float | None = None  # checkpoint.best_metric of these weights
     config: str = ""  # resolved config of the training, as TOML; "" if an older version saved it
     queue: tuple[OpenRollout, ...] = ()  # rollouts that wait to be trained on, in order
+    steps: tuple[TrainBatch, ...] = ()  # this rank's, as in `TrainingState`
 
     @property
     def keeps_steps(self) -> bool:
         """Whether a rollout is open or waits, so that each rank saves gradient steps next to state.json."""
         return self.opened is not None or bool(self.queue)
-
-    @property
-    def steps(self) -> tuple[TrainBatch, ...]:
-        """This rank's remaining gradient steps: the open rollout's first, then the waiting rollouts'."""
-        opened = () if self.opened is None else self.opened.steps
-        return (*opened, *(step for sampled in self.queue for step in sampled.steps))
 
     def to_json(self, layout: Layout) -> str:
         """Return the text of state.json: all fields except the steps, which differ between ranks."""
@@ -169,7 +166,7 @@ class RunPoint:
             **{name: getattr(self, name) for name in _PLAIN},
             "layout": asdict(layout),
             "open_rollout": kept,
-            "queue": [{"num_steps": len(each.steps), "metrics": dict(each.metrics)} for each in self.queue],
+            "queue": [{"num_steps": each.num_steps, "metrics": dict(each.metrics)} for each in self.queue],
         }
         return json.dumps(content, indent=1) + "\n"
 
@@ -182,14 +179,9 @@ class RunPoint:
             read_steps: Function that reads this rank's `steps`; called if there are saved steps.
         """
         kept, waiting = content["open_rollout"], content.get("queue", ())
-        steps = read_steps() if kept is not None or waiting else ()
-        remaining, opened = iter(steps), None
-        if kept is not None:
-            num_waiting = sum(each["num_steps"] for each in waiting)
-            opened = OpenRollout(tuple(islice(remaining, len(steps) - num_waiting)), **kept)
-        queue = [
-            OpenRollout(tuple(islice(remaining, each["num_steps"])), metrics=each["metrics"])
-            for each in waiting
-        ]
+        steps = tuple(read_steps()) if kept is not None or waiting else ()
+        queue = tuple(OpenRollout(**each) for each in waiting)
+        num_open = len(steps) - sum(each.num_steps for each in queue)
+        opened = None if kept is None else OpenRollout(num_open, **kept)
         plain = {name: content[name] for name in _PLAIN if name in content}
-        return cls(RunState(**content["state"]), opened=opened, queue=tuple(queue), **plain)
+        return cls(RunState(**content["state"]), opened=opened, queue=queue, steps=steps, **plain)

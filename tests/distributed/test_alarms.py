@@ -218,7 +218,7 @@ def write_a_run(runtime: Runtime, folder: Path, stops: dict[int, int]) -> list[s
             for number in events(logger, begin):
                 if number == stop:
                     begin, offset = stop, logger.offset()
-                    opened = OpenRollout((), 0, logger.rollout_metrics, {})
+                    opened = OpenRollout(0, 0, logger.rollout_metrics, {})
                     kept = len(messages)
                 if number == stop + ahead and stop < 14 * 3:
                     break

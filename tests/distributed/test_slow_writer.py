@@ -69,8 +69,8 @@ def save_slowly(
         return Checkpoints(Path(folder, name), options, config.model.load, runtime)
 
     def point(step: int) -> RunPoint:
-        opened = OpenRollout((batch,), step, {"reward/mean": step / 7}, {"total": 3.0 * step})
-        return RunPoint(RunState(1, step, 1, {"index": 5}), 11 * step, "digest", opened, 0.5)
+        opened = OpenRollout(1, step, {"reward/mean": step / 7}, {"total": 3.0 * step})
+        return RunPoint(RunState(1, step, 1, {"index": 5}), 11 * step, "digest", opened, 0.5, steps=(batch,))
 
     actor.train_step(batch, is_first=True)
     may_write.set()

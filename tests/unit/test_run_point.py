@@ -50,15 +50,17 @@ LISTED = {"num_steps": 1, "sums": [["active", "-", [[7, 2.0, 0.1, 0.3, 1.5, math
     "opened",
     [
         None,
-        OpenRollout(steps(1), 1, {"a/b": 1.0}, {"total": 2.0}),
-        OpenRollout(steps(1), 1, {"a/b": 1.0}, {"total": 2.0}, LISTED),
+        OpenRollout(1, 1, {"a/b": 1.0}, {"total": 2.0}),
+        OpenRollout(1, 1, {"a/b": 1.0}, {"total": 2.0}, LISTED),
     ],
 )
 @pytest.mark.parametrize("waiting", [(), (2,), (2, 0, 3)])
 def test_a_point_is_read_as_it_was_written(opened: OpenRollout | None, waiting: tuple[int, ...]) -> None:
     """A rollout may have no steps: no token of it learns."""
-    queue = tuple(OpenRollout(steps(n) if n else (), metrics={"reward/mean": float(n)}) for n in waiting)
-    point = RunPoint(RunState(3, 7, 3, {"index": 4}), 12, "digest", opened, 0.5, "toml", queue)
+    queue = tuple(OpenRollout(n, metrics={"reward/mean": float(n)}) for n in waiting)
+    num_steps = sum(waiting) + (opened is not None)
+    batches = steps(num_steps) if num_steps else ()
+    point = RunPoint(RunState(3, 7, 3, {"index": 4}), 12, "digest", opened, 0.5, "toml", queue, batches)
     content = json.loads(point.to_json(LAYOUT))
     assert RunPoint.from_json(content, lambda: point.steps) == point
     assert point.keeps_steps == (opened is not None or bool(waiting))
@@ -70,7 +72,7 @@ def test_a_point_is_read_as_it_was_written(opened: OpenRollout | None, waiting: 
 
 
 def test_rollouts_that_wait_stay_on_their_layout(tmp_path: Path) -> None:
-    point = RunPoint(RunState(3, 7, 3, {}), 0, "", queue=(OpenRollout(()),) * 2)
+    point = RunPoint(RunState(3, 7, 3, {}), 0, "", queue=(OpenRollout(0),) * 2)
     content: dict[str, Any] = json.loads(point.to_json(LAYOUT))
     with pytest.raises(CheckpointError, match=r"2 rollouts .*rollout\.lag\)"):
         require_reshardable(tmp_path, content, Layout(world_size=2), is_optimizer_distributed=True)
@@ -114,3 +116,23 @@ def test_run_samples_each_rollout_once_up_to_the_last(lag: int, sampled: list[li
         assert len(state.queue) == min(lag, 4 - version)
         state.finish_rollout(version + 1)
     assert state.is_over and state.next_to_sample is None
+
+
+def test_a_rollout_trains_on_its_own_steps_while_others_wait() -> None:
+    """The steps of the open rollout may be replaced when it opens, and each is dropped once it is taken."""
+    config = Config.model_validate({"run": {"num_rollouts": 5}, "rollout": {"lag": 2}})
+    state = TrainingState(config, Runtime(torch.device("cpu"), 0, 1))
+    batches = [TrainBatch((), number, 1) for number in range(6)]
+    for rollout, own in enumerate((batches[:2], [], batches[2:5])):
+        state.queue_rollout(own, {}, {"index": rollout})
+    state.begin_rollout([batches[5], batches[1]])
+    assert state.steps == (batches[5], batches[1], *batches[2:5])
+    state.finish_step(is_skipped=False)
+    assert state.open_rollout == OpenRollout(1, 1) and state.steps == tuple(batches[1:5])
+    state.finish_step(is_skipped=True)
+    state.finish_rollout(1)
+    state.begin_rollout([])
+    assert state.open_rollout == OpenRollout(0) and state.steps == tuple(batches[2:5])
+    state.finish_rollout(2)
+    state.begin_rollout(state.steps)
+    assert state.open_rollout == OpenRollout(3) and state.steps == tuple(batches[2:5])

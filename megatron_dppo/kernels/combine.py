@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Integer
+from jaxtyping import Float
 from torch import Tensor
 from torch.library import custom_op
 
@@ -17,25 +17,6 @@ from megatron_dppo.kernels.encoding import MAX_TOP_K, decode, encode, is_compile
 from megatron_dppo.kernels.reference import ROWS, wide_dtype
 from megatron_dppo.kernels.shards import PackedResponses, VocabShard, require_cover
 from megatron_dppo.types import ROLLOUT_TOKENS, RolloutTokens, RolloutTopK, each_token
-
-
-def given_topk(
-    objective: Objective,
-    ids: Integer[Tensor, "T K"] | None,
-    rollout_log_probs: Float[Tensor, "T K"] | None,
-) -> RolloutTopK | None:
-    """Return the Top-K of the public losses' arguments; log-probs of one only reported may be absent."""
-    if objective.needs_topk:
-        given = {"topk_ids": ids, "topk_rollout_log_probs": rollout_log_probs}
-        why = f"a tensor, because the divergence is {objective.divergence}"
-        absent = [name for name, values in given.items() if values is None]
-        if absent:
-            raise ConfigError([_problem(name, "none", why, f"Pass {name}=...") for name in absent])
-    if ids is None:
-        return None
-    if rollout_log_probs is None:
-        rollout_log_probs = torch.zeros_like(ids, dtype=torch.float32)
-    return RolloutTopK(ids, rollout_log_probs)
 
 
 def checked_tokens(

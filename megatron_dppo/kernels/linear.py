@@ -14,97 +14,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from jaxtyping import Bool, Float, Integer
+from jaxtyping import Float
 from torch import Tensor
 
 from megatron_dppo.algorithms import Objective
 from megatron_dppo.kernels import ops
-from megatron_dppo.kernels.combine import check_values, checked_tokens, combine_statistics, given_topk
+from megatron_dppo.kernels.combine import check_values, checked_tokens, combine_statistics
 from megatron_dppo.kernels.log_probs import all_statistics
-from megatron_dppo.kernels.loss import FusedPolicyLoss, describe, responses_of
+from megatron_dppo.kernels.loss import FusedPolicyLoss, describe
 from megatron_dppo.kernels.ops import accumulate_product_
-from megatron_dppo.kernels.output_layer import CHUNK_BYTES, OutputLayer
+from megatron_dppo.kernels.output_layer import OutputLayer
 from megatron_dppo.kernels.reference import ROWS
-from megatron_dppo.kernels.shards import PackedResponses, VocabShard
+from megatron_dppo.kernels.shards import PackedResponses
 from megatron_dppo.types import RolloutTokens
-
-
-def fused_linear_policy_loss(
-    hidden: Float[Tensor, "rows H"],
-    weight: Float[Tensor, "V H"],
-    targets: Integer[Tensor, " T"],
-    rollout_log_probs: Float[Tensor, " T"],
-    advantages: Float[Tensor, " T"],
-    objective: Objective,
-    *,
-    loss_mask: Bool[Tensor, " T"] | None = None,
-    token_weights: Float[Tensor, " T"] | None = None,
-    topk_ids: Integer[Tensor, "T K"] | None = None,
-    topk_rollout_log_probs: Float[Tensor, "T K"] | None = None,
-    old_log_probs: Float[Tensor, " T"] | None = None,
-    ref_log_probs: Float[Tensor, " T"] | None = None,
-    response_lengths: Integer[Tensor, " B"] | None = None,
-    temperature: float = 1.0,
-    vocab_start: int = 0,
-    vocab_size: int | None = None,
-    tp_group: dist.ProcessGroup | None = None,
-    sequence_parallel: bool = False,
-    chunk_bytes: int = CHUNK_BYTES,
-    logits_dtype: torch.dtype | None = None,
-    debug: bool = False,
-) -> FusedPolicyLoss:
-    """Compute `fused_policy_loss` of the logits hidden @ weight.T, without ever storing all the logits.
-
-    The weight's gradient is summed in a separate float32 buffer. If Megatron gave the weight a `main_grad`,
-    the backward pass adds the buffer to it.
-
-    Args:
-        hidden: Equal on all ranks of `tp_group`, which sum its gradient; own rows if `sequence_parallel`.
-        weight: [V/tp, H] of the output layer, in the type of `hidden`; this rank's rows.
-        targets: [T]; arguments that are not explained are as for `fused_policy_loss`, for all T tokens.
-        rollout_log_probs: [T].
-        advantages: [T].
-        objective: Objective to optimise.
-        loss_mask: [T].
-        token_weights: [T].
-        topk_ids: [T, K], as for `fused_policy_loss`.
-        topk_rollout_log_probs: [T, K].
-        old_log_probs: [T].
-        ref_log_probs: [T].
-        response_lengths: [B]; rules that need them first take a pass over the logits for the log-probs.
-        temperature: Divides the logits.
-        vocab_start: Global id of the weight's first row.
-        vocab_size: Vocabulary size of the model, without padding.
-        tp_group: The ranks that hold the other rows of the weight.
-        sequence_parallel: Whether the tokens of `hidden` are split over the ranks of `tp_group`.
-        chunk_bytes: Bytes of the logits that exist at once.
-        logits_dtype: float32 for logits that are not rounded to the type of `hidden`; `None` for that type.
-        debug: Also check values, at the price of device synchronisations.
-
-    Raises:
-        ConfigError: `fused_policy_loss` refuses the inputs, or hidden states and weight do not fit each other.
-    """
-    tokens = RolloutTokens(
-        targets=targets,
-        rollout_log_probs=rollout_log_probs,
-        advantages=advantages,
-        loss_mask=loss_mask,
-        token_weights=token_weights,
-        old_log_probs=old_log_probs,
-        ref_log_probs=ref_log_probs,
-        topk=given_topk(objective, topk_ids, topk_rollout_log_probs),
-    )
-    shard = VocabShard.of(weight.shape[0], vocab_start, vocab_size, tp_group)
-    layer = OutputLayer(
-        shard,
-        temperature,
-        is_sequence_parallel=sequence_parallel,
-        chunk_bytes=chunk_bytes,
-        logits_dtype=logits_dtype,
-    )
-    responses = responses_of(objective, response_lengths, targets)
-    return packed_linear_policy_loss(hidden, weight, tokens, objective, layer, responses, debug=debug)
 
 
 def packed_linear_policy_loss(

@@ -201,6 +201,11 @@ class Sample:
         return num_rows if set(num_rows.values()) != {self.response_length} else {}
 
     @property
+    def has_finite_log_probs(self) -> bool:
+        """Whether mu of all tokens is finite."""
+        return bool(self.rollout_log_probs.isfinite().all())
+
+    @property
     def has_usable_log_probs(self) -> bool:
         """Whether mu of all tokens in the loss is finite; -inf is allowed among the Top-K."""
         is_finite = math.isfinite(self.rollout_log_probs[self.loss_mask].double().sum())

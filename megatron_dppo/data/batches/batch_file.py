@@ -6,7 +6,7 @@ Checkpoints in the middle of a rollout have one file. A run's `batches/` keeps o
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,8 +20,6 @@ from megatron_dppo.types import Microbatch, RolloutTopK, RoutedExperts, Sample, 
 Record = TypeVar("Record", Sample, Microbatch)
 
 _LAYOUT = "steps"  # metadata key of the description that assigns tensors to steps
-_NESTED = ("topk", "routed_experts", "sample_ids")
-_PLAIN = tuple(field.name for field in fields(Microbatch) if field.name not in _NESTED)
 
 
 def write_batches(path: Path, steps: Sequence[TrainBatch]) -> None:
@@ -83,16 +81,30 @@ def tensors_of(record: Sample | Microbatch | RolloutTopK | RoutedExperts) -> dic
     return found
 
 
-def with_nested(
-    record: Record, tensors: Mapping[str, Tensor], layer_numbers: Sequence[int] | None, num_experts: int | None
+def record_of(
+    kind: type[Record],
+    plain: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    layer_numbers: Sequence[int] | None,
+    num_experts: int | None,
 ) -> Record:
-    """Return the record with its Top-K and routes, if their tensors are among these by the same names."""
+    """Return a record with these tensors, named as by `tensors_of`, and its other fields.
+
+    Args:
+        kind: Its class.
+        plain: Fields that have no tensor.
+        tensors: Tensors; those of other names than fields are left out.
+        layer_numbers: Layers of the routes, if there are any.
+        num_experts: Number of experts of each of these layers.
+    """
+    names = {each.name for each in fields(kind)}
+    given: dict[str, Any] = {**plain, **{name: tensor for name, tensor in tensors.items() if name in names}}
     if "topk.ids" in tensors:
-        record = replace(record, topk=RolloutTopK(tensors["topk.ids"], tensors["topk.log_probs"]))
+        given["topk"] = RolloutTopK(tensors["topk.ids"], tensors["topk.log_probs"])
     if layer_numbers is not None and num_experts is not None:
-        routes = RoutedExperts(tensors["routed_experts.indices"], tuple(layer_numbers), num_experts)
-        record = replace(record, routed_experts=routes)
-    return record
+        indices = tensors["routed_experts.indices"]
+        given["routed_experts"] = RoutedExperts(indices, tuple(layer_numbers), num_experts)
+    return kind(**given)
 
 
 def _step(
@@ -110,9 +122,8 @@ def _step(
     for j in range(num_microbatches):
         prefix = f"{index}.{j}."
         own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-        plain: dict[str, Any] = {name: own[name] for name in _PLAIN if name in own}
-        microbatch = Microbatch(**plain, sample_ids=tuple(sample_ids[j]) if sample_ids else ())
-        microbatches.append(with_nested(microbatch, own, layer_numbers, num_experts))
+        plain = {"sample_ids": tuple(sample_ids[j]) if sample_ids else ()}
+        microbatches.append(record_of(Microbatch, plain, own, layer_numbers, num_experts))
     return TrainBatch(tuple(microbatches), num_loss_tokens, num_samples)
 
 

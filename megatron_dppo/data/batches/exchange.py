@@ -9,13 +9,13 @@ in the header's order. Each part is padded to 8 bytes, so that tensors can be re
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, field
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron_dppo.data.batches.balance import SampleCost
-from megatron_dppo.data.batches.batch_file import tensors_of, with_nested
+from megatron_dppo.data.batches.batch_file import record_of, tensors_of
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import Sample, WeightVersionSpan
 
@@ -169,11 +169,6 @@ def _describe(sample: Sample) -> dict[str, Any]:
 
 
 def _sample(entry: dict[str, Any], tensors: dict[str, Tensor]) -> Sample:
-    plain: dict[str, Any] = {name: entry[name] for name in _PLAIN}
-    plain |= {name: tensor for name, tensor in tensors.items() if "." not in name}
-    sample = Sample(
-        **plain,
-        reward_info=cast(dict[str, float], entry["reward_info"]),
-        weight_versions=tuple(WeightVersionSpan(*span) for span in entry["weight_versions"]),
-    )
-    return with_nested(sample, tensors, entry.get("layer_numbers"), entry.get("num_experts"))
+    plain = {name: entry[name] for name in (*_PLAIN, "reward_info")}
+    plain["weight_versions"] = tuple(WeightVersionSpan(*span) for span in entry["weight_versions"])
+    return record_of(Sample, plain, tensors, entry.get("layer_numbers"), entry.get("num_experts"))

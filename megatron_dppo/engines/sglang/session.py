@@ -198,7 +198,7 @@ class ServerSession(Session):
         if others := sorted(versions - {self._version}):
             raise AtFaultError(other_weights(url, others[0], self._version))
         completion = replace(completion, id=asked.request.id)
-        if not bool(completion.rollout_log_probs.isfinite().all()):
+        if not completion.has_finite_log_probs:
             raise NotFiniteError(url, completion)
         return completion
 

@@ -39,11 +39,11 @@ from megatron_dppo.types import FinishReason, Prompt, Sample
 from megatron_dppo.workers.service import FileDigests
 
 Generate = Callable[[RolloutEngine, Sequence[Request], SamplingParams], Sequence[Sample]]
-"""Returns a completion for each request, in order; may call the engine any number of times.
+"""Returns a response for each request, in order; may call the engine any number of times.
 
 Use `engines.base.with_observation` and `Request.partial` to continue a conversation. Tokens that the engine did
-not sample have a `loss_mask` of False. Change completions with `dataclasses.replace`, which keeps their number
-of retractions. A completion with an `episode` brings its reward; without one, `data.reward` scores the complete
+not sample have a `loss_mask` of False. Change responses with `dataclasses.replace`, which keeps their number
+of retractions. One with an `episode` brings its reward; without one, `data.reward` scores the complete
 response. The function runs in the trainer's process: an exception stops the run, and there is no time-out.
 """
 

@@ -22,6 +22,8 @@ from megatron_dppo.types import Sample, WeightVersionSpan
 T = TypeVar("T")
 
 _ALIGNMENT = 8
+OF_RESPONSES = ("prompt_tokens", "episode", "branches")
+"""Fields that a sample has only until its group is scored: parcels lack them."""
 _PLAIN = (
     "id",
     "branch",
@@ -29,6 +31,9 @@ _PLAIN = (
     "prompt_length",
     "finish_reason",
     "num_retractions",
+    "num_moves",
+    "num_cached_tokens",
+    "routes_fault",
     "reward",
     "advantage",
 )

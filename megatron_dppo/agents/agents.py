@@ -42,6 +42,7 @@ from megatron_dppo.engines.base import (
 from megatron_dppo.runtime.concurrency import LoopThread
 from megatron_dppo.runtime.user_code import digest_of
 from megatron_dppo.types import Sample
+from megatron_dppo.workers.pool import WorkerPool
 from megatron_dppo.workers.service import FileDigests, WorkerFault
 
 T = TypeVar("T")

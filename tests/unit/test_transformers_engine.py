@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from megatron_dppo.engines.base import EngineCounts, Request, RolloutEngine, SamplingParams
-from megatron_dppo.engines.checksum import WeightChecksum
 from megatron_dppo.engines.embedded.continuous_batch import ContinuousBatch
 from megatron_dppo.engines.embedded.engine import (
     TransformersEngine,

@@ -25,6 +25,7 @@ import torch
 import typer
 from tqdm import tqdm
 
+from megatron_dppo.analysis.pages import show_table
 from megatron_dppo.run_folder.reader import Run, read_run
 from tools.benchmarks import benchmarking as bench
 

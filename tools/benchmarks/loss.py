@@ -40,7 +40,6 @@ from torch._C._distributed_c10d import HashStore
 
 from megatron_dppo.analysis.pages import show_table
 from megatron_dppo.runtime.process import quiet_library_warnings
-from megatron_dppo.runtime.tables import show_table
 from tools.benchmarks.benchmarking import OUT, ROOT, Out, cli, in_turn, write_json
 from tools.benchmarks.loss_cases import SHARDS, Case, Shape
 from tools.benchmarks.loss_contenders import Contender, Function, UnavailableError, check, contenders, run

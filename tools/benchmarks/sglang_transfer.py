@@ -32,7 +32,6 @@ from megatron_dppo.analysis.pages import show_table
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.base import Request, SamplingParams
 from megatron_dppo.runtime.process import Runtime, quiet_library_warnings, start, stop
-from megatron_dppo.runtime.tables import show_table
 from megatron_dppo.types import Sample
 from tools.benchmarks import benchmarking as bench
 
@@ -163,13 +162,7 @@ async def post(url: str, key: str | None, bodies: Sequence[dict[str, Any]]) -> N
         async def one(body: dict[str, Any]) -> None:
             (await http.post("/generate", json=body)).raise_for_status()
 
-        return list(await asyncio.gather(*map(one, bodies)))
-
-
-def bytes_of(completion: Sample) -> int:
-    """Return the size of a response's tensors in bytes."""
-    holders = filter(None, (completion, completion.topk, completion.routed_experts))
-    return sum(part.nbytes for each in holders for part in vars(each).values() if isinstance(part, Tensor))
+        await asyncio.gather(*map(one, bodies))
 
 
 def show(pushes: dict[str, Any], rollouts: dict[str, Any]) -> None:

@@ -53,6 +53,7 @@ class Asked:
     request: Request
     params: SamplingParams
     completion: asyncio.Future[Sample]
+    state: State = "waiting"
     num_moves: int = 0
     refused_by: set[str] = field(default_factory=set[str])  # URLs of servers whose responses were refused
     refusal: RolloutError | Sample | None = None  # why the last one was, or the response itself

@@ -249,9 +249,37 @@ class ServerSession(Session):
             found = f"found {self.refusals[url]} responses that are refused while another server's are not"
             self._remove(url, ServerError(f"{url}: {found}; expected sound ones. The last: {last}"))
 
-    def _finish(self, asked: Asked, content: Sample | RolloutError) -> None:
-        """Count a result and complete the request; an error becomes an aborted completion."""
-        request = asked.request
+    def _move(self, asked: Asked, event: Event, reason: Sample | RolloutError) -> None:
+        """Bring a request into its next state after an event; a waiting one is at the head of the queue."""
+        state = NEXT[event, self._situation(asked, event)]
+        if state != "waiting":
+            self._end(asked, state, reason)
+            return
+        asked.state = state
+        asked.num_moves += 1
+        self._counts += EngineCounts(num_requeued=1)
+        self._waiting.appendleft(asked)
+
+    def _situation(self, asked: Asked, event: Event) -> Situation:
+        if self.is_held:
+            return "held"
+        if self._fault is not None:
+            return "no server"
+        is_last = asked.num_moves == _MAX_SERVERS - 1 or (event == "refused" and self._is_refused_by_all(asked))
+        return "last try" if is_last else "open"
+
+    def _is_refused_by_all(self, asked: Asked) -> bool:
+        return asked.refused_by.issuperset(self._load_balancer.serving)
+
+    def _end(self, asked: Asked, state: State, content: Sample | RolloutError) -> None:
+        """End a request: count its result and complete it, with an aborted completion for an error."""
+        asked.state, request = state, asked.request
+        if state == "given up":
+            asked.complete(give_up(request))
+            return
+        if state == "failed":
+            asked.fail(ServerError(str(self._fault)))
+            return
         self._counts += count_result(request, content)
         if isinstance(content, RolloutError):
             logger.warning("request %s is dropped: %s", request.id, content)

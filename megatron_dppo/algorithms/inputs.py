@@ -84,7 +84,7 @@ class TrustRegionTokens:
     outcomes: tuple[Tensor, Tensor] | None = None  # log-masses of a Top-K divergence; None for others
     responses: Responses | None = None  # for rules over complete responses
     places: tuple[Tensor, Tensor] | None = None  # `positions` and `lengths`, if they are known
-    # Of the loss alone:
+    # Only the loss reads these:
     trained: Float[Tensor, " T"] | None = None  # log pi(a) with gradient, and not clamped
     weights: Float[Tensor, " T"] | None = None  # 0 for rows that do not learn; None: 1 everywhere
     num_clamped: Integer[Tensor, ""] | None = None  # learning tokens with a log-prob above CLAMP_COUNTED_FROM

@@ -93,7 +93,7 @@ def record_of(
     Args:
         kind: Its class.
         plain: Fields that have no tensor.
-        tensors: Tensors; those of other names than fields are left out.
+        tensors: Tensors; a tensor whose name is no field's is left out.
         layer_numbers: Layers of the routes, if there are any.
         num_experts: Number of experts of each of these layers.
     """

@@ -126,7 +126,7 @@ _NUMBERS = msgspec.json.Decoder(list[float | None])
 def read_reply(content: Content, expected: Expected) -> Sample:
     """Parse the body of a 200 from /generate, with top-K as flat base64 arrays.
 
-    The response has numpy arrays where a sample has tensors. Without a token, nothing else is known of it.
+    The sample's fields are numpy arrays instead of tensors. Without a token, nothing else is known of it.
     """
     where = expected.where
     ids, meta = _ids_and_meta(_SAMPLED, content, where)

@@ -5,22 +5,17 @@ drawn from a hash. Some sampled tokens have a probability of 1 to rounding, and 
 """
 
 import base64
-import json
 import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.support.sglang_stand_in import LiveStandIn, flat_topk
+from tests.support.sglang_stand_in import LiveStandIn, flat_topk, reply
 from tests.support.trained_tokens import Sampled, sampled_by_server
 
-_FACTS = json.loads(
-    (Path(__file__).parents[1] / "unit" / "sglang_replies" / "0.5.23" / "facts.json").read_text()
-)
 _SCALES = (0.5, 2.0, 8.0)  # of the logits at a position
 
 
@@ -43,12 +38,6 @@ class DrawingServer(LiveStandIn):
     holds: Callable[[str], bool] = lambda name: False
     sampled: list[Sampled] = field(default_factory=list[Sampled])
     num_held: int = 0
-
-    def respond(self, path: str, body: dict[str, Any], is_gone: Callable[[], bool]) -> tuple[int, Any]:
-        """See `StandIn.respond`."""
-        if path == "/server_info":
-            return 200, _FACTS["server_info"]
-        return super().respond(path, body, is_gone)
 
     def _generate(self, body: dict[str, Any], is_gone: Callable[[], bool]) -> tuple[int, Any]:
         rid, name = body["rid"], body["rid"].partition("#")[0]
@@ -74,10 +63,10 @@ class DrawingServer(LiveStandIn):
         given, sampling = list(asked["input_ids"]), asked["sampling_params"]
         limit, seed = sampling["max_new_tokens"], sampling["sampling_seed"]
         tokens, log_probs, best = list[int](), list[float](), list[np.ndarray[Any, Any]]()
-        finish: dict[str, Any] = {"type": "length", "length": limit}
+        finish = "length"
         while len(tokens) < limit:
             if most is not None and len(tokens) == most:
-                finish = {"type": "abort", "message": "aborted"}
+                finish = "abort"
                 break
             distribution, _ = self._at([*given, *tokens], version)
             noise = _generator(seed, len(given) + len(tokens))
@@ -86,18 +75,9 @@ class DrawingServer(LiveStandIn):
             log_probs.append(float(distribution[token]))
             best.append(distribution)
             if token == self.end_token:
-                finish = {"type": "stop", "matched": token}
+                finish = "stop"
                 break
-        meta: dict[str, Any] = {
-            "id": asked["rid"],
-            "finish_reason": finish,
-            "prompt_tokens": len(given),
-            "completion_tokens": len(tokens),
-            "cached_tokens": 0,
-            "num_retractions": 0,
-            "weight_versions": [{"version": str(version), "start": 0, "end": len(tokens)}],
-            "output_token_logprobs": [[p, t, None] for p, t in zip(log_probs, tokens, strict=True)],
-        }
+        meta = dict[str, Any]()
         if num_topk := asked["top_logprobs_num"]:
             rows = np.stack(best)
             ids = np.argsort(-rows, axis=1, kind="stable")[:, :num_topk]
@@ -106,7 +86,7 @@ class DrawingServer(LiveStandIn):
             whole, first = [*given, *tokens], asked["routed_experts_start_len"]
             routes = [self._at(whole[: place + 1], version)[1] for place in range(first, len(whole) - 1)]
             meta["routed_experts"] = base64.b64encode(np.array(routes, "<i4").tobytes()).decode()
-        return {"output_ids": tokens, "meta_info": meta}
+        return reply(asked, tokens, [version] * len(tokens), finish, log_probs, **meta)
 
     def _at(self, before: Sequence[int], version: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Return log mu, [V] float32, of the token after these, and the experts of the last one of them."""

@@ -11,12 +11,12 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -34,34 +34,57 @@ _IDLE = {"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0}]}
 _GETS = {"/server_info": _FACTS["server_info"], "/model_info": _FACTS["model_info"], "/health": None}
 
 
+def routes_base64(places: np.ndarray[Any, Any], num_experts: int = 8) -> str:
+    """The routed_experts of a reply: two neighbours of `num_experts` in each of three layers for each place."""
+    first = places % (num_experts - 1)
+    routes = np.stack([first, first + 1], axis=-1)[:, None].repeat(3, axis=1)
+    return base64.b64encode(routes.astype("<i4").tobytes()).decode()
+
+
+def reply(
+    asked: Mapping[str, Any],
+    tokens: list[int],
+    versions: list[int],
+    finish: str,
+    log_probs: Sequence[float] | None = None,
+    **meta: Any,
+) -> dict[str, Any]:
+    """The JSON that replies to a body of /generate with these tokens, each sampled by weights of a version."""
+    starts = [i for i, version in enumerate(versions) if i == 0 or versions[i - 1] != version]
+    stops = [*starts[1:], len(tokens)]
+    log_probs = [LOG_PROB] * len(tokens) if log_probs is None else log_probs
+    known = {
+        "id": asked["rid"],
+        "finish_reason": {"type": finish},
+        "prompt_tokens": len(asked["input_ids"]),
+        "completion_tokens": len(tokens),
+        "cached_tokens": 0,
+        "num_retractions": 0,
+        "weight_versions": [
+            {"version": str(versions[start]), "start": start, "end": stop}
+            for start, stop in zip(starts, stops, strict=bool(starts))
+        ],
+        "output_token_logprobs": [[mu, token, None] for mu, token in zip(log_probs, tokens, strict=True)],
+    }
+    return {"output_ids": tokens, "meta_info": known | meta}
+
+
 def answer(
     asked: dict[str, Any], num_retractions: int = 0, num_tokens: int | None = None, changed_at: int = 0
 ) -> dict[str, Any]:
-    """The JSON reply to a body of /generate: `TOKEN` to the limit, or aborted after `num_tokens`.
+    """The JSON that replies to a body of /generate: `TOKEN` to the limit, or aborted after `num_tokens`.
 
     The server's weights changed after `changed_at` tokens, unless that is 0.
     """
     limit = asked["sampling_params"]["max_new_tokens"]
     count = limit if num_tokens is None else num_tokens
-    meta = {
-        "id": asked["rid"],
-        "finish_reason": {"type": "length", "length": limit} if count == limit else {"type": "abort"},
-        "prompt_tokens": len(asked["input_ids"]),
-        "completion_tokens": count,
-        "cached_tokens": 1,
-        "num_retractions": num_retractions,
-        "weight_versions": [
-            {"version": str(version), "start": start, "end": end}
-            for version, (start, end) in enumerate(((0, changed_at or count), (changed_at or count, count)))
-            if start < end
-        ],
-        "output_token_logprobs": [[LOG_PROB, TOKEN, None]] * count,
-    }
+    finish = "length" if count == limit else "abort"
+    versions = [int(0 < changed_at <= place) for place in range(count)]
+    meta: dict[str, Any] = {"cached_tokens": 1, "num_retractions": num_retractions}
     if asked["return_routed_experts"]:
-        first = np.arange(asked["routed_experts_start_len"], len(asked["input_ids"]) + count - 1) % 7
-        routes = np.stack([first, first + 1], axis=-1)[:, None].repeat(3, axis=1)
-        meta["routed_experts"] = base64.b64encode(routes.astype("<i4").tobytes()).decode()
-    return {"output_ids": [TOKEN] * count, "meta_info": meta}
+        places = np.arange(asked["routed_experts_start_len"], len(asked["input_ids"]) + count - 1)
+        meta["routed_experts"] = routes_base64(places)
+    return reply(asked, [TOKEN] * count, versions, finish, **meta)
 
 
 def flat_topk(values: np.ndarray, ids: np.ndarray) -> dict[str, Any]:
@@ -93,11 +116,14 @@ class StandIn:
     num_asked: Counter[str] = field(default_factory=Counter[str])
     is_started: bool = False
     connections: set[socket.socket] = field(default_factory=set[socket.socket])
+    keys: list[str | None] = field(default_factory=list[str | None])
+    """The Authorization header of each call."""
 
     def respond(self, path: str, body: dict[str, Any], is_gone: Callable[[], bool]) -> tuple[int, Any]:
         """Status and JSON; status 0 closes the connection without a reply.
 
-        `is_gone` returns whether the client has closed its connection meanwhile.
+        Bytes are sent as they are. Parts of an iterator are sent one by one, and the body never gets its end.
+        `is_gone` tells whether the client has closed its connection meanwhile.
         """
         if path == "/generate":
             rid, _, _ = body["rid"].partition("#")  # as the run names it
@@ -108,7 +134,7 @@ class StandIn:
         return 200, _GETS.get(path, _IDLE if path.startswith("/v1/loads") else None)
 
     @contextmanager
-    def running(self) -> Iterator["StandIn"]:
+    def running(self) -> Iterator[Self]:
         """Answer on a port of the host inside the block."""
         self.start()
         try:
@@ -134,6 +160,15 @@ class StandIn:
         for connection in list(self.connections):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def serving(*servers: StandIn) -> Iterator[list[str]]:
+    """Let all of them serve inside the block, and return their URLs."""
+    with ExitStack() as stack:
+        for server in servers:
+            stack.enter_context(server.running())
+        yield [server.url for server in servers]
 
 
 @dataclass
@@ -249,26 +284,7 @@ class LiveStandIn(StandIn):
                 finish = "stop" if is_end else "length" if len(tokens) == limit else ""
         finally:
             del self.running_ids[rid]
-        return 200, _reply(body, tokens, versions, finish)
-
-
-def _reply(asked: Mapping[str, Any], tokens: list[int], versions: list[int], finish: str) -> dict[str, Any]:
-    starts = [i for i, version in enumerate(versions) if i == 0 or versions[i - 1] != version]
-    stops = [*starts[1:], len(tokens)]
-    meta = {
-        "id": asked["rid"],
-        "finish_reason": {"type": finish},
-        "prompt_tokens": len(asked["input_ids"]),
-        "completion_tokens": len(tokens),
-        "cached_tokens": 0,
-        "num_retractions": 0,
-        "weight_versions": [
-            {"version": str(versions[start]), "start": start, "end": stop}
-            for start, stop in zip(starts, stops, strict=bool(starts))
-        ],
-        "output_token_logprobs": [[LOG_PROB, token, None] for token in tokens],
-    }
-    return {"output_ids": tokens, "meta_info": meta}
+        return 200, reply(body, tokens, versions, finish)
 
 
 def _handler(stand_in: StandIn) -> type[BaseHTTPRequestHandler]:
@@ -289,19 +305,34 @@ def _handler(stand_in: StandIn) -> type[BaseHTTPRequestHandler]:
                 super().handle()
 
         def do_POST(self) -> None:
+            stand_in.keys.append(self.headers.get("Authorization"))
             sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             with suppress(ConnectionError):  # the client, or a test, has closed it
                 status, content = stand_in.respond(self.path, json.loads(sent or b"{}"), self._is_gone)
                 if not status:
                     self.close_connection = True
-                    return
-                body = b"" if content is None else json.dumps(content).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+                elif isinstance(content, Iterator):
+                    self._send_parts(status, content)
+                elif isinstance(content, bytes):
+                    self._send(status, content)
+                else:
+                    self._send(status, b"" if content is None else json.dumps(content).encode())
 
         do_GET = do_POST
+
+        def _send(self, status: int, body: bytes) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def _send_parts(self, status: int, parts: Iterator[bytes]) -> None:
+            self.close_connection = True
+            self.send_response(status)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            for part in parts:
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(part), part))
 
         def _is_gone(self) -> bool:
             try:

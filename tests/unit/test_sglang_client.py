@@ -1,12 +1,11 @@
-"""The client against a small HTTP server that misbehaves on purpose, and counts what reaches it."""
+"""The client against a small HTTP server that misbehaves and counts its calls."""
 
 import asyncio
 import base64
 import json
-import threading
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from megatron_dppo.engines.sglang.client import Call, Patience, SglangClient
 from megatron_dppo.engines.sglang.protocol import most_bytes
 from megatron_dppo.errors import ServerError
 from tests.support.loop_time import skip
+from tests.support.sglang_stand_in import StandIn
 
 CALM = Patience(
     connect_timeout_s=60.0, control_timeout_s=60.0, generate_timeout_s=60.0, max_attempts=3, first_pause_s=0.01
@@ -23,91 +23,51 @@ Step = tuple[int, bytes] | str  # status and body, or what goes wrong
 GOOD: Step = (200, b'{"output_ids": []}')
 
 
-class Misbehaving:
-    """Answers /generate with one step of `script` after another, the last of them again and again."""
+@dataclass
+class Misbehaving(StandIn):
+    """Replies to /generate with one step of `script` after another, and repeats the last of them."""
 
-    def __init__(self, script: list[Step]) -> None:
-        self.script, self.calls, self.keys, self.rids = script, [], [], []
-        self.is_over = threading.Event()
-        self.num_trickled = self.num_flooded = 0
-        self.url = ""
+    script: Sequence[Step] = (GOOD,)
+    calls: list[str] = field(default_factory=list[str])
+    rids: list[str] = field(default_factory=list[str])
+    num_trickled: int = 0
+    num_flooded: int = 0
 
     @property
     def num_generations(self) -> int:
-        return sum(path == "/generate" for path in self.calls)
+        return self.calls.count("/generate")
 
+    def respond(self, path: str, body: dict[str, Any], is_gone: Callable[[], bool]) -> tuple[int, Any]:
+        self.rids.append(body.get("rid", ""))
+        self.calls.append(path)
+        if path == "/abort_request":
+            return 200, b""
+        match self.script[min(self.num_generations, len(self.script)) - 1]:
+            case "slow":
+                while not is_gone():
+                    time.sleep(0.02)
+                return 0, None
+            case "cut":
+                return 200, iter([b'{"output_ids"'])
+            case "flood":
+                return 200, self._flood()
+            case "trickle":
+                return 200, self._trickle(is_gone)
+            case str():
+                return 0, None
+            case status, content:
+                return status, content
 
-@contextmanager
-def _serve(script: list[Step]) -> Iterator[Misbehaving]:
-    behaviour = Misbehaving(script)
+    def _flood(self) -> Iterator[bytes]:
+        while True:  # until the client goes away
+            yield b" " * (1 << 16)
+            self.num_flooded += 1 << 16
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
-            behaviour.rids.append(body.get("rid"))
-            behaviour.calls.append(self.path)
-            behaviour.keys.append(self.headers.get("Authorization"))
-            if self.path == "/abort_request":
-                return self._answer(200, b"")
-            step = behaviour.script[min(behaviour.num_generations, len(behaviour.script)) - 1]
-            if isinstance(step, tuple):
-                return self._answer(*step)
-            if step == "slow":
-                behaviour.is_over.wait()
-            if step == "cut":
-                self.send_response(200)
-                self.send_header("Content-Length", "100")
-                self.end_headers()
-                self.wfile.write(b'{"output_ids"')
-            if step == "flood":
-                self.send_response(200)
-                self.send_header("Transfer-Encoding", "chunked")
-                self.end_headers()
-                while True:  # until the client goes away
-                    self.wfile.write(b"%x\r\n%b\r\n" % (1 << 16, b" " * (1 << 16)))
-                    behaviour.num_flooded += 1 << 16
-            if step == "trickle":
-                self.send_response(200)
-                self.send_header("Content-Length", "1000000000")
-                self.end_headers()
-                while not behaviour.is_over.wait(0.02):
-                    self.wfile.write(b" ")
-                    self.wfile.flush()
-                    behaviour.num_trickled += 1
-            self.close_connection = True
-            return None
-
-        do_GET = do_POST
-
-        def _answer(self, status: int, body: bytes) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def handle(self) -> None:
-            try:
-                super().handle()
-            except OSError:
-                return  # the client went away, as it may
-
-        def log_message(self, format: str, *args: Any) -> None: ...
-
-    class Server(ThreadingHTTPServer):
-        request_queue_size = 1024  # or the kernel drops connections that come together
-
-    server = Server(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    behaviour.url = f"http://127.0.0.1:{server.server_port}"
-    try:
-        yield behaviour
-    finally:
-        behaviour.is_over.set()
-        server.shutdown()
-        server.server_close()
+    def _trickle(self, is_gone: Callable[[], bool]) -> Iterator[bytes]:
+        while not is_gone():
+            yield b" "
+            self.num_trickled += 1
+            time.sleep(0.02)
 
 
 def _with_client(
@@ -129,30 +89,33 @@ def _generate(client: SglangClient) -> Coroutine[Any, Any, object]:
     return client.generate({"rid": "g+0#1"})
 
 
-@pytest.mark.parametrize("status", [429, 503])
-def test_what_was_not_begun_is_asked_again(status: int) -> None:
-    with _serve([(status, b"busy"), GOOD]) as server:
-        client, answer = _with_client(server.url, _generate)
-    assert answer == GOOD[1]
-    assert server.calls == ["/generate"] * 2
-    assert (client.counts.num_retries, client.counts.num_maybe_sampled_twice) == (1, 0)
+NOT_BEGUN: list[Step] = [(429, b"busy"), (503, b"busy")]
+BEGUN: list[Step] = [
+    (500, b"x"),
+    (502, b""),
+    "close",
+    "cut",
+    (200, b'{"output_ids'),
+    (200, b"<html>"),
+    (200, b""),
+]
 
 
-@pytest.mark.parametrize(
-    "step", [(500, b"x"), (502, b""), "close", "cut", (200, b'{"output_ids'), (200, b"<html>"), (200, b"")]
-)
-def test_what_may_have_been_sampled_is_aborted_and_counted(step: Step) -> None:
-    with _serve([step, GOOD]) as server:
-        client, answer = _with_client(server.url, _generate)
-    assert answer == GOOD[1]
-    assert server.calls == ["/generate", "/abort_request", "/generate"]
-    first, aborted, second = server.rids
-    assert first == aborted == "g+0#1" and second.startswith("g+0#") and second != first
-    assert (client.counts.num_retries, client.counts.num_maybe_sampled_twice) == (1, 1)
+@pytest.mark.parametrize("step", NOT_BEGUN + BEGUN)
+def test_a_failed_attempt_is_repeated_and_aborted_if_it_may_have_sampled(step: Step) -> None:
+    with Misbehaving(script=[step, GOOD]).running() as server:
+        client, content = _with_client(server.url, _generate)
+    has_begun = step in BEGUN
+    assert content == GOOD[1]
+    assert server.calls == ["/generate", *["/abort_request"] * has_begun, "/generate"]
+    first, *_, second = server.rids
+    assert server.rids[:-1] == ["g+0#1"] * (1 + has_begun) and second.startswith("g+0#")
+    assert (second != first) or not has_begun
+    assert (client.counts.num_retries, client.counts.num_maybe_sampled_twice) == (1, int(has_begun))
 
 
 def test_attempts_are_bounded() -> None:
-    with _serve([(500, b'{"error": {"message": "out of luck"}}')]) as server:
+    with Misbehaving(script=[(500, b'{"error": {"message": "out of luck"}}')]).running() as server:
         client, error = _with_client(server.url, _generate)
     assert server.num_generations == CALM.max_attempts == len(set(server.rids))
     assert (client.counts.num_retries, client.counts.num_maybe_sampled_twice) == (2, 2)
@@ -167,34 +130,21 @@ async def _until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_a_response_that_does_not_come_is_aborted_and_never_asked_again() -> None:
-    with _serve(["slow", GOOD]) as server:
+@pytest.mark.parametrize("step", ["slow", "trickle"])
+def test_a_response_that_has_no_end_in_time_is_aborted_and_not_repeated(step: Step) -> None:
+    """Each byte of the second one comes in time."""
+    with Misbehaving(script=[step, GOOD]).running() as server:
 
         async def generate(client: SglangClient) -> object:
             generating = asyncio.create_task(_generate(client))
             await _until(lambda: server.num_generations == 1)
-            skip(CALM.generate_timeout_s)
-            return await asyncio.wait_for(generating, 30)
-
-        _require_given_up(server, *_with_client(server.url, generate))
-
-
-def test_a_response_that_never_ends_is_aborted_and_never_asked_again() -> None:
-    """Each byte comes in time, and the whole response in no time."""
-    with _serve(["trickle", GOOD]) as server:
-
-        async def generate(client: SglangClient) -> object:
-            generating = asyncio.create_task(_generate(client))
-            for _ in range(6):
+            for _ in range(6 if step == "trickle" else 2):
                 before = server.num_trickled
-                await _until(lambda: generating.done() or server.num_trickled > before + 2)  # noqa: B023
+                await _until(lambda: generating.done() or step == "slow" or server.num_trickled > before + 2)  # noqa: B023
                 skip(CALM.generate_timeout_s / 2)
             return await asyncio.wait_for(generating, 30)
 
-        _require_given_up(server, *_with_client(server.url, generate))
-
-
-def _require_given_up(server: Misbehaving, client: SglangClient, error: object) -> None:
+        client, error = _with_client(server.url, generate)
     assert isinstance(error, ServerError)
     assert "no response within 60 s" in str(error)
     assert server.calls == ["/generate", "/abort_request"]
@@ -208,12 +158,12 @@ def test_a_response_without_end_takes_bounded_memory(num_tokens: int) -> None:
     body = {"rid": "g+0#1", "input_ids": [], "sampling_params": sampling, "return_routed_experts": True}
     most = most_bytes(body)
     assert most > 10_000 * num_tokens
-    with _serve(["flood", GOOD]) as server:
-        _, answer = _with_client(server.url, lambda client: client.generate(body))
-        assert answer == GOOD[1]
+    with Misbehaving(script=["flood", GOOD]).running() as server:
+        _, content = _with_client(server.url, lambda client: client.generate(body))
+        assert content == GOOD[1]
         assert server.calls == ["/generate", "/abort_request", "/generate"]
         assert most < server.num_flooded < most + (1 << 24)  # what the sockets hold
-    with _serve(["flood"]) as server:
+    with Misbehaving(script=["flood"]).running() as server:
         _, error = _with_client(server.url, lambda client: client.generate(body))
     assert f"more than the {most} bytes" in str(error)
 
@@ -246,15 +196,14 @@ def test_responses_of_servers_have_a_fraction_of_the_bytes_that_they_may_have() 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422])
 def test_a_refusal_is_final(status: int) -> None:
-    with _serve([(status, b"no"), GOOD]) as server:
+    with Misbehaving(script=[(status, b"no"), GOOD]).running() as server:
         client, error = _with_client(server.url, _generate)
     assert f"status {status} (no)" in str(error)
-    assert server.calls == ["/generate"]
-    assert client.counts.num_retries == 0
+    assert (server.calls, client.counts.num_retries) == (["/generate"], 0)
 
 
-def test_where_nothing_listens() -> None:
-    with _serve([GOOD]) as server:
+def test_a_url_without_a_server_is_an_error() -> None:
+    with Misbehaving().running() as server:
         url = server.url
     client, error = _with_client(url, _generate)
     assert "no connection" in str(error)
@@ -263,14 +212,14 @@ def test_where_nothing_listens() -> None:
 
 
 def test_the_key_is_sent() -> None:
-    with _serve([GOOD]) as server:
+    with Misbehaving().running() as server:
         _with_client(server.url, _generate, api_key="secret")
         _with_client(server.url, _generate)
     assert server.keys == ["Bearer secret", None]
 
 
 def test_another_kind_of_server_is_refused() -> None:
-    with _serve([(200, b"<html>")]) as server:
+    with Misbehaving(script=[(200, b"<html>")]).running() as server:
         _, error = _with_client(server.url, SglangClient.connect)
     assert "expected an SGLang server there" in str(error)
 
@@ -284,16 +233,9 @@ def test_another_kind_of_server_is_refused() -> None:
         ((400, b'{"success": true}'), False),
     ],
 )
-def test_a_call_of_a_push_that_fails_is_an_error_whatever_its_status(step: Step, is_done: bool) -> None:
-    with _serve([step]) as server:
-
-        async def push() -> object:
-            async with SglangClient(server.url, CALM) as client:
-                return await client.command(Call("/update_weights_from_disk", {}), timeout_s=60.0)
-
-        if is_done:
-            asyncio.run(push())
-        else:
-            with pytest.raises(ServerError, match=r"found .*; expected success"):
-                asyncio.run(push())
-        assert server.calls == ["/update_weights_from_disk"], "it is not repeated"
+def test_a_call_of_a_push_fails_by_its_body_or_its_status(step: Step, is_done: bool) -> None:
+    call = Call("/update_weights_from_disk", {})
+    with Misbehaving(script=[step]).running() as server:
+        _, error = _with_client(server.url, lambda client: client.command(call, timeout_s=60.0))
+    assert isinstance(error, ServerError) != is_done
+    assert server.calls == [call.path], "it is not repeated"

@@ -1,7 +1,8 @@
-"""Sessions that are asked late, held, lost and shared: every `ask` returns, and nothing stays at a server."""
+"""Sessions on servers that fail, hang or change: every `ask` returns, and nothing stays at a server."""
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -20,13 +21,14 @@ from megatron_dppo.engines.base import (
     give_up,
     response_alone,
 )
+from megatron_dppo.engines.sglang import session as sessions
 from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.errors import RolloutError, ServerError
 from megatron_dppo.types import Sample, WeightVersionSpan
 from tests.support.collecting import sample_until
 from tests.support.loop_time import skip
-from tests.support.sglang_stand_in import LOG_PROB, MODEL, TOKEN, StandIn, answer
+from tests.support.sglang_stand_in import LOG_PROB, MODEL, TOKEN, StandIn, answer, serving
 
 PARAMS = SamplingParams(10)
 HOLD_S = 60.0  # for which a hold waits for the next response; tests that let it pass set the clock forward
@@ -40,35 +42,45 @@ PARTIAL = response_alone(
 
 @dataclass
 class Server(StandIn):
-    """Answers "long" requests once they are aborted, and the others at once."""
+    """Replies to "long" requests after their abort, and to the others at once."""
 
     version: str = "0"
-    is_deaf: bool = False  # it answers no abort, and no request
+    is_deaf: bool = False  # it replies to no abort, and to no request
+    is_early: bool = False  # the first abort of each request comes before the request
+    dies_of: str = "no request"  # beginning of the ids of requests that end it
+    aborts: Counter[str] = field(default_factory=Counter[str])
+    rids: list[str] = field(default_factory=list[str])  # with the session's suffix
     is_lost_at_abort: bool = False
     is_lost: bool = False
     breaks: str = ""  # the request whose connection is closed at its abort
-    turns: threading.Semaphore | None = None  # one for each answer to a request that was aborted
+    turns: threading.Semaphore | None = None  # one for each reply to an aborted request
     unanswered: dict[str, threading.Event] = field(default_factory=dict[str, threading.Event])
     is_over: threading.Event = field(default_factory=threading.Event)
 
     def respond(self, path: str, body: dict[str, Any], is_gone: Callable[[], bool]) -> tuple[int, Any]:
+        rid = body.get("rid", "")
         self.is_lost |= self.is_lost_at_abort and path == "/abort_request"
+        self.is_lost |= path == "/generate" and rid.startswith(self.dies_of)
         if self.is_lost:
             for event in list(self.unanswered.values()):
                 event.set()
             return 0, None
         if self.is_deaf and path == "/abort_request":
             self.is_over.wait(LIMIT_S)
-        if path == "/abort_request" and body["rid"] in self.unanswered:
-            self.unanswered[body["rid"]].set()
-        if path != "/generate" or not body["rid"].startswith("long"):
+        if path == "/abort_request" and rid in self.unanswered:
+            self.aborts[rid] += 1
+            if self.aborts[rid] > self.is_early:
+                self.unanswered[rid].set()
+        if path == "/generate":
+            self.rids.append(rid)
+        if path != "/generate" or not rid.startswith("long"):
             status, content = super().respond(path, body, is_gone)
             return status, self._by_version(content) if path == "/generate" else content
-        self.num_asked[body["rid"]] += 1
-        self.unanswered[body["rid"]] = is_aborted = threading.Event()
+        self.num_asked[rid] += 1
+        self.unanswered[rid] = is_aborted = threading.Event()
         (self.is_over if self.is_deaf else is_aborted).wait(LIMIT_S)
-        self.unanswered.pop(body["rid"], None)
-        if body["rid"].partition("#")[0] == self.breaks:
+        self.unanswered.pop(rid, None)
+        if rid.partition("#")[0] == self.breaks:
             return 0, None
         if self.turns is not None:
             self.turns.acquire(timeout=LIMIT_S)
@@ -81,11 +93,10 @@ class Server(StandIn):
 
 @contextmanager
 def _running(*servers: Server) -> Iterator[list[str]]:
-    with ExitStack() as stack:
+    with serving(*servers) as urls, ExitStack() as stack:
         for server in servers:
-            stack.enter_context(server.running())
             stack.callback(server.is_over.set)
-        yield [server.url for server in servers]
+        yield urls
 
 
 def _in_session(engine: RolloutEngine, work: Callable[[Any], Awaitable[None]]) -> None:
@@ -96,7 +107,15 @@ def _in_session(engine: RolloutEngine, work: Callable[[Any], Awaitable[None]]) -
     asyncio.run(run())
 
 
-def _requests(name: str, count: int, partial: Sample | None = None) -> list[Request]:
+def _run(work: Callable[[Any], Awaitable[None]], *servers: Server, **options: Any) -> SglangEngine:
+    """Run `work` in a session of an engine on these servers, and return the engine."""
+    with _running(*servers) as urls:
+        engine = SglangEngine(urls, MODEL, **{"patience": PATIENCE} | options)
+        _in_session(engine, work)
+    return engine
+
+
+def _requests(name: str, count: int, partial: Completion | None = None) -> list[Request]:
     requests = [Request(f"{name}{k}+0", (1, 2), (0, 0, k)) for k in range(count)]
     return [replace(each, partial=partial and replace(partial, id=each.id)) for each in requests]
 
@@ -119,7 +138,7 @@ def _sizes(completions: Sequence[Sample]) -> list[int]:
     return [each.tokens.numel() for each in completions]
 
 
-def test_what_is_asked_late_is_answered_and_counted_when_the_session_is_left() -> None:
+def test_late_requests_are_sampled_and_counted_at_the_end_of_the_session() -> None:
     with _running(server := Server()) as urls:
         engine = SglangEngine(urls, MODEL, PATIENCE)
 
@@ -137,8 +156,8 @@ def test_what_is_asked_late_is_answered_and_counted_when_the_session_is_left() -
 
 @pytest.mark.parametrize("room", [2, 4, 8])
 @pytest.mark.parametrize("partial", [None, PARTIAL], ids=["fresh", "resumed"])
-def test_a_hold_returns_what_there_is_and_leaves_nothing_at_the_server(
-    partial: Sample | None, room: int
+def test_a_hold_returns_partial_responses_and_leaves_none_at_the_server(
+    partial: Completion | None, room: int
 ) -> None:
     with _running(server := Server()) as urls:
         engine = SglangEngine(urls, MODEL, PATIENCE, max_concurrent_requests=room)
@@ -164,7 +183,7 @@ def test_a_hold_returns_what_there_is_and_leaves_nothing_at_the_server(
 
 
 @pytest.mark.parametrize("fault", ["is_deaf", "is_lost_at_abort"])
-def test_a_hold_takes_what_a_server_sampled_beside_one_that_does_not_answer(fault: str) -> None:
+def test_a_hold_returns_the_tokens_of_a_sound_server_while_another_fails(fault: str) -> None:
     sound, bad = Server(), Server()
     with _running(sound, bad) as urls:
         engine = SglangEngine(urls, MODEL, PATIENCE)
@@ -190,54 +209,54 @@ def test_a_hold_takes_what_a_server_sampled_beside_one_that_does_not_answer(faul
         assert (engine.counts.num_unanswered, engine.counts.num_requeued) == (0, 0)
 
 
-def test_a_connection_that_breaks_in_a_hold_costs_its_own_request_alone() -> None:
+def test_a_connection_that_breaks_in_a_hold_costs_one_request() -> None:
     turns = threading.Semaphore(0)
-    with _running(server := Server(breaks="long1+0", turns=turns)) as urls:
+    server = Server(breaks="long1+0", turns=turns)
 
-        async def work(session: Session) -> None:
-            asked = _ask(session, _requests("long", 3, PARTIAL))
-            await _arrived(3, server)
-            holding = asyncio.create_task(session.hold())
-            await asked[1]
-            turns.release(2)
-            await holding
-            assert _sizes(await asyncio.gather(*asked)) == [3 + NUM_NEW, 3, 3 + NUM_NEW]
-            assert not session.errors
+    async def work(session: Session) -> None:
+        asked = _ask(session, _requests("long", 3, PARTIAL))
+        await _arrived(3, server)
+        holding = asyncio.create_task(session.hold())
+        await asked[1]
+        turns.release(2)
+        await holding
+        assert _sizes(await asyncio.gather(*asked)) == [3 + NUM_NEW, 3, 3 + NUM_NEW]
+        assert not session.errors
 
-        _in_session(SglangEngine(urls, MODEL, replace(PATIENCE, max_attempts=1)), work)
+    _run(work, server, patience=replace(PATIENCE, max_attempts=1))
 
 
-def test_a_hold_goes_on_as_long_as_answers_come() -> None:
+def test_a_hold_waits_while_responses_arrive() -> None:
     turns = threading.Semaphore(0)
-    with _running(server := Server(turns=turns)) as urls:
+    server = Server(turns=turns)
 
-        async def work(session: Session) -> None:
-            asked = _ask(session, _requests("long", 4))
-            await _arrived(4, server)
-            holding = asyncio.create_task(session.hold())
-            for num_answered in range(4):
-                await _done(num_answered, asked)
-                skip(HOLD_S / 2)
-                turns.release()
-            await holding
-            assert _sizes(await asyncio.gather(*asked)) == [NUM_NEW] * 4
+    async def work(session: Session) -> None:
+        asked = _ask(session, _requests("long", 4))
+        await _arrived(4, server)
+        holding = asyncio.create_task(session.hold())
+        for num_answered in range(4):
+            await _done(num_answered, asked)
+            skip(HOLD_S / 2)
+            turns.release()
+        await holding
+        assert _sizes(await asyncio.gather(*asked)) == [NUM_NEW] * 4
 
-        _in_session(SglangEngine(urls, MODEL, PATIENCE), work)
-
-
-def test_a_hold_while_the_only_server_is_lost_returns_what_there_was() -> None:
-    with _running(server := Server(is_lost_at_abort=True)) as urls:
-
-        async def work(session: Session) -> None:
-            asked = _ask(session, _requests("long", 4, PARTIAL))
-            await _arrived(4, server)
-            await session.hold()
-            assert _sizes(await asyncio.gather(*asked)) == [3] * 4 and not session.errors
-
-        _in_session(SglangEngine(urls, MODEL, PATIENCE), work)
+    _run(work, server)
 
 
-def test_a_request_that_was_given_up_is_told_apart_from_one_that_was_held() -> None:
+def test_a_hold_whose_only_server_is_lost_returns_the_earlier_tokens() -> None:
+    server = Server(is_lost_at_abort=True)
+
+    async def work(session: Session) -> None:
+        asked = _ask(session, _requests("long", 4, PARTIAL))
+        await _arrived(4, server)
+        await session.hold()
+        assert _sizes(await asyncio.gather(*asked)) == [3] * 4 and not session.errors
+
+    _run(work, server)
+
+
+def test_only_a_request_that_failed_has_an_error_after_a_hold() -> None:
     bad = "long0+0", "given up+0"
     server = Server(fails_first=lambda rid: rid in bad)
     with _running(server) as urls:
@@ -273,7 +292,7 @@ class Torn(Server):
         return super().respond(path, body, is_gone)
 
 
-def test_a_retry_has_an_id_of_its_own_by_which_a_hold_aborts_it() -> None:
+def test_a_hold_aborts_a_retry_by_its_new_id() -> None:
     with _running(server := Torn()) as urls:
 
         async def work(session: Session) -> None:
@@ -315,7 +334,7 @@ def test_sessions_of_several_threads_share_an_engine() -> None:
         assert engine.counts == EngineCounts(num_prompt_tokens=19 * 2, num_cached_tokens=19)
 
 
-def test_an_answer_by_other_weights_drains_the_server_for_the_session() -> None:
+def test_a_response_by_other_weights_drains_the_server_for_the_session() -> None:
     kept, changed = Server(), Server()
     with _running(kept, changed) as urls:
         engine = SglangEngine(urls, MODEL, PATIENCE)
@@ -335,7 +354,54 @@ def test_an_answer_by_other_weights_drains_the_server_for_the_session() -> None:
         assert engine.counts.num_requeued > 0 == engine.counts.num_unanswered
 
 
-def test_where_no_server_is_left_every_ask_raises() -> None:
+def test_a_server_gets_each_id_once() -> None:
+    """SGLang cleans up after a reply by its id, and would abort the next turn if it had the same."""
+    server = Server()
+
+    async def work(session: Session) -> None:
+        for _ in range(3):
+            completion = await session.ask(Request("talk+0", (1, 2), (0, 0, 0)), PARAMS)
+            assert completion.request_id == "talk+0"
+
+    with _running(server) as urls:
+        for _ in range(2):
+            _in_session(SglangEngine(urls, MODEL, PATIENCE), work)
+    assert len(set(server.rids)) == 6
+    assert not any(b.startswith(a) for a in server.rids for b in server.rids if a != b)
+
+
+def test_a_request_that_ends_servers_leaves_one_of_four() -> None:
+    servers = [Server(dies_of="poison") for _ in range(4)]
+
+    async def work(session: Session) -> None:
+        asked = _ask(session, [*_requests("poison", 1), *_requests("quick", 20)])
+        completions = await asyncio.gather(*asked)
+        assert (completions[0].finish_reason, _sizes(completions)) == ("abort", [0] + [10] * 20)
+        assert session.errors.keys() == {"poison0+0"} and type(session.errors["poison0+0"]) is ServerError
+        assert session.counts.num_requeued == sum(each.num_moves for each in completions) >= 2
+        assert session.counts.num_unanswered == 1
+
+    _run(work, *servers, max_concurrent_requests=1)
+    assert sum(server.is_lost for server in servers) == 3
+
+
+def test_an_abort_that_came_too_early_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "_ABORT_AGAIN_S", 0.01)
+    server = Server(is_early=True)
+
+    async def work(session: Session) -> None:
+        asked = _ask(session, _requests("long", 3))
+        await _arrived(2, server)
+        await session.hold()
+        assert _sizes(await asyncio.gather(*asked)) == [NUM_NEW, NUM_NEW, 0]  # the last was not sent
+        assert not session.errors
+
+    engine = _run(work, server, max_concurrent_requests=2)
+    assert len(server.aborts) == 2 and min(server.aborts.values()) >= 2
+    assert engine.counts.num_prompt_tokens == 2 * 2
+
+
+def test_without_servers_every_ask_raises() -> None:
     servers = Server(), Server()
     with _running(*servers) as urls:
         engine = SglangEngine(urls, MODEL, PATIENCE, max_concurrent_requests=2)
@@ -357,25 +423,25 @@ def test_where_no_server_is_left_every_ask_raises() -> None:
         _in_session(engine, work)
 
 
-def test_who_no_longer_waits_leaves_room_for_others() -> None:
-    with _running(server := Server()) as urls:
+def test_a_cancelled_request_leaves_room_for_others() -> None:
+    server = Server()
 
-        async def work(session: Session) -> None:
-            long, waiting, quick = _requests("long", 2) + _requests("quick", 1)
-            tasks = _ask(session, [long, waiting, quick])
-            await _arrived(1, server)
-            for task in tasks[:2]:
-                task.cancel()
-            assert (await tasks[2]).finish_reason == "length"
-            assert all(task.cancelled() for task in tasks[:2]) and waiting.id not in server.num_asked
-            assert (
-                await session.ask(replace(quick, id=waiting.id.replace("long", "again")), PARAMS)
-            ).tokens.numel()
+    async def work(session: Session) -> None:
+        long, waiting, quick = _requests("long", 2) + _requests("quick", 1)
+        tasks = _ask(session, [long, waiting, quick])
+        await _arrived(1, server)
+        for task in tasks[:2]:
+            task.cancel()
+        assert (await tasks[2]).finish_reason == "length"
+        assert all(task.cancelled() for task in tasks[:2]) and waiting.id not in server.num_asked
+        assert (
+            await session.ask(replace(quick, id=waiting.id.replace("long", "again")), PARAMS)
+        ).tokens.numel()
 
-        _in_session(SglangEngine(urls, MODEL, PATIENCE, max_concurrent_requests=1), work)
+    _run(work, server, max_concurrent_requests=1)
 
 
-def test_who_leaves_the_session_ends_what_is_in_flight() -> None:
+def test_the_end_of_a_session_ends_the_requests_in_flight() -> None:
     with _running(server := Server()) as urls:
         asked: list[asyncio.Task[Sample]] = []
 
@@ -401,21 +467,21 @@ def test_who_leaves_the_session_ends_what_is_in_flight() -> None:
         (Request("other+0", (1,) * 4096, (0, 0, 0)), "found 4096 prompt tokens"),
     ],
 )
-def test_a_request_is_refused_when_it_is_asked_and_the_others_go_on(request_: Request, message: str) -> None:
-    with _running(server := Server()) as urls:
+def test_a_refused_request_ends_no_others(request_: Request, message: str) -> None:
+    server = Server()
 
-        async def work(session: Session) -> None:
-            asked = _ask(session, _requests("long", 1))
-            await _arrived(1, server)
-            with pytest.raises(RolloutError, match=message):
-                await session.ask(request_, PARAMS)
-            await session.hold()
-            assert _sizes([await asked[0]]) == [NUM_NEW]
+    async def work(session: Session) -> None:
+        asked = _ask(session, _requests("long", 1))
+        await _arrived(1, server)
+        with pytest.raises(RolloutError, match=message):
+            await session.ask(request_, PARAMS)
+        await session.hold()
+        assert _sizes([await asked[0]]) == [NUM_NEW]
 
-        _in_session(SglangEngine(urls, MODEL, PATIENCE), work)
+    _run(work, server)
 
 
-def test_sampling_until_it_is_enough_is_a_session_that_is_held() -> None:
+def test_sampling_until_enough_holds_the_session() -> None:
     with _running(server := Server()) as urls:
         engine = SglangEngine(urls, MODEL, PATIENCE, max_concurrent_requests=3)
         requests = [*_requests("long", 2), *_requests("quick", 2), *_requests("long never", 1)]

@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any, cast
 
 import pytest
@@ -16,7 +15,7 @@ from megatron_dppo.rollout.scheduling import run_to_end
 from megatron_dppo.rollout.staleness import StalenessBound
 from tests.support.processes import wait_until
 from tests.support.ranks_on_threads import Meeting, Peer
-from tests.support.sglang_stand_in import MODEL, LiveStandIn
+from tests.support.sglang_stand_in import MODEL, LiveStandIn, serving
 from tests.unit.test_ahead import PROMPTS, Rank, place_of
 
 NUM_VERSIONS = 5
@@ -56,10 +55,8 @@ def await_idle(servers: list[LiveStandIn]) -> None:
 
 @pytest.fixture
 def servers() -> Iterator[list[LiveStandIn]]:
-    with ExitStack() as stack:
-        found = [LiveStandIn(token_s=0.03) for _ in range(2)]
-        for server in found:
-            stack.enter_context(server.running())
+    found = [LiveStandIn(token_s=0.03) for _ in range(2)]
+    with serving(*found):
         yield found
 
 

@@ -1,10 +1,10 @@
-"""Functions that ask several servers: a faulty one is left out by its address, and the others go on."""
+"""Functions that call several servers: a faulty one is left out by its address, and the others stay."""
 
 import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,16 @@ from megatron_dppo.engines.sglang import client
 from megatron_dppo.engines.sglang.client import Patience, SglangClient, connect
 from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
 from megatron_dppo.engines.weight_sync.probe import Probe
-from tests.support.sglang_stand_in import MODEL
+from tests.support.pushing import record_of, run_servers, runtime
+from tests.support.sglang_stand_in import MODEL, serving
 from tests.unit.test_probe import LIMITS, Scoring, trainer
-from tests.unit.test_restarted_servers import record_of, run_servers, runtime
 
 LISTENING = ("odd list", "odd text", "no field", "refuses", "closes", "hung", "dies after a call")
 """States of a faulty server that listens at its address."""
 STATES = ("absent", *LISTENING)
 TIMEOUT_S = 8.0
 Found = tuple[set[str], dict[str, str]]
-"""URLs of the servers that remain in use, and the reason for each other one."""
+"""Addresses of the servers that a function keeps, and why it left out others."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ def members(servers: list[Faulty]) -> list[Member]:
     return [Member(server.url, pid, 1, "0.5.23") for pid, server in enumerate(servers)]
 
 
-def told(servers: list[Faulty], folder: Path) -> Found:
+def paused(servers: list[Faulty], folder: Path) -> Found:
     fleet = Fleet(members(servers), None, TIMEOUT_S)
     for _ in range(2):  # one may die between two calls
         fleet.tell(lambda member: member.calls.pause)
@@ -118,16 +118,14 @@ def connected(servers: list[Faulty], folder: Path) -> Found:
 
 @pytest.fixture
 def four() -> Iterator[list[Faulty]]:
-    with ExitStack() as stack:
-        servers = [Faulty() for _ in range(4)]
-        for server in servers:
-            stack.enter_context(server.running())
+    servers = [Faulty() for _ in range(4)]
+    with serving(*servers):
         yield servers
 
 
 CALLS = [(described, state) for state in STATES] + [(compared, state) for state in STATES]
 CALLS += [(connected, state) for state in STATES]
-CALLS += [(told, state) for state in ("absent", "refuses", "closes", "hung", "dies after a call")]
+CALLS += [(paused, state) for state in ("absent", "refuses", "closes", "hung", "dies after a call")]
 
 
 @pytest.mark.parametrize(("function", "state"), CALLS)
@@ -144,33 +142,11 @@ def test_a_faulty_server_is_left_out_by_its_address(
     assert set(faults) == {faulty.url} and faulty.url in faults[faulty.url]
 
 
-@pytest.mark.parametrize("tp_size", [None, "2", 0])
-def test_a_server_that_reports_no_number_of_processes_is_left_out(
-    tp_size: object, four: list[Faulty], tmp_path: Path
-) -> None:
-    """Process groups and handles are counted by it."""
-    four[1].facts = {"tp_size": tp_size}
-    left, faults = described(four, tmp_path)
-    assert left == {four[n].url for n in (0, 2, 3)} and "tp_size" in faults[four[1].url]
-
-
-def test_a_server_with_refused_settings_gets_weights_and_no_requests(
-    four: list[Faulty], tmp_path: Path
-) -> None:
-    """Its settings are a matter of the session that samples, which drains it, and of the probe."""
-    four[3].facts = {"preferred_sampling_params": {"top_k": 3}}
-    assert described(four, tmp_path) == ({server.url for server in four}, {})
-    sound = {server.url for server in four[:3]}
-    for function in (compared, connected):
-        left, faults = function(four, tmp_path)
-        assert left == sound and "preferred_sampling_params" in faults[four[3].url]
-
-
-@pytest.mark.parametrize("function", [told, described, compared, connected])
+@pytest.mark.parametrize("function", [paused, described, compared, connected])
 def test_no_server_waits_for_another_one(
     function: Callable[..., Found], four: list[Faulty], tmp_path: Path
 ) -> None:
-    """No server replies before all were called. Called one after another, each would time out."""
+    """None replies before all were called. If they were called in turn, each would be given up."""
     meeting = threading.Barrier(len(four))
     for server in four:
         server.meeting = meeting

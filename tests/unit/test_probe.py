@@ -1,10 +1,9 @@
 """The probe of pushed weights, with several servers of which any one may hold others."""
 
-import base64
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
+from megatron_dppo.engines.weight_sync.fleet import Member
 from megatron_dppo.engines.weight_sync.probe import Limits, Probe, require_temperature
-from megatron_dppo.engines.weight_sync.syncs import SglangSync
 from megatron_dppo.errors import WeightSyncError
-from tests.support.sglang_stand_in import MODEL, ROUTING, TOKEN, StandIn, flat_topk
+from tests.support.pushing import record_of, run_servers, runtime, sync_to
+from tests.support.sglang_stand_in import (
+    MODEL,
+    ROUTING,
+    TOKEN,
+    StandIn,
+    flat_topk,
+    reply,
+    routes_base64,
+    serving,
+)
 
 LIMITS = Limits(mean=1e-5, largest=1e-4)
 EVERY = -2
@@ -48,19 +56,9 @@ class Scoring(StandIn):
         self.num_asked[",".join(map(str, tokens))] += 1
         off = self.off if tuple(tokens[: len(self.tied)]) == self.tied else 0.0
         found = [log_prob(token) + off * (self.wrong_token in (token, EVERY)) for token in tokens]
-        first = np.arange(len(tokens)) % (self.num_experts - 1)
-        routes = np.stack([first, first + 1], axis=-1)[:, None].repeat(3, axis=1)
-        meta = {
-            "id": body["rid"],
-            "finish_reason": {"type": "length", "length": 1},
-            "prompt_tokens": len(tokens),
-            "completion_tokens": 1,
-            "cached_tokens": 0,
-            "input_token_logprobs": [[None, tokens[0], None]]
-            + [[value, token, None] for value, token in zip(found[1:], tokens[1:], strict=True)],
-            "routed_experts": base64.b64encode(routes.astype("<i4").tobytes()).decode(),
-        }
-        return {"output_ids": [1], "meta_info": meta}
+        scores = [[value, token, None] for value, token in zip([None, *found[1:]], tokens, strict=True)]
+        routes = routes_base64(np.arange(len(tokens)), self.num_experts)
+        return reply(body, [1], [0], "length", input_token_logprobs=scores, routed_experts=routes)
 
 
 def trainer(sequences: Sequence[Tensor]) -> list[Tensor]:
@@ -68,18 +66,14 @@ def trainer(sequences: Sequence[Tensor]) -> list[Tensor]:
 
 
 def probe(takes_turns: bool = False, limits: Limits = LIMITS) -> Probe:
-    runtime: Any = SimpleNamespace(
-        on_main=lambda work: work(), gpu_ledger=SimpleNamespace(takes_turns=takes_turns)
-    )
-    return Probe(trainer, MODEL, runtime, limits=limits, seed=0, api_key=None, timeout_s=60.0)
+    own = runtime(takes_turns=takes_turns)
+    return Probe(trainer, MODEL, own, limits=limits, seed=0, api_key=None, timeout_s=60.0)
 
 
 @contextmanager
 def members_of(servers: Sequence[StandIn]) -> Iterator[list[Member]]:
-    with ExitStack() as stack:
-        for server in servers:
-            stack.enter_context(server.running())
-        yield [Member(server.url, pid, 1, "0.5.23") for pid, server in enumerate(servers)]
+    with serving(*servers) as urls:
+        yield [Member(url, pid, 1, "0.5.23") for pid, url in enumerate(urls)]
 
 
 @pytest.mark.parametrize("takes_turns", [False, True])
@@ -210,35 +204,14 @@ def test_servers_may_take_prompts_of_different_lengths(contexts: tuple[int | Non
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
-def test_a_push_is_followed_by_a_comparison_of_every_server_it_reached(wrong: int) -> None:
+def test_a_push_is_followed_by_a_comparison_of_every_server_it_reached(wrong: int, tmp_path: Path) -> None:
     """Every second push, and the first: a server that turns wrong before a push in between is found later."""
     servers = [Scoring(), Scoring()]
-    transport: Any = SimpleNamespace(needs_begin=False, send=lambda fleet, version: None)
-    engine: Any = SimpleNamespace(admit=lambda urls, version: None)
-    runtime: Any = SimpleNamespace(
-        barrier=lambda: None,
-        on_main=lambda action: action(),
-        is_main=True,
-        all_gather=lambda value: [value],
-        gpu_ledger=SimpleNamespace(acquire=lambda what: None),
-    )
-    with members_of(servers) as members:
-
-        def fleet(without: Sequence[Member]) -> tuple[Fleet, dict[str, str]]:
-            return Fleet([member for member in members if member not in without], None, 10.0), {}
-
-        run_servers: Any = SimpleNamespace(fleet=fleet, resume=lambda fleet, what: None)
-        sync = SglangSync(
-            transport,
-            engine,
-            run_servers,
-            runtime,
-            probe=probe(),
-            probe_every=2,
-            require_sampling=lambda urls: {},
-        )
+    with serving(*servers) as urls:
+        owner = run_servers([record_of(server, pid=pid) for pid, server in enumerate(servers)], tmp_path)
+        sync = sync_to(owner, probe=probe(), every=2)
         assert sync.push(0)["sync/probe_abs_diff_max"] == 0.0
         servers[wrong].wrong_token, servers[wrong].off = 11, -3.0
         assert sync.push(1) == {"sync/servers": 2.0}
-        with pytest.raises(WeightSyncError, match=f"^{members[wrong].url}: "):
+        with pytest.raises(WeightSyncError, match=f"^{urls[wrong]}: "):
             sync.push(2)

@@ -1,4 +1,4 @@
-"""A server that restarted at its URL is another server: its process identifies it, not its address."""
+"""A server that restarted at its URL is another server: it is known by its process, not by its address."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -8,13 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from megatron_dppo.engines.sglang.records import ServerRecord
-from megatron_dppo.engines.weight_sync import broadcast
-from megatron_dppo.engines.weight_sync.fleet import Fleet, Member, RunServers
-from megatron_dppo.engines.weight_sync.syncs import SglangSync
-from tests.support.sglang_stand_in import StandIn
+from megatron_dppo.engines.weight_sync import transports
+from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
+from tests.support.pushing import record_of, run_servers, runtime, sync_to
+from tests.support.sglang_stand_in import StandIn, serving
 
 RESTARTS = [{"pid": 8}, {"since": "2026-01-01T00:00:09+00:00"}]
 """A server process of another id, and one with the same id, as each has in its container."""
@@ -36,29 +34,9 @@ class Recording(StandIn):
 
 @pytest.fixture
 def servers() -> Iterator[list[Recording]]:
-    with Recording().running() as first, Recording().running() as second:
-        yield [first, second]  # type: ignore[list-item]
-
-
-def record_of(server: StandIn, **changes: Any) -> ServerRecord:
-    made = ServerRecord("s", server.url, "here", 7, "0.5.23", "2026-01-01T00:00:00+00:00", 1)
-    return replace(made, **changes)
-
-
-def runtime() -> Any:
-    return SimpleNamespace(
-        barrier=lambda: None,
-        on_main=lambda action: action(),
-        is_main=True,
-        all_gather=lambda value: [value],
-        device=torch.device("cpu"),
-        gpu_ledger=SimpleNamespace(acquire=lambda what: None, leaves=lambda what: None, takes_turns=True),
-    )
-
-
-def run_servers(records: Sequence[ServerRecord], folder: Path) -> RunServers:
-    own = runtime()
-    return RunServers(lambda: records, own, folder / "released", timeout_s=10.0, api_key=None, nccl={})
+    found = [Recording(), Recording()]
+    with serving(*found):
+        yield found
 
 
 @each_restart
@@ -87,7 +65,7 @@ def test_memory_is_resumed_only_at_the_process_that_released_it(
 def test_a_server_that_restarts_during_a_push_is_pushed_to_again(
     change: dict[str, Any], servers: list[Recording], tmp_path: Path
 ) -> None:
-    """In the second round, from which those that have the weights are left out."""
+    """The second round leaves out the servers that have the weights."""
     records = [record_of(server) for server in servers]
     owner = run_servers(records, tmp_path)
     updated, _ = owner.fleet()
@@ -107,17 +85,7 @@ def test_a_restarted_server_is_tried_before_it_samples(
         tried.append(list(urls))
         return {}
 
-    transport: Any = SimpleNamespace(needs_begin=False, send=lambda fleet, version: None)
-    engine: Any = SimpleNamespace(admit=lambda urls, version: None)
-    sync = SglangSync(
-        transport,
-        engine,
-        run_servers(records, tmp_path),
-        runtime(),
-        probe=None,
-        probe_every=1,
-        require_sampling=require_sampling,
-    )
+    sync = sync_to(run_servers(records, tmp_path), require_sampling=require_sampling)
     sync.push(0)
     sync.push(1)
     records[1] = record_of(servers[1], **change)
@@ -138,12 +106,8 @@ def test_a_server_that_fails_is_pushed_to_once_more(
         if len(sent) <= failures:
             fleet.fail(urls[1], "lost")
 
-    transport: Any = SimpleNamespace(needs_begin=False, send=send)
-    engine: Any = SimpleNamespace(admit=lambda urls, version: admitted.append((list(urls), version)))
     owner = run_servers([record_of(server) for server in servers], tmp_path)
-    sync = SglangSync(
-        transport, engine, owner, runtime(), probe=None, probe_every=1, require_sampling=lambda urls: {}
-    )
+    sync = sync_to(owner, send=send, admit=lambda urls, version: admitted.append(list(urls)))
     sync.push(3)
     assert sent == pushes and admitted == [(urls[: 2 if failures < 2 else 1], 3)]
 
@@ -182,10 +146,10 @@ def test_a_process_group_is_used_again_only_with_the_processes_that_joined_it(
     group: Any = SimpleNamespace(members=(joined,), handle=None)
     transport._group = group
     monkeypatch.setattr(transport, "_leave", lambda: left.append("left"))
-    monkeypatch.setattr(broadcast, "_reachable_host", lambda members: pytest.fail("joins anew"))
+    monkeypatch.setattr(transports, "_reachable_host", lambda members: pytest.fail("joins again"))
     member = replace(joined, **change)
     if change:
-        with pytest.raises(pytest.fail.Exception, match="joins anew"):
+        with pytest.raises(pytest.fail.Exception, match="joins again"):
             transport._join(Fleet([member], None, 1.0))
         assert left == ["left"]
     else:

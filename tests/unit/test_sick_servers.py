@@ -18,8 +18,7 @@ from megatron_dppo.rollout.counts import DROP_REASONS, DropReason, RolloutCounts
 from megatron_dppo.rollout.rollouts import Rollouts
 from megatron_dppo.rollout.scores import PromptScore
 from megatron_dppo.rollout.scores import refuse_if_too_many_dropped as refuse_if_too_many
-from megatron_dppo.types import Sample
-from tests.support.sglang_stand_in import LOG_PROB, MODEL, TOKEN, StandIn, answer
+from tests.support.sglang_stand_in import LOG_PROB, MODEL, TOKEN, StandIn, answer, serving
 
 NUM_REQUESTS, NUM_TOKENS, MOST_AT_ONCE = 40, 6, 4
 
@@ -61,17 +60,9 @@ class Server(StandIn):
 
 
 @contextmanager
-def serving(servers: list[Server]) -> Iterator[SglangEngine]:
-    running = [server.running() for server in servers]
-    for each in running:
-        each.__enter__()
-    try:
-        patience = Patience(first_pause_s=0.01)
-        urls = [server.url for server in servers]
-        yield SglangEngine(urls, MODEL, patience, max_concurrent_requests=MOST_AT_ONCE)
-    finally:
-        for each in running:
-            each.__exit__(None, None, None)
+def engine_of(*servers: Server) -> Iterator[SglangEngine]:
+    with serving(*servers) as urls:
+        yield SglangEngine(urls, MODEL, Patience(first_pause_s=0.01), max_concurrent_requests=MOST_AT_ONCE)
 
 
 def ask(engine: SglangEngine, number: int = NUM_REQUESTS) -> list[Sample]:
@@ -94,7 +85,7 @@ def test_no_response_is_lost_to_one_sick_server_of_three(
 ) -> None:
     servers = [Server() for _ in range(3)]
     servers[place].sick = SICK[kind]
-    with serving(servers) as engine, caplog.at_level(logging.WARNING):
+    with engine_of(*servers) as engine, caplog.at_level(logging.WARNING):
         found = ask(engine)
         require_sound(found)
         refused = dict(engine.refusals)
@@ -113,7 +104,7 @@ def test_no_response_is_lost_to_one_sick_server_of_three(
 def test_requests_are_dropped_after_a_try_at_each_sick_server(kind: str) -> None:
     """Each request was tried at both, and then dropped for its fault."""
     servers = [Server(sick=SICK[kind]), Server(sick=SICK[kind])]
-    with serving(servers) as engine:
+    with engine_of(*servers) as engine:
         found = ask(engine, 12)
         assert dict(engine.refusals) == {server.url: 12 for server in servers}
     for each in found:
@@ -124,7 +115,7 @@ def test_requests_are_dropped_after_a_try_at_each_sick_server(kind: str) -> None
 def test_error_names_an_address_if_all_servers_fail() -> None:
     servers = [Server(sick=SICK["status 500"]), Server(sick=SICK["status 500"])]
     with (
-        serving(servers) as engine,
+        engine_of(*servers) as engine,
         pytest.raises(ServerError, match=r"http://[^ ]*/generate: found status"),
     ):
         ask(engine, 12)
@@ -138,7 +129,7 @@ def test_a_request_that_no_server_takes_costs_itself_alone() -> None:
         return (400, {"error": {"message": "refused"}}) if is_odd else (200, answer(body))
 
     servers = [Server(sick=refuse_one), Server(sick=refuse_one)]
-    with serving(servers) as engine:
+    with engine_of(*servers) as engine:
         found = ask(engine)
         assert found[7].finish_reason == "abort"
         require_sound(found[:7])
@@ -148,7 +139,7 @@ def test_a_request_that_no_server_takes_costs_itself_alone() -> None:
 
 
 def test_an_evaluation_that_servers_end_names_them_with_its_own_refusals(tmp_path: Path) -> None:
-    """Those before it, of rollouts, are not its."""
+    """The refusals of rollouts before it are not counted."""
     engine = SimpleNamespace(refusals={"http://a": 7, "http://b": 1})
 
     def run(each: SimpleNamespace, rollout: int, responses: Path) -> list[PromptScore]:

@@ -1,13 +1,11 @@
 """Process groups of trainer and servers: their address, and a refusing server that ends the wait of all."""
 
-import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,33 +16,22 @@ from torch._C._distributed_c10d import Store, TCPStore
 from megatron_dppo.engines.weight_sync import broadcast
 from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
 from megatron_dppo.runtime import addresses
+from tests.support.sglang_stand_in import StandIn, serving
 
 TIMEOUT_S = 600.0  # of joining; a refusal is known at once
 
 Answer = Callable[[dict[str, Any]], int]
 
 
-@contextmanager
-def answering(answer: Answer) -> Iterator[Member]:
+@dataclass
+class Joining(StandIn):
     """A server that replies to each call with a status."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            status = answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            content = json.dumps({"success": status == 200, "message": f"status {status}"}).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+    status: Answer = lambda body: 200
 
-        def log_message(self, *_: object) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield Member(f"http://127.0.0.1:{server.server_port}", 1, 1, "0.5.23")
-        server.shutdown()
-        thread.join()
+    def respond(self, path: str, body: dict[str, Any], is_gone: Callable[[], bool]) -> tuple[int, Any]:
+        status = self.status(body)
+        return status, {"success": status == 200, "message": f"status {status}"}
 
 
 def refuse(body: dict[str, Any]) -> int:
@@ -75,8 +62,8 @@ def test_a_refused_group_ends_the_push_at_once(answers: list[Answer]) -> None:
         bucket_bytes=1,
         timeout_s=TIMEOUT_S,
     )
-    with ExitStack() as stack:
-        members = [stack.enter_context(answering(answer)) for answer in answers]
+    with serving(*(Joining(status=each) for each in answers)) as urls:
+        members = [Member(url, 1, 1, "0.5.23") for url in urls]
         fleet = Fleet(members, None, TIMEOUT_S)
         before, started = set(threading.enumerate()), time.monotonic()
         assert transport._join(fleet) is None

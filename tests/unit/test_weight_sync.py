@@ -1,8 +1,9 @@
 """In-process sync: what was sent is what arrived, on every rank."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.engines.embedded.engine import WeightChecksum
 from megatron_dppo.engines.sglang.model import has_own_output
 from megatron_dppo.engines.weight_sync.factory import with_served_names
-from megatron_dppo.engines.weight_sync.fleet import Member
-from megatron_dppo.engines.weight_sync.syncs import InProcessSync, SglangSync
+from megatron_dppo.engines.weight_sync.syncs import InProcessSync
 from megatron_dppo.errors import WeightSyncError
 from megatron_dppo.runtime.gpu_ledger import GpuLedger
+from tests.support.pushing import record_of, run_servers, sync_to
+from tests.support.sglang_stand_in import StandIn
 from tests.support.tiny_families import write_family
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
@@ -73,18 +75,6 @@ def test_a_checksum_leaves_memory_that_can_be_resized(tensor: Tensor) -> None:
     assert parameter.untyped_storage().resizable()
 
 
-def test_a_checksum_depends_on_each_part_of_a_tensor() -> None:
-    def of(name: str, tensor: Tensor) -> str:
-        checksum = WeightChecksum()
-        checksum.update(name, tensor)
-        return checksum.hexdigest()
-
-    zeros = torch.zeros(2, 3)
-    others = [of("b", zeros), of("a", zeros.T), of("a", zeros.int()), of("a", zeros + 1e-9), of("a", zeros[:1])]
-    assert len({of("a", zeros), *others}) == 6
-    assert of("a", torch.arange(6.0).reshape(2, 3).T) == of("a", torch.arange(6.0).reshape(2, 3).T.contiguous())
-
-
 def test_each_tensor_arrives_once_with_the_version() -> None:
     receiver = Receiver()
     pushed = sync(receiver, Ranks())
@@ -94,19 +84,18 @@ def test_each_tensor_arrives_once_with_the_version() -> None:
     assert len(pushed.received) == 32
 
 
-def test_receiver_that_missed_a_tensor_is_detected() -> None:
-    with pytest.raises(WeightSyncError, match="version 3"):
-        sync(Receiver(skip="b"), Ranks()).push(3)
-
-
-def test_receiver_that_stopped_reading_is_detected() -> None:
-    with pytest.raises(WeightSyncError, match="version 3"):
-        sync(LazyReceiver(), Ranks()).push(3)
-
-
-def test_ranks_that_drifted_apart_are_detected() -> None:
-    with pytest.raises(WeightSyncError, match="different weights"):
-        sync(Receiver(), Ranks("0" * 32)).push(3)
+@pytest.mark.parametrize(
+    ("receiver", "ranks", "message"),
+    [
+        (Receiver(skip="b"), Ranks(), "version 3"),
+        (LazyReceiver(), Ranks(), "version 3"),
+        (Receiver(), Ranks("0" * 32), "different weights"),
+    ],
+    ids=["a tensor is missing", "it stops reading", "ranks differ"],
+)
+def test_a_receiver_with_other_weights_is_an_error(receiver: Receiver, ranks: Ranks, message: str) -> None:
+    with pytest.raises(WeightSyncError, match=message):
+        sync(receiver, ranks).push(3)
 
 
 def test_the_checksum_sees_name_type_shape_bytes_and_order() -> None:
@@ -149,63 +138,27 @@ def test_the_checksum_sees_changes_anywhere_in_a_large_tensor() -> None:
     assert len({digest(odd), digest(odd.index_fill(0, torch.tensor(8), -1.0)), digest(odd[:-1])}) == 3
 
 
-class Pushed:
-    """Stands for the parts of a push to one server, and records when the probe is used."""
+@pytest.mark.parametrize(("every", "probed"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3])])
+def test_the_probe_compares_after_the_first_push_and_each_period(
+    every: int, probed: list[int], tmp_path: Path
+) -> None:
+    """The trainer's log-probs are computed before the pushes that are compared, and before no others."""
+    expected, compared, with_metrics, tried = list[int](), list[int](), list[int](), list[str]()
 
-    needs_begin = takes_turns = False
-    members, failures = ("server",), {}
-
-    def __init__(self) -> None:
-        self.is_main, self.gpu_ledger = True, GpuLedger(lambda: None, lambda: None)
-        self.expected, self.probed, self.num_pushes = list[int](), list[int](), 0
-
-    def expect(self) -> None:
-        self.expected.append(self.num_pushes)
-
-    failures: ClassVar[dict[str, str]] = {}
-
-    def run(self, members: object) -> dict[str, float]:
-        self.probed.append(self.num_pushes)
+    def compare(members: object) -> dict[str, float]:
+        compared.append(version)
         return {"sync/probe_abs_diff_max": 0.5}
 
-    def fleet(self, without: object) -> tuple["Pushed", dict[str, str]]:
-        return self, {}
-
-    def all_gather(self, value: object) -> list[object]:
-        return [value]
-
-    def on_main(self, action: Callable[[], object]) -> object:
-        return action()
-
-    def ignore(self, *arguments: object, **options: object) -> None: ...
-
-    barrier = send = admit = tell = agree = resume = close = ignore
-
-
-@pytest.mark.parametrize(("every", "probed"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3])])
-def test_the_probe_compares_after_the_first_push_and_each_period(every: int, probed: list[int]) -> None:
-    """The trainer's log-probs are computed before the pushes that are compared, and no others."""
-    stand_in = Pushed()
-    part = cast(Any, stand_in)
-    stand_in.members = cast(Any, (Member("http://127.0.0.1:1", 1, 1, "0.5.23"),))
-    tried: list[str] = []
-    push = SglangSync(
-        part,
-        part,
-        part,
-        part,
-        probe=part,
-        probe_every=every,
-        require_sampling=lambda urls: tried.extend(urls) or {},
-    )
-    has_metrics: list[int] = []
-    for version in range(5):
-        push.prepare_push()
-        metrics = push.push(version)
-        has_metrics += [version] if "sync/probe_abs_diff_max" in metrics else []
-        stand_in.num_pushes += 1
-    assert stand_in.expected == stand_in.probed == has_metrics == probed
-    assert tried == ["http://127.0.0.1:1"], "its log-probs are tried once"
+    probe = SimpleNamespace(failures={}, expect=lambda: expected.append(version), run=compare)
+    with StandIn().running() as server:
+        owner = run_servers([record_of(server)], tmp_path)
+        push = sync_to(owner, probe=probe, every=every, require_sampling=lambda urls: tried.extend(urls) or {})
+        for version in range(5):
+            push.prepare_push()
+            if "sync/probe_abs_diff_max" in push.push(version):
+                with_metrics.append(version)
+    assert expected == compared == with_metrics == probed
+    assert tried == [server.url], "its log-probs are tried once"
 
 
 class Stored:

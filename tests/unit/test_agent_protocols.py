@@ -75,8 +75,8 @@ class ChatClient(Client):
                 for choice in chunk.choices:
                     reason = choice.finish_reason or reason
                     message |= choice.delta.model_dump(exclude_none=True)
-            for call in message.get("tool_calls", []):
-                del call["index"]
+            calls = message.get("tool_calls", [])
+            assert [call.pop("index") for call in calls] == [*range(len(calls))]
         else:
             reply = await self.openai.chat.completions.create(**calls, **options)
             reason, usage = reply.choices[0].finish_reason, reply.usage
@@ -213,12 +213,18 @@ def test_a_tool_task_continues_what_was_sampled(name: str, is_stream: bool) -> N
     end = "<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
     assert each.input_of(1) == each.input_of(0) + SAMPLED + end
     assert SYSTEM in each.input_of(0) and '"Add."' in each.input_of(0)
-    episode = each.episode.result(AgentOutcome(1.0)).episode
-    assert episode is not None and (episode.num_turns, episode.num_forks) == (2, 0)
+    assert each.asked[1].noise_key == each.asked[0].noise_key
+    result = each.episode.result(AgentOutcome(1.0))
+    trained = result.tokens[mask_of(result)].tolist()
+    assert trained == each.ids(f"{SAMPLED}<|im_end|>It is 5.<|im_end|>")
+    assert result.prompt_tokens == each.asked[0].prompt_tokens and result.episode is not None
+    assert (result.episode.num_turns, result.episode.num_forks) == (2, 0)
+    assert (result.episode.response, result.episode.num_untrained_tokens) == ("It is 5.", 0)
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("name", CLIENTS)
-def test_results_of_parallel_calls_are_in_call_order(name: str) -> None:
+def test_results_of_parallel_calls_have_the_order_of_the_calls(name: str, is_stream: bool) -> None:
     async def play(client: Client, each: Played) -> None:
         client.ask(QUESTION)
         first, second = (await client.next())["calls"]
@@ -228,7 +234,7 @@ def test_results_of_parallel_calls_are_in_call_order(name: str) -> None:
         await client.next()
 
     calls = "".join(f'<tool_call>{{"name": "add", "arguments": {{"a": {n}}}}}</tool_call>' for n in (1, 2))
-    each = with_client(name, play, calls, "It is 5.")
+    each = with_client(name, play, calls, "It is 5.", is_stream=is_stream)
     results = "".join(f"<|im_start|>tool\n{text}<|im_end|>\n" for text in ("sooner", "later", "unknown"))
     assert each.input_of(1) == f"{each.input_of(0)}{calls}<|im_end|>\n{results}<|im_start|>assistant\n"
 
@@ -294,15 +300,11 @@ def test_a_limit_is_an_error_that_clients_know(name: str) -> None:
 
 FORM = {"type": "json_schema", "schema": {"type": "object", "properties": {}, "additionalProperties": False}}
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("chat", {"stop": [""]}),
     ("chat", {"n": 2}),
     ("messages", {"stop_sequences": [""]}),
     ("messages", {"tool_choice": {"type": "tool", "name": "add"}}),
     ("messages", {"output_config": {"effort": "low", "format": FORM}}),
     ("messages", {"extra_body": {"output_format": FORM}}),
-    ("chat", {"logit_bias": {"5": 1}}),
-    ("chat", {"presence_penalty": 0.1}),
-    ("chat", {"logprobs": True}),
     ("chat", {"extra_body": {"repetition_penalty": 1.1}}),
     ("chat", {"extra_body": {"continue_final_message": True}}),
     ("chat", {"extra_body": {"guided_regex": "[0-9]"}}),
@@ -316,7 +318,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "options"), REFUSED, ids=str)
-def test_unsupported_sampling_options_are_refused(name: str, options: dict[str, Any]) -> None:
+def test_options_that_a_rollout_cannot_have_are_refused(name: str, options: dict[str, Any]) -> None:
     async def play(client: Client, each: Played) -> None:
         client.ask(QUESTION)
         with pytest.raises(
@@ -443,7 +445,7 @@ def test_template_that_omits_thoughts_of_this_turn_is_refused(condition: str, st
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity"])
-def test_non_json_numbers_are_refused(number: str) -> None:
+def test_numbers_that_json_does_not_have_are_refused(number: str) -> None:
     body = json.dumps({"messages": [_ASKED], "metadata": 0}).replace(": 0", f": {number}").encode()
     each, ((status, text),) = post([("chat", body)], "never")
     assert status == 400 and number in text and not each.asked
@@ -457,7 +459,7 @@ def test_a_tool_that_failed_without_a_word_is_an_error() -> None:
     assert status == 200 and "<|im_start|>tool\nError<|im_end|>" in each.input_of(0)
 
 
-def test_templates_that_write_tools_are_detected() -> None:
+def test_a_rendering_knows_whether_its_template_writes_tools() -> None:
     tokenizer = byte_tokenizer(("<|im_start|>", "<|im_end|>"), QWEN3_TEMPLATE)
     assert not Rendering(tokenizer, "keep").writes_tools()
     assert Rendering(tools_tokenizer(), "keep").writes_tools()

@@ -140,27 +140,6 @@ def test_a_slow_environment_holds_up_its_own_conversation_only(ending: Transform
         assert_same_conversation(one, other)
 
 
-def test_an_environment_that_fails_ends_its_own_conversation(engine: TransformersEngine) -> None:
-    class Failing(Scripted):
-        def step(self, response: str, finish_reason: Any) -> Turn:
-            turn = super().step(response, finish_reason)
-            if self.prompt.id == "1" and self.num_turns == 2:
-                raise KeyError("the board is lost")
-            return turn
-
-    completions = multi_turn_engine(OneByOne(engine), Failing).generate(asked(LENGTHS), PARAMS)
-    sound = multi_turn_engine(OneByOne(engine)).generate(asked(LENGTHS), PARAMS)
-    for place in (0, 2):
-        assert_same_conversation(completions[place], sound[place])
-    num_before = completions[1].tokens.numel()
-    assert 0 < num_before < sound[1].tokens.numel()
-    assert torch.equal(completions[1].tokens, sound[1].tokens[:num_before])
-    episodes = [completion.episode for completion in completions]
-    assert [each.num_turns for each in episodes if each] == [3, 2, 3]
-    faults = [each.fault for each in episodes if each]
-    assert faults[1] is not None and "the board is lost" in faults[1] and faults.count(None) == 2
-
-
 def conversation(
     ask: Callable[[Request, SamplingParams], Awaitable[Sample]],
     request: Request,

@@ -419,21 +419,6 @@ def test_conversations_wait_for_each_other_once_a_turn(model: Any, monkeypatch: 
     assert len(looked) <= 2 * 3 + 1, "not once for each conversation"
 
 
-def test_a_result_is_not_formatted() -> None:
-    formatted: list[str] = []
-
-    class Large:
-        def __repr__(self) -> str:
-            formatted.append("whole")
-            return "large"
-
-    async def work() -> Large:
-        return Large()
-
-    assert isinstance(run_loop(work()), Large)
-    assert not formatted
-
-
 def test_a_batch_that_is_held_gives_up_what_waits() -> None:
     """And what is asked later; a batch with too few completions is the engine's fault."""
 

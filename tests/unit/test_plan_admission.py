@@ -1,10 +1,11 @@
-"""What `plan` admits, calls fitting or proposes is what `train` starts with: both ask the same rules.
+"""What `plan` admits, calls fitting or proposes is what `train` starts with: both use the same rules.
 
 `check` runs in full here, with prompts, weights and tokenizer in place: only the run itself can be at fault.
 """
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 from megatron_dppo.checks import AT_ONCE, Facts, check, megatron_rules, model_facts
 from megatron_dppo.config import Config, load_config
 from megatron_dppo.plan import Machine, make_plan
+from megatron_dppo.plan.cost import step_time
+from megatron_dppo.plan.fit import HEADROOM
 from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.memory import memory_of
-from megatron_dppo.plan.search import HEADROOM, propose
+from megatron_dppo.plan.search import divisible_layouts, propose
 from megatron_dppo.plan.units import Settings, as_overrides
 from tests.support.plan_models import GB, QWEN3_8B, QWEN3_30B
 
@@ -121,15 +124,21 @@ def test_the_grid_has_runs_of_both_kinds() -> None:
     ids=str,
 )
 def test_train_admits_each_proposal_as_it_is_written(name: str, settings: Settings, num_gpus: int) -> None:
+    """The fastest comes first, and no two differ in their virtual pipeline alone."""
     job = _job(_load(name, settings), num_gpus, host_bytes=1500 * GB)
-    proposals = propose(job).proposals
-    assert proposals
+    found = propose(job)
+    proposals = found.proposals
+    assert proposals and found.num_admitted <= len(list(divisible_layouts(job)))
+    seconds = [proposal.time.total for proposal in proposals]
+    assert seconds == sorted(seconds)
+    plain = {replace(proposal.layout, virtual_pipeline=1) for proposal in proposals}
+    assert len(plain) == len(proposals)
     for proposal in proposals:
         config = _load(name, {**settings, **proposal.settings})
         assert check(config, num_gpus, needs=AT_ONCE) == []
         again = _job(config, num_gpus, host_bytes=1500 * GB)
         memory = memory_of(again, again.layout)
-        assert memory == proposal.memory
+        assert memory == proposal.memory and step_time(again, again.layout) == proposal.time
         assert memory.peak <= (1 - HEADROOM) * 80 * GB
         assert memory.host.per_node <= 1500 * GB
 

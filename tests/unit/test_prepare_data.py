@@ -143,34 +143,16 @@ def test_rows_that_lack_something_and_answers_that_contradict(tmp_path: Path, mo
 GSM8K = "She sold 48/2 = <<48/2=24>>24 clips in May.\n#### 24"
 
 
-@pytest.mark.parametrize(
-    ("cell", "answer"),
-    [
-        (GSM8K, "24"),
-        ("#### 18\nThe answer is: 18", "18"),
-        (r"Add both. So $x = \boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
-        (r"$\boxed{7}$", "7"),
-        ("The answer is 4", "4"),
-        ("The final answer is $4.5$. I hope it is correct.", "4.5"),
-        ("Final Answer: The final answer is $42$. I hope it is correct.", "42"),
-        ("**Answer:** (B)", "(B)"),
-        ("First this.\n<answer> 12 </answer>", "12"),
-        ("so the correct answer is (A). It is obvious.", "(A)"),
-        ("答案是 4。", "4"),
-    ],
-)
-def test_the_final_answer_is_taken_out_of_a_text_that_marks_it(
-    tmp_path: Path, model: Path, cell: str, answer: str
-) -> None:
-    rows = [{"question": "a?", "answer": cell}, {"question": "b?", "answer": "4"}]
+def test_the_final_answer_is_taken_out_of_a_text_that_marks_it(tmp_path: Path, model: Path) -> None:
+    rows = [{"question": "a?", "answer": GSM8K}, {"question": "b?", "answer": "4"}]
     source, out = write_rows(tmp_path / "s.jsonl", rows), tmp_path / "out.jsonl"
     result = run(out, "custom", source, model)
     assert result.exit_code == 0, result.output
-    assert [prompt.answer for prompt in load_prompts(out, "prompt", None)] == [answer, "4"]
+    assert [prompt.answer for prompt in load_prompts(out, "prompt", None)] == ["24", "4"]
     assert counts(out)["answers_taken_out_of_texts"] == 1
-    assert f"1  answers taken out of a text, the first, {answer!r}, out of " in result.output
+    assert "1  answers taken out of a text, the first, '24', out of " in result.output
     assert run(tmp_path / "kept.jsonl", "custom", source, model, "--answers", "as-is").exit_code == 0
-    assert [prompt.answer for prompt in load_prompts(tmp_path / "kept.jsonl", "prompt", None)] == [cell, "4"]
+    assert [prompt.answer for prompt in load_prompts(tmp_path / "kept.jsonl", "prompt", None)] == [GSM8K, "4"]
 
 
 @pytest.mark.parametrize(
@@ -436,6 +418,17 @@ def test_the_last_box() -> None:
 @pytest.mark.parametrize(
     ("cell", "answer"),
     [
+        (GSM8K, "24"),
+        ("#### 18\nThe answer is: 18", "18"),
+        (r"Add both. So $x = \boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
+        (r"$\boxed{7}$", "7"),
+        ("The answer is 4", "4"),
+        ("The final answer is $4.5$. I hope it is correct.", "4.5"),
+        ("Final Answer: The final answer is $42$. I hope it is correct.", "42"),
+        ("**Answer:** (B)", "(B)"),
+        ("First this.\n<answer> 12 </answer>", "12"),
+        ("so the correct answer is (A). It is obvious.", "(A)"),
+        ("答案是 4。", "4"),
         ("The correct choice is D.", "D"),
         ("Therefore, the right option is (B)", "(B)"),
         ("Answer B is the correct one", "B"),
@@ -445,7 +438,7 @@ def test_the_last_box() -> None:
         ("4 apples", None),
     ],
 )
-def test_sentences_that_name_a_choice_mark_it(cell: str, answer: str | None) -> None:
+def test_texts_that_mark_a_final_answer(cell: str, answer: str | None) -> None:
     assert final_answer(cell) == answer
 
 

@@ -23,7 +23,7 @@ from megatron_dppo.environments import (
     Trajectory,
     Turn,
 )
-from megatron_dppo.errors import RewardError, RolloutError, ServerError
+from megatron_dppo.errors import RewardError, RolloutError
 from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
 from megatron_dppo.rollout.conversations import Conversations, TurnLimits
 from megatron_dppo.rollout.groups import GroupMaker, PromptGroup
@@ -372,19 +372,6 @@ def test_error_in_scoring_ends_the_sampling(ending: TransformersEngine) -> None:
 
     with pytest.raises(RewardError, match="never replies"):
         sampled(OneByOne(ending), Scorer(TOKENIZER, Rewards(until), True, None))
-
-
-def test_missing_responses_are_a_server_fault(ending: TransformersEngine) -> None:
-    class Lost(OneByOne):
-        async def ask(self, request: Request, params: SamplingParams) -> Sample:
-            self.errors[request.id] = ServerError(f"no answer to {request.id}")
-            return give_up(request)
-
-    async def until(request: RewardRequest) -> None:
-        pass
-
-    with pytest.raises(ServerError, match="no reply to rollout2/0/0"):
-        sampled(Lost(ending), Scorer(TOKENIZER, Rewards(until), True, None))
 
 
 OPENING: tuple[Message, ...] = (

@@ -433,17 +433,3 @@ def test_a_batch_that_is_held_gives_up_what_waits() -> None:
     assert [each.finish_reason for each in run_loop(work())] == ["abort", "abort"]
     with pytest.raises(RolloutError, match="found 0 completions; expected one for each of 1"):
         run_loop(BatchSession(lambda requests, params: []).ask(asked([1])[0], PARAMS))
-
-
-def test_a_request_cancelled_as_its_batch_is_sampled_costs_no_other_request() -> None:
-    def generate(requests: Sequence[Request], params: SamplingParams) -> list[Sample]:
-        return [give_up(request) for request in requests]
-
-    async def work() -> Sample:
-        session = BatchSession(generate)
-        gone, other = (asyncio.ensure_future(session.ask(request, PARAMS)) for request in asked([1, 2]))
-        await asyncio.sleep(0)
-        gone.cancel()
-        return await other
-
-    assert run_loop(work()).request_id == asked([1, 2])[1].id

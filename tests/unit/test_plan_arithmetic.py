@@ -69,7 +69,7 @@ MOE = LayerKind(is_moe=True, is_linear=False)
     ],
     ids=lambda value: value["architectures"][0] if isinstance(value, dict) else "",
 )
-def test_parameters_are_those_of_the_published_models(content: dict[str, Any], total: int) -> None:
+def test_parameters_equal_the_published_numbers(content: dict[str, Any], total: int) -> None:
     assert shape_of(content).num_parameters == total
 
 
@@ -115,7 +115,7 @@ def test_the_vocabulary_is_padded_to_the_tensor_size() -> None:
     assert chunk_tensors(shape, layout_of(4, tensor=4), Chunk.whole(shape))[0].shape == (26, 2048)
 
 
-def test_tied_embeddings_stand_on_both_ends_of_a_pipeline() -> None:
+def test_both_ends_of_a_pipeline_have_tied_embeddings() -> None:
     shape = shape_of(QWEN3_06B)
     one = sum(part.dense.own for part in partition(shape, layout_of(1), True))
     two = sum(part.dense.own for part in partition(shape, layout_of(2, pipeline=2), True))
@@ -132,18 +132,6 @@ def test_chunks_of_an_interleaved_pipeline() -> None:
     assert [[(chunk.is_first, chunk.is_last) for chunk in chunks] for chunks in stages] == [
         [(True, False), (False, False)],
         [(False, False), (False, True)],
-    ]
-
-
-def test_chunks_of_a_plain_pipeline() -> None:
-    layout = layout_of(4, pipeline=4)
-    chunks = [chunk for stage in range(4) for chunk in chunks_of(stage, layout, 48)]
-    assert [chunk.layers for chunk in chunks] == [range(start, start + 12) for start in (0, 12, 24, 36)]
-    assert [(chunk.is_first, chunk.is_last) for chunk in chunks] == [
-        (True, False),
-        (False, False),
-        (False, False),
-        (False, True),
     ]
 
 
@@ -189,7 +177,7 @@ def test_elements_of_buffers_and_shards() -> None:
     assert plain.dense.shard == plain.dense.buffer == plain.dense.own
 
 
-def test_adapters_train_beside_frozen_weights() -> None:
+def test_adapters_train_next_to_frozen_weights() -> None:
     """Of TP2 EP2, a rank's factors of rank 8: q, k, v and the gates split B, o and down split A."""
     shape, layout = shape_of(QWEN3_30B), layout_of(4, tensor=2, expert=2, expert_tensor=1)
     linears = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -305,7 +293,7 @@ def test_the_loss_from_hidden_states_holds_one_chunk_and_the_gradients() -> None
 
 @pytest.mark.parametrize("logits_dtype", ["model", "float32"])
 @pytest.mark.parametrize("megabytes", [0.01, 1, 100, 512])
-def test_chunks_are_those_of_the_loss(logits_dtype: str, megabytes: float) -> None:
+def test_chunks_are_as_large_as_in_the_loss(logits_dtype: str, megabytes: float) -> None:
     budget = int(megabytes * 2**20)
     options = AlgorithmConfig.model_validate({"logits_chunk_bytes": budget, "logits_dtype": logits_dtype})
     dtype = torch.float32 if logits_dtype == "float32" else None
@@ -559,7 +547,7 @@ def test_the_worst_stage_of_a_pipeline_has_the_logits_or_the_most_in_flight() ->
         ({"recompute_granularity": "selective", "recompute_modules": "moe"}, "recompute_modules"),
     ],
 )
-def test_recompute_keys_are_those_that_megatron_takes(table: dict[str, Any], where: str) -> None:
+def test_recompute_keys_that_megatron_refuses_are_refused(table: dict[str, Any], where: str) -> None:
     with pytest.raises(ConfigError, match=f"megatron.{where}"):
         recompute_of(table)
 
@@ -572,7 +560,7 @@ def test_recompute_keys_go_there_and_back() -> None:
 @pytest.mark.parametrize(
     ("layer_spec", "counted"), [("auto", "torch"), ("torch", "torch"), ("transformer_engine", "te")]
 )
-def test_the_layer_spec_is_that_of_the_config_or_the_one_that_keeps_more(layer_spec: str, counted: str) -> None:
+def test_the_layer_spec_is_the_configured_one_or_the_one_that_keeps_more(layer_spec: str, counted: str) -> None:
     assert LayerOptions.of(job_of(settings={"model.layer_spec": layer_spec}).config).layer_spec == counted
 
 
@@ -600,7 +588,7 @@ def test_settings_reach_sections_of_sections_and_pass_through_tables(tmp_path: P
     ("text", "expected"),
     [("80GB", 80 * GB), ("79.6 GiB", int(79.6 * GIB)), ("1tb", 10**12), ("512MiB", GIB // 2)],
 )
-def test_sizes_as_people_write_them(text: str, expected: int) -> None:
+def test_sizes_with_units_are_read(text: str, expected: int) -> None:
     assert parse_bytes(text, "--gpu-memory") == expected
 
 

@@ -29,11 +29,19 @@ def test_the_estimate_of_a_step_counts_the_operations_by_which_ranks_are_balance
     assert operations == pytest.approx(of_sample * job.workload.samples(1), rel=0.02)
 
 
-@pytest.mark.parametrize("size", [1, 2, 8])
-def test_an_engine_caches_latents_once_for_all_heads_on_each_of_its_gpus(size: int) -> None:
-    job = job_of(MOONLIGHT, COLOCATED | {"sglang.tp_size": size})
+LATENTS, GROUPS = 27 * (512 + 64) * 2, 46 * 2 * 128 * 2  # bytes of a token: of all heads, and of one group
+
+
+@pytest.mark.parametrize(
+    ("content", "size", "token_bytes"),
+    [(MOONLIGHT, 1, LATENTS), (MOONLIGHT, 2, LATENTS), (MOONLIGHT, 8, LATENTS), (GLM45_AIR, 8, GROUPS)],
+)
+def test_each_gpu_of_an_engine_caches_all_latents_or_its_groups(
+    content: dict[str, Any], size: int, token_bytes: int
+) -> None:
+    job = job_of(content, COLOCATED | {"sglang.tp_size": size})
     engine = engine_memory(job.config, job.shape, layout_of(8, expert=8), job.machine)
-    assert engine.cached_tokens == engine.cache // (27 * (512 + 64) * 2)
+    assert engine.cached_tokens == engine.cache // token_bytes
 
 
 def test_the_embedded_engine_caches_keys_and_values_of_all_heads() -> None:
@@ -41,12 +49,6 @@ def test_the_embedded_engine_caches_keys_and_values_of_all_heads() -> None:
     job = job_of(MOONLIGHT, settings)
     engine = engine_memory(job.config, job.shape, layout_of(8), job.machine)
     assert engine.cache == 64 // 8 * 8 * (1024 + 7168) * 27 * 16 * (192 + 128) * 2
-
-
-def test_keys_and_values_of_groups_are_divided_among_an_engines_gpus() -> None:
-    job = job_of(GLM45_AIR, COLOCATED | {"sglang.tp_size": 8})
-    engine = engine_memory(job.config, job.shape, layout_of(8, expert=8), job.machine)
-    assert engine.cached_tokens == engine.cache // (46 * 2 * 128 * 2)
 
 
 def test_a_server_of_8_bit_weights_has_the_cache_of_the_other_bytes(

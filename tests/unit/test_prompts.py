@@ -87,15 +87,34 @@ def test_ids_are_line_numbers_and_blank_lines_hold_no_row(tmp_path: Path) -> Non
     assert ids(load_prompts(path, "prompt", "answer")) == ["1", "3"]
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
-    fails_with(tmp_path / "none.jsonl", "none.jsonl", "found no such file")
-    (tmp_path / "folder.jsonl").mkdir()
-    fails_with(tmp_path / "folder.jsonl", "found a folder")
+WHOLE = json.dumps({"prompt": "p", "answer": "a"})
 
 
-def test_a_wrong_suffix_suggests_the_right_one(tmp_path: Path) -> None:
-    fails_with(write_lines(tmp_path / "p.json", "{}"), "found suffix '.json'", "p.jsonl?")
-    fails_with(write_lines(tmp_path / "p.csv", "a"), "found suffix '.csv'", "prepare-data")
+@pytest.mark.parametrize(
+    ("name", "content", "parts"),
+    [
+        ("none.jsonl", None, ("none.jsonl", "found no such file")),
+        ("folder/", None, ("found a folder",)),
+        ("p.json", "{}", ("found suffix '.json'", "p.jsonl?")),
+        ("p.csv", "a", ("found suffix '.csv'", "prepare-data")),
+        ("p.jsonl", f"{WHOLE}\n{WHOLE[:12]}\n", ("p.jsonl, line 2", "cut off")),
+        ("p.jsonl", "[1]\n", ("p.jsonl, line 1", "found a JSON list")),
+        ("p.jsonl", b'{"prompt": "\xff"}\n', ("p.jsonl, line 1", "not UTF-8")),
+        ("p.jsonl", f'{WHOLE}\n{{"prompt": "p"}}\n', ("row 2", "columns ['prompt']", "a column 'answer'")),
+        ("p.jsonl", "\n", ("found no rows",)),
+        ("p.jsonl", f"{json.dumps(ROWS[0])}\n" * 2, ("row 2", "id 'first', which row 1 has too")),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(
+    tmp_path: Path, name: str, content: str | bytes | None, parts: tuple[str, ...]
+) -> None:
+    path = tmp_path / name
+    if name.endswith("/"):
+        path = path.with_suffix(".jsonl")
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    fails_with(path, *parts)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -109,24 +128,11 @@ def test_a_missing_column_lists_those_there_are(tmp_path: Path, suffix: str) -> 
     fails_with(path, "data.answer_column", prompt="prompts", answer="zzz")
 
 
-def test_a_row_that_lacks_a_column(tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
-    write_jsonl(path, [{"prompt": "p", "answer": "a"}, {"prompt": "p"}])
-    fails_with(path, "row 2", "columns ['prompt']", "a column 'answer'")
-
-
-def test_a_torn_line_is_named(tmp_path: Path) -> None:
-    whole = json.dumps({"prompt": "p", "answer": "a"})
-    fails_with(write_lines(tmp_path / "p.jsonl", whole, whole[:12]), "p.jsonl, line 2", "cut off")
-    fails_with(write_lines(tmp_path / "q.jsonl", "[1]"), "q.jsonl, line 1", "found a JSON list")
-    (tmp_path / "r.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
-    fails_with(tmp_path / "r.jsonl", "r.jsonl, line 1", "not UTF-8")
-
-
-def test_a_torn_parquet_file(tmp_path: Path) -> None:
+def test_a_torn_or_empty_parquet_file(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "p.parquet", {"prompt": ["p"], "answer": ["a"]})
     path.write_bytes(path.read_bytes()[:-20])
     fails_with(path, "p.parquet", "expected a Parquet file", "cut off")
+    fails_with(write_parquet(tmp_path / "q.parquet", {"prompt": [], "answer": []}), "found no rows")
 
 
 def test_a_parquet_column_of_a_pickled_type_is_read_as_what_it_stores(tmp_path: Path) -> None:
@@ -141,12 +147,6 @@ def test_a_parquet_column_of_a_pickled_type_is_read_as_what_it_stores(tmp_path: 
     assert read_columns(tmp_path / "p.parquet") == ["prompt", "answer"]
     assert [prompt.text for prompt in load_prompts(tmp_path / "p.parquet", "prompt", "answer")] == ["p"]
     assert not (tmp_path / "it_ran").exists()
-
-
-def test_an_empty_file(tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text("\n")
-    fails_with(tmp_path / "p.jsonl", "found no rows")
-    fails_with(write_parquet(tmp_path / "p.parquet", {"prompt": [], "answer": []}), "found no rows")
 
 
 @pytest.mark.parametrize(
@@ -165,12 +165,6 @@ def test_a_cell_of_another_type(tmp_path: Path, row: dict[str, object], found: s
     path = tmp_path / "p.jsonl"
     write_jsonl(path, [ROWS[0], row])
     fails_with(path, "row 2: found " + found)
-
-
-def test_an_id_twice(tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
-    write_jsonl(path, [ROWS[0], ROWS[0]])
-    fails_with(path, "row 2", "id 'first', which row 1 has too")
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:

@@ -48,11 +48,11 @@ def make(folder: Path, *programs: str, variables: tuple[str, ...] = (), status: 
     return done.stdout + done.stderr
 
 
-def test_the_kind_is_asked_for_or_follows_the_gpu_and_has_its_own_stamp(tmp_path: Path) -> None:
-    said = make(tmp_path, "nvidia-smi")
-    assert "is for gpu: nvidia-smi says so" in said and f"touch {tmp_path}/venv/.stamp-gpu" in said
-    said = make(tmp_path, "sbatch", "nvidia-smi", variables=("SGLANG_FOR=cpu",))
-    assert "is for cpu: it was asked for" in said and f"touch {tmp_path}/venv/.stamp-cpu" in said
+def test_the_environment_follows_the_user_or_the_gpu_and_has_a_stamp(tmp_path: Path) -> None:
+    output = make(tmp_path, "nvidia-smi")
+    assert "is for gpu: nvidia-smi says so" in output and f"touch {tmp_path}/venv/.stamp-gpu" in output
+    output = make(tmp_path, "sbatch", "nvidia-smi", variables=("SGLANG_FOR=cpu",))
+    assert "is for cpu: it was asked for" in output and f"touch {tmp_path}/venv/.stamp-cpu" in output
     (tmp_path / "venv").mkdir()
     (tmp_path / "venv" / ".stamp-cpu").touch()
     assert "pip install" in make(tmp_path, "sbatch", variables=("SGLANG_FOR=gpu",))
@@ -87,9 +87,9 @@ def test_a_trainer_s_torch_for_gpus_gets_the_nccl_of_the_servers(
     ("variables", "words"),
     [((), "found sbatch and no GPU: a login node?"), (("SGLANG_FOR=tpu",), "found tpu; expected gpu or cpu")],
 )
-def test_a_login_node_must_be_told(tmp_path: Path, variables: tuple[str, ...], words: str) -> None:
-    said = make(tmp_path, "sbatch", variables=variables, status=2)
-    assert words in said
+def test_a_login_node_needs_the_kind(tmp_path: Path, variables: tuple[str, ...], words: str) -> None:
+    output = make(tmp_path, "sbatch", variables=variables, status=2)
+    assert words in output
     assert not (tmp_path / "venv").exists()
 
 
@@ -133,7 +133,7 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"enable_symm_mem": True}, {CUMEM: "0", NVLS: "0"}, {CUMEM: "1", NVLS: "1"}),
     ],
 )
-def test_the_settings_are_those_that_sglang_ends_with(
+def test_the_settings_are_the_final_ones_of_sglang(
     monkeypatch: pytest.MonkeyPatch, table: dict[str, Any], exported: dict[str, str], expected: dict[str, str]
 ) -> None:
     for name, value in exported.items():
@@ -142,7 +142,7 @@ def test_the_settings_are_those_that_sglang_ends_with(
 
 
 @pytest.mark.parametrize("way", ["tensor", "disk"])
-def test_nothing_is_set_where_no_weights_go_through_nccl(way: str) -> None:
+def test_nothing_is_set_if_no_weights_go_through_nccl(way: str) -> None:
     assert nccl_settings(config_of({}, weight_sync=way)) == {}
 
 
@@ -192,7 +192,7 @@ def not_loaded(name: str, mode: int) -> None:
 
 
 @pytest.mark.parametrize(("library", "version"), [(Library, "2.30.7"), (not_loaded, None)])
-def test_the_version_is_that_of_the_library_that_is_loaded(
+def test_the_version_is_read_from_the_loaded_library(
     monkeypatch: pytest.MonkeyPatch, library: Any, version: str | None
 ) -> None:
     monkeypatch.setattr("ctypes.CDLL", library)

@@ -1,4 +1,4 @@
-"""What is sent of a response that goes on, and how its parts become one."""
+"""Requests of resumed responses, and how the parts of a response become one."""
 
 import asyncio
 import dataclasses
@@ -50,7 +50,7 @@ NEW = _part(20, 2, num_rows=2, spans=(WeightVersionSpan(0, 2, 6),), finish_reaso
 REQUEST = Request("g+0", (1, 2), (0, 0, 0), partial=OLD)
 
 
-def test_old_and_new_are_one() -> None:
+def test_old_and_new_parts_become_one() -> None:
     whole = join_parts(OLD, NEW)
     assert whole.tokens.tolist() == [10, 11, 12, 20, 21]
     assert whole.log_probs.tolist() == [-10, -11, -12, -20, -21]
@@ -60,43 +60,42 @@ def test_old_and_new_are_one() -> None:
     assert whole.routed_experts.indices.shape == (2 + 5 - 1, 3, 2)
     assert whole.routed_experts.indices[:, 1, 1].tolist() == [10, 11, 12, 13, 20, 21]
     assert (whole.finish_reason, whole.num_moves) == ("stop", 1)
-    spans = [(span.start, span.stop, span.version) for span in whole.weight_versions]
-    assert spans == [(0, 1, 4), (1, 3, 5), (3, 5, 6)]
-
-
-def test_moves_retractions_and_cached_tokens_of_both_parts_are_counted() -> None:
-    old = dataclasses.replace(OLD, num_moves=2, num_retractions=1, num_cached_tokens=2)
-    whole = join_parts(old, dataclasses.replace(NEW, num_retractions=3, num_cached_tokens=5))
+    moved = dataclasses.replace(OLD, num_moves=2, num_retractions=1, num_cached_tokens=2)
+    whole = join_parts(moved, dataclasses.replace(NEW, num_retractions=3, num_cached_tokens=5))
     assert (whole.num_moves, whole.num_retractions, whole.num_cached_tokens) == (3, 4, 7)
+    assert join_parts(dataclasses.replace(OLD, routed_experts=None), NEW).routed_experts is None
+    assert join_parts(OLD, dataclasses.replace(NEW, topk=None)).topk is None
 
 
-def test_spans_of_one_version_become_one() -> None:
-    again = dataclasses.replace(NEW, weight_versions=(WeightVersionSpan(0, 1, 5), WeightVersionSpan(1, 2, 6)))
-    spans = [(span.start, span.stop, span.version) for span in join_parts(OLD, again).weight_versions]
-    assert spans == [(0, 1, 4), (1, 4, 5), (4, 5, 6)]
+Spans = list[tuple[int, int, int]]
 
 
-def test_parts_of_one_version_are_one_span() -> None:
-    """A response that moved, or that a hold without a push interrupted, even several times."""
-    spans = tuple(WeightVersionSpan(0, count, 5) for count in (3, 2))
-    first, second = (
-        dataclasses.replace(part, weight_versions=(own,)) for part, own in zip((OLD, NEW), spans, strict=True)
-    )
-    whole = join_parts(join_parts(first, second), dataclasses.replace(second, finish_reason="length"))
-    assert whole.weight_versions == (WeightVersionSpan(0, 7, 5),)
-    nothing = dataclasses.replace(give_up(dataclasses.replace(REQUEST, partial=None)), finish_reason="stop")
-    assert join_parts(nothing, second).weight_versions == (WeightVersionSpan(0, 2, 5),)
-    assert join_parts(first, nothing).weight_versions == (WeightVersionSpan(0, 3, 5),)
-
-
-def test_an_observation_is_of_no_version() -> None:
-    """Between two turns of the same weights: no version sampled its tokens."""
-    first = dataclasses.replace(OLD, weight_versions=(WeightVersionSpan(0, 3, 5),))
-    second = dataclasses.replace(NEW, weight_versions=(WeightVersionSpan(0, 2, 5),))
-    whole = join_parts(with_observation(first, torch.tensor([7, 8])), second)
-    assert whole.weight_versions == (WeightVersionSpan(0, 3, 5), WeightVersionSpan(5, 7, 5))
-    assert whole.tokens.tolist() == [10, 11, 12, 7, 8, 20, 21]
-    assert mask_of(whole).tolist() == [True] * 3 + [False] * 2 + [True] * 2
+@pytest.mark.parametrize(
+    ("old", "observation", "new", "expected"),
+    [
+        ([(0, 1, 4), (1, 3, 5)], 0, [(0, 2, 6)], [(0, 1, 4), (1, 3, 5), (3, 5, 6)]),
+        ([(0, 1, 4), (1, 3, 5)], 0, [(0, 1, 5), (1, 2, 6)], [(0, 1, 4), (1, 4, 5), (4, 5, 6)]),
+        ([(0, 3, 5)], 0, [(0, 2, 5)], [(0, 5, 5)]),
+        ([], 0, [(0, 2, 5)], [(0, 2, 5)]),
+        ([(0, 3, 5)], 0, [], [(0, 3, 5)]),
+        ([(0, 3, 5)], 2, [(0, 2, 5)], [(0, 3, 5), (5, 7, 5)]),  # no version sampled the observation
+    ],
+)
+def test_spans_of_one_version_that_meet_become_one(
+    old: Spans, observation: int, new: Spans, expected: Spans
+) -> None:
+    """Also if a response moved, or if a hold without a push interrupted it."""
+    parts = []
+    for first, spans in ((10, old), (20, new)):
+        found = tuple(WeightVersionSpan(*span) for span in spans)
+        parts.append(_part(first, found[-1].stop if found else 0, num_rows=0, spans=found))
+    between = [7, 8][:observation]
+    before = with_observation(parts[0], torch.tensor(between)) if between else parts[0]
+    whole = join_parts(before, parts[1])
+    assert [(span.start, span.stop, span.version) for span in whole.weight_versions] == expected
+    sampled = [parts[0].tokens.tolist(), between, parts[1].tokens.tolist()]
+    assert whole.tokens.tolist() == [token for part in sampled for token in part]
+    assert mask_of(whole).tolist() == [part is not between for part in sampled for _ in part]
 
 
 MASKS = [torch.tensor([True, False, True]), torch.tensor([False, True])]
@@ -112,14 +111,14 @@ ALL = [torch.ones_like(mask) for mask in MASKS]
         (MASKS[0], MASKS[1], [True, False, True, False, True]),
     ],
 )
-def test_tokens_that_either_part_does_not_train_on_the_whole_does_not(
-    of_old: torch.Tensor, of_new: torch.Tensor, expected: list[bool]
+def test_the_loss_mask_is_the_mask_of_both_parts(
+    of_old: torch.Tensor | None, of_new: torch.Tensor | None, expected: list[bool] | None
 ) -> None:
     old, new = dataclasses.replace(OLD, loss_mask=of_old), dataclasses.replace(NEW, loss_mask=of_new)
     assert join_parts(old, new).loss_mask.tolist() == expected
 
 
-def test_the_beginning_of_a_response_has_what_its_tokens_have() -> None:
+def test_a_shortened_response_keeps_the_spans_and_rows_of_its_tokens() -> None:
     whole = join_parts(
         with_observation(OLD, torch.tensor([7, 8])), dataclasses.replace(NEW, routed_experts=None)
     )
@@ -136,7 +135,7 @@ def test_the_beginning_of_a_response_has_what_its_tokens_have() -> None:
         assert [(span.start, span.stop, span.version) for span in found.weight_versions] == spans
 
 
-def test_a_request_that_went_on_is_counted_by_what_it_added() -> None:
+def test_a_resumed_request_counts_its_new_tokens_alone() -> None:
     """Its input alone, if it was given up before it had a token; the part before was counted then."""
     part = dataclasses.replace(
         OLD, num_retractions=2, num_cached_tokens=3, num_moves=1, routes_fault="as before"
@@ -152,12 +151,7 @@ def test_a_request_that_went_on_is_counted_by_what_it_added() -> None:
     assert count_result(request, whole) == expected
 
 
-def test_what_a_part_lacks_the_whole_lacks() -> None:
-    assert join_parts(dataclasses.replace(OLD, routed_experts=None), NEW).routed_experts is None
-    assert join_parts(OLD, dataclasses.replace(NEW, topk=None)).topk is None
-
-
-def test_an_engine_adds_to_what_happened_to_the_part_before() -> None:
+def test_an_engine_adds_to_the_counts_of_the_part_before() -> None:
     part = dataclasses.replace(OLD, num_moves=2, num_retractions=1, num_cached_tokens=3)
     request = dataclasses.replace(REQUEST, partial=dataclasses.replace(part, topk=None))
     params = dataclasses.replace(PARAMS, num_topk_log_probs=0)
@@ -170,7 +164,7 @@ def test_an_engine_adds_to_what_happened_to_the_part_before() -> None:
 
 
 @pytest.mark.parametrize("version", GENERATIONS)
-def test_the_rest_is_asked_for(version: str) -> None:
+def test_a_resumed_request_asks_for_the_rest(version: str) -> None:
     body = GENERATIONS[version].generate_body(REQUEST, PARAMS, MODEL)
     assert body["input_ids"] == [1, 2, 10, 11, 12]
     assert body["sampling_params"]["max_new_tokens"] == 7
@@ -184,7 +178,7 @@ def test_the_rest_is_asked_for(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", GENERATIONS)
-def test_an_answer_from_the_queue_leaves_what_there_was(version: str) -> None:
+def test_a_reply_from_the_queue_keeps_the_earlier_tokens(version: str) -> None:
     body = {
         "output_ids": [],
         "meta_info": {"id": "g+0", "finish_reason": {"type": "abort"}, "completion_tokens": 0},

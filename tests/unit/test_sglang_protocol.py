@@ -1,4 +1,4 @@
-"""Answers that a real SGLang server gave, as they came and corrupted, read here and in the decoding process."""
+"""Replies of a real SGLang server, sound and corrupted, read here and in the decoding process."""
 
 import asyncio
 import base64
@@ -55,8 +55,8 @@ def _outcome(
         return error
 
 
-def _read_body(body: object, request: Request, params: SamplingParams, version: str = NEWEST) -> Sample:
-    """What both ways make of the answer, which must be the same to the bit, and to the letter of an error."""
+def _read_body(body: object, request: Request, params: SamplingParams, version: str = NEWEST) -> Completion:
+    """Read a reply in both ways, which must agree to the bit, or to the letter of an error."""
     content = json.dumps(body).encode()
     here, there = (_outcome(generation, content, request, params) for generation in WAYS[version])
     if isinstance(here, ReplyError):
@@ -80,7 +80,7 @@ def _read(name: str, corrupt: Corruption = lambda body: None, version: str = NEW
 
 @pytest.mark.parametrize("version", GENERATIONS)
 @pytest.mark.parametrize("name", ["plain", "topk_and_routes", "stop", "greedy", "abort"])
-def test_recorded_answers_are_read(name: str, version: str) -> None:
+def test_recorded_replies_are_read(name: str, version: str) -> None:
     request, params, body = recorded(name, version)
     completion, meta = _read(name, version=version), body["meta_info"]
     assert completion.request_id == request.id
@@ -96,9 +96,7 @@ def test_recorded_answers_are_read(name: str, version: str) -> None:
 
 @pytest.mark.parametrize("is_changed", [True, False])
 @pytest.mark.parametrize("captures", [True, False])
-def test_a_retracted_answer_keeps_its_routes_if_one_version_of_the_weights_computed_all(
-    captures: bool, is_changed: bool
-) -> None:
+def test_a_retracted_reply_keeps_routes_of_one_version(captures: bool, is_changed: bool) -> None:
     """Its tokens and log-probs are those that were sampled, its routes those of the recomputation."""
     request, params, body = recorded("retracted")
     meta, num_tokens = body["meta_info"], len(body["output_ids"])
@@ -113,20 +111,14 @@ def test_a_retracted_answer_keeps_its_routes_if_one_version_of_the_weights_compu
     assert (completion.routes_fault is not None) == (captures and is_changed)
 
 
-@pytest.mark.parametrize("generation", [HERE, THERE])
-def test_an_answer_without_tokens_is_an_aborted_one(generation: Generation) -> None:
+def test_a_reply_without_tokens_is_an_aborted_one() -> None:
     request, params, _ = recorded("plain")
     meta = {"id": request.id, "finish_reason": {"type": "abort"}, "completion_tokens": 0}
-    outcome = _outcome(generation, json.dumps({"output_ids": [], "meta_info": meta}).encode(), request, params)
-    assert isinstance(outcome, Sample) and (outcome.finish_reason, outcome.tokens.numel()) == ("abort", 0)
+    found = _read_body({"output_ids": [], "meta_info": meta}, request, params)
+    assert (found.finish_reason, found.tokens.numel()) == ("abort", 0)
 
 
-def test_an_answer_that_does_not_say_how_often_it_was_retracted_is_refused() -> None:
-    with pytest.raises(ReplyError, match="num_retractions"):
-        _read("plain", _drop("num_retractions"))
-
-
-def test_routes_are_those_of_the_answer() -> None:
+def test_routes_equal_the_reply() -> None:
     request, _, body = recorded("topk_and_routes")
     completion = _read("topk_and_routes")
     assert completion.routed_experts is not None
@@ -166,6 +158,7 @@ def _shift(name: str) -> Corruption:
         ),
         (_meta(finish_reason={"type": "tired"}), "expected .'stop', 'length', 'abort'"),
         (_meta(finish_reason=None), "found None as finish_reason"),
+        (_drop("num_retractions"), "num_retractions"),
         (_drop("output_token_logprobs"), "found nothing as output_token_logprobs"),
         (_shift("output_token_logprobs"), "log-probs belong to other tokens"),
         (
@@ -181,7 +174,7 @@ def _shift(name: str) -> Corruption:
         (_meta(weight_versions=[8]), "found 8 in weight_versions"),
     ],
 )
-def test_a_corrupted_answer_is_refused(corrupt: Corruption, message: str) -> None:
+def test_a_corrupted_reply_is_refused(corrupt: Corruption, message: str) -> None:
     with pytest.raises(ReplyError, match=message):
         _read("topk_and_routes", corrupt)
 
@@ -238,7 +231,7 @@ def test_two_reports_of_a_log_prob_may_differ_by_a_thousandth(
         _read(name, corrupt(1.4e-3))
 
 
-def test_a_flat_topk_is_that_of_the_answer() -> None:
+def test_a_flat_topk_equals_the_reply() -> None:
     _, _, body = recorded("topk_and_routes")
     meta, completion = body["meta_info"], _read("topk_and_routes")
     assert "output_top_logprobs" not in meta and completion.topk is not None
@@ -291,21 +284,15 @@ def test_base64_whose_slashes_json_escapes_is_read_as_the_same() -> None:
         torch.testing.assert_close(other[name], one[name], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("body", [[], None, "error"])
-def test_what_is_no_object_is_refused(body: object) -> None:
-    request, params, _ = recorded("plain")
-    with pytest.raises(ReplyError, match="expected one JSON object"):
-        _read_body(body, request, params)
+BROKEN = [b"", b'{"output_ids": [', b"{\xff}", b"[" * 100_000, b"{" + b"9" * 5000 + b"}", b'{"a": 1} {}']
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b'{"output_ids": [', b"{\xff}", b"[" * 100_000, b"{" + b"9" * 5000 + b"}", b'{"a": 1} {}']
-)
-def test_what_is_no_json_is_refused(content: bytes) -> None:
+@pytest.mark.parametrize("content", [b"[]", b"null", b'"error"', *BROKEN])
+def test_a_reply_that_is_no_json_object_is_refused(content: bytes) -> None:
     request, params, _ = recorded("plain")
-    outcomes = [_outcome(generation, content, request, params) for generation in (HERE, THERE)]
-    assert all(isinstance(each, ReplyError) and "found no JSON" in str(each) for each in outcomes)
-    assert str(outcomes[0]) == str(outcomes[1])
+    here, there = (_outcome(generation, content, request, params) for generation in (HERE, THERE))
+    assert isinstance(here, ReplyError) and isinstance(there, ReplyError) and str(here) == str(there)
+    assert ("found no JSON" if content in BROKEN else "expected one JSON object") in str(here)
 
 
 def test_a_log_prob_that_is_null_is_kept_for_validation() -> None:
@@ -379,26 +366,17 @@ def test_scores_of_a_prompt_are_read(generation: Generation) -> None:
         read(None, with_routes=False)
 
 
-def test_dense_layers_are_left_out_and_must_be_zero() -> None:
-    routing = ModelRouting((0, 2), 8, 2)
-    payload = _routes(lambda routes: routes[:, 1].fill(0))
-    decoded = decode_routes(_json(payload), 13, 3, routing, "answer")
-    assert decoded.shape == (13, 2, 2)
+def test_routes_of_dense_layers_one_expert_and_many_experts() -> None:
+    dense = _routes(lambda routes: routes[:, 1].fill(0))
+    assert decode_routes(_json(dense), 13, 3, ModelRouting((0, 2), 8, 2), "reply").shape == (13, 2, 2)
     with pytest.raises(RoutingReplayError, match="names experts in dense layers"):
-        decode_routes(_json(_routes()), 13, 3, routing, "answer")
-
-
-def test_nothing_but_zeros_with_one_expert_per_token_is_refused() -> None:
-    payload = base64.b64encode(bytes(4 * 13 * 3)).decode()
+        decode_routes(_json(_routes()), 13, 3, ModelRouting((0, 2), 8, 2), "reply")
+    zeros = base64.b64encode(bytes(4 * 13 * 3)).decode()
     with pytest.raises(RoutingReplayError, match="nothing was captured"):
-        decode_routes(_json(payload), 13, 3, ModelRouting((0, 1, 2), 8, 1), "answer")
-
-
-def test_many_experts_take_two_bytes() -> None:
-    payload = _routes(lambda routes: routes.__setitem__((3, 1), (300, 2)))
-    decoded = decode_routes(_json(payload), 13, 3, ModelRouting((0, 1, 2), 512, 2), "answer")
-    assert decoded.dtype == np.int16
-    assert decoded[3, 1].tolist() == [300, 2]
+        decode_routes(_json(zeros), 13, 3, ModelRouting((0, 1, 2), 8, 1), "reply")
+    large = _routes(lambda routes: routes.__setitem__((3, 1), (300, 2)))
+    decoded = decode_routes(_json(large), 13, 3, ModelRouting((0, 1, 2), 512, 2), "reply")
+    assert decoded.dtype == np.int16 and decoded[3, 1].tolist() == [300, 2]
 
 
 @pytest.mark.parametrize("version", ["0.5.21", "0.5.24", None, 5, []])
@@ -408,7 +386,7 @@ def test_a_server_that_was_never_run_against_is_refused(version: object) -> None
 
 
 @pytest.mark.parametrize("version", GENERATIONS)
-def test_what_is_asked_leaves_nothing_to_the_server(version: str) -> None:
+def test_a_request_leaves_no_setting_to_the_server(version: str) -> None:
     request = Request("g+0", (1, 2), (0, 0, 0))
     params = SamplingParams(5, temperature=0.5, num_topk_log_probs=3, capture_routes=True)
     body = generation_of(version).generate_body(request, params, MODEL)
@@ -431,7 +409,7 @@ def test_what_is_asked_leaves_nothing_to_the_server(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", GENERATIONS)
-def test_what_a_server_says_of_itself(version: str) -> None:
+def test_facts_of_a_server_are_read(version: str) -> None:
     facts = json.loads((REPLIES / version / "facts.json").read_text())
     read = generation_of(version).read_facts(facts["server_info"], facts["model_info"])
     assert (read.version, read.weight_version, read.captures_routes) == (version, 0, True)

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from megatron_dppo.data.prompts.prompts import PromptStream
-from megatron_dppo.engines.base import Request, RolloutEngine, SamplingParams
+from megatron_dppo.engines.base import RolloutEngine, SamplingParams
 from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.engines.sglang.model import served_model
 from megatron_dppo.environments import InProcess, SingleTurn
-from megatron_dppo.errors import ConfigError, RolloutError, ServerError, WeightSyncError
+from megatron_dppo.errors import ConfigError, ServerError
 from megatron_dppo.rollout.conversations import TurnLimits
 from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.producer import Producer
@@ -25,8 +25,8 @@ from megatron_dppo.routing_replay.routes import validate_routes
 from megatron_dppo.types import Prompt
 from tests.support.collecting import Collected, MultiTurn, collect
 from tests.support.comparing import FULL, PARITY, Lengths, Letters, as_answered, compare, requests_of
-from tests.support.serving import CHUNK, KEY, MAX_TOKENS, MODEL, Served, served_config
-from tests.support.tiny import VOCAB, write_model
+from tests.support.serving import CHUNK, KEY, MODEL, Served, served_config
+from tests.support.tiny import write_model
 
 PATIENCE = Patience(control_timeout_s=60, generate_timeout_s=600)
 
@@ -133,39 +133,6 @@ def test_over_sampling_keeps_the_groups_that_finish_first(served: Served, engine
     assert rollouts.cursor == {"epoch": 0, "index": 16}
     ids = [sample.id for batch in batches for sample in batch.samples]
     assert len(ids) == len(set(ids))
-
-
-@pytest.mark.parametrize(
-    ("change", "params", "message"),
-    [
-        ({}, SamplingParams(8, num_topk_log_probs=VOCAB + 1), "expected 0 to the vocabulary of 97"),
-        ({}, SamplingParams(8, top_p=0.9, num_topk_log_probs=2), "top_p = 1"),
-        ({}, SamplingParams(0), "max_response_tokens >= 1"),
-        ({}, SamplingParams(MAX_TOKENS), "at most 510 tokens together"),
-        ({"prompt_tokens": ()}, SamplingParams(8), "found 0 prompt tokens"),
-        ({"prompt_tokens": (1,) * 506}, SamplingParams(4), "found 506 prompt tokens"),
-        ({"prompt_tokens": (5, VOCAB)}, SamplingParams(8), "found token ids 5 to 97; expected 0 to 96"),
-        ({"prompt_tokens": (5, -1)}, SamplingParams(8), "found token ids -1 to 5"),
-    ],
-)
-def test_request_that_would_crash_a_server_is_refused(
-    engine: SglangEngine, change: dict[str, Any], params: SamplingParams, message: str
-) -> None:
-    request = Request(**{"id": "g+0", "prompt_tokens": (1, 2), "noise_key": (0, 0, 0)} | change)
-    with pytest.raises(RolloutError, match=message):
-        engine.generate([request], params)
-    assert engine.generate([], FULL) == []  # the server still runs
-
-
-def test_two_requests_of_one_name_are_refused(engine: SglangEngine) -> None:
-    request = Request("g+0", (1, 2), (0, 0, 0))
-    with pytest.raises(RolloutError, match="two requests g"):
-        engine.generate([request, request], FULL)
-
-
-def test_load_weights_is_refused(engine: SglangEngine) -> None:
-    with pytest.raises(WeightSyncError, match="weight_sync"):
-        engine.load_weights([], 1)
 
 
 def test_a_run_without_a_server_says_how_to_start_one(served: Served, tmp_path: Any) -> None:

@@ -24,8 +24,8 @@ from megatron_dppo.engines.base import (
 from megatron_dppo.engines.sglang import session as sessions
 from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
-from megatron_dppo.errors import RolloutError, ServerError
-from megatron_dppo.types import Sample, WeightVersionSpan
+from megatron_dppo.errors import RolloutError, ServerError, WeightSyncError
+from megatron_dppo.types import WeightVersionSpan
 from tests.support.collecting import sample_until
 from tests.support.loop_time import skip
 from tests.support.sglang_stand_in import LOG_PROB, MODEL, TOKEN, StandIn, answer, serving
@@ -459,26 +459,48 @@ def test_the_end_of_a_session_ends_the_requests_in_flight() -> None:
         assert _sizes(asyncio.run(run())) == [3] * 3
 
 
+OTHER = Request("other+0", (1, 2), (0, 0, 0))
+
+
 @pytest.mark.parametrize(
-    ("request_", "message"),
+    ("request_", "params", "message"),
     [
-        (Request("long0+0", (1, 2), (0, 0, 0)), "found a pending request with this id"),
-        (Request("other+0", (1, 99), (0, 0, 0)), "found token ids 1 to 99"),
-        (Request("other+0", (1,) * 4096, (0, 0, 0)), "found 4096 prompt tokens"),
+        (replace(OTHER, id="long0+0"), PARAMS, "found a pending request with this id"),
+        (replace(OTHER, prompt_tokens=(5, 64)), PARAMS, "found token ids 5 to 64; expected 0 to 63"),
+        (replace(OTHER, prompt_tokens=(5, -1)), PARAMS, "found token ids -1 to 5"),
+        (replace(OTHER, prompt_tokens=()), PARAMS, "found 0 prompt tokens"),
+        (replace(OTHER, prompt_tokens=(1,) * 506), SamplingParams(4), "found 506 prompt tokens"),
+        (OTHER, SamplingParams(508), "at most 506 tokens together"),
+        (OTHER, SamplingParams(0), "max_response_tokens >= 1"),
+        (OTHER, SamplingParams(8, num_topk_log_probs=65), "expected 0 to the vocabulary of 64"),
+        (OTHER, SamplingParams(8, top_p=0.9, num_topk_log_probs=2), "top_p = 1"),
     ],
 )
-def test_a_refused_request_ends_no_others(request_: Request, message: str) -> None:
+def test_a_refused_request_ends_no_others(request_: Request, params: SamplingParams, message: str) -> None:
     server = Server()
 
     async def work(session: Session) -> None:
         asked = _ask(session, _requests("long", 1))
         await _arrived(1, server)
         with pytest.raises(RolloutError, match=message):
-            await session.ask(request_, PARAMS)
+            await session.ask(request_, params)
         await session.hold()
         assert _sizes([await asked[0]]) == [NUM_NEW]
 
     _run(work, server)
+
+
+def test_calls_that_send_nothing() -> None:
+    with _running(server := Server()) as urls:
+        engine = SglangEngine(urls, MODEL, PATIENCE)
+        assert engine.generate([], PARAMS) == []
+        with pytest.raises(RolloutError, match="two requests other"):
+            engine.generate([OTHER, OTHER], PARAMS)
+        with pytest.raises(RolloutError, match="at most 510 tokens together"):  # never held
+            engine.generate([OTHER], SamplingParams(509))
+        with pytest.raises(WeightSyncError, match="weight_sync"):
+            engine.load_weights([], 1)
+    assert not server.rids
 
 
 def test_sampling_until_enough_holds_the_session() -> None:

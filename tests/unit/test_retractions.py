@@ -83,17 +83,6 @@ def _read(request: Request, **of_answer: Any) -> Sample:
 FRESH = Request("g+0", (1, 2), (0, 0, 0))
 
 
-@pytest.mark.parametrize("changed_at", [0, 2])
-@pytest.mark.parametrize("num_retractions", [0, 1])
-def test_recomputed_routes_are_of_the_weights_that_sampled_or_missing(
-    num_retractions: int, changed_at: int
-) -> None:
-    found = _read(FRESH, num_retractions=num_retractions, changed_at=changed_at)
-    assert (found.routed_experts is None) == (num_retractions > 0 and changed_at > 0)
-    assert (found.routes_fault is not None) == (found.routed_experts is None)
-    assert len(found.weight_versions) == 1 + (changed_at > 0) and found.tokens.numel() == 6
-
-
 @pytest.mark.parametrize("retracted", [(2, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 2), (0, 0, 0)])
 @pytest.mark.parametrize("changed", [(False, False, False), (True, True, False), (False, False, True)])
 def test_resumed_response_keeps_the_routes_of_each_part(

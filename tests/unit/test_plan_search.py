@@ -33,6 +33,8 @@ def test_divisible_layouts_divide(content: dict[str, Any], num_gpus: int) -> Non
     job = job_of(content, num_gpus=num_gpus)
     layouts = [job.having(settings).layout for settings in divisible_layouts(job)]
     assert len(set(layouts)) == len(layouts) > 0
+    for size in ("tensor", "pipeline", "virtual_pipeline", "context"):
+        assert (max(getattr(layout, size) for layout in layouts) > 1) == (num_gpus > 1), size
     for layout in layouts:
         assert layout.tensor * layout.pipeline * layout.context * layout.data == num_gpus
         assert content["num_key_value_heads"] % layout.tensor == 0

@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.runtime.process import start, unusable_gpus
+from megatron_dppo.runtime.process import Runtime, Stopwatch, start, unusable_gpus
 
 LEAVE = """
 import time
@@ -105,3 +106,17 @@ def test_gpus_that_torch_can_use_are_no_problem(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert unusable_gpus() is None
+
+
+def test_a_phase_ends_with_its_body_unless_the_body_raises() -> None:
+    runtime = Runtime(torch.device("cpu"), 0, 1)
+    timer = Stopwatch(runtime)
+    with timer.time("rollout"):
+        with timer.time("reward"):
+            assert runtime.progress.phase == "reward"
+        assert runtime.progress.phase == "rollout"
+    assert runtime.progress.phase == ""
+    with pytest.raises(ValueError, match="wrong"), timer.time("train"):
+        raise ValueError("wrong")
+    assert runtime.progress.phase == "train", "the report of the error names it"
+    assert timer.seconds.keys() == {"rollout", "reward", "train"}

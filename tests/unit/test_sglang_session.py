@@ -1,11 +1,12 @@
 """The states of a request in a session: the transition table, and the requests of a drained server."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from megatron_dppo.engines.base import Request, SamplingParams
+from megatron_dppo.engines.base import EngineCounts, Request, SamplingParams
 from megatron_dppo.engines.sglang.client import Link
 from megatron_dppo.engines.sglang.dispatch import NEXT, Asked, Event, InFlight, Situation, State
 from megatron_dppo.engines.sglang.protocol import ServedModel, ServerFacts
@@ -17,7 +18,8 @@ FACTS = ServerFacts("0.5.23", "model", 0, 64, 64, False, 8, 1)
 
 
 def _session() -> ServerSession:
-    links = {url: Link(cast(Any, None), cast(Any, None), FACTS) for url in "ab"}
+    client = cast(Any, SimpleNamespace(counts=EngineCounts()))
+    links = {url: Link(client, cast(Any, None), FACTS) for url in "ab"}
     return ServerSession(links, MODEL, 0, max_in_flight=9, hold_timeout_s=300)
 
 

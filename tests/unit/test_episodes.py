@@ -431,7 +431,7 @@ def test_a_path_may_be_longer_than_the_recursion_limit() -> None:
     assert node is not None and [each.number for each in node.path] == list(range(3000))
 
 
-def trained_text(each: Played, completion: Completion) -> str:
+def trained_text(each: Played, completion: Sample) -> str:
     """Return the text of the tokens that train."""
     return each.tokenizer.decode(completion.tokens[mask_of(completion)])
 

@@ -7,7 +7,6 @@ import pytest
 
 from megatron_dppo.architectures.layout import layers_of_stages
 from megatron_dppo.plan.cost import step_time
-from megatron_dppo.plan.fit import fits, why_not_enough
 from megatron_dppo.plan.job import FULL, NETWORK_BYTES_PER_S, NVLINK_BYTES_PER_S, Job, Machine
 from megatron_dppo.plan.memory import memory_of
 from megatron_dppo.plan.plan import advise

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.engines.weight_sync import transports
+from megatron_dppo.engines.weight_sync import broadcast
 from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
+from megatron_dppo.engines.weight_sync.syncs import SglangSync
 from tests.support.pushing import record_of, run_servers, runtime, sync_to
 from tests.support.sglang_stand_in import StandIn, serving
 

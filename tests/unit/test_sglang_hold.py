@@ -25,7 +25,7 @@ from megatron_dppo.engines.sglang import session as sessions
 from megatron_dppo.engines.sglang.client import Patience
 from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.errors import RolloutError, ServerError, WeightSyncError
-from megatron_dppo.types import WeightVersionSpan
+from megatron_dppo.types import Sample, WeightVersionSpan
 from tests.support.collecting import sample_until
 from tests.support.loop_time import skip
 from tests.support.sglang_stand_in import LOG_PROB, MODEL, TOKEN, StandIn, answer, serving
@@ -117,7 +117,7 @@ def _run(
     return engine
 
 
-def _requests(name: str, count: int, partial: Completion | None = None) -> list[Request]:
+def _requests(name: str, count: int, partial: Sample | None = None) -> list[Request]:
     requests = [Request(f"{name}{k}+0", (1, 2), (0, 0, k)) for k in range(count)]
     return [replace(each, partial=partial and replace(partial, id=each.id)) for each in requests]
 
@@ -159,7 +159,7 @@ def test_late_requests_are_sampled_and_counted_at_the_end_of_the_session() -> No
 @pytest.mark.parametrize("room", [2, 4, 8])
 @pytest.mark.parametrize("partial", [None, PARTIAL], ids=["fresh", "resumed"])
 def test_a_hold_returns_partial_responses_and_leaves_none_at_the_server(
-    partial: Completion | None, room: int
+    partial: Sample | None, room: int
 ) -> None:
     with _running(server := Server()) as urls:
         engine = SglangEngine(urls, MODEL, PATIENCE, max_concurrent_requests=room)

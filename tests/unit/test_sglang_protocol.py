@@ -55,7 +55,7 @@ def _outcome(
         return error
 
 
-def _read_body(body: object, request: Request, params: SamplingParams, version: str = NEWEST) -> Completion:
+def _read_body(body: object, request: Request, params: SamplingParams, version: str = NEWEST) -> Sample:
     """Read a reply in both ways, which must agree to the bit, or to the letter of an error."""
     content = json.dumps(body).encode()
     here, there = (_outcome(generation, content, request, params) for generation in WAYS[version])

@@ -18,6 +18,7 @@ from megatron_dppo.rollout.counts import DROP_REASONS, DropReason, RolloutCounts
 from megatron_dppo.rollout.rollouts import Rollouts
 from megatron_dppo.rollout.scores import PromptScore
 from megatron_dppo.rollout.scores import refuse_if_too_many_dropped as refuse_if_too_many
+from megatron_dppo.types import Sample
 from tests.support.sglang_stand_in import LOG_PROB, MODEL, TOKEN, StandIn, answer, serving
 
 NUM_REQUESTS, NUM_TOKENS, MOST_AT_ONCE = 40, 6, 4

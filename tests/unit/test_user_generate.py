@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.engines.base import Completion, SamplingParams, mask_of, response_alone
+from megatron_dppo.engines.base import SamplingParams, mask_of, response_alone
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.rewards import RewardResult
 from megatron_dppo.rollout.trajectories import Generate, UserGenerate
@@ -128,9 +128,9 @@ def test_mismatched_completions_are_refused(model: Any, function: Callable[..., 
 def test_the_older_name_of_a_response_makes_the_same_record() -> None:
     spans, mask = (WeightVersionSpan(0, 3, 5),), torch.tensor([True, False, True])
     tokens, log_probs = torch.tensor([4, 9, 2]), torch.tensor([-0.5, 0.0, -2.0])
-    made = Completion("a+1", tokens, log_probs, "stop", None, None, spans, loss_mask=mask)
+    made = response_alone("a+1", tokens, log_probs, "stop", None, None, spans, loss_mask=mask)
     same = response_alone("a+1", tokens, log_probs, "stop", weight_versions=spans, loss_mask=mask)
     assert_same(made, same)
-    assert isinstance(made, Completion) and not isinstance(None, Completion)
+    assert isinstance(made, Sample) and not isinstance(None, Sample)
     assert (made.request_id, made.prompt_length, mask_of(made).tolist()) == ("a+1", 0, mask.tolist())
     assert torch.equal(made.log_probs, made.rollout_log_probs)

@@ -21,10 +21,10 @@ _METRICS = "metrics.json"
 def rollout_only(config: Config, folder: Path, *, accepts_changes: bool = False) -> None:
     """Sample all rollouts of a run with its first weights, and save their gradient steps in `folder`."""
     _refuse_what_needs_both(config)
-    if config.rollout.max_staleness:
+    if num_versions := config.rollout.staleness.max_versions:
         expected = "0: nothing is trained meanwhile, so that no weights are pushed to sample by"
-        found, action = str(config.rollout.max_staleness), "--set rollout.max_staleness=0"
-        raise ConfigError(Problem("rollout.max_staleness", found, expected, action))
+        action = "--set rollout.max_staleness=0"
+        raise ConfigError(Problem("rollout.max_staleness", str(num_versions), expected, action))
     with (
         start_session(config, accepts_changes=accepts_changes) as session,
         full_disk_explained(config.run.folder, folder),
@@ -100,9 +100,9 @@ def _rank_file(folder: Path, runtime: Runtime) -> Path:
 
 
 def _refuse_what_needs_both(config: Config) -> None:
-    if config.rollout.lag:
+    if num_waiting := config.rollout.staleness.num_waiting:
         expected = "0: each half of the loop has only the run's first weights, so no rollout lags behind"
-        raise ConfigError(Problem("rollout.lag", str(config.rollout.lag), expected, "--set rollout.lag=0"))
+        raise ConfigError(Problem("rollout.lag", str(num_waiting), expected, "--set rollout.lag=0"))
     if config.tracking.alarms == "roll_back":
         expected = "log, stop or off: half a loop meets the same rollouts again"
         raise ConfigError(Problem("tracking.alarms", "roll_back", expected, "--set tracking.alarms=log"))

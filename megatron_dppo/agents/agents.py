@@ -32,7 +32,7 @@ from megatron_dppo.agents.harness import (
     most_open_episodes,
 )
 from megatron_dppo.agents.rendering import LibraryRendering, Rendering
-from megatron_dppo.config.schema import AgentConfig, RolloutConfig
+from megatron_dppo.config.rollout import AgentConfig, AgentSource, HarnessSource, RolloutConfig
 from megatron_dppo.config.sections import DataConfig
 from megatron_dppo.engines.base import (
     Ask,
@@ -222,20 +222,12 @@ def _refusing(handler: _Handler, body_of: Callable[[RefusedError], Any] = _CHAT.
     return handle
 
 
-HarnessPool = WorkerPool[EpisodeTask, AgentOutcome]
-
-
-def harness_pool(options: RolloutConfig, data: DataConfig) -> HarnessPool:
-    """Return workers for the harness of [rollout.agent], one for each open episode; starts none.
-
-    The caller limits their time.
-    """
-    harness, command = options.agent.harness, options.agent.command
+def harness_pool(source: AgentSource, data: DataConfig) -> HarnessPool:
+    """Return workers for an agent's harness or command; starts none."""
+    harness, command = (source.name, ()) if isinstance(source, HarnessSource) else (None, source.words)
     return HarnessPool(
-        SERVICE,
-        harness if harness is not None else json.dumps(list(command)),
-        num_workers=most_open_episodes(),
-        timeout_s=math.inf,
+        harness,
+        command,
         memory_mb=data.reward_memory_mb,
         environment=data.worker_environment,
     )
@@ -253,7 +245,9 @@ class Agents:
 
     def __init__(self, options: RolloutConfig, data: DataConfig) -> None:
         """Store the settings of [rollout] and [data]; starts nothing."""
-        self._pool, self._server, self._agent = harness_pool(options, data), AgentServer(), options.agent
+        source = options.source
+        assert isinstance(source, AgentSource), "an agent is set"
+        self._pool, self._server, self._agent = harness_pool(source, data), AgentServer(), options.agent
         self._limits = EpisodeLimits(
             options.agent.episode_timeout_s,
             options.agent.call_timeout_s,

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from megatron_dppo.config.rollout import AgentSource, HarnessSource
 from megatron_dppo.errors import AgentFailedError, Problem
 from megatron_dppo.runtime.process import host_bytes, num_files_left
 from megatron_dppo.runtime.user_code import problem_with_path
@@ -76,10 +77,11 @@ def as_command(name: str) -> list[str] | None:
     return cast("list[str]", json.loads(name)) if name.startswith("[") else None
 
 
-def problem_with_harness(harness: str | None, command: Sequence[str]) -> Problem | None:
+def problem_with_agent(source: AgentSource) -> Problem | None:
     """Return the problem with a harness or a command, or None; runs no user code."""
-    if harness is not None:
-        return problem_with_path(KEY, harness, "package.module:function")
-    if command and shutil.which(command[0]) is None:
-        return Problem(_COMMAND, repr(command[0]), "a program on the PATH", "Correct the name, or install it.")
+    if isinstance(source, HarnessSource):
+        return problem_with_path(KEY, source.name, "package.module:function")
+    program = source.words[0]
+    if shutil.which(program) is None:
+        return Problem(_COMMAND, repr(program), "a program on the PATH", "Correct the name, or install it.")
     return None

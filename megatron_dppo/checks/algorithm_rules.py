@@ -141,23 +141,6 @@ def _topk_vocabulary(config: Config, facts: Facts) -> Iterator[Problem]:
             yield Problem(key, str(columns), expected, "Lower it.")
 
 
-@rule("sampling_distribution")
-def _sampling_distribution(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Training samples from mu itself, without truncation."""
-    if config.rollout.top_p != 1:
-        action = "Remove it: the ratio pi/mu needs mu to be the distribution that was sampled from."
-        yield Problem("rollout.top_p", str(config.rollout.top_p), "1.0 (off)", action)
-
-
-@rule("group_size")
-def _group_size(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Each group has samples to compare."""
-    if config.rollout.samples_per_prompt < 2:
-        expected = "at least 2: the advantage of a single sample is always 0"
-        action = "Raise it; 8 is usual."
-        yield Problem("rollout.samples_per_prompt", str(config.rollout.samples_per_prompt), expected, action)
-
-
 @rule("minibatches")
 def _minibatches(config: Config, facts: Facts) -> Iterator[Problem]:
     """Prompts divide into mini-batches, and mini-batches over the data-parallel ranks."""
@@ -192,21 +175,14 @@ def _replay_needs_experts(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("routes_of_the_anchor")
 def _routes_of_the_anchor(config: Config, facts: Facts) -> Iterator[Problem]:
-    """R2 replays the routes of an anchor that is recomputed, and no others."""
+    """R2 replays the routes of an anchor that is recomputed."""
     where, objective = "algorithm.replay_recomputed_routes", objective_of(config)
-    if not config.algorithm.replay_recomputed_routes:
-        return
-    if getattr(objective, "anchor", None) == "rollout":
+    if config.algorithm.replay_recomputed_routes and getattr(objective, "anchor", None) == "rollout":
         found, expected = "true, and no log-probs are recomputed", "algorithm.anchor = 'recomputed'"
         action = (
             "Set algorithm.anchor = 'recomputed', or replay the rollout's: rollout.routing_replay = 'replay'."
         )
         yield Problem(where, found, expected, action)
-    if config.rollout.routing_replay != "off":
-        found = f"true with rollout.routing_replay = {config.rollout.routing_replay!r}"
-        yield Problem(
-            where, found, "one source of routes", "Set rollout.routing_replay = 'off', or leave it out."
-        )
 
 
 @rule("replay_without_router_fusion")

@@ -8,20 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.checks.facts import TRAINING, Facts, prompt_files, rule, section_of
+from megatron_dppo.config.rollout import SingleTurnSource
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts.final_answer import answer_kind, excerpt, final_answer, number_of
 from megatron_dppo.data.prompts.prompts import PromptRow
 from megatron_dppo.data.prompts.rows import TRAINING_SCHEMAS, detect, has
 from megatron_dppo.data.prompts.shares import digest_of, parts_of
 from megatron_dppo.data.prompts.survey import Survey, special_ids
-from megatron_dppo.environments import problem_with
-from megatron_dppo.errors import EnvironmentFailedError, Problem, RewardError, did_you_mean
+from megatron_dppo.errors import Problem, RewardError, did_you_mean
 from megatron_dppo.rewards import REWARDS, RewardChoice, RewardRequest, RewardResult, answer_form, problems_with
 from megatron_dppo.rollout.evaluation import evaluation_sets
 from megatron_dppo.rollout.scoring import RewardPools, training_reward
-from megatron_dppo.rollout.trajectories import environment_pool, try_environment
-from megatron_dppo.runtime.user_code import problem_with_import, problem_with_path
-from megatron_dppo.types import AnswerForm, Prompt
+from megatron_dppo.types import AnswerForm
 
 _WHOLE = re.compile(r"(.*?)found (.*?); expected (.*?)\. (.*)", re.DOTALL)
 """A sentence of `Problem`, without its location, and the text before it."""
@@ -157,19 +155,13 @@ def _reward(config: Config, facts: Facts) -> Iterator[Problem]:
 def reward_problems(choice: RewardChoice, config: Config) -> Iterator[Problem]:
     """Yield the problems of a reward that training or an evaluation set names."""
     yield from problems_with(choice)
-    if choice.is_environment and not gives_rewards(config):
+    if choice.is_environment and config.rollout.source == SingleTurnSource():
         yield Problem(
             "data.reward",
             "'environment', but rollout.environment = 'single_turn' gives no reward",
             f"one of {sorted(REWARDS)}, or 'package.module:function'",
             "Name the reward that scores a response, or the environment that gives rewards.",
         )
-
-
-def gives_rewards(config: Config) -> bool:
-    """Return whether the environment, an agent, or a user's `rollout.generate`, can give rewards."""
-    options = config.rollout
-    return options.environment != "single_turn" or options.generate is not None or options.agent.is_set
 
 
 @rule("reward_reads_answers", needs="data")
@@ -220,9 +212,9 @@ def _prompt_answers(config: Config, facts: Facts) -> Iterator[Problem]:
 @rule("reward_thinking", needs="data")
 def _reward_thinking(config: Config, facts: Facts) -> Iterator[Problem]:
     """If thinking is required, a response can end it: prompts leave it open, and texts keep `</think>`."""
-    tokenizer = facts.tokenizer
+    tokenizer = facts.usable_tokenizer
     files = [each for each in iterate_surveys(config, facts, is_once=False) if rewards_of(config, each[0])]
-    if config.data.thinking != "require" or not files or tokenizer is None or isinstance(tokenizer, Problem):
+    if config.data.thinking != "require" or not files or tokenizer is None:
         return
     ignore = "data.thinking = 'ignore'"
     if THINKING_ENDS not in _decode_again(tokenizer, f"1{THINKING_ENDS}1"):
@@ -251,15 +243,6 @@ def _decode_again(tokenizer: Any, text: str) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-@rule("overlong_buffer")
-def _overlong_buffer(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Responses up to some length are not penalised."""
-    buffer, longest = config.data.overlong_buffer_tokens, config.rollout.max_response_tokens
-    if buffer >= longest:
-        expected = f"fewer than rollout.max_response_tokens = {longest}"
-        yield Problem("data.overlong_buffer_tokens", str(buffer), expected, "Lower it.")
-
-
 def iterate_surveys(
     config: Config, facts: Facts, *, is_once: bool = True
 ) -> Iterator[tuple[str, Path, Survey]]:
@@ -278,7 +261,7 @@ def _reward_trial(config: Config, facts: Facts) -> Iterator[Problem]:
     for each in evaluation_sets(config):
         sections.setdefault(each.reward, f"evaluation.sets.{each.name}")
     for reward, section in sections.items():
-        where, first = f"{section}.reward", _first(facts, section)
+        where, first = f"{section}.reward", facts.first_prompt(section)
         choice = RewardChoice.read(reward)
         if first is None or choice.is_environment or any(problems_with(choice)):
             continue
@@ -288,11 +271,6 @@ def _reward_trial(config: Config, facts: Facts) -> Iterator[Problem]:
             except RewardError as error:
                 action = "Correct the function; megatron_dppo/rewards/README.md documents its signature."
                 yield worker_problem(where, "data.reward", error, "a reward that scores a response", action)
-
-
-def _first(facts: Facts, section: str) -> Prompt | None:
-    """Return the first prompt of a section's files that can be read."""
-    return next((found.first for found in facts.surveys_of(section) if found.first is not None), None)
 
 
 @rule("reward_answer_trial", needs="trial")
@@ -312,34 +290,6 @@ def _reward_answer_trial(config: Config, facts: Facts) -> Iterator[Problem]:
                     "Make the file with megatron-dppo prepare-data, which extracts final answers, or "
                     "name a column of bare answers in data.answer_column.",
                 )
-
-
-@rule("environment_trial", needs="trial")
-def _environment_trial(config: Config, facts: Facts) -> Iterator[Problem]:
-    """The environment is imported in a worker, starts with the first prompt, and replies to one response."""
-    name, first = config.rollout.environment, _first(facts, TRAINING)
-    if first is None or problem_with(name) is not None:
-        return
-    pool = environment_pool(name, config.data)
-    if pool is None:
-        return
-    with closing(pool):
-        try:
-            try_environment(pool, first)
-        except EnvironmentFailedError as error:
-            action = "Correct the class; megatron_dppo/environments/README.md documents its methods."
-            key = "rollout.environment"
-            yield worker_problem(key, key, error, "an environment that replies to a response", action)
-
-
-@rule("generate_import", needs="trial")
-def _generate_import(config: Config, facts: Facts) -> Iterator[Problem]:
-    """A custom sampling function can be imported."""
-    key, name = "rollout.generate", config.rollout.generate
-    if name is not None and problem_with_path(key, name, "package.module:function") is None:
-        problem = problem_with_import(key, name)
-        if problem is not None:
-            yield problem
 
 
 def worker_problem(where: str, key: str, error: Exception, expected: str, action: str) -> Problem:

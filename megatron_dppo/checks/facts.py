@@ -14,12 +14,14 @@ from tqdm import tqdm
 from megatron_dppo.architectures.registry import read_model_sizes
 from megatron_dppo.architectures.sizes import ModelSizes, architecture_of, config_file, read_model_config
 from megatron_dppo.checkpoints.checkpoint_folder import SavedRun, saved_run
+from megatron_dppo.config.rollout import SingleTurnSource
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts.prompts import read_columns
 from megatron_dppo.data.prompts.survey import Survey, survey
 from megatron_dppo.errors import ConfigError, DataError, Problem
 from megatron_dppo.runtime.libraries import Library
 from megatron_dppo.runtime.process import gpu_libraries
+from megatron_dppo.types import Prompt
 
 _KEY = ".prompts"
 TRAINING = "data"
@@ -53,8 +55,7 @@ class Facts:
     @property
     def is_prompt_what_a_model_reads(self) -> bool:
         """Whether conversations start with the prompt itself, not with a text that user code makes from it."""
-        options = self.config.rollout
-        return options.environment == "single_turn" and options.generate is None and not options.agent.is_set
+        return self.config.rollout.source == SingleTurnSource()
 
     @cached_property
     def tokenizer(self) -> Any | Problem | None:
@@ -71,6 +72,11 @@ class Facts:
             action = "Copy the model's tokenizer files again, next to its config.json."
             return Problem("model.load", found, "a tokenizer that transformers loads", action)
 
+    @property
+    def usable_tokenizer(self) -> Any | None:
+        """The model's tokenizer, or None if its folder has none, or one that does not load."""
+        return None if isinstance(self.tokenizer, Problem) else self.tokenizer
+
     @cached_property
     def surveys(self) -> Mapping[str, Survey]:
         """The survey of each file of prompts, by the key that names it, without files that cannot be read."""
@@ -86,18 +92,21 @@ class Facts:
         """Return the surveys of a section's files, in the order of the files."""
         return [found for key, found in self.surveys.items() if section_of(key) == section]
 
+    def first_prompt(self, section: str) -> Prompt | None:
+        """Return the first prompt of a section's files that can be read."""
+        return next((found.first for found in self.surveys_of(section) if found.first is not None), None)
+
     @property
     def _readable(self) -> set[str]:
         return {key for key, columns in self.columns.items() if not isinstance(columns, Problem)}
 
     def _survey(self, path: Path) -> Survey:
         data = self.config.data
-        tokenizer = self.tokenizer if self.is_prompt_what_a_model_reads else None
         return survey(
             path,
             data.prompt_column,
             data.answer_column,
-            None if isinstance(tokenizer, Problem) else tokenizer,
+            self.usable_tokenizer if self.is_prompt_what_a_model_reads else None,
             data.max_prompt_tokens,
             lambda rows: _with_progress(rows, path),
         )

@@ -65,89 +65,63 @@ _PROVEN_STAGES = "parallel.pipeline: only this division of layers was compared w
 _PROVEN_SHARDS = "parallel.tensor: only these shards were compared with one process"
 _PROVEN_CONTEXT = "parallel.context: only gathered keys and values were compared with one process"
 _OWNED: dict[str, str] = {
-    "tensor_model_parallel_size": "parallel.tensor",
-    "pipeline_model_parallel_size": "parallel.pipeline",
-    "virtual_pipeline_model_parallel_size": "parallel.virtual_pipeline",
-    "context_parallel_size": "parallel.context",
-    "expert_model_parallel_size": "parallel.expert",
-    "expert_tensor_parallel_size": "parallel.expert_tensor",
-    "sequence_parallel": "parallel.tensor (on whenever it is above 1)",
-    "moe_enable_routing_replay": "rollout.routing_replay",
-    _DISPATCHER: _BY_PACKING,
-    **dict.fromkeys(
-        (
-            *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
-            *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-            *("pipeline_model_parallel_layout", "microbatch_group_size_per_vp_stage"),
-        ),
-        _PROVEN_STAGES,
-    ),
-    **dict.fromkeys(  # of 0.19.2
-        (
-            *("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"),
-            *("gtp_weight_remat_size", "expert_gtp_weight_remat_size"),
-        ),
-        _PROVEN_SHARDS,
-    ),
-    **dict.fromkeys(("hierarchical_context_parallel_sizes", "cp_comm_type"), _PROVEN_CONTEXT),
-    **dict.fromkeys(
-        ("params_dtype", "pipeline_dtype", "autocast_dtype", "bf16", "fp16", "fp8", "fp4"), "model.dtype"
-    ),
-    **dict.fromkeys(
-        ("transformer_impl", "moe_grouped_gemm", "moe_use_legacy_grouped_gemm", "use_kitchen"),
-        "model.layer_spec",
-    ),
-    **dict.fromkeys(
-        (
-            *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
-            *("kv_channels", "normalization", "layernorm_epsilon", "qk_layernorm", "gated_linear_unit"),
-            *("activation_func", "add_bias_linear", "add_qkv_bias", "rotary_interleaved", "softmax_scale"),
-            *("num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_layer_freq"),
-            *("moe_router_pre_softmax", "moe_router_score_function", "moe_router_topk_scaling_factor"),
-            *("moe_shared_expert_intermediate_size", "multi_latent_attention", "mtp_num_layers", "use_mup"),
-            *("moe_router_enable_expert_bias", "moe_router_num_groups", "moe_router_group_topk"),
-            *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
-            *("rope_type", "rotary_base", "rotary_percent", "rotary_scaling_factor", "beta_fast", "beta_slow"),
-            *("attention_output_gate", "experimental_attention_variant", "linear_attention_freq"),
-            *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
-            *("linear_num_key_heads", "linear_num_value_heads", "moe_shared_expert_gate"),
-            *("original_max_position_embeddings", "mscale", "mscale_all_dim", "cache_mla_latents"),
-            *("softmax_type", "window_size", "window_attn_skip_freq"),
-            *("activation_func_clamp_value", "glu_linear_offset"),
-        ),
-        _FROM_MODEL,
-    ),
-    **dict.fromkeys(
-        (
-            *("calculate_per_token_loss", "variable_seq_lengths", "hidden_dropout", "attention_dropout"),
-            *("perform_initialization", "use_cpu_initialization", "init_model_with_meta_device"),
-            *("overlap_p2p_comm", "batch_p2p_comm", "finalize_model_grads_func", "grad_scale_func"),
-            *("no_sync_func", "grad_sync_func", "param_sync_func", "timers"),
-        ),
-        _BY_TRAINER,
-    ),
-    **dict.fromkeys(
-        (
-            *("moe_input_jitter_eps", "moe_router_force_load_balancing", "moe_token_dropping"),
-            *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy"),
-        ),
-        _BY_ENGINE,
-    ),
-    **dict.fromkeys(
-        (
-            *("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
-            "ep_overlap_early_attn_memory_release",
-        ),
-        _BY_FORWARD,
-    ),
-    "mtp_loss_scaling_factor": _LEFT_OUT,
-    **dict.fromkeys(
-        (
-            *("experimental_attention_variant", "dsa_indexer_n_heads", "dsa_indexer_head_dim"),
-            *("dsa_indexer_topk", "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"),
-        ),
-        _BY_FAMILY,
-    ),
+    field: owner
+    for owner, fields in {
+        "parallel.tensor": "tensor_model_parallel_size",
+        "parallel.pipeline": "pipeline_model_parallel_size",
+        "parallel.virtual_pipeline": "virtual_pipeline_model_parallel_size",
+        "parallel.context": "context_parallel_size",
+        "parallel.expert": "expert_model_parallel_size",
+        "parallel.expert_tensor": "expert_tensor_parallel_size",
+        "parallel.tensor (on whenever it is above 1)": "sequence_parallel",
+        "rollout.routing_replay": "moe_enable_routing_replay",
+        _BY_PACKING: _DISPATCHER,
+        _PROVEN_STAGES: """
+            num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
+            account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+            pipeline_model_parallel_layout microbatch_group_size_per_vp_stage
+        """,
+        _PROVEN_SHARDS: """
+            tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards gtp_weight_remat_size
+            expert_gtp_weight_remat_size
+        """,
+        _PROVEN_CONTEXT: "hierarchical_context_parallel_sizes cp_comm_type",
+        "model.dtype": "params_dtype pipeline_dtype autocast_dtype bf16 fp16 fp8 fp4",
+        "model.layer_spec": "transformer_impl moe_grouped_gemm moe_use_legacy_grouped_gemm use_kitchen",
+        _FROM_MODEL: """
+            num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
+            normalization layernorm_epsilon qk_layernorm gated_linear_unit activation_func add_bias_linear
+            add_qkv_bias rotary_interleaved softmax_scale num_moe_experts moe_ffn_hidden_size moe_router_topk
+            moe_layer_freq moe_router_pre_softmax moe_router_score_function moe_router_topk_scaling_factor
+            moe_shared_expert_intermediate_size multi_latent_attention mtp_num_layers use_mup
+            moe_router_enable_expert_bias moe_router_num_groups moe_router_group_topk q_lora_rank kv_lora_rank
+            qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_base rotary_percent
+            rotary_scaling_factor beta_fast beta_slow attention_output_gate linear_attention_freq
+            linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
+            linear_num_value_heads moe_shared_expert_gate original_max_position_embeddings mscale
+            mscale_all_dim cache_mla_latents softmax_type window_size window_attn_skip_freq
+            activation_func_clamp_value glu_linear_offset
+        """,
+        _BY_FAMILY: """
+            experimental_attention_variant dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
+            dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
+        """,
+        _BY_TRAINER: """
+            calculate_per_token_loss variable_seq_lengths hidden_dropout attention_dropout
+            perform_initialization use_cpu_initialization init_model_with_meta_device overlap_p2p_comm
+            batch_p2p_comm finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func
+            param_sync_func timers
+        """,
+        _BY_ENGINE: """
+            moe_input_jitter_eps moe_router_force_load_balancing moe_token_dropping moe_expert_capacity_factor
+            moe_pad_expert_input_to_capacity moe_token_drop_policy
+        """,
+        _BY_FORWARD: """
+            overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release
+        """,
+        _LEFT_OUT: "mtp_loss_scaling_factor",
+    }.items()
+    for field in fields.split()
 }
 """TransformerConfig fields that the package sets, each with the setting or the part that decides it."""
 _KINDS = {

@@ -131,34 +131,17 @@ def _rollout_memory(config: Config, facts: Facts) -> Iterator[Problem]:
         )
 
 
-@rule("model_folder")
-def _model_folder(config: Config, facts: Facts) -> Iterator[Problem]:
-    """model.load is a Hugging Face folder or a Megatron checkpoint, with a readable config.json."""
+@rule("model_family")
+def _model_family(config: Config, facts: Facts) -> Iterator[Problem]:
+    """model.load has a readable config.json of a supported family and variant, with all its sizes."""
     if isinstance(facts.model, Problem):
         yield facts.model
-
-
-@rule("model_architecture")
-def _model_architecture(config: Config, facts: Facts) -> Iterator[Problem]:
-    """The model is of a supported family."""
-    if facts.architecture is not None and facts.architecture not in FAMILIES:
+    elif facts.architecture not in FAMILIES:
         problem = architecture_problem(facts.architecture, FAMILIES)
         yield replace(problem, found=f"{config.model.load} of {facts.architecture}")
-
-
-@rule("model_sizes")
-def _model_sizes(config: Config, facts: Facts) -> Iterator[Problem]:
-    """config.json names every size of the model."""
-    if facts.architecture in FAMILIES and isinstance(facts.sizes, Problem):
-        yield facts.sizes
-
-
-@rule("model_variant")
-def _model_variant(config: Config, facts: Facts) -> Iterator[Problem]:
-    """The package implements the architecture's variant."""
-    if isinstance(facts.model, Problem) or facts.architecture not in FAMILIES:
-        return
-    yield from variant_problems(facts.model)
+    else:
+        yield from [facts.sizes] if isinstance(facts.sizes, Problem) else []
+        yield from variant_problems(facts.model)
 
 
 @rule("model_weights", needs="machine")
@@ -262,34 +245,22 @@ def _layout(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("sequence_positions")
 def _sequence_positions(config: Config, facts: Facts) -> Iterator[Problem]:
-    """The longest prompt and response fit the model's positions."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    if facts.model_sizes is not None and longest > facts.model_sizes.max_position_embeddings:
-        found = f"{config.rollout.max_response_tokens} after prompts of {config.data.max_prompt_tokens} tokens"
-        expected = f"at most {facts.model_sizes.max_position_embeddings} positions in all (config.json)"
-        action = "Lower it, or lower data.max_prompt_tokens."
-        yield Problem("rollout.max_response_tokens", found, expected, action)
-
-
-@rule("sequence_budget")
-def _sequence_budget(config: Config, facts: Facts) -> Iterator[Problem]:
-    """One complete sequence fits a micro-batch."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    budget = config.parallel.max_tokens_per_microbatch
-    if longest > budget:
-        expected = f"at least {longest}, data.max_prompt_tokens + rollout.max_response_tokens"
-        action = "Raise it, or shorten prompts or responses; sequences are never split."
-        yield Problem("parallel.max_tokens_per_microbatch", str(budget), expected, action)
+    """The longest prompt and response, in training and of each evaluation set, fit the model's positions."""
+    options, sizes = config.evaluation, facts.model_sizes
+    given = {"rollout": config.rollout.max_response_tokens, "evaluation": options.max_response_tokens}
+    given |= {f"evaluation.sets.{name}": own.max_response_tokens for name, own in options.used_sets.items()}
+    for section, num_tokens in given.items():
+        longest = config.data.max_prompt_tokens + (num_tokens or 0)
+        if num_tokens is not None and sizes is not None and longest > sizes.max_position_embeddings:
+            found = f"{num_tokens} after prompts of {config.data.max_prompt_tokens} tokens"
+            expected = f"at most {sizes.max_position_embeddings} positions in all (config.json)"
+            action = "Lower it, or lower data.max_prompt_tokens."
+            yield Problem(f"{section}.max_response_tokens", found, expected, action)
 
 
 @rule("shared_prefixes")
 def _shared_prefixes(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Prefixes are shared only if a sequence is not split over ranks, and its layers have no state."""
-    if config.parallel.share_prefixes and config.parallel.context > 1:
-        found = f"true with parallel.context = {config.parallel.context}"
-        expected = "false: context-parallel ranks each have pieces of every sequence, and not its prefix"
-        action = "Set it to false, or set parallel.context = 1."
-        yield Problem("parallel.share_prefixes", found, expected, action)
+    """Prefixes are shared only by layers without state."""
     if config.parallel.share_prefixes and facts.model_sizes is not None and facts.model_sizes.linear_layers:
         found = "true for a model with linear attention"
         expected = "false: its layers do not start a sequence from the recurrent state of another one's prefix"

@@ -219,9 +219,9 @@ def _of_answers(config: Config, key: str, path: Path, found: Survey) -> Iterator
 
 
 def _of_turn_ends(config: Config, facts: Facts) -> Iterator[str]:
-    tokenizer, file = facts.tokenizer, config_file(config.model.load)
+    tokenizer, file = facts.usable_tokenizer, config_file(config.model.load)
     is_chat = any(found.num_chats for found in facts.surveys.values())
-    if not is_chat or file is None or tokenizer is None or isinstance(tokenizer, Problem):
+    if not is_chat or file is None or tokenizer is None:
         return
     assert not isinstance(facts.model, Problem), "its tokenizer was loaded"
     try:

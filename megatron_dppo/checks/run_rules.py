@@ -17,8 +17,7 @@ from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.checkpoints.checkpoint_folder import is_megatron_checkpoint
 from megatron_dppo.checks.data_rules import reward_problems
 from megatron_dppo.checks.facts import Facts, nearest_folder, rule
-from megatron_dppo.config.load import flat
-from megatron_dppo.config.markers import Section, clashes, idle_settings
+from megatron_dppo.config.markers import Section, bound_problems, clashes, idle_settings
 from megatron_dppo.config.resuming import change_table, experiment_changes
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts.prompts import detect_schema, read_columns
@@ -56,6 +55,12 @@ def _clashes(config: Config, facts: Facts) -> Iterator[Problem]:
     for key, clash in clashes(config):
         own, other = (_shown(config, each) for each in (key, clash.key))
         yield Problem(key, f"{own} with {clash.key} = {other}", clash.because, f"Change it, or {clash.key}.")
+
+
+@rule("bounds")
+def _bounds(config: Config, facts: Facts) -> Iterator[Problem]:
+    """No setting is beyond a number or another setting that limits it in training; a marker says which."""
+    yield from bound_problems(config)
 
 
 def _shown(config: Config, key: str) -> str:
@@ -136,30 +141,6 @@ def _best_metric(config: Config, facts: Facts) -> Iterator[Problem]:
         otherwise = otherwise if config.evaluation.every else switched_off
         action = did_you_mean(checkpoint.best_metric, measured, otherwise)
         yield Problem("checkpoint.best_metric", repr(checkpoint.best_metric), "a metric of this run", action)
-
-
-@rule("finite_numbers")
-def _finite_numbers(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Numbers are finite, except in [algorithm], where infinity can mean off; the preset checks them."""
-    for key, value in flat(config.model_dump(exclude={"algorithm", "megatron", "sglang"})).items():
-        if isinstance(value, float) and not math.isfinite(value):
-            yield Problem(key, str(value), "a finite number", "Write a number.")
-
-
-@rule("learning_rate_floor")
-def _learning_rate_floor(config: Config, facts: Facts) -> Iterator[Problem]:
-    """The schedule decays."""
-    if config.optimizer.min_lr > config.optimizer.lr:
-        expected = f"at most optimizer.lr = {config.optimizer.lr}"
-        yield Problem("optimizer.min_lr", str(config.optimizer.min_lr), expected, "Lower it.")
-
-
-@rule("warmup")
-def _warmup(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Warm-up ends within the run."""
-    if config.optimizer.warmup_steps > config.num_gradient_steps:
-        expected = f"at most the run's {config.num_gradient_steps} gradient steps"
-        yield Problem("optimizer.warmup_steps", str(config.optimizer.warmup_steps), expected, "Lower it.")
 
 
 @rule("tracking_backends", needs="machine")
@@ -363,22 +344,6 @@ def _evaluation_pass_at(config: Config, facts: Facts) -> Iterator[Problem]:
             expected = f"at most the {each.samples_per_prompt} responses to each prompt of {each.name}"
             action = "Lower it, or raise samples_per_prompt."
             yield Problem("evaluation.pass_at", str(largest), expected, action)
-
-
-@rule("evaluation_positions")
-def _evaluation_positions(config: Config, facts: Facts) -> Iterator[Problem]:
-    """The longest prompt and response of each set fit the model's positions."""
-    options, sizes = config.evaluation, facts.model_sizes
-    given = {f"evaluation.sets.{name}": own.max_response_tokens for name, own in options.used_sets.items()}
-    given["evaluation"] = options.max_response_tokens  # if neither is given, training's rule reports it
-    for where, num_tokens in given.items():
-        if sizes is None or num_tokens is None:
-            continue
-        if config.data.max_prompt_tokens + num_tokens > sizes.max_position_embeddings:
-            found = f"{num_tokens} after prompts of {config.data.max_prompt_tokens} tokens"
-            expected = f"at most {sizes.max_position_embeddings} positions in all (config.json)"
-            action = "Lower it, or lower data.max_prompt_tokens."
-            yield Problem(f"{where}.max_response_tokens", found, expected, action)
 
 
 @rule("evaluation_reward", needs="machine")

@@ -3,15 +3,28 @@
 import math
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 from megatron_dppo.agents.agents import harness_pool, rendering_of
-from megatron_dppo.agents.harness import problem_with_harness
+from megatron_dppo.agents.harness import KEY as HARNESS
+from megatron_dppo.agents.harness import problem_with_agent
 from megatron_dppo.agents.rendering import Rendering, problem_with_renderer
 from megatron_dppo.architectures.sizes import read_model_config
 from megatron_dppo.checkpoints.block_fp8 import FP8_BLOCK
 from megatron_dppo.checks.data_rules import worker_problem
-from megatron_dppo.checks.facts import Facts, rule
+from megatron_dppo.checks.facts import TRAINING, Facts, rule
+from megatron_dppo.config.rollout import (
+    AgentConfig,
+    AgentSource,
+    CommandSource,
+    EnvironmentSource,
+    GenerateSource,
+    HarnessSource,
+    RolloutConfig,
+    SingleTurnSource,
+)
 from megatron_dppo.config.schema import Config
+from megatron_dppo.config.sections import DataConfig
 from megatron_dppo.engines.sglang.model import model_problems
 from megatron_dppo.engines.sglang.options import (
     environment_problems,
@@ -25,59 +38,90 @@ from megatron_dppo.engines.sglang.protocol import NEWEST
 from megatron_dppo.engines.sglang.quantization import quantization_problems, served_folder, served_form
 from megatron_dppo.engines.sglang.sampling_settings import argument_problems
 from megatron_dppo.environments import problem_with
-from megatron_dppo.errors import AgentFailedError, ConfigError, DataError, Problem
-from megatron_dppo.runtime.user_code import problem_with_path
+from megatron_dppo.errors import AgentFailedError, ConfigError, DataError, EnvironmentFailedError, Problem
+from megatron_dppo.rollout.trajectories import environment_pool, try_environment
+from megatron_dppo.runtime.user_code import problem_with_import, problem_with_path
+from megatron_dppo.types import Prompt
+
+_GENERATE = "rollout.generate"
 
 
-@rule("lag")
-def _lag(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Not all rollouts are sampled by the first weights."""
-    lag, key = config.rollout.lag, "rollout.lag"
-    if lag == 0:
-        return
-    if lag >= config.run.num_rollouts:
-        found = f"{lag} with run.num_rollouts = {config.run.num_rollouts}"
-        expected = "less than run.num_rollouts: else the first weights sample every rollout"
-        yield Problem(key, found, expected, "Lower it, or raise run.num_rollouts.")
-
-
-@rule("environment", needs="machine")
-def _environment(config: Config, facts: Facts) -> Iterator[Problem]:
-    """The environment is registered, or its package can be found; a user's module is not imported to check."""
-    problem = problem_with(config.rollout.environment)
+@rule("source", needs="machine")
+def _source(config: Config, facts: Facts) -> Iterator[Problem]:
+    """The source of responses can be found, and an agent's chats can be written; no user code is imported."""
+    problem: Problem | None = None
+    match config.rollout.source:
+        case EnvironmentSource(name):
+            problem = problem_with(name)
+        case GenerateSource(name):
+            problem = problem_with_path(_GENERATE, name, "package.module:function")
+        case HarnessSource() | CommandSource() as source:
+            problem = problem_with_agent(source)
+            yield from _chat_problems(config.rollout.agent, facts.usable_tokenizer)
+        case SingleTurnSource():
+            pass
     if problem is not None:
         yield problem
 
 
-@rule("agent", needs="machine")
-def _agent(config: Config, facts: Facts) -> Iterator[Problem]:
-    """An agent's harness can be found, and the tokenizer and the renderer write its chats."""
-    agent = config.rollout.agent
-    if not agent.is_set:
-        return
-    problem = problem_with_harness(agent.harness, agent.command)
-    if problem is not None:
-        yield problem
-    tokenizer = facts.tokenizer
-    if tokenizer is not None and not isinstance(tokenizer, Problem) and not tokenizer.chat_template:
+def _chat_problems(agent: AgentConfig, tokenizer: Any | None) -> Iterator[Problem]:
+    """Yield the problem with the chat template of an agent's tokenizer, or with its renderer."""
+    if tokenizer is not None and not tokenizer.chat_template:
         action = "Use a chat model, or give its tokenizer a chat template."
         yield Problem("rollout.agent", "a tokenizer without a chat template", "one that writes chats", action)
-    elif tokenizer is not None and not isinstance(tokenizer, Problem) and agent.renderer is not None:
+    elif tokenizer is not None and agent.renderer is not None:
         problem = problem_with_renderer(tokenizer, agent.renderer)
-        if problem is not None:
-            yield problem
+        yield from [] if problem is None else [problem]
+
+
+@rule("source_trial", needs="trial")
+def _source_trial(config: Config, facts: Facts) -> Iterator[Problem]:
+    """User code that gives responses can be imported; an environment replies once, and no episode is run."""
+    if any(_source(config, facts)):
+        return
+    match config.rollout.source:
+        case EnvironmentSource(name):
+            yield from _environment_problems(name, config.data, facts.first_prompt(TRAINING))
+        case GenerateSource(name):
+            problem = problem_with_import(_GENERATE, name)
+            yield from [] if problem is None else [problem]
+        case HarnessSource() as source:
+            yield from _harness_problems(source, config.data)
+        case CommandSource() | SingleTurnSource():
+            pass
+
+
+def _environment_problems(name: str, data: DataConfig, first: Prompt | None) -> Iterator[Problem]:
+    if first is None:
+        return
+    with closing(environment_pool(name, data)) as pool:
+        try:
+            try_environment(pool, first)
+        except EnvironmentFailedError as error:
+            action = "Correct the class; megatron_dppo/environments/README.md documents its methods."
+            key = "rollout.environment"
+            yield worker_problem(key, key, error, "an environment that replies to a response", action)
+
+
+def _harness_problems(source: HarnessSource, data: DataConfig) -> Iterator[Problem]:
+    with closing(harness_pool(source, data)) as pool:
+        try:
+            pool.start()
+        except AgentFailedError as error:
+            action = "Correct the function; megatron_dppo/agents/README.md has an example."
+            yield worker_problem(HARNESS, HARNESS, error, "an `async def` that runs an episode", action)
 
 
 def conversation_doubts(config: Config, facts: Facts) -> Iterator[str]:
     """Yield doubts if the chat template does not write the turns of an environment or an agent one by one."""
-    tokenizer, agent = facts.tokenizer, config.rollout.agent
-    if tokenizer is None or isinstance(tokenizer, Problem):
+    if (tokenizer := facts.usable_tokenizer) is None:
         return
-    if not agent.is_set:
-        yield from _thinking_doubts(config, facts)
+    if isinstance(config.rollout.source, EnvironmentSource):
+        yield from _thinking_doubts(config.rollout, facts)
+    if not isinstance(config.rollout.source, AgentSource):
         return
     try:
-        rendering = rendering_of(tokenizer, agent)
+        rendering = rendering_of(tokenizer, config.rollout.agent)
         appends, writes_tools = rendering.appends(), rendering.writes_tools()
     except DataError:
         return  # a rule is about it
@@ -94,11 +138,10 @@ def conversation_doubts(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
-def _thinking_doubts(config: Config, facts: Facts) -> Iterator[str]:
+def _thinking_doubts(options: RolloutConfig, facts: Facts) -> Iterator[str]:
     """Yield a doubt if an environment's conversations keep thinking that the chat template leaves out."""
-    options, is_chat = config.rollout, any(found.num_chats for found in facts.surveys.values())
-    has_turns = options.environment != "single_turn" and options.max_turns > 1
-    if not has_turns or not is_chat or "thinking" in options.model_fields_set:
+    is_chat = any(found.num_chats for found in facts.surveys.values())
+    if options.max_turns == 1 or not is_chat or "thinking" in options.model_fields_set:
         return
     try:
         if Rendering(facts.tokenizer, "template").keeps_thoughts():
@@ -112,42 +155,18 @@ def _thinking_doubts(config: Config, facts: Facts) -> Iterator[str]:
     )
 
 
-@rule("agent_trial", needs="trial")
-def _agent_trial(config: Config, facts: Facts) -> Iterator[Problem]:
-    """The harness of an agent is imported in a worker; no episode is run."""
-    harness, key = config.rollout.agent.harness, "rollout.agent.harness"
-    if harness is None or problem_with_harness(harness, ()) is not None:
-        return
-    with closing(harness_pool(config.rollout, config.data)) as pool:
-        try:
-            pool.start()
-        except AgentFailedError as error:
-            action = "Correct the function; megatron_dppo/agents/README.md has an example."
-            yield worker_problem(key, key, error, "an `async def` that runs an episode", action)
-
-
-@rule("generate", needs="machine")
-def _generate(config: Config, facts: Facts) -> Iterator[Problem]:
-    """A custom sampling function can be found."""
-    options, key = config.rollout, "rollout.generate"
-    if options.generate is None:
-        return
-    problem = problem_with_path(key, options.generate, "package.module:function")
-    if problem is not None:
-        yield problem
-
-
 @rule("sglang_owned")
 def _sglang_owned(config: Config, facts: Facts) -> Iterator[Problem]:
     """[sglang] has no argument that the package sets, or that changes sampling."""
     yield from argument_problems(config.sglang)
 
 
-@rule("sglang_environment", needs="machine")
-def _sglang_environment(config: Config, facts: Facts) -> Iterator[Problem]:
-    """No environment variable that servers would inherit changes what they sample or keeps their memory."""
+@rule("sglang_host", needs="machine")
+def _sglang_host(config: Config, facts: Facts) -> Iterator[Problem]:
+    """No inherited environment variable changes what servers sample or keep, and NCCL's versions agree."""
     if config.rollout.engine == "sglang":
         yield from environment_problems(config)
+        yield from nccl_problems(config)
 
 
 @rule("sglang_arguments", needs="machine")
@@ -156,12 +175,6 @@ def _sglang_arguments(config: Config, facts: Facts) -> Iterator[Problem]:
     if config.sglang:
         options = read_options(interpreter(config)) or shipped_options(NEWEST)
         yield from option_problems(config.sglang, options)
-
-
-@rule("sglang_nccl", needs="machine")
-def _sglang_nccl(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Trainer and servers have one version of NCCL if it sends the weights."""
-    yield from nccl_problems(config)
 
 
 @rule("sglang_parts")
@@ -230,16 +243,3 @@ def rounding_remarks(config: Config) -> list[str]:
         "served weights do not change in a push; sync/changed_weights_fraction counts the embedded engine's. "
         f"Serve {config.model.dtype}, or raise optimizer.lr."
     ]
-
-
-@rule("open_groups")
-def _open_groups(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Over-sampling starts only groups that rollouts can train on within max_staleness."""
-    options = config.rollout
-    if options.max_staleness and options.over_sampling > options.max_staleness + 1:
-        found = f"{options.over_sampling:g} with rollout.max_staleness = {options.max_staleness}"
-        expected = (
-            f"1 to {options.max_staleness + 1}: further groups would be older than "
-            "max_staleness when they are trained on"
-        )
-        yield Problem("rollout.over_sampling", found, expected, "Lower it, or raise rollout.max_staleness.")

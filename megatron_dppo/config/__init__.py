@@ -1,6 +1,12 @@
 """The config's schema, and how TOML files become a `Config`."""
 
 from megatron_dppo.config.load import dump_config, load_config
+from megatron_dppo.config.rollout import (
+    EmbeddedRollout,
+    RolloutConfig,
+    SglangRollout,
+    TransformersEngineConfig,
+)
 from megatron_dppo.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -10,10 +16,8 @@ from megatron_dppo.config.schema import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
-    RolloutConfig,
     RunConfig,
     TrackingConfig,
-    TransformersEngineConfig,
 )
 
 __all__ = [
@@ -21,12 +25,14 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "EmbeddedRollout",
     "EvaluationConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "RolloutConfig",
     "RunConfig",
+    "SglangRollout",
     "TrackingConfig",
     "TransformersEngineConfig",
     "dump_config",

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, cast, get_args, get_origin
 
 import tomli_w
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from megatron_dppo.config.markers import Section, sections_in
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem, did_you_mean, suggested
 
@@ -35,6 +36,9 @@ LEFT_OUT = {
 """Keys that a user may expect, and the reason why the schema has none of them."""
 _EXPECTED = {
     "model_type": "a table",
+    "union_tag_not_found": "a table",
+    "union_tag_invalid": "'transformers' or 'sglang'",
+    "finite_number": "a finite number",
     "dict_type": "a table",
     "string_type": "a string in quotes",
     "int_type": "a whole number",
@@ -193,11 +197,14 @@ def _merge(
 
 
 def _explain(details: ErrorDetails, origins: dict[KeyPath, str]) -> Problem:
-    location = details["loc"]
+    location, tag = _without_tag(details["loc"])
+    if details["type"] == "union_tag_invalid":
+        location = (*location, "engine")
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
     keys = tuple(part for part in location if isinstance(part, str))
     origin = next((origins[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in origins), None)
-    text = json.dumps(details["input"], default=str)
+    value = details["input"]["engine"] if details["type"] == "union_tag_invalid" else details["input"]
+    text = json.dumps(value, default=str)
     text = text if len(text) <= 80 else text[:80] + "..."
     found = text + (f" (set by {origin})" if origin else "")
     if details["type"] == "extra_forbidden":
@@ -205,9 +212,11 @@ def _explain(details: ErrorDetails, origins: dict[KeyPath, str]) -> Problem:
     expected = _EXPECTED.get(details["type"], details["msg"].removeprefix("Input should be "))
     if (number := _number_of_values(details)) is not None:
         expected = f"{number} values"
-    section, name = _section(keys[:-1]), keys[-1]
-    field = section.model_fields.get(name) if section else None
-    if field is not None and _is_section(field.annotation):
+    field = next(
+        (each.model_fields[keys[-1]] for each in _sections(keys[:-1], tag) if keys[-1] in each.model_fields),
+        None,
+    )
+    if field is not None and sections_in(field.annotation):
         return Problem(where, found, expected, f"Write a table [{where}] with its keys.")
     meaning = field.description if field is not None and field.description else f"Fix {where}."
     return Problem(where, found, expected, meaning.replace("\n", " "))
@@ -219,34 +228,45 @@ def _number_of_values(details: ErrorDetails) -> int | None:
     return {"too_long": limits.get("max_length"), "too_short": limits.get("min_length")}.get(details["type"])
 
 
-def _section(keys: KeyPath) -> type[BaseModel] | None:
-    """Return the model of the table at `keys`, if any; tables by name, as in evaluation.sets, share one."""
+def _without_tag(location: tuple[int | str, ...]) -> tuple[tuple[int | str, ...], str]:
+    """Return a location without the tag of a class that pydantic adds, and the tag."""
+    field = Config.model_fields.get(str(location[0]))
+    if field is None or len(location) == 1 or len(sections_in(field.annotation)) == 1:
+        return location, ""
+    return (location[0], *location[2:]), str(location[1])
+
+
+def _sections(keys: KeyPath, tag: str = "") -> list[type[Section]]:
+    """Return the classes of the table at `keys`, if any; tables by name, as in evaluation.sets, share one.
+
+    Args:
+        keys: Keys from the top.
+        tag: Engine whose class of [rollout] comes first.
+    """
     kind: Any = Config
     for key in keys:
         kind = _kind_of(kind, key)
     if get_origin(kind) is tuple:  # a list of tables
         kind = get_args(kind)[0]
-    return kind if _is_section(kind) else None
+    return sorted(
+        sections_in(kind),
+        key=lambda each: "engine" in each.model_fields and each.model_fields["engine"].default != tag,
+    )
 
 
 def _kind_of(kind: Any, key: str) -> Any:
     """Return the type of a key in a table of this type, or None if the table has no such key."""
     if get_origin(kind) is dict:
         return get_args(kind)[1]
-    field = kind.model_fields.get(key) if _is_section(kind) else None
-    return field.annotation if field is not None else None
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+    found = (each.model_fields[key].annotation for each in sections_in(kind) if key in each.model_fields)
+    return next(found, None)
 
 
 def _unknown_key(where: str, keys: KeyPath, found: str) -> Problem:
     if (reason := LEFT_OUT.get(".".join(keys))) is not None:
         return Problem(where, found, f"no such key: {reason}", "Remove it.")
     *parents, name = keys
-    section = _section(tuple(parents))
-    known = sorted(section.model_fields) if section is not None else []
+    known = sorted({name for section in _sections(tuple(parents)) for name in section.model_fields})
     table = f"[{'.'.join(parents)}]" if parents else "a config"
     expected = f"a key of {table}: {', '.join(known)}"
     field = name.casefold()
@@ -258,8 +278,7 @@ def _unknown_key(where: str, keys: KeyPath, found: str) -> Problem:
 
 
 def _has_field(section_name: str, field_name: str) -> bool:
-    section = _section((section_name,))
-    return section is not None and field_name in section.model_fields
+    return any(field_name in section.model_fields for section in _sections((section_name,)))
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,14 +1,17 @@
-"""The base of all config sections, and markers of a setting in its type: what it needs, excludes and changes.
+"""The base of all config sections, and markers of a setting in its type: needs, clashes, bounds and effects.
 
 A marker of a section holds for its settings that have none.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any, Literal
+from operator import attrgetter, eq, ge, le, lt
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict
+
+from megatron_dppo.errors import Problem
 
 Evaluated = Literal["no", "all sets", "own set", "weights"]
 
@@ -16,7 +19,17 @@ Evaluated = Literal["no", "all sets", "own set", "weights"]
 class Section(BaseModel):
     """Base of all sections: frozen, and a misspelt key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+def sections_in(annotation: Any) -> list[type[Section]]:
+    """Return the section of a setting that is a table, or the sections of which it is one."""
+    if isinstance(annotation, type):
+        return [annotation] if issubclass(annotation, Section) else []
+    if get_origin(annotation) is Annotated:
+        return sections_in(get_args(annotation)[0])
+    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+    return [section for member in members for section in sections_in(member)]
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,40 @@ class Clash:
         return _has(config, own, self.when) and _has(config, self.key, self.value)
 
 
+_HOLDS: dict[str, Callable[[Any, Any], bool]] = {"<": lt, "<=": le, ">=": ge, "==": eq}
+_WORDS = {"<": "less than ", "<=": "at most ", ">=": "at least ", "==": ""}
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Marks a setting that training compares with a number or with another setting; `evaluate` does not.
+
+    Attributes:
+        relation: Relation of the setting to the limit.
+        limit: Number, or the key of another setting or of a property.
+        because: Reason; empty if it is obvious.
+        name: Limit as a user reads it, if it is a property.
+    """
+
+    relation: Literal["<", "<=", ">=", "=="]
+    limit: float | str
+    because: str = ""
+    name: str = ""
+
+    def problem(self, config: BaseModel, key: str) -> Problem | None:
+        """Return the problem if a setting of a config is beyond its limit."""
+        value, limit = attrgetter(key)(config), self.limit
+        if isinstance(limit, str):
+            limit = attrgetter(limit)(config)
+        if _HOLDS[self.relation](value, limit):
+            return None
+        other = self.name or (self.limit if isinstance(self.limit, str) else "")
+        expected = _WORDS[self.relation] + (f"{other} = {limit:g}" if other else f"{limit:g}")
+        expected += f": {self.because}" if self.because else ""
+        action = {">": "Raise", "=": "Correct"}.get(self.relation[0], "Lower")
+        return Problem(key, f"{value:g}", expected, f"{action} it{f', or change {other}' if other else ''}.")
+
+
 def _has(config: BaseModel, key: str, value: Any) -> bool:
     """Return whether a setting has a value, or for `None` any but its default."""
     found = attrgetter(key)(config)
@@ -109,6 +156,13 @@ def clashes(config: BaseModel) -> Iterator[tuple[str, Clash]]:
         if needs is None or needs.are_met(config) or isinstance(attrgetter(key)(config), Section):
             found = (marker for marker in markers if isinstance(marker, Clash))
             yield from ((key, clash) for clash in found if clash.is_between(config, key))
+
+
+def bound_problems(config: BaseModel) -> Iterator[Problem]:
+    """Yield the problems of settings beyond their bounds."""
+    for key, markers, _ in _walk(config, "", None):
+        found = (marker.problem(config, key) for marker in markers if isinstance(marker, Bound))
+        yield from (problem for problem in found if problem is not None)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,15 @@ from typing import Any, cast
 from megatron_dppo.algorithms.objective import DELTAS
 from megatron_dppo.algorithms.presets import OVERRIDABLE, PRESETS, overrides_in, preset
 from megatron_dppo.config.load import LEFT_OUT, flat, shown
-from megatron_dppo.config.markers import ALL_SETS, TIME_LIMIT, TRAINING, Effect, Evaluated, Section
+from megatron_dppo.config.markers import (
+    ALL_SETS,
+    TIME_LIMIT,
+    TRAINING,
+    Effect,
+    Evaluated,
+    Section,
+    sections_in,
+)
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
 
@@ -19,10 +27,10 @@ def effects_of(section: type[Section], prefix: str, effect: Effect) -> Iterator[
     """Yield the settings of a section with their own effects, or with the one of the section."""
     for name, info in section.model_fields.items():
         own = next((marker for marker in info.metadata if isinstance(marker, Effect)), effect)
-        kind = info.annotation
-        if isinstance(kind, type) and issubclass(kind, Section):
-            yield from effects_of(kind, f"{prefix}{name}.", own)
-        else:
+        inner = sections_in(info.annotation)
+        for each in inner:
+            yield from effects_of(each, f"{prefix}{name}.", own)
+        if not inner:
             yield f"{prefix}{name}", own
 
 

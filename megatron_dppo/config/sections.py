@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
     AfterValidator,
+    AllowInfNan,
     BeforeValidator,
     Field,
     NonNegativeFloat,
@@ -28,6 +29,7 @@ from megatron_dppo.config.markers import (
     OWN_SET,
     SCORING_TIME_LIMIT,
     TRAINING,
+    Bound,
     Clash,
     Effect,
     Needs,
@@ -48,8 +50,9 @@ def _parse_reward(value: Any) -> str | dict[str, float]:
     if isinstance(value, str):
         return value
     weights = cast("dict[str, Any]", value) if isinstance(value, dict) else None
-    if weights is None or not all(type(weight) in (int, float) for weight in weights.values()):
-        raise PydanticCustomError("reward", "a name in quotes, or a table of names and their weights")
+    numbers = () if weights is None else weights.values()
+    if weights is None or not all(type(each) in (int, float) and math.isfinite(each) for each in numbers):
+        raise PydanticCustomError("reward", "a name in quotes, or a table of names and their finite weights")
     return {name: float(weight) for name, weight in weights.items()}
 
 
@@ -79,7 +82,7 @@ class PromptFile(Section):
 
     path: PlainPath
     """Path of a .jsonl or .parquet file with one prompt per row."""
-    weight: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    weight: float | None = Field(default=None, gt=0)
     """Share of the prompts from this file, relative to the other weights. Default: its number of prompts."""
     name: str | None = Field(default=None, pattern=r"^[\w.+-]+$")
     """Name in metrics: letters, digits and . + - _. Default: the file's name without its ending."""
@@ -132,7 +135,7 @@ class DataConfig(Section):
     """Rewards of a wrong and of a right response, for registered rewards."""
     thinking: Annotated[Literal["ignore", "require"], OWN_SET] = "ignore"
     """require: registered rewards score the text after the one </think>. A response without it is wrong."""
-    overlong_buffer_tokens: Annotated[NonNegativeInt, TRAINING] = 0
+    overlong_buffer_tokens: Annotated[NonNegativeInt, TRAINING, Bound("<", "rollout.max_response_tokens")] = 0
     """Overlong buffer (DAPO): last tokens before `rollout.max_response_tokens`, which cost a penalty; 0 is off.
     Only tokens that the policy sampled count."""
     overlong_penalty: Annotated[PositiveFloat, Needs("data.overlong_buffer_tokens"), TRAINING] = 1.0
@@ -142,7 +145,7 @@ class DataConfig(Section):
     reward_timeout_s: Annotated[PositiveFloat, SCORING_TIME_LIMIT] = 10.0
     """Seconds to score a response (with "batch:" a group) or to step an environment. Slower samples are dropped
     and counted, unless `reward_if_timed_out` is set."""
-    reward_if_timed_out: float | None = Field(default=None, ge=-1e18, le=1e18, allow_inf_nan=False)
+    reward_if_timed_out: float | None = Field(default=None, ge=-1e18, le=1e18)
     """Reward of a response that takes `reward_timeout_s` or longer to score, in training and evaluation. By
     default it is dropped, and so costs less than a wrong one."""
     reward_retries: Annotated[NonNegativeInt, Effect("Retries of a failed reward.", "all sets")] = 0
@@ -158,7 +161,8 @@ class DataConfig(Section):
     """Maximum prompt length. Longer prompts are dropped and counted."""
 
 
-ShadowOption = bool | int | float | str | dict[str, bool | int | float | str]
+_Number = Annotated[float, AllowInfNan(True)]  # infinity turns a bound off, as in [algorithm]
+ShadowOption = bool | int | _Number | str | dict[str, bool | int | _Number | str]
 
 
 def is_due(every: int, rollout: int) -> bool:
@@ -176,11 +180,15 @@ class OptimizerConfig(Section):
 
     lr: float = Field(default=1e-6, gt=0, le=1)
     """Peak learning rate."""
-    min_lr: Annotated[NonNegativeFloat, Needs("optimizer.schedule", off="constant")] = 0.0
+    min_lr: Annotated[
+        NonNegativeFloat, Needs("optimizer.schedule", off="constant"), Bound("<=", "optimizer.lr")
+    ] = 0.0
     """Final learning rate of a decaying schedule."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay after warm-up. It reaches `min_lr` at the run's last gradient step."""
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: Annotated[
+        NonNegativeInt, Bound("<=", "num_gradient_steps", name="gradient steps of the run")
+    ] = 0
     """Gradient steps of linear warm-up from 0."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of matrices (not of norms and biases)."""

@@ -138,7 +138,7 @@ def _embedded(config: Config, shape: ModelShape, layout: Layout) -> EngineMemory
         cache=tokens * _cache_bytes_per_token(shape, dtype_bytes) + slots * _state_bytes(shape, dtype_bytes),
         workspace=slots * shape.sizes.vocab_size * (dtype_bytes + _bytes_to_sample_a_logit(config)),
         residue=0,
-        is_resident=not rollout.takes_turns,
+        is_resident=not rollout.colocated,
         cached_tokens=tokens,
         num_gpus=1,
         is_separate=False,
@@ -226,7 +226,7 @@ def stage_moments(
     trainer["optimizer"] = states.optimizer_between
     rest = {"reserve": RESERVE_BYTES + engine.residue, "engine weights": engine.weights * engine.is_resident}
     moments = _training(job, layout, part, states, trainer | rest)
-    of_engine = {} if job.config.rollout.takes_turns else trainer
+    of_engine = {} if job.config.rollout.colocated else trainer
     at_work = {"engine weights": engine.weights, "engine cache": engine.cache}
     moments["rollout"] = of_engine | at_work | {"reserve": RESERVE_BYTES + engine.workspace}
     moments["sync"] = of_engine | _sync(job, layout, states, engine)
@@ -273,7 +273,7 @@ def _sync(job: Job, layout: Layout, states: RankStates, engine: EngineMemory) ->
     If the trainer is offloaded, its tensors return to the GPU one at a time.
     """
     passing = passing_bytes(job.config, job.shape, layout, job.workload.dtype_bytes)
-    if job.config.rollout.takes_turns:
+    if job.config.rollout.colocated:
         passing += states.largest_parameter
     return {"engine weights": engine.weights, "reserve": RESERVE_BYTES + engine.residue + passing}
 
@@ -372,8 +372,7 @@ def _of_stage(job: Job, layout: Layout, states: RankStates) -> dict[str, int]:
             job.config, layout.world_size, layout.data, routing, shares_prefixes=job.shares_prefixes
         ),
         "optimizer": states.optimizer_on_host,
-        "trainer during rollout": (states.parameters + states.optimizer_between)
-        * job.config.rollout.takes_turns,
+        "trainer during rollout": (states.parameters + states.optimizer_between) * job.config.rollout.colocated,
         "reference": states.parameters * job.has_reference_weights,
         "checkpoint in flight": states.checkpoint
         if job.config.checkpoint.asynchronous

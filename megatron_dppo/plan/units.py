@@ -9,6 +9,7 @@ from types import UnionType
 from typing import Any
 
 from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.config.rollout import EmbeddedRollout, SglangRollout, with_engine
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
 
@@ -91,6 +92,8 @@ def _with(section: Any, keys: list[str], value: Any) -> Any:
     key, *rest = keys
     if isinstance(section, dict):  # a pass-through table
         return {**section, key: value}
+    if isinstance(section, EmbeddedRollout | SglangRollout) and key == "engine":
+        return with_engine(section, value)
     changed = _with(getattr(section, key), rest, value) if rest else value
     return section.model_copy(update={key: changed})
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from megatron_dppo.architectures.registry import read_model_sizes
 from megatron_dppo.architectures.sizes import end_tokens, read_model_config
+from megatron_dppo.config.rollout import FixedLag
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts.prompts import PromptStream, load_training_prompts
 from megatron_dppo.engines.base import RolloutEngine, SamplingParams
@@ -108,7 +109,9 @@ class Rollouts:
         config, options = self._config, self._config.rollout
         data = self._data
         stream = PromptStream(data.prompts, config.run.seed, config.data.shuffle, cursor, data.parts)
-        bound = StalenessBound(options.prompts_per_rollout, options.max_staleness, options.over_sampling)
+        bound = StalenessBound(
+            options.prompts_per_rollout, options.staleness.max_versions, options.over_sampling
+        )
         producer = Producer(
             *self._parts(copy.deepcopy(self.tokenizer)),  # for the producer's threads
             stream,
@@ -182,7 +185,7 @@ class Rollouts:
             Groups with rewards but without advantages, counts of everything that was sampled since the call
             before, and metrics of staleness. None on all ranks if any rank is asked to stop.
         """
-        if self._config.rollout.max_staleness == 0:  # without what evaluations sampled meanwhile
+        if isinstance(self._config.rollout.staleness, FixedLag):  # without what evaluations sampled meanwhile
             self._counted, self._refused = self._engine.counts, Counter(self._engine.refusals)
         taken = self._scheduler.next(rollout, version, all_gather, run_unless_asked)
         if taken is None:

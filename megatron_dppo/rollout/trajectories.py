@@ -11,7 +11,14 @@ import torch
 from megatron_dppo.agents.agents import Agents
 from megatron_dppo.agents.harness import most_open_episodes
 from megatron_dppo.architectures.sizes import read_model_config
-from megatron_dppo.config.schema import RolloutConfig
+from megatron_dppo.config.rollout import (
+    CommandSource,
+    EnvironmentSource,
+    GenerateSource,
+    HarnessSource,
+    RolloutConfig,
+    SingleTurnSource,
+)
 from megatron_dppo.config.sections import DataConfig
 from megatron_dppo.engines.base import (
     Ask,
@@ -132,15 +139,23 @@ class TrajectorySampler:
             engine: Engine that samples single turns; not owned.
             hf_folder: Folder with the model's config.json.
         """
-        self._pool = environment_pool(options.environment, data)
-        self.environments: Environments = self._pool or InProcess(SingleTurn)
-        self._agents = Agents(options, data) if options.agent.is_set else None
-        self._open_session, self._is_users = engine.session, options.generate is not None
+        self._pool: EnvironmentPool | None = None
+        self._agents: Agents | None = None
+        self._open_session, self._is_users = engine.session, False
         self._limits = TurnLimits(options.max_turns, options.max_turn_tokens, options.thinking)
-        if options.generate is not None:
-            vocab_size = int(read_model_config(hf_folder)[1]["vocab_size"])
-            function = import_named("rollout.generate", options.generate)
-            self._open_session = UserGenerate(options.generate, function, engine, vocab_size).session
+        match options.source:
+            case SingleTurnSource():
+                pass
+            case EnvironmentSource(name):
+                self._pool = environment_pool(name, data)
+            case GenerateSource(name):
+                vocab_size = int(read_model_config(hf_folder)[1]["vocab_size"])
+                function = import_named("rollout.generate", name)
+                self._open_session = UserGenerate(name, function, engine, vocab_size).session
+                self._is_users = True
+            case HarnessSource() | CommandSource():
+                self._agents = Agents(options, data)
+        self.environments: Environments = self._pool or InProcess(SingleTurn)
 
     def sampler(self, tokenizer: Any, scorer: Scorer, params: SamplingParams) -> GroupSampler:
         """Return a sampler of groups; each thread needs its own, with its own tokenizer."""
@@ -182,10 +197,8 @@ async def _ask_once(request: Request, params: SamplingParams, ask: Ask) -> Sampl
     return await ask(request, params)
 
 
-def environment_pool(name: str, data: DataConfig) -> EnvironmentPool | None:
-    """Return workers for the environments, or None for the single-turn environment, which needs no worker."""
-    if name == "single_turn":
-        return None
+def environment_pool(name: str, data: DataConfig) -> EnvironmentPool:
+    """Return workers for the environments; starts none."""
     return EnvironmentPool(
         name,
         num_workers=data.reward_workers,

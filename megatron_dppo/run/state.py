@@ -61,7 +61,7 @@ class TrainingState:
         Rollouts beyond `run.num_rollouts` are not sampled.
         """
         number, options = self.rollout + len(self.queue), self._config
-        last = min(self.rollout + options.rollout.lag, options.run.num_rollouts - 1)
+        last = min(self.rollout + options.rollout.staleness.num_waiting, options.run.num_rollouts - 1)
         return number if number <= last else None
 
     @property

@@ -10,7 +10,7 @@ import torch
 
 from megatron_dppo.agents.agents import Agents
 from megatron_dppo.agents.tree import Trees
-from megatron_dppo.config.schema import AgentConfig, RolloutConfig
+from megatron_dppo.config.rollout import AgentConfig, RolloutConfig
 from megatron_dppo.config.sections import DataConfig
 from megatron_dppo.engines.base import Request, SamplingParams, mask_of
 from megatron_dppo.environments import Episode

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_dppo.agents.agents import Agents
-from megatron_dppo.config.schema import AgentConfig, RolloutConfig
+from megatron_dppo.config.rollout import AgentConfig, RolloutConfig
 from megatron_dppo.config.sections import DataConfig
 from megatron_dppo.engines.base import SamplingParams
 from megatron_dppo.engines.sglang.client import Patience

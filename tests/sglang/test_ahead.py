@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
 from megatron_dppo.agents.agents import Agents, Converse
-from megatron_dppo.config.schema import AgentConfig, RolloutConfig
+from megatron_dppo.config.rollout import AgentConfig, RolloutConfig
 from megatron_dppo.config.sections import DataConfig
 from megatron_dppo.data.prompts.prompts import PromptStream
 from megatron_dppo.engines.base import Ask, Request, SamplingParams

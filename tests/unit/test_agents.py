@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_dppo.agents.agents import Agents
-from megatron_dppo.config.schema import AgentConfig, RolloutConfig
+from megatron_dppo.config.rollout import AgentConfig, RolloutConfig
 from megatron_dppo.config.sections import DataConfig
 from megatron_dppo.data.prompts.prompts import Drawn
 from megatron_dppo.engines.base import Request, SamplingParams, give_up, num_tokens_before, num_tokens_left

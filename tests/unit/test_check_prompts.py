@@ -17,9 +17,9 @@ from megatron_dppo.config import load_config
 from megatron_dppo.data.prompts.prompts import Drawn, load_prompts
 from megatron_dppo.rollout.groups import GroupMaker
 from tests.support.byte_tokenizers import llama_tokenizer, save, tools_tokenizer
+from tests.support.refused_configs import MODEL
 from tests.support.tiny_families import write_family
 from tests.unit.test_agent_renderers import BY_NAME, tokenizer_of
-from tests.unit.test_checks import MODEL
 from tests.unit.test_episodes import LATEST_TEMPLATE
 
 CHAT = [{"role": "user", "content": "1 + 1?"}]

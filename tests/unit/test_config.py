@@ -162,7 +162,7 @@ def test_all_faults_are_reported_at_once_with_the_file_that_set_them(tmp_path: P
         ("[run]\nnum_rollouts = 3.0", "run.num_rollouts", "a whole number", "Rollouts"),
         ("[run]\nnum_rollouts = true", "run.num_rollouts", "a whole number", "Rollouts"),
         ("[run]\nnum_rollouts = 0", "run.num_rollouts", "greater than 0", "Rollouts"),
-        ("[rollout]\ntemperature = nan", "rollout.temperature", "greater than 0", "Sampling"),
+        ("[rollout]\ntemperature = nan", "rollout.temperature", "a finite number", "Sampling"),
         ("[data]\nshuffle = 'yes'", "data.shuffle", "true or false", "Shuffle"),
         ("[model]\nload = 3", "model.load", "a string in quotes", "Hugging Face"),
         ("[tracking]\nbackends = ['tb']", "tracking.backends[0]", "'tensorboard'", "Trackers"),

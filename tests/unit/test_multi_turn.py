@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.config.schema import RolloutConfig
+from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.config.sections import DataConfig
 from megatron_dppo.data.batches.packing import pack
 from megatron_dppo.data.prompts.prompts import Drawn

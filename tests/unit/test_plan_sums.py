@@ -44,7 +44,7 @@ def test_every_component_is_counted_once_at_each_moment(
     settings: dict[str, Any], is_resident: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = job_of(QWEN3_8B, settings)
-    assert job.config.rollout.takes_turns is not is_resident
+    assert job.config.rollout.colocated is not is_resident
     found = moments_of(job, is_resident=is_resident, monkeypatch=monkeypatch)
     batch = job.workload.step_rows(8) * (BATCH_BYTES + job.workload.topk_bytes)
     if job.shares_prefixes:
@@ -76,7 +76,7 @@ def test_every_component_of_the_host_is_counted_once(settings: dict[str, Any], i
     larger = RankStates(*(2 * getattr(STATES, field.name) for field in fields(STATES)))
     found = memory._host_memory(job, layout_of(8), [STATES, larger, STATES])
     saved = larger.checkpoint if is_asynchronous else larger.checkpoint_pieces
-    released = (larger.parameters + larger.optimizer_between) * job.config.rollout.takes_turns
+    released = (larger.parameters + larger.optimizer_between) * job.config.rollout.colocated
     rest = PROCESS_HOST_BYTES + found.per_rank["rollout data"]
     expected = rest + larger.optimizer_on_host + released + larger.parameters + saved
     assert sum(found.per_rank.values()) == expected and found.per_rank["rollout data"] > 0

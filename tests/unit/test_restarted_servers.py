@@ -147,7 +147,7 @@ def test_a_process_group_is_used_again_only_with_the_processes_that_joined_it(
     group: Any = SimpleNamespace(members=(joined,), handle=None)
     transport._group = group
     monkeypatch.setattr(transport, "_leave", lambda: left.append("left"))
-    monkeypatch.setattr(transports, "_reachable_host", lambda members: pytest.fail("joins again"))
+    monkeypatch.setattr(broadcast, "_reachable_host", lambda members: pytest.fail("joins again"))
     member = replace(joined, **change)
     if change:
         with pytest.raises(pytest.fail.Exception, match="joins again"):

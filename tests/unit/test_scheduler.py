@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.config.schema import RolloutConfig
+from megatron_dppo.config.rollout import SglangRollout
 from megatron_dppo.data.batches.exchange import DataParallel
 from megatron_dppo.data.prompts.prompts import PromptStream
 from megatron_dppo.data.prompts.shares import Part
@@ -111,7 +111,7 @@ class Run:
         parts: Sequence[Part] = (),
         **options: Any,
     ) -> None:
-        config = RolloutConfig.model_validate({"prompts_per_rollout": 4, "samples_per_prompt": 2} | options)
+        config = SglangRollout.model_validate({"prompts_per_rollout": 4, "samples_per_prompt": 2} | options)
         self.engines, self.num_rollouts = [copy(engine or Halting()) for _ in range(size)], 0
         maker = GroupMaker(TOKENIZER, config.samples_per_prompt, max_prompt_tokens=7, seed=0)
         scorer = Scorer(TOKENIZER, InProcessScorer(_by_prompt(equal)), False, None)

@@ -19,7 +19,7 @@ from megatron_dppo.checkpoints.weight_formats import (
     round_values,
     scale_for,
 )
-from megatron_dppo.config.schema import EnginePrecision
+from megatron_dppo.config.rollout import EnginePrecision
 from megatron_dppo.engines.base import SamplingParams
 from megatron_dppo.engines.embedded.engine import (
     TransformersEngine,

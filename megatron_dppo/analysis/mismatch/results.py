@@ -32,8 +32,8 @@ from megatron_dppo.runtime.libraries import versions
 from megatron_dppo.runtime.process import Runtime, world_size_from_launcher
 
 FILES = ("mismatch.json", "tokens.jsonl", "mismatch.html", "mismatch.toml")
-OF_TRAINING_ALONE = ("minibatches", "same_experiment", "sglang_weight_sync")
-"""Rules that do not bind: no gradient steps of equal size, no run to resume, weights that go by disk."""
+OF_TRAINING_ALONE = ("minibatches", "same_experiment")
+"""Rules that do not bind: no gradient steps of equal size, and no run to resume."""
 _ROWS: Sequence[tuple[str, str, str]] = (
     ("|pi - mu| of a token, mean", "abs_prob_diff_mean", "{:.3e}"),
     ("  99.9th percentile", "tv_p999", "{:.3e}"),

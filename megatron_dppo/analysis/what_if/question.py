@@ -23,10 +23,7 @@ from megatron_dppo.errors import ConfigError, Problem, did_you_mean, writing_to
 from megatron_dppo.runtime.user_code import describe_error
 
 # What a forward of kept tokens needs; the rest is about sampling and training.
-_RULES = (
-    *("preset", "preset_fields", "model_folder", "model_architecture", "model_sizes", "model_variant"),
-    "layout",
-)
+_RULES = (*("preset", "preset_fields", "model_family", "layout"),)
 logger = logging.getLogger(__name__)
 Value = float | int | str | bool
 OPTION = "rule_options."  # before the name of an own rule's option

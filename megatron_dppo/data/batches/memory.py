@@ -39,11 +39,11 @@ def rollout_bytes_bound(
     num_begun = num_over_sampled(options.over_sampling, options.prompts_per_rollout)
     if options.refill_zero_variance:
         num_begun *= 1 + options.max_refills
-    if options.max_staleness:  # groups being sampled, in addition to groups being trained on
+    if options.staleness.max_versions:  # groups being sampled, in addition to groups being trained on
         num_begun += options.prompts_per_rollout
     held = _share(num_begun, world_size) * options.samples_per_prompt * sample
     num_trained = algorithm.epochs_per_rollout * options.prompts_per_rollout * options.samples_per_prompt
-    num_at_once = 1 + min(options.lag, config.run.num_rollouts - 1)
+    num_at_once = 1 + min(options.staleness.num_waiting, config.run.num_rollouts - 1)
     num_together = options.samples_per_prompt if shares_prefixes else 1
     trained = num_at_once * (_share(num_trained, num_groups) + (num_groups > 1) * num_together) * packed
     if world_size == 1:

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from megatron_dppo.architectures.published_names import STACKS
 from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.checkpoints.weight_formats import BLOCK, WeightFormat, is_linear, round_linears
-from megatron_dppo.config.schema import EnginePrecision
+from megatron_dppo.config.rollout import EnginePrecision
 from megatron_dppo.engines.base import (
     EngineCounts,
     Request,

@@ -82,7 +82,7 @@ def run_servers(config: Config, runtime: Runtime) -> RunServers:
 
 def release_servers(config: Config, runtime: Runtime) -> None:
     """Begin the GPU ledger, and let servers that take turns with the trainer release their memory."""
-    runtime.gpu_ledger.begin(takes_turns=config.rollout.takes_turns)
+    runtime.gpu_ledger.begin(takes_turns=config.rollout.colocated)
     if config.rollout.engine == "sglang" and runtime.gpu_ledger.takes_turns:
         run_servers(config, runtime).release()
 

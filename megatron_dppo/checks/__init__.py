@@ -1,7 +1,7 @@
 """Validates a config before any model loads: rules over several fields, the disk and the user's code.
 
 No rule imports Megatron or SGLang. Importing this package registers all rules; a new one is one function under
-`@rule` in a module imported here, and one failing example in tests/unit/test_checks.py.
+`@rule` in a module imported here, and one line in tests/unit/data/refused_configs.txt.
 """
 
 import logging

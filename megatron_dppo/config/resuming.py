@@ -12,6 +12,7 @@ from megatron_dppo.algorithms.presets import OVERRIDABLE, PRESETS, overrides_in,
 from megatron_dppo.config.load import LEFT_OUT, flat, shown
 from megatron_dppo.config.markers import (
     ALL_SETS,
+    MEMORY,
     TIME_LIMIT,
     TRAINING,
     Effect,
@@ -37,65 +38,39 @@ def effects_of(section: type[Section], prefix: str, effect: Effect) -> Iterator[
 EFFECTS: Mapping[str, Effect] = {key: effect for key, effect in effects_of(Config, "", ALL_SETS) if "." in key}
 """The effect of each key of the schema. A setting without a marker changes the experiment and all scores."""
 
-_SERVER_PLACE = "Addresses of the servers."
-_SERVER_LAYOUT = "The layout of a server."
-_SERVER_LOAD = "Load of a server."
-_SERVER_GRAPHS = "How a server launches kernels."
-_SERVER_LOG = "A server's log."
-
 OPTION_MAY_CHANGE: Mapping[str, str] = {
-    **{
-        f"megatron.recompute_{name}": "Memory placement; the numbers are the same."
-        for name in ("granularity", "method", "num_layers", "modules")
-    },
-    "sglang.python": "The interpreter of the servers.",
-    **{f"sglang.{name}": _SERVER_PLACE for name in ("host", "port", "base_gpu_id")},
-    **{
-        f"sglang.{name}_size": _SERVER_LAYOUT
-        for name in (
-            "tp",
-            "pp",
-            "dp",
-            "ep",
-            "attn_cp",
-            "attn_dp",
-            "moe_dp",
-            "moe_dense_tp",
-            "shared_experts_tp",
-        )
-    },
-    "sglang.mem_fraction_static": "Memory of a server.",
-    **{
-        f"sglang.max_{name}": _SERVER_LOAD for name in ("prefill_tokens", "queued_requests", "running_requests")
-    },
-    **{
-        f"sglang.{name}": _SERVER_LOAD
-        for name in ("max_total_tokens", "chunked_prefill_size", "page_size", "pp_max_micro_batch_size")
-    },
-    **{
-        f"sglang.schedule_{name}": _SERVER_LOAD
-        for name in ("policy", "conservativeness", "low_priority_values_first")
-    },
-    **{
-        f"sglang.cuda_graph_{name}": _SERVER_GRAPHS
-        for name in (
-            "backend_decode",
-            "backend_prefill",
-            "bs_decode",
-            "bs_prefill",
-            "config",
-            "max_bs_decode",
-            "max_bs_prefill",
-            "max_seq_len_prefill",
-            "prefill_max_context",
-        )
-    },
-    **{f"sglang.disable_cuda_graph{name}": _SERVER_GRAPHS for name in ("", "_padding")},
-    **{
-        f"sglang.log_{name}": _SERVER_LOG
-        for name in ("level", "level_http", "requests", "requests_format", "requests_level", "requests_target")
-    },
-    **{f"sglang.{name}_timeout": TIME_LIMIT.resume or "" for name in ("dist", "watchdog", "soft_watchdog")},
+    option: reason
+    for reason, options in {
+        MEMORY.resume or "": """
+            megatron.recompute_granularity megatron.recompute_method megatron.recompute_num_layers
+            megatron.recompute_modules
+        """,
+        "The interpreter of the servers.": "sglang.python",
+        "Addresses of the servers.": "sglang.host sglang.port sglang.base_gpu_id",
+        "The layout of a server.": """
+            sglang.tp_size sglang.pp_size sglang.dp_size sglang.ep_size sglang.attn_cp_size
+            sglang.attn_dp_size sglang.moe_dp_size sglang.moe_dense_tp_size sglang.shared_experts_tp_size
+        """,
+        "Memory of a server.": "sglang.mem_fraction_static",
+        "Load of a server.": """
+            sglang.max_prefill_tokens sglang.max_queued_requests sglang.max_running_requests
+            sglang.max_total_tokens sglang.chunked_prefill_size sglang.page_size
+            sglang.pp_max_micro_batch_size sglang.schedule_policy sglang.schedule_conservativeness
+            sglang.schedule_low_priority_values_first
+        """,
+        "How a server launches kernels.": """
+            sglang.cuda_graph_backend_decode sglang.cuda_graph_backend_prefill sglang.cuda_graph_bs_decode
+            sglang.cuda_graph_bs_prefill sglang.cuda_graph_config sglang.cuda_graph_max_bs_decode
+            sglang.cuda_graph_max_bs_prefill sglang.cuda_graph_max_seq_len_prefill
+            sglang.cuda_graph_prefill_max_context sglang.disable_cuda_graph sglang.disable_cuda_graph_padding
+        """,
+        "A server's log.": """
+            sglang.log_level sglang.log_level_http sglang.log_requests sglang.log_requests_format
+            sglang.log_requests_level sglang.log_requests_target
+        """,
+        TIME_LIMIT.resume or "": "sglang.dist_timeout sglang.watchdog_timeout sglang.soft_watchdog_timeout",
+    }.items()
+    for option in options.split()
 }
 """Options of the pass-through tables that a resume may change, and why."""
 

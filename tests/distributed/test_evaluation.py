@@ -11,7 +11,7 @@ import pytest
 import tomli_w
 
 from megatron_dppo import evaluate as evaluation
-from megatron_dppo.config.markers import Section
+from megatron_dppo.config.markers import Section, sections_in
 from megatron_dppo.config.resuming import effect_on_evaluation as class_of
 from megatron_dppo.config.resuming import may_change
 from megatron_dppo.config.schema import Config
@@ -110,8 +110,8 @@ def sections(section: type[Section] = Config, prefix: str = "") -> dict[type[Sec
     """Return the prefix of the dotted keys of each section class."""
     found: dict[type[Section], str] = {section: prefix}
     for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            found |= sections(field.annotation, f"{prefix}{name}.")
+        for inner in sections_in(field.annotation):
+            found |= sections(inner, f"{prefix}{name}.")
     return found
 
 

@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -44,7 +44,7 @@ from megatron_dppo.config import Config, dump_config, load_config
 from megatron_dppo.config.sections import is_due
 from megatron_dppo.data.prompts.survey import FaultyRows
 from megatron_dppo.engines.sglang import options
-from megatron_dppo.errors import ConfigError
+from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.rollout.evaluation import evaluation_sets
 from megatron_dppo.run.state import TrainingState
 from megatron_dppo.run_folder.trackers import WEBHOOK
@@ -262,6 +262,36 @@ def each_example(*needs: str) -> Any:
             if example.rule in RULES and RULES[example.rule].needs in needs
         ],
     )
+
+
+GOLDEN = """
+rollout.max_staleness=2
+    rollout.max_staleness: found 2 (set by --set rollout.max_staleness=2); expected 0. This engine samples
+    in the trainer's processes, which cannot train meanwhile. Leave it out, or set rollout.engine =
+    "sglang".
+rollout.lag=100
+    rollout.lag: found 100; expected less than run.num_rollouts = 100: else the first weights sample every
+    rollout. Lower it, or change run.num_rollouts.
+optimizer.warmup_steps=401
+    optimizer.warmup_steps: found 401; expected at most gradient steps of the run = 400. Lower it, or change
+    gradient steps of the run.
+rollout.generate=json:loads  rollout.environment=sudoku
+    rollout.generate: found 'json:loads' with rollout.environment = 'sudoku'; expected one of them: the
+    function itself decides on observations and on the end of responses. Change it, or rollout.environment.
+rollout.samples_per_prompt=1
+    rollout.samples_per_prompt: found 1; expected at least 2: the advantage of a single sample is always 0;
+    8 is usual. Raise it.
+"""
+"""Overrides of the valid config, each above the message about them."""
+
+
+@pytest.mark.parametrize(("sets", "message"), re.findall(r"^(\S.*)\n((?:    .*\n)+)", GOLDEN, re.MULTILINE))
+def test_messages_state_what_is_found_and_expected_and_a_remedy(world: Path, sets: str, message: str) -> None:
+    try:
+        problems: Sequence[Problem] = check(config_with(sets), 1, needs=("config",))
+    except ConfigError as error:
+        problems = error.problems
+    assert list(map(str, problems)) == [" ".join(message.split())]
 
 
 @pytest.mark.parametrize("example", [example for example in EXAMPLES if example.rule == "types"])
@@ -615,7 +645,7 @@ def test_training_refuses_with_a_message_and_no_traceback(world: Path) -> None:
     Path("config.toml").write_text(dump_config(config_with("rollout.top_p=0.5")))
     result = CliRunner().invoke(app, ["train", "config.toml"])
     assert result.exit_code == 2
-    assert result.stderr.startswith("ConfigError: rollout.top_p: found 0.5; expected 1.0 (off).")
+    assert result.stderr.startswith("ConfigError: rollout.top_p: found 0.5; expected 1: the ratio")
     assert "Traceback" not in result.stderr
 
 

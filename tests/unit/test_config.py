@@ -8,6 +8,20 @@ import pytest
 
 from megatron_dppo.config import Config, dump_config, load_config
 from megatron_dppo.config.markers import idle_settings
+from megatron_dppo.config.rollout import (
+    CommandSource,
+    EmbeddedRollout,
+    EnvironmentSource,
+    FixedLag,
+    GenerateSource,
+    HarnessSource,
+    LargestAge,
+    SglangRollout,
+    SingleTurnSource,
+    Source,
+    Staleness,
+    with_engine,
+)
 from megatron_dppo.errors import ConfigError, Problem
 
 
@@ -185,6 +199,89 @@ def test_each_kind_of_fault(tmp_path: Path, text: str, where: str, expected: str
     assert problem.where == where
     assert expected in problem.expected
     assert action in problem.action
+
+
+HARNESS, COMMAND = "rollout.agent.harness=m:f", 'rollout.agent.command=["sh","a"]'
+
+
+@pytest.mark.parametrize(
+    ("overrides", "source"),
+    [
+        ([], SingleTurnSource()),
+        (["rollout.environment=sudoku"], EnvironmentSource("sudoku")),
+        (["rollout.generate=m:f"], GenerateSource("m:f")),
+        ([HARNESS], HarnessSource("m:f")),
+        ([COMMAND], CommandSource(("sh", "a"))),
+        (["rollout.agent.train=all"], SingleTurnSource()),
+        ([HARNESS, "rollout.agent.harness=none", COMMAND], CommandSource(("sh", "a"))),
+    ],
+)
+def test_one_value_names_the_source_of_responses(overrides: list[str], source: Source) -> None:
+    for engine in ("transformers", "sglang"):
+        assert load_config([], [*overrides, f"rollout.engine={engine}"]).rollout.source == source
+
+
+@pytest.mark.parametrize(
+    ("overrides", "staleness", "colocated"),
+    [
+        ([], FixedLag(0), False),
+        (["rollout.lag=2", "rollout.release_trainer=true"], FixedLag(2), True),
+        (["rollout.sglang.colocated=true"], FixedLag(0), False),
+        (["rollout.engine=sglang", "rollout.sglang.colocated=true", "rollout.lag=1"], FixedLag(1), True),
+        (["rollout.engine=sglang", "rollout.max_staleness=3"], LargestAge(3), False),
+    ],
+)
+def test_the_engine_decides_what_its_settings_mean(
+    overrides: list[str], staleness: Staleness, colocated: bool
+) -> None:
+    rollout = load_config([], overrides).rollout
+    assert (rollout.staleness, rollout.colocated) == (staleness, colocated)
+    assert (rollout.staleness.num_waiting, rollout.staleness.max_versions).count(0) >= 1
+
+
+def test_settings_of_the_other_engine_are_checked_and_have_no_effect(tmp_path: Path) -> None:
+    base = _file(
+        tmp_path, "base.toml", "[rollout]\nover_sampling = 1.0\nmax_staleness = 0\nsglang.probe_every = 9\n"
+    )
+    config = load_config([base])
+    assert isinstance(config.rollout, EmbeddedRollout)
+    assert [key for key, _ in idle_settings(config)] == ["rollout.sglang.probe_every"]
+    assert list(_problems([base], ("rollout.sglang.probe_every=-1",))) == ["rollout.sglang.probe_every"]
+    served = load_config(
+        [base], ["rollout.engine=sglang", "rollout.max_staleness=1", "rollout.over_sampling=2.0"]
+    )
+    assert isinstance(served.rollout, SglangRollout) and not list(idle_settings(served))
+    assert load_config([_file(tmp_path, "dumped.toml", dump_config(served))]) == served
+
+
+@pytest.mark.parametrize("value", ["sglan", "3", "[1]", "true"])
+def test_an_unknown_engine_is_refused_at_its_key(value: str) -> None:
+    (problem,) = _problems([], (f"rollout.engine={value}",)).values()
+    assert (problem.where, problem.expected) == ("rollout.engine", "'transformers' or 'sglang'")
+
+
+def test_another_engine_of_the_same_config_keeps_what_both_have() -> None:
+    embedded = load_config(
+        [], ["rollout.temperature=0.7", "rollout.release_trainer=true", "rollout.sglang.probe_every=9"]
+    )
+    served = with_engine(embedded.rollout, "sglang")
+    assert isinstance(served, SglangRollout) and not served.release_trainer
+    assert (served.temperature, served.sglang.probe_every) == (0.7, 9)
+    assert with_engine(served, "sglang") is served
+
+
+def test_infinity_turns_off_a_bound_of_a_shadow_and_no_other_setting() -> None:
+    config = load_config([], ["tracking.shadow_options.grpo.eps_high=inf", "algorithm.ratio_cap=inf"])
+    assert (
+        config.tracking.shadow_options["grpo"]["eps_high"]
+        == config.algorithm.model_dump()["ratio_cap"]
+        == math.inf
+    )
+    assert list(_problems([], ("data.reward.math=inf",))) == ["data.reward"]
+    assert list(_problems([], ("optimizer.lr=nan", "rollout.max_data_gib=inf"))) == [
+        "rollout.max_data_gib",
+        "optimizer.lr",
+    ]
 
 
 @pytest.mark.parametrize("path", ["runs/a~", "a$", "a $ b", "5$/c", "ä" * 127, "b" * 255, "two words"])

@@ -1,11 +1,10 @@
 """Valid values that are 0, False or empty: none of them is replaced by a default."""
 
 import asyncio
-import types
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import Any
 
 import pytest
 import tomli_w
@@ -15,6 +14,7 @@ from megatron_dppo.algorithms import PRESETS, preset
 from megatron_dppo.algorithms.presets import OVERRIDABLE, overrides_in
 from megatron_dppo.architectures.megatron_options import shares_prefixes
 from megatron_dppo.config import dump_config, load_config
+from megatron_dppo.config.markers import sections_in
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.sections import EvaluationSetConfig
 from megatron_dppo.environments import Episode, InProcess, Observation, Response, Trajectory, Turn
@@ -30,19 +30,10 @@ FALSY: tuple[Any, ...] = (0, 0.0, False, (), {}, "")
 PROMPT = Prompt("p", "408", "test", text="<bos> 2 1 * 4 3 =")
 
 
-def sections_of(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The sections among the types of an annotation."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        for each in get_args(annotation):
-            yield from sections_of(each)
-    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-
-
 def fields_of(section: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Every field below a section, with its default."""
     for name, field in section.model_fields.items():
-        inner = list(sections_of(field.annotation))
+        inner = sections_in(field.annotation)
         for each in inner:
             yield from fields_of(each, (*path, name))
         if not inner:

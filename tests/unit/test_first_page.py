@@ -15,6 +15,7 @@ from megatron_dppo.algorithms import PRESETS, preset
 from megatron_dppo.algorithms.presets import overrides_in
 from megatron_dppo.checks import check, remarks
 from megatron_dppo.cli import app
+from megatron_dppo.config.markers import sections_in
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang.options import shipped_options
 from megatron_dppo.engines.sglang.protocol import NEWEST
@@ -47,10 +48,16 @@ def require_setting(key: str, value: str | None) -> None:
         assert key == "sglang.python" or key.removeprefix("sglang.") in shipped_options(NEWEST)
         return
     *path, field = key.split(".")
-    section: Any = Config
+    sections: list[Any] = [Config]
     for name in path:
-        section = section.model_fields[name].annotation
-    assert field in section.model_fields, key
+        sections = [
+            inner
+            for section in sections
+            if name in section.model_fields
+            for inner in sections_in(section.model_fields[name].annotation)
+        ]
+    section = next((each for each in sections[::-1] if field in each.model_fields), None)  # the last has most
+    assert section is not None, key
     if value:
         given = tomllib.loads(f"value = {value}")["value"]
         section.__pydantic_validator__.validate_assignment(section.model_construct(), field, given)

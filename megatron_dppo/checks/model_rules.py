@@ -23,7 +23,7 @@ from megatron_dppo.architectures.registry import (
     read_model_sizes,
     variant_problems,
 )
-from megatron_dppo.architectures.sizes import ModelSizes, config_file
+from megatron_dppo.architectures.sizes import ModelSizes, architecture_of, config_file
 from megatron_dppo.architectures.weight_map import linears_of
 from megatron_dppo.checkpoints.convert.sources import source_of
 from megatron_dppo.checkpoints.hf_folder import require_one_set
@@ -136,9 +136,9 @@ def _model_family(config: Config, facts: Facts) -> Iterator[Problem]:
     """model.load has a readable config.json of a supported family and variant, with all its sizes."""
     if isinstance(facts.model, Problem):
         yield facts.model
-    elif facts.architecture not in FAMILIES:
-        problem = architecture_problem(facts.architecture, FAMILIES)
-        yield replace(problem, found=f"{config.model.load} of {facts.architecture}")
+    elif (architecture := architecture_of(facts.model)) not in FAMILIES:
+        problem = architecture_problem(architecture, FAMILIES)
+        yield replace(problem, found=f"{config.model.load} of {architecture}")
     else:
         yield from [facts.sizes] if isinstance(facts.sizes, Problem) else []
         yield from variant_problems(facts.model)

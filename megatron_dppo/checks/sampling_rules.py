@@ -22,6 +22,7 @@ from megatron_dppo.config.rollout import (
     HarnessSource,
     RolloutConfig,
     SingleTurnSource,
+    Source,
 )
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.sections import DataConfig
@@ -49,19 +50,23 @@ _GENERATE = "rollout.generate"
 @rule("source", needs="machine")
 def _source(config: Config, facts: Facts) -> Iterator[Problem]:
     """The source of responses can be found, and an agent's chats can be written; no user code is imported."""
-    problem: Problem | None = None
-    match config.rollout.source:
-        case EnvironmentSource(name):
-            problem = problem_with(name)
-        case GenerateSource(name):
-            problem = problem_with_path(_GENERATE, name, "package.module:function")
-        case HarnessSource() | CommandSource() as source:
-            problem = problem_with_agent(source)
-            yield from _chat_problems(config.rollout.agent, facts.usable_tokenizer)
-        case SingleTurnSource():
-            pass
-    if problem is not None:
+    source = config.rollout.source
+    if (problem := _problem_with_name(source)) is not None:
         yield problem
+    if isinstance(source, AgentSource):
+        yield from _chat_problems(config.rollout.agent, facts.usable_tokenizer)
+
+
+def _problem_with_name(source: Source) -> Problem | None:
+    match source:
+        case EnvironmentSource(name):
+            return problem_with(name)
+        case GenerateSource(name):
+            return problem_with_path(_GENERATE, name, "package.module:function")
+        case HarnessSource() | CommandSource():
+            return problem_with_agent(source)
+        case SingleTurnSource():
+            return None
 
 
 def _chat_problems(agent: AgentConfig, tokenizer: Any | None) -> Iterator[Problem]:
@@ -77,7 +82,7 @@ def _chat_problems(agent: AgentConfig, tokenizer: Any | None) -> Iterator[Proble
 @rule("source_trial", needs="trial")
 def _source_trial(config: Config, facts: Facts) -> Iterator[Problem]:
     """User code that gives responses can be imported; an environment replies once, and no episode is run."""
-    if any(_source(config, facts)):
+    if _problem_with_name(config.rollout.source) is not None:
         return
     match config.rollout.source:
         case EnvironmentSource(name):

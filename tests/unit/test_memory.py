@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_dppo.config.rollout import with_engine
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.batch_file import bytes_of
 from megatron_dppo.data.batches.gradient_steps import gradient_steps
@@ -90,6 +91,7 @@ def test_rollouts_sampled_ahead_count_as_micro_batches(lag: int) -> None:
 )
 def test_groups_beyond_those_that_are_wanted_count(options: dict[str, Any], num_more: int) -> None:
     config, one = run(1), bytes_of_samples([make_sample(list(range(PROMPT + RESPONSE)), PROMPT)])
-    more = config.model_copy(update={"rollout": config.rollout.model_copy(update=options)})
+    served = with_engine(config.rollout, "sglang")
+    more = config.model_copy(update={"rollout": served.model_copy(update=options)})
     bounds = [bound_of(each, 1, 1, ROUTING) for each in (config, more)]
     assert bounds[1] - bounds[0] == pytest.approx(num_more * SAMPLES * one, rel=0.02)

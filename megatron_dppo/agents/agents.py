@@ -8,7 +8,6 @@ import hashlib
 import hmac
 import inspect
 import json
-import math
 import secrets
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -24,13 +23,7 @@ from aiohttp import web
 from megatron_dppo.agents import messages, responses
 from megatron_dppo.agents.chat import Chat, RefusedError, Reply, read_chat
 from megatron_dppo.agents.episode import Episode, EpisodeLimits
-from megatron_dppo.agents.harness import (
-    SERVICE,
-    AgentOutcome,
-    EpisodeTask,
-    checked_outcome,
-    most_open_episodes,
-)
+from megatron_dppo.agents.harness import AgentOutcome, EpisodeTask, HarnessPool, checked_outcome
 from megatron_dppo.agents.rendering import LibraryRendering, Rendering
 from megatron_dppo.config.rollout import AgentConfig, AgentSource, HarnessSource, RolloutConfig
 from megatron_dppo.config.sections import DataConfig
@@ -42,7 +35,6 @@ from megatron_dppo.engines.base import (
 from megatron_dppo.runtime.concurrency import LoopThread
 from megatron_dppo.runtime.user_code import digest_of
 from megatron_dppo.types import Sample
-from megatron_dppo.workers.pool import WorkerPool
 from megatron_dppo.workers.service import FileDigests, WorkerFault
 
 T = TypeVar("T")

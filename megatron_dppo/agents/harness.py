@@ -4,7 +4,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -13,11 +13,12 @@ from megatron_dppo.errors import AgentFailedError, Problem
 from megatron_dppo.runtime.process import host_bytes, num_files_left
 from megatron_dppo.runtime.user_code import problem_with_path
 from megatron_dppo.types import Prompt
+from megatron_dppo.workers.pool import WorkerPool
 from megatron_dppo.workers.service import Service
 
 KEY = "rollout.agent.harness"
 _COMMAND = "rollout.agent.command"
-_FILES, _BYTES = 4, 128 << 20  # open files and memory per harness process, with pipes
+_FILES, _BYTES = 4, 128 << 20  # open files and memory of a harness's process and of its pipes
 _OTHER_FILES = 256
 
 
@@ -70,6 +71,28 @@ def most_open_episodes() -> int:
     num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     by_memory = host_bytes() // 2 // _BYTES // num_processes
     return max(min((num_files_left() - _OTHER_FILES) // _FILES, by_memory), 1)
+
+
+class HarnessPool(WorkerPool[EpisodeTask, AgentOutcome]):
+    """Pool of workers that run harnesses, one for each open episode; the caller limits their time."""
+
+    def __init__(
+        self,
+        harness: str | None,
+        command: Sequence[str],
+        *,
+        memory_mb: int,
+        environment: Collection[str],
+    ) -> None:
+        """Create the pool for a "module:function" or a command; see `WorkerPool`."""
+        super().__init__(
+            SERVICE,
+            harness if harness is not None else json.dumps(list(command)),
+            num_workers=most_open_episodes(),
+            timeout_s=math.inf,
+            memory_mb=memory_mb,
+            environment=environment,
+        )
 
 
 def as_command(name: str) -> list[str] | None:

@@ -79,8 +79,7 @@ class Actor:
         self.data_parallel_groups: tuple[int, ...] = tuple(runtime.all_gather(own_group))
         self.hf = read_hf_config(config.model.load)
         self.hf_table = family_of(self.hf).weight_table(self.hf)
-        dtype = getattr(torch, config.model.dtype)
-        sizes = model_sizes(self.hf)
+        dtype, sizes = getattr(torch, config.model.dtype), model_sizes(self.hf)
         spec = agreed_layer_spec(config, runtime, sizes)
         self.shares_prefixes = shares_prefixes(config, sizes, spec)
         parts = megatron_sizes(self.layout)
@@ -91,8 +90,8 @@ class Actor:
         if config.lora.rank:
             add_lora(self.chunks, self.hf, config.lora, config.run.seed)
         self._router_losses = RouterLosses(self.chunks, RouterCoefficients.of(config.megatron))
-        num_topk_log_probs = config.rollout.num_topk_log_probs
-        self._observer = Observer(self.objective, config.tracking, num_topk_log_probs=num_topk_log_probs)
+        num_topk = config.rollout.num_topk_log_probs
+        self._observer = Observer(self.objective, config.tracking, num_topk_log_probs=num_topk)
         self._head = OutputHead(
             self.chunks,
             self.objective,
@@ -136,8 +135,8 @@ class Actor:
 
     def restart_schedule(self, num_done: int) -> None:
         """Set the learning rate to its value after `num_done` gradient steps."""
-        options, horizon = self._config.optimizer, self._config.num_gradient_steps
-        self._schedule = build_schedule(self.optimizer, options, horizon, num_done=num_done)
+        horizon = self._config.num_gradient_steps
+        self._schedule = build_schedule(self.optimizer, self._config.optimizer, horizon, num_done=num_done)
 
     def weights(
         self, *, of_own_stage: bool = False, max_bytes: int | None = None
@@ -255,8 +254,8 @@ class Actor:
         """Return the batch with log-probs of the current weights, forwarded for "recomputed" anchors only."""
         if self._config.algorithm.replay_recomputed_routes:
             return self.with_recorded(batch)
-        log_probs = self.forward_log_probs(batch.microbatches, self._config.replays_routes)
-        return batch.with_column("old_log_probs", log_probs)
+        is_replaying = self._config.replays_routes
+        return batch.with_column("old_log_probs", self.forward_log_probs(batch.microbatches, is_replaying))
 
     def with_recorded(self, batch: TrainBatch) -> TrainBatch:
         """Return the batch with log-probs of the current weights and the routes of that forward: R2."""
@@ -298,10 +297,8 @@ class Actor:
     ) -> list[Float32[Tensor, "T columns"]]:
         """Return the current weights' log-probs of the tokens of each micro-batch, without gradient.
 
-        Every rank calls this together.
-
         Args:
-            batch: This rank's micro-batches; every rank has the same number of them.
+            batch: This rank's micro-batches; every rank calls this with the same number of them.
             metrics: Gets `routing/agreement_*` of this rank's live routers with the rollout's, where
                 rollout.routing_replay captures routes.
             is_replaying: Use the rollout's experts.

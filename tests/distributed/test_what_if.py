@@ -126,7 +126,7 @@ def test_the_anchor_of_earlier_weights_is_what_these_weights_compute(run: Path, 
         assert (expected > 1e-3) == (now != before)
 
 
-def test_what_cannot_be_evaluated_is_said_before_a_model_loads(run: Path, tmp_path: Path) -> None:
+def test_variants_that_cannot_be_evaluated_are_listed_before_a_model_loads(run: Path, tmp_path: Path) -> None:
     _, question = question_of(run, tmp_path, world_size=1, rollouts=("all",), is_all=True)
     assert question.rollouts == (1, 2)
     lacking = {"dppo_topk_tv", "dppo_topk_kl", "minirl", "gspo"}

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = Shape("tp1", tp=1, num_tokens=48, num_columns=128, hidden_size=16)
 
 
-def test_it_runs_without_a_gpu(tmp_path: Path) -> None:
+def test_benchmark_runs_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "loss.json"
     command = [*TOOL, "--out", out, "--quick", "--shape", "tp1", "--shape", "tp4", "--tokens", "64"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)

@@ -322,10 +322,10 @@ def test_each_rule_and_only_it_finds_its_example(world: Path, example: Example) 
 
 
 @each_example(*AT_ONCE)
-def test_what_plan_asks_needs_config_json_alone(
+def test_rules_of_plan_need_config_json_only(
     world: Path, example: Example, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`plan` asks where there are no prompts, weights, tokenizer or libraries."""
+    """`plan` checks without prompts, weights, tokenizer or libraries."""
     example.on_disk()
     config = example.config
     asked = {name: rule for name, rule in RULES.items() if rule.needs == "config"}
@@ -353,7 +353,7 @@ class Watched:
 
 
 @each_example("machine")
-def test_what_plan_does_not_ask_has_no_say_about_layouts(world: Path, example: Example) -> None:
+def test_rules_that_plan_skips_refuse_no_layout(world: Path, example: Example) -> None:
     """Or `plan` would admit what `train` refuses."""
     example.on_disk()
     config = example.config
@@ -460,7 +460,7 @@ def test_megatron_names_are_read_once_per_version(world: Path, monkeypatch: pyte
     assert megatron_rules.megatron_fields() == {"a": ["int"]}
 
 
-def test_without_megatron_names_are_taken_on_trust_and_without_sglang_a_list_stands_in(
+def test_unknown_megatron_keys_pass_without_megatron_and_sglang_keys_are_checked_by_a_list(
     world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(megatron_rules, "_read_fields", lambda: None)
@@ -658,7 +658,7 @@ def test_evaluation_alone_asks_nothing_of_training(world: Path) -> None:
     assert {problem.where for problem in raised.value.problems} == {"evaluation.pass_at", "model.load"}
 
 
-def test_an_evaluation_whose_sets_name_their_rewards_needs_no_other(world: Path) -> None:
+def test_evaluation_sets_with_rewards_need_no_data_reward(world: Path) -> None:
     near = 'data.reward=""  evaluation.sets.held_out.reward=math  *AIME'
     require_evaluable(config_with(near, "evaluation.sets.aime.reward=dapo"), 1)
     with refused("data.reward", "['arithmetic', 'dapo', "):

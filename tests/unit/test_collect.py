@@ -307,7 +307,7 @@ def test_completions_that_do_not_fit(script: Callable[[int, Request], Sample], m
         collect_with(script)
 
 
-def test_top_k_that_was_asked_for_and_is_missing() -> None:
+def test_missing_top_k_is_refused() -> None:
     with pytest.raises(RolloutError, match=r"'topk': 0.*expected 17"):
         collect_with(right_or_wrong, params=dataclasses.replace(PARAMS, num_topk_log_probs=4))
 

@@ -105,7 +105,7 @@ def test_a_later_layer_takes_settings_of_earlier_ones_away(tmp_path: Path, is_fi
     assert load_config([base], ["evaluation=none"]).evaluation == Config().evaluation
 
 
-def test_what_is_given_after_it_was_taken_away_counts_and_none_in_quotes_is_a_string(tmp_path: Path) -> None:
+def test_setting_after_unset_counts_and_quoted_none_is_a_string(tmp_path: Path) -> None:
     base = _file(tmp_path, "base.toml", BASE)
     again = _file(
         tmp_path, "again.toml", "unset = ['data.reward_values']\n[data]\nreward_values = [0.0, 5.0]\n"

@@ -1,4 +1,4 @@
-"""`make gpu`'s program on stand-in steps: time limits, failures, and small steps of its own on a CPU."""
+"""`make gpu`'s program on stand-in steps: time limits, failures, and small steps on a CPU."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from tools.gpu_machine.execution import run_step
 from tools.gpu_machine.steps import Step, gpu_steps, sglang_steps
 
 ROOT = Path(__file__).parents[2]
-# A child in a session of its own that is deaf to SIGTERM, and this process too; both write their numbers.
+# A child in a separate session that ignores SIGTERM, and this process too; both write their numbers.
 HANGS = """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -40,7 +40,7 @@ def python(name: str, code: str, *arguments: str, limit_s: float = 300, **option
 
 @pytest.fixture(autouse=True)
 def as_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program changes both, of its own process."""
+    """The program changes both in its process."""
     monkeypatch.setenv("PATH", os.environ["PATH"])
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
@@ -49,7 +49,7 @@ def as_started(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[Result, list[dict[str, Any]]]]:
-    """Runs the program with other steps in the place of its own; results.jsonl too."""
+    """Run the program with stand-in steps; return the result and results.jsonl."""
 
     def run(steps: Sequence[Step], *flags: str) -> tuple[Result, list[dict[str, Any]]]:
         monkeypatch.setattr(gpu_machine, "gpu_steps", lambda out, is_rehearsal: list(steps))
@@ -119,7 +119,7 @@ def test_each_step_runs_and_the_rows_have_how_it_ended(
     assert done.exit_code == 0
 
 
-def test_what_no_longer_fits_into_the_time_is_left_out(
+def test_step_without_enough_time_left_is_skipped(
     run_steps: Callable[..., tuple[Result, list[dict[str, Any]]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = [python("first", "print('found')", limit_s=60), python("second", "")]
@@ -154,7 +154,7 @@ def command_line(*flags: str) -> Result:
     return CliRunner().invoke(program(gpu_machine.main), list(flags))
 
 
-def test_a_rehearsal_takes_a_step_of_its_own_on_a_cpu(tmp_path: Path) -> None:
+def test_rehearsal_runs_small_steps_on_a_cpu(tmp_path: Path) -> None:
     done = command_line("--rehearse", "--only", "facts", "--only", "memcheck", "--out", str(tmp_path))
     assert done.exit_code == 0, done.output
     assert all(word in done.output for word in ("PyTorch version", "attention: padded batches", "needs a GPU"))
@@ -180,7 +180,7 @@ def test_every_step_is_listed_and_is_of_this_repository() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"), [((), "--rehearse"), (("--only", "nothing", "--rehearse"), "'nothing'")]
 )
-def test_what_cannot_be_run_is_refused_in_one_line(
+def test_unrunnable_options_are_refused_in_one_line(
     flags: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

@@ -38,7 +38,7 @@ def test_the_interval_is_that_of_the_contrasts() -> None:
         assert (low[place], high[place]) == pytest.approx((expected.low, expected.high))
 
 
-def test_a_curve_is_the_mean_of_its_smoothed_seeds_over_the_rollouts_of_all() -> None:
+def test_curve_is_the_mean_of_smoothed_seeds_over_common_rollouts() -> None:
     noise = random.Random(2)
     x = [1.0 + n for n in range(11)]
     seeds = [(x, [noise.random() for _ in x]), (x[:-1], [noise.random() for _ in x[:-1]])]

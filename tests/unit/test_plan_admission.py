@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_dppo.plan.fit import HEADROOM
 
 from megatron_dppo.checks import AT_ONCE, Facts, check, megatron_rules, model_facts
 from megatron_dppo.config import Config, load_config
@@ -18,7 +17,7 @@ from megatron_dppo.plan import Machine, make_plan
 from megatron_dppo.plan.cost import step_time
 from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.memory import memory_of
-from megatron_dppo.plan.search import divisible_layouts, propose
+from megatron_dppo.plan.search import HEADROOM, divisible_layouts, propose
 from megatron_dppo.plan.units import Settings, as_overrides
 from tests.support.plan_models import GB, QWEN3_8B, QWEN3_30B
 

@@ -282,7 +282,7 @@ def _loss(num_tokens: int = 4096, topk: int = 0, **options: Any) -> int:
 COLUMNS = 151936 // 4
 STATES, WEIGHT = 4096 * 2048 * 2, COLUMNS * 2048  # bytes of [T, H], elements of [V/4, H]
 GRADIENTS = STATES + 4096 * 11 * 4  # by hidden states, of 4096 tokens, with the loss's results
-BESIDE = 2 * 2048 * 2 + 4 * 4 * 4  # a token's, of a chunk, beside logits: hidden states, statistics of 4 shards
+BESIDE = 2 * 2048 * 2 + 4 * 4 * 4  # per token of a chunk, besides logits: hidden states, statistics of 4 shards
 
 
 def test_the_loss_from_hidden_states_holds_one_chunk_and_the_gradients() -> None:
@@ -307,7 +307,7 @@ def test_a_chunk_has_no_more_than_all_tokens() -> None:
     whole = _loss(logits_chunk_bytes=2**40)
     assert whole == GRADIENTS + 4096 * (COLUMNS * 2 + BESIDE) + STATES
     wide = _loss(logits_chunk_bytes=2**40, logits_dtype="float32")
-    assert wide - whole == 4096 * COLUMNS * 4  # twice as large, and the gradient in bfloat16 beside
+    assert wide - whole == 4096 * COLUMNS * 4  # twice as large, and the gradient in bfloat16 as well
 
 
 def test_the_smallest_chunks_leave_the_start_of_backward_as_the_peak() -> None:
@@ -389,7 +389,7 @@ def test_a_shared_prompt_counts_once_in_each_micro_batch(
 
 
 def test_shared_prompts_save_the_time_of_all_but_the_output_layer() -> None:
-    """A response of one token has nearly nothing of its own; long responses have nearly all."""
+    """A response of one token shares nearly all tokens; long responses share few."""
     changes = {"data.max_prompt_tokens": 1999, "rollout.max_response_tokens": 1}
     changes |= {"parallel.max_tokens_per_microbatch": 32000}
     times = [

@@ -77,7 +77,7 @@ def test_the_text_of_a_run_that_fits(base: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "num_gpus", "is_needless"),
     [
-        ((), 16, False),  # its states do not fit beside the activations
+        ((), 16, False),  # its states do not fit next to the activations
         ((), 32, True),
         (("parallel.context=4",), 16, True),
         (("parallel.context=4", "optimizer.offload=false"), 16, False),

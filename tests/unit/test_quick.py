@@ -70,7 +70,7 @@ def test_a_changed_function_gets_its_tests_and_a_line_outside_those_of_the_file(
     assert quick.tests_of({FILE: frozenset({3})}, runs, root) == ["a::1", "b::1", "a::2"]
 
 
-def test_a_function_that_the_map_lacks_gets_the_tests_of_its_file_or_folder(root: Path) -> None:
+def test_unmapped_function_runs_the_tests_of_the_file_or_folder(root: Path) -> None:
     changed = {FILE: frozenset({8})}
     assert quick.tests_of(changed, runs_of({SECOND: ["b::1"]}), root) == ["b::1"]
     assert quick.tests_of(changed, runs_of({"megatron_dppo/metrics/other.py::f": ["c::1"]}), root) == ["c::1"]
@@ -83,7 +83,7 @@ def test_each_changed_function_gets_tests_if_there_is_no_time_for_all(root: Path
     assert chosen[:2] == ["a::0", "b::1"] and len(chosen) == 4  # on two cores
 
 
-def test_what_lies_between_engine_and_loss_always_runs_their_comparison(root: Path) -> None:
+def test_change_between_engine_and_loss_always_runs_their_comparison(root: Path) -> None:
     for name in ("megatron_dppo/engines/base.py", "megatron_dppo/run/state.py", "megatron_dppo/types.py"):
         assert quick.tests_of({name: frozenset({1})}, CoverageMap(), root)[0] == quick.ENGINE_TO_BATCH
     assert quick.ENGINE_TO_BATCH not in quick.tests_of({FILE: frozenset({1})}, CoverageMap(), root)
@@ -143,7 +143,7 @@ def test_the_types_of_callers_are_checked_if_a_declaration_changes(repository: P
     assert quick.declared(repository / "edited.py", frozenset({3, 11, 12})) == {"LIMIT", "Box", "size"}
 
 
-def test_only_the_chosen_tests_run_and_all_cases_of_one_whose_case_is_gone(tmp_path: Path) -> None:
+def test_chosen_tests_run_and_all_cases_if_a_case_is_gone(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text(
         "import pytest\n@pytest.mark.parametrize('n', [1, 2])\ndef test_x(n): ...\n"
         "@pytest.mark.parametrize('n', [1, 2])\ndef test_y(n): ...\ndef test_z(): ...\n"
@@ -177,7 +177,7 @@ def test_a_map_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read.seconds == {"a::2": 1.5, "b::1": 3.0}
 
 
-def test_what_tests_run_and_read_is_measured(tmp_path: Path) -> None:
+def test_coverage_map_records_functions_and_files_of_a_test(tmp_path: Path) -> None:
     environment = os.environ | {FOLDER: str(tmp_path)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.coverage_map", "-p", "no:cacheprovider"]
     test = "tests/unit/test_collect.py::test_the_list_of_metrics_says_what_each_count_of_the_engine_means"

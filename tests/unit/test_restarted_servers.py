@@ -108,7 +108,7 @@ def test_a_server_that_fails_is_pushed_to_once_more(
             fleet.fail(urls[1], "lost")
 
     owner = run_servers([record_of(server) for server in servers], tmp_path)
-    sync = sync_to(owner, send=send, admit=lambda urls, version: admitted.append(list(urls)))
+    sync = sync_to(owner, send=send, admit=lambda urls, version: admitted.append((list(urls), version)))
     sync.push(3)
     assert sent == pushes and admitted == [(urls[: 2 if failures < 2 else 1], 3)]
 

@@ -70,7 +70,7 @@ def test_a_drained_server_gets_nothing_and_its_groups_move() -> None:
     assert home not in {balancer.take(str(i)) for i in range(100)}
 
 
-def test_where_all_are_drained_nothing_is_given() -> None:
+def test_no_server_is_chosen_if_all_are_drained() -> None:
     balancer = _load_balancer(("a",))
     balancer.drain("a")
     assert balancer.take("g") is None

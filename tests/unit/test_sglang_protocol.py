@@ -97,7 +97,7 @@ def test_recorded_replies_are_read(name: str, version: str) -> None:
 @pytest.mark.parametrize("is_changed", [True, False])
 @pytest.mark.parametrize("captures", [True, False])
 def test_a_retracted_reply_keeps_routes_of_one_version(captures: bool, is_changed: bool) -> None:
-    """Its tokens and log-probs are those that were sampled, its routes those of the recomputation."""
+    """Tokens and log-probs as sampled, routes as recomputed."""
     request, params, body = recorded("retracted")
     meta, num_tokens = body["meta_info"], len(body["output_ids"])
     assert meta["num_retractions"] == 1 and meta["routed_experts"] and len(meta["weight_versions"]) == 1
@@ -273,7 +273,7 @@ def test_a_corrupted_flat_topk_is_refused(corrupt: Corruption, message: str) -> 
         _read("topk_and_routes", corrupt)
 
 
-def test_base64_whose_slashes_json_escapes_is_read_as_the_same() -> None:
+def test_base64_with_escaped_slashes_decodes_equally() -> None:
     request, params, body = recorded("topk_and_routes")
     plain = json.dumps(body).encode()
     escaped = plain.replace(b"/", rb"\/")

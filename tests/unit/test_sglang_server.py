@@ -42,7 +42,7 @@ def test_a_port_is_one_that_the_system_gives_to_nobody_else() -> None:
     ("says", "num_starts"), [("code: -98, name: EADDRINUSE, message: address already in use", 3), ("no GPU", 1)]
 )
 def test_only_a_port_that_was_taken_is_tried_again(tmp_path: Path, says: str, num_starts: int) -> None:
-    """Each start looks at what it wrote itself: a log of before says nothing."""
+    """Each start reads only its new output: an older log is ignored."""
     (tmp_path / "own-0.log").write_text("address already in use\n")
     command = (sys.executable, "-c", f"print({says!r}); raise SystemExit(1)")
     server = Server(Launch(command, {}, "http://127.0.0.1:9", {}), tmp_path, "own-0")

@@ -230,7 +230,7 @@ def test_rows_are_json_with_every_digit() -> None:
     }
 
 
-def test_the_plot_counts_every_token_where_it_stands(tmp_path: Any) -> None:
+def test_plot_counts_each_token_in_its_bin(tmp_path: Any) -> None:
     pi, mu = [0.999, 0.995, 0.0, 1.0], [0.005, 0.002, 1.0, 1.0]
     counts = token_counts(*(torch.tensor(values).double().log() for values in (pi, mu)))
     last = NUM_BINS - 1

@@ -1,4 +1,4 @@
-"""What is said of versions is what the tests recorded, and every place that names one agrees."""
+"""Documented versions equal the recorded ones, and every place that names one agrees."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def test_the_guide_has_what_was_recorded_and_what_the_code_says() -> None:
     assert "examples/guides/installing.md#versions" in (ROOT / "README.md").read_text()
 
 
-def test_what_was_recorded_counts_as_tested_and_so_does_every_server() -> None:
+def test_recorded_versions_and_servers_count_as_tested() -> None:
     recorded = [each["versions"] for each in read_records(ROOT) if not counts(each["files"].values())[1]]
     assert all({each[name] for each in recorded} <= set(tested) for name, tested in TESTED.items())
     assert (
@@ -71,7 +71,7 @@ def test_make_installs_the_newest_sglang_and_knows_what_each_needs_on_a_cpu() ->
         assert "tp_size" in shipped_options(version)
 
 
-def test_what_gpus_get_is_what_the_packages_require_and_not_what_the_tests_ran_with() -> None:
+def test_gpu_pins_follow_package_requirements_and_not_test_versions() -> None:
     """`tests/sglang` compares the pins with the metadata of SGLang itself."""
     pins = {version: gpu_pins(version) for version in GENERATIONS}
     of_torch: dict[str, str] = {}  # NCCL

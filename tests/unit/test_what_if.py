@@ -1,4 +1,4 @@
-"""What is asked of kept mini-batches, and how they are answered."""
+"""Variants evaluated on kept mini-batches, and their results."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +46,7 @@ def tokens(num: int = 400) -> PolicyLossInputs:
 
 
 def of_two_rollouts(inputs: PolicyLossInputs) -> PolicyTokens:
-    """The tokens as those of two rollouts, with made-up norms of scores."""
+    """The tokens split over two rollouts, with made-up norms of scores."""
     num = inputs.log_probs.numel()
     norms = torch.rand(num, generator=torch.Generator().manual_seed(1)) + 0.1
     return PolicyTokens(inputs, norms, rollouts=torch.arange(num) // (num // 2))
@@ -126,7 +126,7 @@ def microbatch(seed: int, loss_mask: list[int]) -> Microbatch:
 def test_each_column_comes_from_its_own_policy(has_before: bool) -> None:
     """The policy from the checkpoint, mu from the rollout, and the anchor from --before or from the run.
 
-    Two micro-batches of two rollouts; the Top-K and the norms stand in further columns of the forward.
+    Two micro-batches of two rollouts; the Top-K and the norms are further columns of the forward pass.
     """
     kinds: tuple[Routes, Routes] = "live", "replayed"
     kept = [microbatch(1, [0, 1, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0]), microbatch(21, [1, 1, 0, 0, 0, 1] * 2)]
@@ -183,7 +183,7 @@ def test_a_variant_that_is_the_runs_own_comes_once() -> None:
         (["dppo_binary_tv"], {"delta": [-1.0]}, "expected a number >= 0"),
     ],
 )
-def test_what_no_preset_can_do_is_refused(presets: list[str], sweeps: dict, message: str) -> None:
+def test_impossible_variants_are_refused(presets: list[str], sweeps: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         variants(BASE, presets, sweeps)
 

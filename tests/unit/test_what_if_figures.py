@@ -320,7 +320,7 @@ def test_words_that_are_no_rollouts_are_refused() -> None:
 
 
 def answer(asked: list[Variant]) -> dict[str, Any]:
-    """What `answer` returns, of made-up tokens."""
+    """The result of `answer` on made-up tokens."""
     rows, pairs = evaluate_variants(asked, {"live": of_two_rollouts(tokens())})
     mismatch = {"abs_prob_diff_mean": 1e-3, "kl_k3": 1e-4, "ratio_min": 0.1, "ratio_max": 3.0}
     return {
@@ -345,5 +345,5 @@ def test_table_shows_all_variants() -> None:
     found = answer([*asked, long])
     text = as_text(found)
     assert max(map(len, text.splitlines())) <= 100
-    assert long.name in text.splitlines(), "a long name stands on a line of its own"
+    assert long.name in text.splitlines(), "a long name gets a separate line"
     assert "left out: minirl, whose anchor" in text and "standard deviation over rollouts" in text

@@ -1,4 +1,4 @@
-"""What-if shows each figure below its own name: no two figures of these answers are equal."""
+"""What-if shows each figure below its own name: no two figures of these results are equal."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -46,7 +46,7 @@ def row_of(variant: str, routes: str, fresh: Iterator[float]) -> dict[str, Any]:
 
 
 def numbered(trained: str) -> dict[str, Any]:
-    """An answer of three variants with both ways of routing, all of whose figures differ."""
+    """A result of three variants with both ways of routing, all of whose figures differ."""
     fresh = (round(0.1 + 0.0011 * n, 4) for n in itertools.count())
     rows = [row_of(variant, routes, fresh) for routes in KINDS for variant in VARIANTS]
     mismatch = {
@@ -88,7 +88,7 @@ def scaled(factor: float) -> Callable[[dict[str, Any]], str]:
 
 
 def mean_m(row: dict[str, Any]) -> str:
-    """These are masks: M is 1 where a token is kept."""
+    """These are masks: M is 1 for a kept token."""
     return three(1 - row["masked_fraction"])
 
 

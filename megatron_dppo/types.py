@@ -114,7 +114,7 @@ class WeightVersionSpan:
 
 
 CallKind = Literal["first", "continues", "branch", "repeats", "tools", "template", "edited", "another"]
-"""How a call of an agent relates to the earlier ones; `agents/README.md` explains each."""
+"""How a call of an agent relates to the earlier ones; `docs/reference/agents.md` explains each."""
 
 
 @dataclass(frozen=True)

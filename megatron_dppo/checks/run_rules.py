@@ -94,7 +94,7 @@ def _same_experiment(config: Config, facts: Facts) -> Iterator[Problem]:
         yield Problem(
             "run.folder",
             f"{len(changes[0])} {settings} from those that trained {facts.saved.checkpoint}",
-            "the same experiment; megatron_dppo/config/README.md lists the settings that may change",
+            "the same experiment; examples/guides/stopping_and_resuming.md lists the settings that may change",
             "Choose another run.folder, restore the settings, or add --accept-changes, which notes them in "
             "metrics.jsonl.",
             change_table(changes[0]),

@@ -93,7 +93,7 @@ def reference_gradients(ratio_cap: float, inputs: PolicyLossInputs) -> dict[str,
 def figures_of(
     objective: Objective, tokens: PolicyTokens, own_weight: Tensor | None, references: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], Tensor]:
-    """Return the figures of one variant, see the README, and its weights M.
+    """Return the figures of one variant, see docs/reference/comparing_runs.md, and its weights M.
 
     Args:
         objective: Objective of the variant.
@@ -175,7 +175,7 @@ def evaluate_variants(
     """Evaluate the trust regions; the first variant is the run's own.
 
     Returns:
-        One row for each variant and way of routing, with the figures of the README, and for each way of routing
+        One row for each variant and way of routing, with the figures of docs/reference/comparing_runs.md, and for each way of routing
         the `agreement` of all pairs.
     """
     rows: list[dict[str, Any]] = []

@@ -95,7 +95,7 @@ def text_only_doubt(answers: Sequence[tuple[int, str]], num_answers: int, where:
         f"{len(rows)} of {len(answers)} bare answers{where}{sampled} have no value that reward 'math' can "
         f"parse, such as {examples}. Only the same text counts as right, and the same "
         "value in another spelling counts as wrong. Write such answers as one value that 'math' can parse "
-        "(see rewards/README.md), or leave these rows out."
+        "(see docs/reference/rewards.md), or leave these rows out."
     )
 
 

@@ -43,7 +43,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("thresholds", "Figure 19 of version 3", broader.draw_sensitivity),
     Kind("clipped_tokens", "the lists of Appendix E (D since version 3)", token_figures.draw_clipped_tokens),
 )
-"""All figures, with their numbers in arXiv 2602.04879. docs/reference/comparing_runs.md lists the sources of the numbers."""
+"""All figures, with their numbers in arXiv 2602.04879; docs/reference/comparing_runs.md has the sources."""
 
 
 NO_COUNTERPART = "It has no counterpart among the figures of arXiv 2602.04879."

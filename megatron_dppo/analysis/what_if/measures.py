@@ -175,8 +175,8 @@ def evaluate_variants(
     """Evaluate the trust regions; the first variant is the run's own.
 
     Returns:
-        One row for each variant and way of routing, with the figures of docs/reference/comparing_runs.md, and for each way of routing
-        the `agreement` of all pairs.
+        One row for each variant and way of routing, with the figures of docs/reference/comparing_runs.md, and
+        for each way of routing the `agreement` of all pairs.
     """
     rows: list[dict[str, Any]] = []
     pairs: dict[Routes, dict[str, Any]] = {}

@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_dppo.algorithms.presets import RULES  # noqa: E402 - started as a script
 from megatron_dppo.config import Config  # noqa: E402
+from megatron_dppo.config.markers import Section  # noqa: E402
 
 TABLE = Path(__file__).with_suffix(".txt")
 ROOMS, LIMITS = ("megatron_dppo", "tests"), (3, 2)
@@ -44,9 +45,15 @@ def sections(kind: Any, name: str = "") -> Iterator[tuple[str, type[BaseModel]]]
         yield from sections(inner, name)
 
 
-SECTIONS = {name: kind for name, kind in sections(Config) if name}
-OWNERS = {name.rpartition(".")[2] for name in SECTIONS}  # a section is named by its last part below
-CLASSES = {kind.__name__: name.rpartition(".")[2] for name, kind in SECTIONS.items()} | {"preset": "algorithm"}
+SECTIONS = [(name, kind) for name, kind in sections(Config) if name]  # [rollout] has a class for each engine
+OWNERS = {name.rpartition(".")[2] for name, _ in SECTIONS}  # a section is named by its last part below
+BASES = {Section, *Section.__mro__}
+CLASSES = {
+    base.__name__: name.rpartition(".")[2]
+    for name, kind in SECTIONS
+    for base in kind.__mro__
+    if base not in BASES
+} | {"preset": "algorithm"}
 CLASSES |= {base.__name__: "algorithm" for rule in RULES.values() for base in rule.__mro__[:-1]}
 
 
@@ -100,7 +107,7 @@ def main(option: str) -> int:
     """Print the settings that stand in too many files; 1 if there is one."""
     table = {key: (int(a), int(b)) for key, a, b in map(str.split, TABLE.read_text("utf-8").splitlines())}
     rooms = [[keys_in(path.read_text("utf-8")) for path in (ROOT / room).rglob("*.py")] for room in ROOMS]
-    keys = {f"{name}.{field}" for name in SECTIONS for field in SECTIONS[name].model_fields} - SECTIONS.keys()
+    keys = {f"{name}.{field}" for name, kind in SECTIONS for field in kind.model_fields} - {*dict(SECTIONS)}
     lines, faults = list[str](), list[str]()
     for key in sorted(keys):
         package, tests = (sum(".".join(key.split(".")[-2:]) in each for each in files) for files in rooms)

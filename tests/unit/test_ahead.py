@@ -381,7 +381,7 @@ def test_a_producer_that_fails_ends_the_wait_of_every_rank(bound: StalenessBound
 def test_rank_without_a_reachable_server_ends_all_ranks(over_sampling: float) -> None:
     class Lost(SteppedSession):
         async def ask(self, request: Request, params: SamplingParams) -> Sample:
-            self.errors = {**self.errors, request.id: ServerError(f"no answer to {request.id}")}
+            self.errors = {**self.errors, request.id: ServerError(f"no reply to {request.id}")}
             return give_up(request)
 
     class Unreachable(SteppedEngine):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from megatron_dppo.algorithms import PRESETS, preset
@@ -56,11 +57,20 @@ def require_setting(key: str, value: str | None) -> None:
             if name in section.model_fields
             for inner in sections_in(section.model_fields[name].annotation)
         ]
-    section = next((each for each in sections[::-1] if field in each.model_fields), None)  # the last has most
-    assert section is not None, key
+    sections = [each for each in sections if field in each.model_fields]
+    assert sections, key
     if value:
         given = tomllib.loads(f"value = {value}")["value"]
-        section.__pydantic_validator__.validate_assignment(section.model_construct(), field, given)
+        assert any(takes(section, field, given) for section in sections), (key, value)
+
+
+def takes(section: Any, field: str, value: Any) -> bool:
+    """Whether a setting of a section may have a value."""
+    try:
+        section.__pydantic_validator__.validate_assignment(section.model_construct(), field, value)
+    except ValidationError:
+        return False
+    return True
 
 
 @of_each_page

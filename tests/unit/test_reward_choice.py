@@ -193,7 +193,7 @@ def test_invalid_reward_choice_has_one_problem(value: str) -> None:
         load_config([], [f"data.reward={value}"])
     assert len(caught.value.problems) == 1
     assert caught.value.problems[0].where == "data.reward"
-    assert caught.value.problems[0].expected == "a name in quotes, or a table of names and their weights"
+    assert caught.value.problems[0].expected == "a name in quotes, or a table of names and their finite weights"
 
 
 def scored_by(

@@ -233,10 +233,9 @@ def turns(task: Path) -> dict[str, Any]:
 
 
 def agents(task: Path) -> dict[str, Any]:
-    """Both kinds of a harness, which a run does not have at once: nothing is run."""
+    """An agent with every setting of its own: nothing is run."""
     agent = {
         "harness": "tests.support.harnesses:adding",
-        "command": ("agent", "{base_url}"),
         "train": "all",
         "thinking": "template",
         "renderer": "default",

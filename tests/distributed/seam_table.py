@@ -70,7 +70,7 @@ _AS_IT_IS = {
         parallel.overlap_param_gather  actor.actor:Actor.__init__  self._ddp.0.ddp_config.*
     """,
     "agents": """
-        rollout.agent.{harness,command}  agents.agents:HarnessPool.__init__  *
+        rollout.agent.harness  agents.agents:HarnessPool.__init__  *
         rollout.agent.thinking  agents.agents:LibraryRendering.__init__  thinking
         rollout.agent.renderer  agents.agents:LibraryRendering.__init__  name
         rollout.agent.{episode_timeout_s,call_timeout_s,max_calls}  agents.agents:Episode.__init__  limits.*
@@ -257,6 +257,6 @@ TABLE = [
 
 READ_FROM_THE_SECTION = {
     *("data.thinking", "rollout.over_sampling", "rollout.max_staleness"),
-    *("checkpoint.max_failed_saves", "tracking.max_roll_backs"),
+    *("checkpoint.max_failed_saves", "tracking.max_roll_backs", "rollout.agent.command"),
 }
 """Settings that their users read from the section itself; `ASSERTED_BY` names their tests."""

@@ -92,7 +92,7 @@ unit/test_sglang_server.py::test_a_server_that_is_late_is_an_error
     rollout.sglang.start_timeout_s  timeout_s
 unit/test_sglang_server.py::test_restarts_are_bounded
     rollout.sglang.max_restarts  max_restarts
-unit/test_sglang_client.py::test_response_that_does_not_come_is_aborted_and_never_retried
+unit/test_sglang_client.py::test_a_response_that_has_no_end_in_time_is_aborted_and_not_repeated
     rollout.sglang.request_timeout_s  generate_timeout_s
 unit/test_sglang_client.py::test_attempts_are_bounded
     rollout.sglang.max_attempts  max_attempts=3

@@ -30,7 +30,8 @@ def write_rows(
     from megatron_dppo.metrics.metrics import Metrics
     from megatron_dppo.run.logger import RunLogger
 
-    tables = {"run": {"folder": folder}, "tracking": {"alarms": mode}, "rollout": {"max_staleness": 1}}
+    rollout = {"engine": "sglang", "max_staleness": 1}
+    tables = {"run": {"folder": folder}, "tracking": {"alarms": mode}, "rollout": rollout}
     config = Config.model_validate(tables)
     offsets, error = list[int](), None
     with RunLogger.open(config, runtime) as logger:

@@ -13,7 +13,7 @@ from transformers import Qwen3MoeForCausalLM
 
 from megatron_dppo.data.prompts import sanity_task
 from tests.support.commands import python
-from tests.support.mismatch_ranks import LAYOUTS, PARITY, TOOLS, measure_layouts, require_parity, undecided
+from tests.support.mismatch_ranks import LAYOUTS, PARITY, measure_layouts, require_parity, undecided
 from tests.support.ranks import run_ranks
 from tests.support.records import lines_of
 from tests.support.tiny import TOP_K, VOCAB
@@ -116,7 +116,7 @@ def test_experts_are_undecided_where_the_last_chosen_ties(logits: list[float], i
 def _run_tool(task: Path, tables: dict[str, Any], *arguments: str, processes: int = 1) -> Any:
     toml = task / "base.toml"
     toml.write_text(tomli_w.dumps(tables))
-    return python(TOOLS / "measure_mismatch.py", toml, *arguments, processes=processes)
+    return python("-m", "megatron_dppo", "measure-mismatch", toml, *arguments, processes=processes)
 
 
 def test_the_command_writes_what_it_shows(task: Path, tmp_path: Path) -> None:

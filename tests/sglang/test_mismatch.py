@@ -13,7 +13,7 @@ import tomli_w
 
 from megatron_dppo.data.prompts import sanity_task
 from tests.support.converting import converted
-from tests.support.mismatch_ranks import LAYOUTS, TOOLS, measure_layouts, require_parity
+from tests.support.mismatch_ranks import LAYOUTS, measure_layouts, require_parity
 from tests.support.ranks import run_ranks
 from tests.support.records import lines_of
 from tests.support.serving import LAYERS, MAX_TOKENS, OPTIONS, ROOT, Served, write_served_model
@@ -67,7 +67,7 @@ def run_tool(folder: Path, tables: dict[str, Any], *arguments: str, processes: i
     toml = folder / "base.toml"
     toml.write_text(tomli_w.dumps(tables))
     launcher = torchrun(sys.executable, processes) if processes > 1 else [sys.executable]
-    command = [*launcher, str(TOOLS / "measure_mismatch.py"), str(toml), *arguments]
+    command = [*launcher, "-m", "megatron_dppo", "measure-mismatch", str(toml), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
 
 

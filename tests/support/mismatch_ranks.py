@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megatron_dppo.runtime.process import Runtime
 
-TOOLS = Path(__file__).parents[2] / "tools"
 PARITY = 5e-5  # of float32 log-probs
 TIE = 1e-5  # of experts' probabilities, relative
 LAYOUTS: dict[int, dict[str, dict[str, int]]] = {

@@ -145,7 +145,7 @@ def test_ids_of_tool_calls_distinguish_equal_responses() -> None:
         (LATEST_TEMPLATE, "keep", False),
     ],
 )
-def test_a_conversation_continues_only_if_the_template_appends(
+def test_conversation_continues_only_if_the_template_appends(
     template: str, thinking: Thinking, is_continued: bool
 ) -> None:
     tokenizer = byte_tokenizer(("<|im_start|>", "<|im_end|>"), template, eos="<|im_end|>")

@@ -192,7 +192,8 @@ def write_a_run(runtime: Runtime, folder: Path, stops: dict[int, int]) -> list[s
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("megatron_dppo").addHandler(handler)
-    tables = {"run": {"folder": folder}, "rollout": {"max_staleness": 1, "prompts_per_rollout": 64}}
+    rollout = {"engine": "sglang", "max_staleness": 1, "prompts_per_rollout": 64}
+    tables = {"run": {"folder": folder}, "rollout": rollout}
     config = Config.model_validate(tables)
 
     def events(logger: RunLogger, first: int) -> Any:

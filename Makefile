@@ -40,8 +40,8 @@ endef
 # For keep_going: $(call suites,PYTHON,options of the unit tests,options of the distributed ones)
 define suites
 run tests/unit $(1) -m pytest tests/unit -n 2 $(2) $(RECORDING); \
-run tests/distributed $(1) -m pytest tests/distributed -m "not slow" -n 2 --dist loadfile $(3) $(RECORDING); \
-run tests/faults $(1) -m pytest tests/faults -m "not slow" $(RECORDING)
+run tests/distributed $(1) -m pytest tests/distributed -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(3) $(RECORDING); \
+run tests/faults $(1) -m pytest tests/faults -m "not slow" -n 2 $(RECORDING)
 endef
 
 define linters

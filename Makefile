@@ -246,7 +246,7 @@ $(VERIFIERS_VENV)/.stamp: tests/agents/verifiers/requirements.txt
 	@touch $@
 
 test-recipes: venv
-	$(RUN) -m pytest tests/recipes -n 2 --dist loadgroup $(RECORDING)
+	$(RUN) -m pytest tests/recipes -n 2 --dist loadfile --no-loadscope-reorder $(RECORDING)
 
 test-slurm: venv slurm
 	$(RUN) -m pytest tests/slurm $(RECORDING)

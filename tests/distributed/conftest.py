@@ -1,7 +1,5 @@
 """Options of the distributed tests, and what most runs train on."""
 
-import json
-import math
 from pathlib import Path
 
 import pytest
@@ -12,12 +10,6 @@ from tests.support.sanity_run import make_task
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--write-layouts`: write the measured errors into megatron_dppo/actor/LAYOUTS.md."""
     parser.addoption("--write-layouts", action="store_true", help="write the table of layouts")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the files that take longest first: `--dist loadfile` ends with one of them on one core otherwise."""
-    seconds = json.loads((Path(__file__).parents[1] / "coverage_map.json").read_text("utf-8"))["files"]
-    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], math.inf))
 
 
 @pytest.fixture(scope="module")

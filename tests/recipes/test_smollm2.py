@@ -18,7 +18,6 @@ from tests.support.experiments import ROOT
 from tests.support.records import metrics_of
 
 SCRIPT = ROOT / "examples" / "smollm2" / "run.sh"
-pytestmark = pytest.mark.xdist_group("smollm2")  # one process, so that the script runs once
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
-"""Fail skipped tests unless they need a GPU, give slow tests more time, start the longest files first."""
+"""Fail skipped tests unless they need a GPU, give slow tests more time, hide a `make` that started pytest."""
 
-import json
-import math
 import os
 from collections.abc import Generator
 from pathlib import Path
@@ -19,12 +17,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Replace the time limit of pyproject.toml for slow tests, and start the files that take longest.
-
-    With `--dist loadfile --no-loadscope-reorder`, a long file at the end would run on one core alone.
-    """
-    seconds = json.loads(Path(__file__).with_name("coverage_map.json").read_text("utf-8"))["files"]
-    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], math.inf))
+    """Replace the time limit of pyproject.toml for tests marked slow."""
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))

@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.longest_first import pytest_collection_modifyitems
 from tests.support.sanity_run import make_task
+
+__all__ = ["pytest_addoption", "pytest_collection_modifyitems", "task"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

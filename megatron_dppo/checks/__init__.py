@@ -29,6 +29,7 @@ from megatron_dppo.checks.facts import (
 )
 from megatron_dppo.checks.notes import doubts, remarks
 from megatron_dppo.checks.run_rules import folder_remarks, idle_remarks, period_remarks, stop_remarks
+from megatron_dppo.config.rollout import SOURCES
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang.options import installed_version, interpreter, read_options
 from megatron_dppo.engines.sglang.protocol import GENERATIONS, NEWEST
@@ -119,7 +120,7 @@ def require_valid(
             logger.warning(doubt)
 
 
-_EVALUATED = ("model_", "prompt", "reward", "evaluation_", "sequence_positions", "sglang_", "finite_numbers")
+_EVALUATED = ("model_", "prompt", "reward", "evaluation_", "sequence_positions", "sglang_")
 
 
 def require_evaluable(config: Config, world_size: int, *, needs: Collection[Need] = AT_ONCE) -> None:
@@ -137,6 +138,7 @@ def require_evaluable(config: Config, world_size: int, *, needs: Collection[Need
         unused.add("reward")
     rules = [rule for id, rule in RULES.items() if id.startswith(_EVALUATED) and id not in unused]
     problems = problems_of(config, replace(facts, columns=held_out), rules, needs)
+    problems += run_rules.clash_problems(config, SOURCES)  # evaluation has one source of responses too
     if not config.evaluation.used_sets:
         found = "none" if config.evaluation.every else "evaluation.every = 0, which uses none"
         action = "Add a table [evaluation.sets.<name>] with its prompts."

@@ -52,15 +52,21 @@ def idle_remarks(config: Config) -> list[str]:
 @rule("clashes")
 def _clashes(config: Config, facts: Facts) -> Iterator[Problem]:
     """No two settings are given that exclude each other; a marker of the setting's type says which."""
-    for key, clash in clashes(config):
-        own, other = (_shown(config, each) for each in (key, clash.key))
-        yield Problem(key, f"{own} with {clash.key} = {other}", clash.because, f"Change it, or {clash.key}.")
+    yield from clash_problems(config)
 
 
 @rule("bounds")
 def _bounds(config: Config, facts: Facts) -> Iterator[Problem]:
     """No setting is beyond a number or another setting that limits it in training; a marker says which."""
     yield from bound_problems(config)
+
+
+def clash_problems(config: Config, among: tuple[str, ...] = ("",)) -> Iterator[Problem]:
+    """Yield the problem of each two settings that exclude each other, whose keys begin with one of `among`."""
+    for key, clash in clashes(config):
+        if key.startswith(among) and clash.key.startswith(among):
+            found = f"{_shown(config, key)} with {clash.key} = {_shown(config, clash.key)}"
+            yield Problem(key, found, clash.because, f"Change it, or {clash.key}.")
 
 
 def _shown(config: Config, key: str) -> str:

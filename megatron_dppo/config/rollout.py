@@ -33,6 +33,8 @@ _TURNS = "0: trainer and servers take turns on the same GPUs"
 _INTERRUPTED = "0: a push interrupts responses, and such a function cannot resume them"
 _DECIDES = "one of them: the function itself decides on observations and on the end of responses"
 _EPISODES = "one of them: the agent itself decides what follows a response, and ends its episodes"
+SOURCES = ("rollout.environment", "rollout.generate", "rollout.agent")
+"""Beginnings of the keys that name a source of responses."""
 _SINGLE_TURN = "single_turn"
 
 

@@ -655,6 +655,22 @@ def test_evaluation_alone_asks_nothing_of_training(world: Path) -> None:
     assert {problem.where for problem in raised.value.problems} == {"evaluation.pass_at", "model.load"}
 
 
+@pytest.mark.parametrize(
+    ("key", "sources"),
+    [
+        ("rollout.generate", "rollout.generate=own:play  rollout.environment=calculator"),
+        ("rollout.agent", "rollout.agent.harness=own:play  rollout.generate=own:play"),
+        ("rollout.agent.harness", 'rollout.agent.harness=own:play  rollout.agent.command=["play"]'),
+    ],
+)
+def test_evaluation_refuses_two_sources_of_responses(world: Path, key: str, sources: str) -> None:
+    """It would use one of them without a word; what concerns training alone stays allowed."""
+    require_evaluable(config_with(f"{sources.split()[0]}  rollout.lag=1"), 1)
+    with pytest.raises(ConfigError) as raised:
+        require_evaluable(config_with(sources), 1)
+    assert [problem.where for problem in raised.value.problems] == [key]
+
+
 def test_evaluation_sets_with_rewards_need_no_data_reward(world: Path) -> None:
     near = 'data.reward=""  evaluation.sets.held_out.reward=math  *AIME'
     require_evaluable(config_with(near, "evaluation.sets.aime.reward=dapo"), 1)
